@@ -1,0 +1,45 @@
+// Argument checks shared by the ops. Every text names the op, the rule and the offending value.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace parallel_ext {
+
+inline void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.is_floating_point(), op, ": expected a floating-point ", name, ", got ",
+                   tensor.scalar_type());
+}
+
+inline void check_int64(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, op, ": expected int64 ", name, ", got ",
+                   tensor.scalar_type());
+}
+
+inline void check_dim(const char* op, const char* name, const at::Tensor& tensor, int64_t dim) {
+  TORCH_CHECK_VALUE(tensor.dim() == dim, op, ": expected ", dim, " dimensions in ", name,
+                    ", got shape ", tensor.sizes());
+}
+
+inline void check_same_dtype(const char* op, const char* name, const at::Tensor& tensor,
+                             const char* other_name, const at::Tensor& other) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " is ",
+                   tensor.scalar_type(), " but ", other_name, " is ", other.scalar_type(),
+                   "; cast one of them");
+}
+
+// `vocab_start` and `vocab_stop` are the half-open range of ids that this rank holds in `rows`
+// rows.
+inline void check_vocab_range(const char* op, const char* name, int64_t rows, int64_t vocab_size,
+                              int64_t vocab_start, int64_t vocab_stop) {
+  TORCH_CHECK_VALUE(0 <= vocab_start && vocab_start <= vocab_stop && vocab_stop <= vocab_size, op,
+                    ": the shard [", vocab_start, ", ", vocab_stop, ") is not inside [0, ",
+                    vocab_size, ")");
+  TORCH_CHECK_VALUE(rows == vocab_stop - vocab_start, op, ": ", name, " hold ", rows,
+                    " of the vocabulary, but this rank's shard is [", vocab_start, ", ", vocab_stop,
+                    ") of ", vocab_size, ", which is ", vocab_stop - vocab_start,
+                    "; pass this rank's shard, neither gathered nor padded");
+}
+
+}  // namespace parallel_ext

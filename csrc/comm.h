@@ -1,0 +1,43 @@
+// Process groups and the collectives that the ops use. No other file includes c10d.
+// Every function must be called by every rank of the group, in the same order. A group of size 1
+// needs no name and costs nothing. All throw if no live group has this name, or if its size is not
+// `group_size`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+
+namespace parallel_ext {
+
+// Sums `tensor` over the group in place; the bits are the same on every rank.
+void all_reduce_sum(const char* op, at::Tensor& tensor, int64_t group_size,
+                    const std::string& group_name);
+
+// Starts the same sum and returns the function that waits for it. `tensor` must not be touched
+// before that call, which must come before the op returns.
+[[nodiscard]] std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor,
+                                                         int64_t group_size,
+                                                         const std::string& group_name);
+
+// Contiguous `part`, equal shape on every rank -> [group_size, *part.shape], in rank order.
+at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size,
+                      const std::string& group_name);
+
+// `record` of every rank, in rank order. `timeout_s` bounds the wait for a rank that does not come.
+std::vector<std::string> exchange_bytes(const std::string& record, int64_t group_size,
+                                        const std::string& group_name, double timeout_s);
+
+// Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank.
+std::map<std::string, int64_t> collective_counts();
+void reset_collective_counts();
+
+// With the order check on, every collective first compares (op, running number, bytes) over its
+// group and throws on all ranks where they differ. Starts as PARALLEL_EXT_DEBUG=1 says.
+bool order_check();
+void set_order_check(bool on);
+
+}  // namespace parallel_ext

@@ -1,0 +1,21 @@
+// Which kernel serves a CPU tensor: ours, compiled for several instruction sets, or the path of
+// plain ATen calls that serves every other device.
+#pragma once
+
+// One build holds a loop for AVX-512, for AVX2 and for any x86-64; the loader takes the best one.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define PARALLEL_EXT_MULTIVERSION \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define PARALLEL_EXT_HAS_MULTIVERSION true
+#else
+#define PARALLEL_EXT_MULTIVERSION
+#define PARALLEL_EXT_HAS_MULTIVERSION false
+#endif
+
+namespace parallel_ext {
+
+// Off by default; the tests switch it on to run the other devices' path on a CPU.
+bool aten_path_on_cpu();
+void set_aten_path_on_cpu(bool on);
+
+}  // namespace parallel_ext

@@ -1,0 +1,48 @@
+// The pybind11 module parallel_ext._C: what is not a tensor op. Importing it registers the ops.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include "comm.h"
+#include "kernel_choice.h"
+#include "layout.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = TORCH_VERSION;
+  info["compiler"] = __VERSION__;
+  info["cxx_standard"] = static_cast<int64_t>(__cplusplus);
+  info["multiversion"] = PARALLEL_EXT_HAS_MULTIVERSION;
+  return info;
+}
+
+std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_size,
+                                      const std::string& group_name, double timeout_s) {
+  std::vector<std::string> records;
+  {
+    py::gil_scoped_release no_gil;
+    records = parallel_ext::exchange_bytes(record, group_size, group_name, timeout_s);
+  }
+  return {records.begin(), records.end()};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info, "What this module was compiled with.");
+  m.def("split", &parallel_ext::split, py::arg("n"), py::arg("parts"), py::arg("multiple_of") = 1,
+        "Boundaries of the parts; see csrc/layout.h.");
+  m.def("exchange_bytes", &exchange_bytes, py::arg("record"), py::arg("group_size"),
+        py::arg("group_name"), py::arg("timeout_s"),
+        "Equal-sized records of all ranks of a group, in rank order.");
+  m.def("collective_counts", &parallel_ext::collective_counts);
+  m.def("reset_collective_counts", &parallel_ext::reset_collective_counts);
+  m.def("order_check", &parallel_ext::order_check);
+  m.def("set_order_check", &parallel_ext::set_order_check, py::arg("on"));
+  m.def("aten_path_on_cpu", &parallel_ext::aten_path_on_cpu);
+  m.def("set_aten_path_on_cpu", &parallel_ext::set_aten_path_on_cpu, py::arg("on"));
+}

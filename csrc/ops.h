@@ -1,0 +1,85 @@
+// Every op of the package, declared once. Shapes: T tokens, H hidden, V vocabulary (true size),
+// "replicated" means equal on all ranks of the group, "sharded" that each rank holds its range,
+// "partial" that the sum over the ranks is the value. `group_size` and `group_name` name the
+// tensor-parallel group; a group of size 1 communicates nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+namespace parallel_ext {
+
+// --- region.cpp: the borders of a tensor-parallel region ---
+
+// partial [..., H] -> replicated [..., H]. Backward: identity.
+at::Tensor reduce_from_tp(const at::Tensor& partial, int64_t group_size,
+                          const std::string& group_name);
+
+// replicated [..., H] -> replicated [..., H]. Backward: sums the ranks' partial gradients.
+at::Tensor copy_to_tp(const at::Tensor& input, int64_t group_size, const std::string& group_name);
+
+// sharded [..., sizes[rank]] -> replicated [..., sum(sizes)]. Backward: this rank's slice.
+at::Tensor gather_from_tp(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
+                          int64_t group_size, const std::string& group_name);
+
+// --- linear.cpp ---
+
+// replicated input [..., K], weight rows [F, K] of this rank -> sharded [..., F], in rows of
+// `row_stride` >= F elements. Backward: the input's gradient is summed over the group while the
+// weight's is computed. With a group of size 1 that sum is left to the caller (copy_to_tp).
+at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias, int64_t row_stride,
+                         int64_t group_size, const std::string& group_name);
+
+// -> gradients of input, weight, bias; an empty tensor where `needed` is false.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward(
+    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
+    std::array<bool, 3> needed, int64_t group_size, const std::string& group_name);
+
+// sharded input [..., K], weight columns [F, K] of this rank -> replicated [..., F]: the partial
+// products are summed over the group, then the replicated bias [F] is added once. Backward: local.
+at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias, int64_t group_size,
+                      const std::string& group_name);
+
+// --- vocab_embedding.cpp ---
+
+// replicated ids [...], rows [vocab_start, vocab_start + R) of the table as weight [R, H]
+// -> replicated [..., H]. Row `padding_idx` (global; -1: none) gets no gradient.
+at::Tensor vocab_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
+                           int64_t vocab_start, int64_t padding_idx, int64_t group_size,
+                           const std::string& group_name);
+
+// replicated grad_output [..., H] -> sharded [num_rows, H]; local.
+at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Tensor& ids,
+                                    c10::SymInt num_rows, int64_t vocab_start, int64_t padding_idx);
+
+// --- vocab_cross_entropy.cpp, vocab_cross_entropy_cpu.cpp ---
+
+// sharded logits [T, vocab_stop - vocab_start], replicated labels [T] in [0, V) or ignore_index
+// -> replicated loss, [T] for reduction "none" and [] for "sum" and "mean"; fp32, or fp64 for fp64
+// logits; the same bits on every rank.
+at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
+                               int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop,
+                               int64_t ignore_index, const std::string& reduction,
+                               int64_t group_size, const std::string& group_name);
+
+// -> the loss as above, and the log of the sum of exp over the whole vocabulary, [T].
+std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy_forward(
+    const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size, int64_t vocab_start,
+    int64_t vocab_stop, int64_t ignore_index, const std::string& reduction, int64_t group_size,
+    const std::string& group_name);
+
+// replicated grad_loss ([T] or []) -> sharded gradient of the logits, in their dtype and row
+// stride; local.
+at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& logits,
+                                        const at::Tensor& labels, const at::Tensor& log_sum_exp,
+                                        int64_t vocab_start, int64_t ignore_index,
+                                        const std::string& reduction);
+
+}  // namespace parallel_ext

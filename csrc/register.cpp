@@ -1,0 +1,46 @@
+// The schemas of all ops. Tensors first, then numbers, then the group; the same names in C++ and
+// Python.
+#include <torch/library.h>
+
+TORCH_LIBRARY(parallel_ext, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("reduce_from_tp(Tensor partial, int group_size, str group_name) -> Tensor", tags);
+  m.def("copy_to_tp(Tensor input, int group_size, str group_name) -> Tensor", tags);
+  m.def(
+      "gather_from_tp(Tensor shard, int[] sizes, int rank, int group_size, str group_name) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "column_linear(Tensor input, Tensor weight, Tensor? bias, int row_stride, int group_size, "
+      "str group_name) -> Tensor",
+      tags);
+  m.def(
+      "column_linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] needed, "
+      "int group_size, str group_name) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "row_linear(Tensor input, Tensor weight, Tensor? bias, int group_size, str group_name) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
+      "int padding_idx, int group_size, str group_name) -> Tensor",
+      tags);
+  m.def(
+      "vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "
+      "int padding_idx) -> Tensor",
+      tags);
+  m.def(
+      "vocab_cross_entropy(Tensor logits, Tensor labels, int vocab_size, int vocab_start, "
+      "int vocab_stop, int ignore_index, str reduction, int group_size, str group_name) -> Tensor",
+      tags);
+  m.def(
+      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, int vocab_size, "
+      "int vocab_start, int vocab_stop, int ignore_index, str reduction, int group_size, "
+      "str group_name) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "vocab_cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor labels, "
+      "Tensor log_sum_exp, int vocab_start, int ignore_index, str reduction) -> Tensor",
+      tags);
+}

@@ -1,0 +1,210 @@
+// The two passes of the cross entropy over a shard of the logits, as CPU loops.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernel_choice.h"
+#include "vocab_cross_entropy.h"
+
+namespace parallel_ext {
+namespace {
+
+#define PARALLEL_EXT_INLINE inline __attribute__((always_inline))
+
+// Sums run over kLanes independent accumulators that are folded in order: the compiler keeps them
+// in vector registers, and the bits depend neither on the threads nor on the instruction set's
+// width.
+constexpr int64_t kLanes = 64;
+// A block is read twice, for its maximum and for its sum, and stays in the first-level cache.
+constexpr int64_t kBlock = 2048;
+
+PARALLEL_EXT_INLINE float to_float(float x) { return x; }
+PARALLEL_EXT_INLINE float to_float(c10::BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.x) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+PARALLEL_EXT_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
+
+PARALLEL_EXT_INLINE void store(float value, float* out) { *out = value; }
+PARALLEL_EXT_INLINE void store(float value, c10::BFloat16* out) {
+  uint32_t bits;  // rounds to nearest even; the softmax's gradient is NaN only as a quiet NaN
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  out->x = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
+}
+PARALLEL_EXT_INLINE void store(float value, c10::Half* out) { *out = value; }
+
+// exp(x) for x <= 0, to 1e-7 relative; 0 below the smallest normal number, NaN for NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite's two-part reduction), exp(r) by its Taylor
+// polynomial of degree 7, 2^n by its bits.
+PARALLEL_EXT_INLINE float exp_nonpositive(float x) {
+  constexpr float kLowest = -87.33f, kRound = 12582912.0f;  // 1.5 * 2^23
+  const float clamped = x < kLowest ? kLowest : x;
+  const float shifted = clamped * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 5040.0f;
+  p = p * r + 1.0f / 720.0f;
+  p = p * r + 1.0f / 120.0f;
+  p = p * r + 1.0f / 24.0f;
+  p = p * r + 1.0f / 6.0f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits << 23) + 0x3f800000u;  // the low bits of `shifted` are n
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return x < kLowest ? 0.0f : p * power;
+}
+
+struct MaxAndSum {
+  float max;
+  float sum;
+};
+
+template <typename scalar_t>
+PARALLEL_EXT_INLINE MaxAndSum max_and_sum(const scalar_t* row, int64_t size) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  float max = kLowest;
+  double sum = 0;
+  for (int64_t start = 0; start < size; start += kBlock) {
+    const int64_t stop = std::min(size, start + kBlock);
+    const int64_t whole = start + (stop - start) / kLanes * kLanes;
+    float lane[kLanes];
+    for (int64_t j = 0; j < kLanes; ++j) lane[j] = kLowest;
+    for (int64_t i = start; i < whole; i += kLanes) {
+      for (int64_t j = 0; j < kLanes; ++j) {
+        const float x = to_float(row[i + j]);
+        lane[j] = x > lane[j] ? x : lane[j];
+      }
+    }
+    for (int64_t i = whole; i < stop; ++i) lane[0] = std::max(lane[0], to_float(row[i]));
+    float block_max = lane[0];
+    for (int64_t j = 1; j < kLanes; ++j) block_max = std::max(block_max, lane[j]);
+    if (block_max > max) {
+      sum *= std::exp(static_cast<double>(max) - block_max);
+      max = block_max;
+    }
+    // Nothing but -inf so far contributes nothing; a NaN must still reach the sum.
+    const float base = max == kLowest ? 0.0f : max;
+    for (int64_t j = 0; j < kLanes; ++j) lane[j] = 0.0f;
+    for (int64_t i = start; i < whole; i += kLanes) {
+      for (int64_t j = 0; j < kLanes; ++j) lane[j] += exp_nonpositive(to_float(row[i + j]) - base);
+    }
+    for (int64_t i = whole; i < stop; ++i) lane[0] += exp_nonpositive(to_float(row[i]) - base);
+    for (int64_t j = 0; j < kLanes; ++j) sum += lane[j];
+  }
+  return {max, static_cast<float>(sum)};
+}
+
+template <typename scalar_t>
+PARALLEL_EXT_INLINE void softmax_times(const scalar_t* row, int64_t size, float log_sum_exp,
+                                       float scale, scalar_t* out) {
+  for (int64_t i = 0; i < size; ++i) {
+    store(exp_nonpositive(to_float(row[i]) - log_sum_exp) * scale, out + i);
+  }
+}
+
+// One function per dtype, since target_clones does not go with templates.
+#define PARALLEL_EXT_ROW_LOOPS(scalar_t)                                                    \
+  PARALLEL_EXT_MULTIVERSION MaxAndSum row_record(const scalar_t* row, int64_t size) {       \
+    return max_and_sum(row, size);                                                          \
+  }                                                                                         \
+  PARALLEL_EXT_MULTIVERSION void row_gradient(const scalar_t* row, int64_t size, float lse, \
+                                              float scale, scalar_t* out) {                 \
+    softmax_times(row, size, lse, scale, out);                                              \
+  }
+
+PARALLEL_EXT_ROW_LOOPS(float)
+PARALLEL_EXT_ROW_LOOPS(c10::BFloat16)
+PARALLEL_EXT_ROW_LOOPS(c10::Half)
+
+// fp64 proves the algebra; it need not be fast.
+struct MaxAndSum64 {
+  double max;
+  double sum;
+};
+
+MaxAndSum64 row_record(const double* row, int64_t size) {
+  double max = -std::numeric_limits<double>::infinity(), sum = 0;
+  for (int64_t i = 0; i < size; ++i) max = std::max(max, row[i]);
+  const double base = std::isinf(max) && max < 0 ? 0.0 : max;
+  for (int64_t i = 0; i < size; ++i) sum += std::exp(row[i] - base);
+  return {max, sum};
+}
+
+void row_gradient(const double* row, int64_t size, double lse, double scale, double* out) {
+  for (int64_t i = 0; i < size; ++i) out[i] = std::exp(row[i] - lse) * scale;
+}
+
+template <typename scalar_t>
+using record_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+
+}  // namespace
+
+at::Tensor shard_record_cpu(const at::Tensor& logits, const at::Tensor& labels,
+                            int64_t vocab_start) {
+  const int64_t num_tokens = logits.size(0), size = logits.size(1), stride = logits.stride(0);
+  const auto dtype = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor record = at::empty({3, num_tokens}, logits.options().dtype(dtype));
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, logits.scalar_type(), "vocab_cross_entropy_forward", [&] {
+        const scalar_t* data = logits.const_data_ptr<scalar_t>();
+        auto* out = record.mutable_data_ptr<record_t<scalar_t>>();
+        at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t token = begin; token < end; ++token) {
+            const scalar_t* row = data + token * stride;
+            const auto stats = row_record(row, size);
+            const int64_t column = label[token] - vocab_start;
+            out[token] = stats.max;
+            out[num_tokens + token] = stats.sum;
+            out[2 * num_tokens + token] =
+                0 <= column && column < size ? static_cast<record_t<scalar_t>>(row[column]) : 0;
+          }
+        });
+      });
+  return record;
+}
+
+void shard_gradient_cpu(const at::Tensor& logits, const at::Tensor& labels,
+                        const at::Tensor& log_sum_exp, const at::Tensor& scale, int64_t vocab_start,
+                        at::Tensor& grad_logits) {
+  const int64_t num_tokens = logits.size(0), size = logits.size(1);
+  const int64_t stride = logits.stride(0), out_stride = grad_logits.stride(0);
+  const int64_t* label = labels.const_data_ptr<int64_t>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, logits.scalar_type(), "vocab_cross_entropy_backward", [&] {
+        using value_t = record_t<scalar_t>;
+        const scalar_t* data = logits.const_data_ptr<scalar_t>();
+        const value_t* lse = log_sum_exp.const_data_ptr<value_t>();
+        const value_t* factor = scale.const_data_ptr<value_t>();
+        scalar_t* out = grad_logits.mutable_data_ptr<scalar_t>();
+        at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t token = begin; token < end; ++token) {
+            const scalar_t* row = data + token * stride;
+            scalar_t* grad = out + token * out_stride;
+            if (factor[token] == 0) {
+              std::fill(grad, grad + size, scalar_t(0));
+              continue;
+            }
+            row_gradient(row, size, lse[token], factor[token], grad);
+            const int64_t column = label[token] - vocab_start;
+            if (0 <= column && column < size) {
+              const value_t probability = std::exp(static_cast<value_t>(row[column]) - lse[token]);
+              grad[column] = static_cast<scalar_t>((probability - 1) * factor[token]);
+            }
+          }
+        });
+      });
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,35 @@
+"""Tensor-parallel HuggingFace models whose gradients and files are those of one process."""
+
+import torch
+
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+try:
+    from parallel_ext import _C
+except ImportError as error:
+    raise ImportError(
+        f"parallel_ext was compiled for another torch than the running {torch.__version__}; "
+        f"rebuild it with: {_REBUILD}"
+    ) from error
+
+_built_for = _C.build_info()["torch"]
+if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1)[0]:
+    raise ImportError(
+        f"parallel_ext was compiled for torch {_built_for}, but torch {torch.__version__} is "
+        f"running; rebuild it with: {_REBUILD}"
+    )
+
+from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
+from parallel_ext.mesh import CollectiveTimeout, DisagreementError, Mesh, init_mesh  # noqa: E402
+from parallel_ext.patch import parallelize  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "CollectiveTimeout",
+    "DisagreementError",
+    "Mesh",
+    "clip_grad_norm_",
+    "init_mesh",
+    "no_sync",
+    "parallelize",
+]

@@ -1,0 +1,267 @@
+"""The ranks of a job: its tensor-parallel and data-parallel groups, and how ranks meet safely."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_ext import _C
+from parallel_ext.ops import ALONE, Group
+
+_MEETING_GRACE_S = 2.0  # how long ranks that failed together may lie apart
+
+
+class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
+    """A function that every rank must call was not called by all of them in time."""
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that must do the same thing were about to do different things."""
+
+
+def _world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _new_groups(ranks_of: Sequence[Sequence[int]], **options: Any) -> dist.ProcessGroup | None:
+    """Create all the groups, as every rank must, and return the one that holds this rank."""
+    own = None
+    for ranks in ranks_of:
+        group = dist.new_group(list(ranks), **options)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+class Mesh:
+    """The ranks of a job as a grid ``(dp, tp)``, tp innermost. Made by :func:`init_mesh`.
+
+    Attributes:
+        rank, world_size: of the whole job.
+        tp_rank, tp_size: position among the ranks that share a model; they get the same batch.
+        dp_rank, dp_size: which replica of the model this is; feed them to a sampler.
+        ep_size: ranks over which the experts of a mixture are dealt.
+        tp, dp: the groups as the ops take them.
+        timeout: seconds after which a rank that does not come is reported.
+        device: where the parameters of this rank live.
+    """
+
+    _made = 0
+
+    def __init__(self, tp: int, ep: int, dp: int, timeout: float, device: torch.device) -> None:
+        self.rank, self.world_size = _world()
+        self.tp_size, self.dp_size, self.ep_size = tp, dp, ep
+        self.dp_rank, self.tp_rank = divmod(self.rank, tp)
+        self.timeout, self.device = timeout, device
+        self.tp = self.dp = self.control = self.tp_control = ALONE
+        self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
+        self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._meetings = self._exchanges = 0
+        self._store: dist.Store | None = None
+        Mesh._made += 1
+        if self.world_size == 1:
+            return
+        tp_rows = [[row * tp + column for column in range(tp)] for row in range(dp)]
+        dp_columns = [[row * tp + column for row in range(dp)] for column in range(tp)]
+        wait = timedelta(seconds=timeout)
+        everyone = list(range(self.world_size))
+        self.control = self._group([everyone], backend="gloo", timeout=wait)
+        if tp > 1:
+            self.tp = self._group(tp_rows)
+            self.tp_control = self._group(tp_rows, backend="gloo", timeout=wait)
+        if dp > 1:
+            self.dp = self._group(dp_columns)
+        store = self.process_groups[self.control.name].get_group_store()
+        self._store = dist.PrefixStore(f"parallel_ext/{Mesh._made}", store)
+
+    def _group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
+        process_group = _new_groups(ranks_of, **options)
+        if process_group is None:  # this rank is in none of them
+            return ALONE
+        group = Group.of(process_group)
+        self.process_groups[group.name] = process_group
+        return group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # copies of a model live on the same ranks
+
+    def __repr__(self) -> str:
+        return (
+            f"Mesh(dp={self.dp_size}, tp={self.tp_size}, ep={self.ep_size}: rank {self.rank} is "
+            f"dp_rank {self.dp_rank}, tp_rank {self.tp_rank} on {self.device})"
+        )
+
+    def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
+        """The group of this rank when the tp ranks are partitioned as given.
+
+        Args:
+            partition: disjoint lists of tp ranks, the same on every rank of the job.
+
+        Returns:
+            The group of the list that holds this tp rank; a group of one where the list has one.
+        """
+        key = tuple(tuple(ranks) for ranks in partition)
+        if key not in self._subgroups:
+            shared = [ranks for ranks in key if len(ranks) > 1]
+            rows = range(self.dp_size)
+            self._subgroups[key] = self._group(
+                [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]
+            )
+        return self._subgroups[key]
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank of the job is about to do ``what``.
+
+        Raises:
+            CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
+            DisagreementError: all came, but to different things; names who is where.
+        """
+        if self._store is None:
+            return
+        meeting = f"meeting/{self._meetings}"
+        self._meetings += 1
+        self._store.set(f"{meeting}/{self.rank}", what)
+        self._store.add(f"{meeting}/to {what}", 1)
+        if self._store.add(f"{meeting}/arrived", 1) == self.world_size:
+            self._forget(f"meeting/{self._meetings - 2}")
+            self._store.set(f"{meeting}/all_here", "1")
+        try:
+            self._store.wait([f"{meeting}/all_here"], timedelta(seconds=self.timeout))
+        except dist.DistStoreError:
+            self._store.set(f"{meeting}/given_up", "1")
+            raise CollectiveTimeout(
+                f"{what}: every rank must call it, but {self._absent(meeting, self.world_size)} "
+                f"did not within {self.timeout:g} s"
+            ) from None
+        if self._store.check([f"{meeting}/given_up"]):
+            raise CollectiveTimeout(
+                f"{what}: rank {self.rank} came later than {self.timeout:g} s after the others, "
+                "who have given up waiting"
+            )
+        if self._store.add(f"{meeting}/to {what}", 0) != self.world_size:
+            places = (self._store.get(f"{meeting}/{r}").decode() for r in range(self.world_size))
+            seen = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            raise DisagreementError(f"the ranks are about to do different things: {seen}")
+
+    def _forget(self, meeting: str) -> None:
+        """Delete the keys of a meeting that every rank has left, so that the store stays small."""
+        if self._store.check([f"{meeting}/0"]):
+            whats = {self._store.get(f"{meeting}/{r}").decode() for r in range(self.world_size)}
+            keys = [f"to {what}" for what in whats] + [str(r) for r in range(self.world_size)]
+            for key in (*keys, "arrived", "all_here", "given_up"):
+                self._store.delete_key(f"{meeting}/{key}")
+
+    def _absent(self, prefix: str, size: int) -> str:
+        ranks = [str(rank) for rank in range(size) if not self._store.check([f"{prefix}/{rank}"])]
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else "a rank that died"
+
+    def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
+        """The 32-byte records of the tp ranks, in rank order: one all-gather.
+
+        Raises:
+            CollectiveTimeout: a tp rank did not come within ``timeout`` seconds; names it.
+        """
+        self._exchanges += 1
+        try:
+            return _C.exchange_bytes(
+                record, self.tp_control.size, self.tp_control.name, self.timeout
+            )
+        except RuntimeError as error:
+            failed = f"exchange/{self.dp_rank}/{self._exchanges}"
+            self._store.set(f"{failed}/{self.tp_rank}", "1")
+            time.sleep(_MEETING_GRACE_S)
+            raise CollectiveTimeout(
+                f"{what}: every tp rank must call it, but of the tp group of dp_rank "
+                f"{self.dp_rank} {self._absent(failed, self.tp_size)} did not within "
+                f"{self.timeout:g} s"
+            ) from error
+
+    def gather_objects_on_tp(self, value: Any) -> list[Any]:
+        """``value`` of every tp rank, in rank order; for the words of an error."""
+        values: list[Any] = [None] * self.tp_size
+        dist.all_gather_object(values, value, self.process_groups[self.tp_control.name])
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """``value`` of every rank of the job, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, self.process_groups[self.control.name])
+        return values
+
+    def raise_together(self, what: str, error: Exception | None) -> None:
+        """Exchange the ranks' outcomes of ``what``; if one failed, raise on all of them.
+
+        The rank that failed raises its own error; the others raise a RuntimeError that quotes it.
+        """
+        outcomes = self.gather_objects(
+            None if error is None else f"{type(error).__name__}: {error}"
+        )
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, text in enumerate(outcomes) if text is not None}
+        if failed:
+            words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise RuntimeError(f"{what} failed on {words}")
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"init_mesh: {name} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 120.0) -> Mesh:
+    """Lay the ranks of the job out as ``(dp, tp)`` and create their groups.
+
+    Every rank must call it, with the same arguments. Under ``torchrun`` it initialises
+    ``torch.distributed`` (NCCL with GPUs, else gloo) when that has not been done; without it and
+    without torchrun the mesh is one process.
+
+    Args:
+        tp: ranks that share one model; consecutive ranks.
+        ep: ranks over which the experts of a mixture are dealt; must divide the world size.
+        dp: replicas of the model; ``world_size / tp`` when None.
+        timeout: seconds after which a function that only some ranks call raises
+            :class:`CollectiveTimeout` on those that did.
+
+    Returns:
+        The mesh, on every rank with its own ``tp_rank`` and ``dp_rank``.
+
+    Raises:
+        ValueError: the sizes do not multiply to the world size.
+
+    Example:
+        >>> mesh = init_mesh()
+        >>> mesh.tp_size, mesh.dp_size
+        (1, 1)
+    """
+    tp, ep = _positive("tp", tp), _positive("ep", ep)
+    if dp is not None:
+        dp = _positive("dp", dp)
+    cuda = torch.cuda.is_available()
+    if not dist.is_initialized() and "RANK" in os.environ:
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    world_size = _world()[1]
+    if world_size % tp or (dp is not None and dp * tp != world_size):
+        asked = f"tp={tp}" if dp is None else f"dp={dp} * tp={tp} = {dp * tp}"
+        raise ValueError(
+            f"init_mesh: {asked} does not fit a world of {world_size} ranks; "
+            "dp * tp must equal the world size"
+        )
+    if world_size % ep:
+        raise ValueError(f"init_mesh: ep={ep} does not divide the world of {world_size} ranks")
+    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return Mesh(tp, ep, world_size // tp, timeout, device)

@@ -1,0 +1,155 @@
+"""Gradients of which each rank computes a part: summed before ``backward()`` returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.ops import Group
+
+
+class _Entry:
+    """The partial gradient that one backward, or several under ``no_sync``, has collected."""
+
+    def __init__(self, parameter: nn.Parameter, group: Group, partial: torch.Tensor) -> None:
+        self.parameter, self.group, self.partial = parameter, group, partial
+
+
+class _Session:
+    """What one backward collects. Only the engine's callback holds it, so that it dies with a
+    backward that raises and can never be mistaken for a later one."""
+
+    def __init__(self, graph_task: int) -> None:
+        self.graph_task = graph_task
+        self.entries: dict[str, _Entry] = {}
+
+
+class _Catch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: nn.Parameter, partials: PartialGradients, name: str, group: Group
+    ) -> torch.Tensor:
+        ctx.caught = (weight, partials, name, group)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        weight, partials, name, group = ctx.caught
+        partials._add(name, weight, group, grad)
+        return None, None, None, None
+
+
+class _OpenSession(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, partials: PartialGradients) -> torch.Tensor:
+        ctx.partials = partials
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.partials._open(torch._C._current_graph_task_id())
+        return grad, None
+
+
+class PartialGradients:
+    """Sums the gradients of replicated parameters of which each rank computes only a part.
+
+    The part is caught before it is accumulated, kept apart from ``.grad``, and added to it after
+    one flat fp32 all-reduce per group, in a callback at the end of the outermost backward. Until
+    then ``torch.autograd.grad`` and gradient hooks do not see it.
+
+    One object serves one model. It refers to no module, so that a module can be copied alone.
+    """
+
+    def __init__(self) -> None:
+        self._session: weakref.ref[_Session] | None = None
+        self._pending: dict[str, _Entry] = {}
+        self._synchronize = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
+        return PartialGradients()
+
+    def catch(self, weight: nn.Parameter, name: str, group: Group) -> torch.Tensor:
+        """``weight`` for use in a forward; its gradient there is partial over ``group``.
+
+        Args:
+            weight: a parameter that every rank of ``group`` holds with equal values.
+            name: its logical name, the same on those ranks.
+            group: the ranks whose parts add up to the gradient.
+        """
+        return _Catch.apply(weight, self, name, group)
+
+    def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Mark a tensor whose backward comes before that of every caught parameter.
+
+        Without it the sums would still be right, but under reentrant checkpointing each layer's
+        inner backward would end with a collective of its own.
+        """
+        return _OpenSession.apply(hidden, self)
+
+    def _current(self) -> _Session | None:
+        return self._session() if self._session is not None else None
+
+    def _open(self, graph_task: int) -> _Session:
+        session = self._current()
+        if session is None or session.graph_task != graph_task:
+            session = _Session(graph_task)
+            self._session = weakref.ref(session)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._close(session))
+        return session
+
+    def _add(self, name: str, weight: nn.Parameter, group: Group, grad: torch.Tensor) -> None:
+        # Inside a checkpoint's inner backward the session of the outer one is the live one.
+        session = self._current() or self._open(torch._C._current_graph_task_id())
+        self._merge(session.entries, name, _Entry(weight, group, grad))
+
+    @staticmethod
+    def _merge(entries: dict[str, _Entry], name: str, entry: _Entry) -> None:
+        if name in entries:
+            entries[name].partial = entries[name].partial + entry.partial
+        else:
+            entries[name] = entry
+
+    @torch.no_grad()
+    def _close(self, session: _Session) -> None:
+        self._session = None
+        for name, entry in session.entries.items():
+            self._merge(self._pending, name, entry)
+        if not self._synchronize:
+            return
+        groups: dict[Group, list[_Entry]] = {}
+        for _, entry in sorted(self._pending.items()):  # in one order on all ranks
+            groups.setdefault(entry.group, []).append(entry)
+        self._pending = {}
+        for group, entries in sorted(groups.items()):
+            _sum_and_add(entries, group)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the parts of the backwards inside; the next backward outside sums them all."""
+        self._synchronize = False
+        try:
+            yield
+        finally:
+            self._synchronize = True
+
+
+def _sum_and_add(entries: list[_Entry], group: Group) -> None:
+    wide = any(entry.partial.dtype == torch.float64 for entry in entries)
+    dtype = torch.float64 if wide else torch.float32
+    flat = torch.cat([entry.partial.reshape(-1).to(dtype) for entry in entries])
+    flat = ops.reduce_from_tp(flat, group)
+    sizes = [entry.partial.numel() for entry in entries]
+    for entry, total in zip(entries, flat.split(sizes), strict=True):
+        parameter = entry.parameter
+        total = total.view_as(parameter).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = total.clone()
+        else:
+            parameter.grad += total

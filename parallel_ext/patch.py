@@ -1,0 +1,369 @@
+"""``parallelize``: walks a model by its table, replaces modules, attaches the run-time methods."""
+
+from __future__ import annotations
+
+import warnings
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from parallel_ext import ops, runtime
+from parallel_ext.agreement import Agreement, content_digest
+from parallel_ext.layout import ModelLayout, TensorLayout
+from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.models import TABLES
+from parallel_ext.models.table import ModelSizes, ModelTable, plan
+from parallel_ext.ops import Group
+from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.sharded import take
+from parallel_ext.state import STATE_NAME, ParallelState
+from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
+
+_MODEL_ATTRIBUTES = (
+    "loss_function",
+    "generate",
+    "save_pretrained",
+    "resize_token_embeddings",
+    "tie_weights",
+)
+_CONFIG_ATTRIBUTES = (
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "attention_dropout",
+    "return_dict",
+)
+_ATTENTION_ATTRIBUTES = ("head_dim", "num_key_value_groups")
+
+# Old parameter -> its name: what an optimizer still holds that was built before parallelize.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _refuse_stale_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    stale = [
+        _replaced[parameter]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in _replaced
+    ]
+    if stale:
+        shown = ", ".join(stale[:4]) + (f" and {len(stale) - 4} more" if len(stale) > 4 else "")
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built before px.parallelize and still holds the "
+            f"parameters that it replaced: {shown}; build the optimizer from the parallel model"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_stale_parameters)
+
+
+class CopyInput:
+    """A forward pre-hook: the hidden states enter a tensor-parallel region here."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (ops.copy_to_tp(args[0], self.group), *args[1:]), kwargs
+        return args, {
+            **kwargs,
+            "hidden_states": ops.copy_to_tp(kwargs["hidden_states"], self.group),
+        }
+
+
+def parallelize(
+    model: transformers.PreTrainedModel,
+    mesh: Mesh,
+    *,
+    vocab_multiple_of: int = 1,
+    training_logits: bool = False,
+    agreement: bool = True,
+    allow_different_dropout: bool = False,
+) -> transformers.PreTrainedModel:
+    """Cut a HuggingFace model that every rank holds in memory over the tp ranks, in place.
+
+    Every rank calls it with the same model. Afterwards each rank holds its heads, its part of each
+    MLP and its rows of the vocabulary; norms are replicated. Names, ``config`` and the results of
+    ``forward``, ``generate`` and ``save_pretrained`` stay those of the whole model.
+
+    Args:
+        model: a model whose ``config.model_type`` has a table (``llama``), with equal weights on
+            all tp ranks. Its modules are replaced, so optimizers are built afterwards.
+        mesh: from :func:`parallel_ext.init_mesh`.
+        vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
+        training_logits: gather ``logits`` in training with labels as well, where they are None
+            otherwise.
+        agreement: compare the inputs over the tp ranks before each forward (32 bytes a rank). On
+            GPUs the values are compared one forward later, without a synchronisation.
+        allow_different_dropout: accept ``attention_dropout`` under tp > 1, whose masks are drawn
+            per rank and differ from those of a single process.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: the model cannot be cut so; one error, on all ranks, before anything changes.
+        DisagreementError: the ranks' models or options differ.
+        CollectiveTimeout: not all ranks called it.
+
+    Example:
+        >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
+    """
+    mesh.meet("parallelize")
+    error: Exception | None = None
+    try:
+        table = _table_for(model)
+        _check_names(model, table)
+        _check_servable(model, mesh, allow_different_dropout)
+        layout = _plan(model, table, mesh, vocab_multiple_of)
+    except (ValueError, TypeError) as problem:
+        error = problem
+    mesh.raise_together("parallelize", error)
+    _check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
+    partials = _replace_modules(model, table, layout, mesh)
+    embedding = layout[f"{table.embedding}.weight"]
+    checks = None
+    if agreement and mesh.tp_size > 1:
+        checks = Agreement(mesh, embedding.shape[0], deferred=mesh.device.type != "cpu")
+    vocab_ranges = tuple(pieces[0] for pieces in embedding.held)
+    _attach(
+        model,
+        table,
+        ParallelState(mesh, layout, vocab_ranges, checks, training_logits, partials),
+    )
+    _warn_of_uneven_vocabulary(embedding, mesh)
+    return model
+
+
+def _table_for(model: nn.Module) -> ModelTable:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in TABLES:
+        raise ValueError(
+            f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "
+            f"supported are {', '.join(sorted(TABLES))}"
+        )
+    return TABLES[model_type]
+
+
+def _check_names(model: nn.Module, table: ModelTable) -> None:
+    """One error that lists every name this package relies on and the installed version lacks."""
+    missing = [f"{type(model).__name__}.{n}" for n in _MODEL_ATTRIBUTES if not hasattr(model, n)]
+    missing += [f"config.{n}" for n in _CONFIG_ATTRIBUTES if not hasattr(model.config, n)]
+
+    def find(path: str) -> nn.Module | None:
+        try:
+            return model.get_submodule(path)
+        except AttributeError:
+            missing.append(path)
+            return None
+
+    for path in (table.embedding, table.head):
+        find(path)
+    layers = find(table.layers)
+    for index in range(len(layers) if layers is not None else 0):
+        for name in table.layer_modules():
+            find(f"{table.layers}.{index}.{name}")
+        attention = f"{table.layers}.{index}.{table.attention}"
+        if attention not in missing:
+            owner = model.get_submodule(attention)
+            missing += [f"{attention}.{n}" for n in _ATTENTION_ATTRIBUTES if not hasattr(owner, n)]
+    if missing:
+        raise ValueError(
+            f"parallelize: {type(model).__name__} of transformers {transformers.__version__} "
+            f"lacks what the table for {table.model_type!r} names: {', '.join(missing)}"
+        )
+
+
+def _check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
+    if any(isinstance(module, ParallelState) for module in model.modules()):
+        raise ValueError("parallelize: this model is parallel already")
+    foreign = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
+    if foreign:
+        raise ValueError(
+            f"parallelize: {foreign[0]} is a {type(model.get_parameter(foreign[0])).__name__}, so "
+            "the model is already sharded or quantized by something else; pass a plain one"
+        )
+    if "forward" in model.__dict__:
+        raise ValueError(
+            "parallelize: forward was replaced on this instance (accelerate's prepare does so); "
+            "parallelize the model before it is prepared"
+        )
+    dropout = model.config.attention_dropout
+    if dropout and mesh.tp_size > 1 and not allow_different_dropout:
+        raise ValueError(
+            f"parallelize: config.attention_dropout is {dropout}; under tp={mesh.tp_size} its "
+            "masks would differ from those of a single process; set it to 0, or pass "
+            "allow_different_dropout=True"
+        )
+
+
+def _plan(model: nn.Module, table: ModelTable, mesh: Mesh, vocab_multiple_of: int) -> ModelLayout:
+    names: dict[int, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            tied[name] = names[id(parameter)]
+        else:
+            names[id(parameter)] = name
+            shapes[name] = tuple(parameter.shape)
+    config, layers = model.config, model.get_submodule(table.layers)
+    embedding, rows = f"{table.embedding}.weight", config.vocab_size
+    for name in (embedding, f"{table.head}.weight"):
+        shape = shapes[tied.get(name, name)]
+        if shape[0] != rows:
+            raise ValueError(
+                f"parallelize: {name} has the shape {shape}, but config.vocab_size is {rows}; "
+                f"expected ({rows}, {shape[1]})"
+            )
+    head_dim = layers[0].get_submodule(table.attention).head_dim if len(layers) else 1
+    sizes = ModelSizes(rows, config.num_attention_heads, config.num_key_value_heads, head_dim)
+    return plan(table, shapes, tied, sizes, len(layers), mesh.tp_size, vocab_multiple_of)
+
+
+def _check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tuple) -> None:
+    """The tp ranks must cut the same model: the same options, and the same weights."""
+    own = {"options": repr(options), "tied": repr(sorted(layout.tied.items()))}
+    for name, parameter in model.named_parameters():
+        digest = "meta" if parameter.is_meta else content_digest(parameter)
+        own[name] = f"{layout[name].shape} {parameter.dtype} {parameter.requires_grad} {digest}"
+    everyone = mesh.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        differing = [n for n in {**everyone[0], **other} if other.get(n) != everyone[0].get(n)]
+        if differing:
+            name = differing[0]
+            raise DisagreementError(
+                f"parallelize: rank 0 and rank {rank} hold different models: {name} is "
+                f"{everyone[0].get(name)} on rank 0 and {other.get(name)} on rank {rank} (shape, "
+                f"dtype, requires_grad, digest); {len(differing)} differ in all. Load the same "
+                "weights, or seed equally, on every rank"
+            )
+
+
+def _shard_of(old: nn.Parameter, layout: TensorLayout, tp_rank: int) -> nn.Parameter:
+    if layout.local_shape(tp_rank) == layout.shape:
+        return old
+    new = nn.Parameter(take(old.data, layout, tp_rank), requires_grad=old.requires_grad)
+    if old.grad is not None:
+        new.grad = take(old.grad, layout, tp_rank)
+    _replaced[old] = layout.name
+    return new
+
+
+class _Replacer:
+    """Puts parallel modules in the place of plain ones, each old weight freed before the next."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, mesh: Mesh) -> None:
+        self.model, self.layout, self.mesh = model, layout, mesh
+        self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
+
+    def _shards(
+        self, path: str
+    ) -> tuple[nn.Parameter, nn.Parameter | None, dict[str, TensorLayout]]:
+        """Weight, bias and layouts of the module at ``path``, cut for this rank."""
+        module = self.model.get_submodule(path)
+        layouts: dict[str, TensorLayout] = {}
+        cut: list[nn.Parameter | None] = []
+        for attribute in ("weight", "bias"):
+            old = getattr(module, attribute, None)
+            if old is not None:
+                layouts[attribute] = self.layout[f"{path}.{attribute}"]
+                if old not in self._new:
+                    self._new[old] = _shard_of(old, layouts[attribute], self.mesh.tp_rank)
+                old = self._new[old]
+            cut.append(old)
+        return *cut, layouts
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        module.train(self.model.get_submodule(path).training)
+        self.model.set_submodule(path, module)
+
+    def embedding(self, path: str) -> None:
+        weight, _, layouts = self._shards(path)
+        padding_idx = self.model.get_submodule(path).padding_idx
+        self._put(
+            path, VocabParallelEmbedding(weight, layouts["weight"], padding_idx, self.mesh.tp)
+        )
+
+    def head(self, path: str, partials: PartialGradients | None) -> None:
+        self._put(path, VocabParallelHead(*self._shards(path), self.mesh.tp, partials))
+
+    def column(self, path: str) -> None:
+        self._put(path, ColumnParallelLinear(*self._shards(path), self.mesh.tp))
+
+    def key_value(self, path: str, replicas: Group, partials: PartialGradients | None) -> None:
+        module = ColumnParallelLinear(*self._shards(path), self.mesh.tp, replicas, partials)
+        self._put(path, module)
+
+    def row(self, path: str) -> None:
+        self._put(path, RowParallelLinear(*self._shards(path), self.mesh.tp))
+
+
+def _replace_modules(
+    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
+) -> PartialGradients | None:
+    """Replace all modules that the table names; returns what sums the partial gradients, if any."""
+    replace = _Replacer(model, layout, mesh)
+    num_layers = len(model.get_submodule(table.layers))
+    replicas, partials = ops.ALONE, None
+    if num_layers:
+        key = layout[f"{table.layers}.0.{table.attention}.{table.key}.weight"]
+        partition = sorted({key.holders(rank) for rank in range(mesh.tp_size)})
+        if len(partition) < mesh.tp_size:
+            replicas, partials = mesh.tp_subgroup(partition), PartialGradients()
+    replace.embedding(table.embedding)
+    for index in range(num_layers):
+        attention = f"{table.layers}.{index}.{table.attention}"
+        mlp = f"{table.layers}.{index}.{table.mlp}"
+        replace.column(f"{attention}.{table.query}")
+        replace.key_value(f"{attention}.{table.key}", replicas, partials)
+        replace.key_value(f"{attention}.{table.value}", replicas, partials)
+        replace.row(f"{attention}.{table.attention_output}")
+        for name in table.mlp_inputs:
+            replace.column(f"{mlp}.{name}")
+        replace.row(f"{mlp}.{table.mlp_output}")
+        query = layout[f"{attention}.{table.query}.weight"].local_shape(mesh.tp_rank)
+        key = layout[f"{attention}.{table.key}.weight"].local_shape(mesh.tp_rank)
+        model.get_submodule(attention).num_key_value_groups = query[0] // key[0]
+    replace.head(table.head, partials)
+    return partials
+
+
+def _attach(
+    model: transformers.PreTrainedModel,
+    table: ModelTable,
+    state: ParallelState,
+) -> None:
+    """Bind the run-time methods to this instance; let hidden states enter the parallel parts."""
+    setattr(model, STATE_NAME, state)
+    mesh = state.mesh
+    model.loss_function = MethodType(runtime.loss_function, model)
+    for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
+        bound = MethodType(wraps(getattr(type(model), name))(getattr(runtime, name)), model)
+        setattr(model, name, bound)
+    if mesh.tp_size > 1:
+        model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(mesh.tp_size)
+        for layer in model.get_submodule(table.layers):
+            for name in (table.attention, table.mlp):
+                module = layer.get_submodule(name)
+                module.register_forward_pre_hook(CopyInput(mesh.tp), with_kwargs=True)
+    if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
+        model.to(mesh.device)
+
+
+def _warn_of_uneven_vocabulary(embedding: TensorLayout, mesh: Mesh) -> None:
+    rows = [embedding.local_shape(rank)[0] for rank in range(mesh.tp_size)]
+    if mesh.rank == 0 and len(set(rows)) > 1:
+        warnings.warn(
+            f"the vocabulary of {embedding.shape[0]} rows is not divisible by tp={mesh.tp_size}: "
+            f"the ranks hold {', '.join(map(str, rows))} rows. Results and files are exact",
+            stacklevel=3,
+        )

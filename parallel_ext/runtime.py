@@ -1,0 +1,164 @@
+"""What a parallel model does at run time that its HuggingFace class does not: bound to instances.
+
+Everything here is attached to one model as bound methods, so that ``deepcopy`` rebinds it to the
+copy and no HuggingFace class changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.loss import causal_lm_loss
+from parallel_ext.mesh import Mesh
+from parallel_ext.state import STATE_NAME, ParallelState
+from parallel_ext.vocab import sharded_logits
+
+
+@lru_cache
+def _signature(cls: type, method: str) -> inspect.Signature:
+    return inspect.signature(getattr(cls, method))
+
+
+def _arguments(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, with those of ``**kwargs`` beside the declared ones."""
+    signature = _signature(type(model), method)
+    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+    del arguments[next(iter(arguments))]  # self
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(parameter.name, {}))
+    return arguments
+
+
+def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward, between the agreement and the rule for the logits.
+
+    With labels the loss is computed from sharded logits. Then ``logits`` is None in training,
+    unless ``training_logits`` was asked for; else they are gathered, replicated, over the true V.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    arguments = _arguments(model, "forward", args, kwargs)
+    if state.agreement is not None:
+        mode = "train" if model.training else "eval"
+        mode += ", grad" if torch.is_grad_enabled() else ", no grad"
+        state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
+    want_dict = kwargs.pop("return_dict", None)
+    if want_dict is None:
+        want_dict = model.config.return_dict
+    with_labels = arguments.get("labels") is not None
+    with sharded_logits(with_labels):
+        output = type(model).forward(model, *args, return_dict=True, **kwargs)
+    if with_labels:
+        fields = dict(output.items())
+        logits = fields.pop("logits")
+        if state.training_logits or not model.training:
+            fields["logits"] = ops.gather_from_tp(logits, state.vocab_sizes, state.mesh.tp)
+        output = type(output)(**fields)
+    return output if want_dict else output.to_tuple()
+
+
+def loss_function(
+    model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
+) -> torch.Tensor:
+    """What HuggingFace's forward calls with the sharded logits; see ``causal_lm_loss``."""
+    state: ParallelState = getattr(model, STATE_NAME)
+    known = ("num_items_in_batch", "ignore_index", "shift_labels")
+    options = {name: kwargs[name] for name in known if name in kwargs}
+    return causal_lm_loss(logits, labels, vocab_size, state.vocab_range, state.mesh, **options)
+
+
+def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The class's own ``generate``, with rank 0's random numbers on every tp rank.
+
+    Rank 0's generator advances as it would in a single process; the others' stay as they were.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    mesh = state.mesh
+    if mesh.tp_size == 1:
+        return type(model).generate(model, *args, **kwargs)
+    if state.agreement is not None:
+        arguments = _arguments(model, "generate", args, kwargs)
+        state.agreement.check(f"{type(model).__name__}.generate", arguments, "")
+    cuda = [mesh.device] if mesh.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.set_rng_state(_from_first_tp_rank(torch.get_rng_state(), mesh))
+        if cuda:
+            torch.cuda.set_rng_state(_from_first_tp_rank(torch.cuda.get_rng_state(), mesh))
+        output = type(model).generate(model, *args, **kwargs)
+        after, after_cuda = torch.get_rng_state(), [torch.cuda.get_rng_state() for _ in cuda]
+    if mesh.tp_rank == 0:
+        torch.set_rng_state(after)
+        for rng_state in after_cuda:
+            torch.cuda.set_rng_state(rng_state)
+    return output
+
+
+def _from_first_tp_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    group = mesh.process_groups[mesh.tp_control.name]
+    dist.broadcast(tensor, src=mesh.dp_rank * mesh.tp_size, group=group)
+    return tensor
+
+
+def save_pretrained(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    is_main_process: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Write the whole model as a plain HuggingFace directory; every rank calls it.
+
+    Each tensor is written once, by one rank. ``is_main_process`` is accepted for scripts that pass
+    it and changes nothing, since all ranks take part.
+
+    Raises:
+        TypeError: an option of HuggingFace's method that is not supported here.
+        CheckpointError, OSError: the directory cannot be written; the previous one is then whole.
+    """
+    if kwargs:
+        raise TypeError(
+            f"save_pretrained of a parallel model does not take {', '.join(sorted(kwargs))}"
+        )
+    state: ParallelState = getattr(model, STATE_NAME)
+    from parallel_ext.checkpoint.save import save_directory as save_directory_of
+
+    save_directory_of(
+        model,
+        save_directory,
+        state.mesh,
+        state.layout,
+        config=model.config,
+        generation_config=model.generation_config if model.can_generate() else None,
+        max_shard_size=max_shard_size,
+    )
+
+
+def resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refused: the rows would have to be dealt to the ranks anew."""
+    raise NotImplementedError(
+        "resize_token_embeddings on a parallel model is not supported: resize the model first and "
+        "parallelize it then"
+    )
+
+
+class RefusesDDP:
+    """Stands where DistributedDataParallel looks for the parameters that it shall leave alone."""
+
+    def __init__(self, tp_size: int) -> None:
+        self.tp_size = tp_size
+
+    def __iter__(self) -> NoReturn:
+        raise RuntimeError(
+            f"this model is cut over tp={self.tp_size} ranks, and DistributedDataParallel would "
+            "overwrite every rank's shard by rank 0's. HuggingFace's Trainer wraps in it, so it "
+            "is not supported with tp > 1 either: write the training loop yourself"
+        )

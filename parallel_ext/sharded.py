@@ -1,0 +1,91 @@
+"""What all modules with cut parameters share: their layouts, and loading into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.layout import TensorLayout
+from parallel_ext.ops import Group
+
+
+def take(tensor: torch.Tensor, layout: TensorLayout, tp_rank: int) -> torch.Tensor:
+    """Cut ``tp_rank``'s shard out of a tensor of the full logical shape; always a copy."""
+    if tuple(tensor.shape) != layout.shape:
+        raise ValueError(
+            f"{layout.name}: expected the full shape {layout.shape}, got {tuple(tensor.shape)}"
+        )
+    if layout.dim is None:
+        return tensor.clone()
+    pieces = [tensor.narrow(layout.dim, a, b - a) for a, b in layout.held[tp_rank]]
+    return torch.cat(pieces, layout.dim).contiguous()
+
+
+class ShardedModule(nn.Module):
+    """A module some of whose parameters are cut over the tensor-parallel ranks.
+
+    Attributes:
+        layouts: attribute name of a parameter -> where its logical tensor lives.
+        group: the tensor-parallel group, whose rank this process is.
+    """
+
+    def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:
+        super().__init__()
+        self.layouts = dict(layouts)
+        self.group = group
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Accept the full tensor, which is cut here, or exactly the local shard."""
+        for attribute, layout in self.layouts.items():
+            key = prefix + attribute
+            if key not in state_dict:
+                continue
+            shape, local = tuple(state_dict[key].shape), layout.local_shape(self.group.rank)
+            if shape == layout.shape:
+                state_dict[key] = take(state_dict[key], layout, self.group.rank)
+            elif shape != local:
+                del state_dict[key]
+                error_msgs.append(
+                    f"{key}: got shape {shape}; expected the full {layout.shape} or this rank's "
+                    f"shard {local}, {layout.describe(self.group.rank)}"
+                )
+                strict = False  # the error above says it; the key is not missing
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        shards = (
+            f"{attribute}={layout.describe(self.group.rank)}"
+            for attribute, layout in self.layouts.items()
+        )
+        return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
+    """Every parameter of ``model`` once, with its name in the model and its layout.
+
+    A parameter of a plain module is replicated. Tied parameters come once, under their first name.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        layouts = module.layouts if isinstance(module, ShardedModule) else {}
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{path}.{attribute}" if path else attribute
+            layout = layouts.get(attribute)
+            yield name, parameter, layout or TensorLayout(name, tuple(parameter.shape))

@@ -1,0 +1,78 @@
+"""What a parallel model knows about how it is spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from parallel_ext.agreement import Agreement
+from parallel_ext.layout import ModelLayout, Range
+from parallel_ext.mesh import Mesh
+from parallel_ext.partial_gradients import PartialGradients
+
+STATE_NAME = "parallel_ext_local_shards"
+"""Name under which a parallel model holds its :class:`ParallelState`.
+
+It stands in every ``state_dict()``, so that a model which is not parallel refuses the shards of one
+by this name.
+"""
+
+
+class ParallelState(nn.Module):
+    """How one model is spread; has no parameters.
+
+    Attributes:
+        mesh: the ranks.
+        layout: where every parameter lives.
+        vocab_range: the ids of this rank.
+        vocab_sizes: number of ids of every tp rank.
+        agreement: compares inputs before a forward; None when switched off or not needed.
+        training_logits: whether training with labels returns logits.
+        partials: sums partial gradients; None when the model has none.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: ModelLayout,
+        vocab_ranges: tuple[Range, ...],
+        agreement: Agreement | None,
+        training_logits: bool,
+        partials: PartialGradients | None,
+    ) -> None:
+        super().__init__()
+        self.mesh, self.layout = mesh, layout
+        self.vocab_range = vocab_ranges[mesh.tp_rank]
+        self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
+        self.agreement, self.training_logits, self.partials = agreement, training_logits, partials
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"tp_rank": self.mesh.tp_rank, "tp_size": self.mesh.tp_size}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if state != self.get_extra_state():
+            raise RuntimeError(
+                f"this state_dict holds the shards of {state}, but this process is "
+                f"{self.get_extra_state()}; load a full state_dict or a saved directory instead"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A full state_dict, which no parallel model wrote, loads as well.
+        key = prefix + "_extra_state"
+        if key in state_dict:
+            self.set_extra_state(state_dict[key])
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """The state of a parallel model, also through wrappers such as PEFT's.
+
+    Raises:
+        TypeError: the model was not parallelized.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelState):
+            return module
+    raise TypeError(
+        f"{type(model).__name__} is not a parallel model; call px.parallelize(model, mesh) first"
+    )

@@ -1,0 +1,113 @@
+"""The modules whose parameters are cut by vocabulary: embedding and output head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.layout import Range, TensorLayout
+from parallel_ext.ops import Group
+from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.sharded import ShardedModule
+
+_LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
+
+_keep_logits_sharded: ContextVar[bool] = ContextVar("keep_logits_sharded", default=False)
+
+
+@contextmanager
+def sharded_logits(keep: bool) -> Iterator[None]:
+    """Inside, a :class:`VocabParallelHead` returns its own columns instead of gathering.
+
+    A property of the call and not of the head: wrappers copy heads.
+    """
+    token = _keep_logits_sharded.set(keep)
+    try:
+        yield
+    finally:
+        _keep_logits_sharded.reset(token)
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """``nn.Embedding`` of which each rank holds a range of rows.
+
+    Args:
+        weight: [R, H], the rows of this rank.
+        layout: of the table, cut along dimension 0 into one range a rank.
+        padding_idx: global id whose row gets no gradient, or None.
+        group: the tensor-parallel group.
+
+    ``num_embeddings`` is the true vocabulary size. Called with replicated int64 ids [...] it
+    returns the replicated [..., H].
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, layout: TensorLayout, padding_idx: int | None, group: Group
+    ) -> None:
+        super().__init__({"weight": layout}, group)
+        self.num_embeddings, self.embedding_dim = layout.shape
+        self.padding_idx = padding_idx
+        self.weight = weight
+        self.vocab_range: Range = layout.held[group.rank][0]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.vocab_embedding(
+            input,
+            self.weight,
+            self.num_embeddings,
+            self.vocab_range[0],
+            padding_idx=self.padding_idx,
+            group=self.group,
+        )
+
+
+class VocabParallelHead(ShardedModule):
+    """The output layer to the vocabulary, of which each rank holds a range of rows.
+
+    Args:
+        weight: [R, H], the rows of this rank; the embedding's own parameter where they are tied.
+        bias: [R] or None.
+        layouts: of ``weight`` and, if there is one, ``bias``.
+        group: the tensor-parallel group.
+        partials: sums the partial gradients of the model, if it has any.
+
+    ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
+    returns the replicated logits [..., V], or this rank's columns [..., R] inside
+    ``sharded_logits(True)``.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+        partials: PartialGradients | None,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.out_features, self.in_features = layouts["weight"].shape
+        self.weight, self.bias = weight, bias
+        self.partials = partials
+        ranges = [pieces[0] for pieces in layouts["weight"].held]
+        self.vocab_range: Range = ranges[group.rank]
+        self.sizes = [stop - start for start, stop in ranges]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.partials is not None:
+            input = self.partials.open_with(input)
+        rows = self.sizes[self.group.rank]
+        logits = ops.column_linear(
+            input,
+            self.weight,
+            self.bias,
+            row_stride=-(-rows // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE,
+            group=self.group,
+        )
+        if _keep_logits_sharded.get():
+            return logits
+        return ops.gather_from_tp(logits, self.sizes, self.group)

@@ -1,0 +1,137 @@
+"""A persistent pool of gloo ranks: tests send functions to real processes without their start."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """At least one rank failed or did not answer in time; the text holds every rank's traceback."""
+
+
+class Raised:
+    """What a rank returns under ``run_raising`` when its function raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.type, self.text = type(error).__name__, str(error)
+
+    def __repr__(self) -> str:
+        return f"{self.type}: {self.text}"
+
+
+def _worker(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:  # the test process is gone
+            break
+        except Exception:  # the function could not be found here
+            pipe.send((False, traceback.format_exc()))
+            continue
+        function, args = task
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def _catching(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        return Raised(error)
+
+
+class Ranks:
+    """``size`` processes in one gloo group; ``run`` calls a module-level function on all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.pipes: list[Connection] = []
+        self.processes: list[mp.Process] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        rendezvous = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "rendezvous")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.size, rendezvous, theirs)
+            process = context.Process(target=_worker, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank and return the ranks' results in order.
+
+        Raises RankError with all tracebacks when a rank raises, dies or does not answer in time;
+        the pool is then started anew by the next call.
+        """
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        deadline = time.monotonic() + timeout_s
+        failures, results = [], []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    failures.append(f"rank {rank}: no answer in {timeout_s:g} s")
+                    continue
+                ok, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                code = self.processes[rank].exitcode
+                failures.append(f"rank {rank}: died (exit code {code})")
+                continue
+            results.append(value)
+            if not ok:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            self.close()
+            raise RankError("\n".join(failures))
+        return results
+
+    def run_raising(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+    ) -> list[Any]:
+        """As ``run``, but a rank whose function raises returns :class:`Raised`, and the pool lives.
+
+        For errors that all ranks must raise together without losing their groups.
+        """
+        return self.run(_catching, function, *args, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Kill the processes; the next ``run`` starts new ones."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.pipes, self.processes = [], []
+
+
+_pools: dict[int, Ranks] = {}
+
+
+def pool(size: int) -> Ranks:
+    """The one pool of ``size`` ranks of this test run."""
+    if size not in _pools:
+        _pools[size] = Ranks(size)
+        atexit.register(_pools[size].close)
+    return _pools[size]
