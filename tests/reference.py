@@ -1,0 +1,136 @@
+"""The plain single-process answers that parallel models are held against, and the comparison."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext.sharded import named_shards, take
+from parallel_ext.state import state_of
+
+# Our error may be this large, relative to the largest element of the full tensor. In the lower
+# precisions the single process' own error against fp64 counts as well (DESIGN: at most twice it).
+FLOOR = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A small Llama; the defaults divide nothing."""
+
+    vocab_size: int = 101
+    heads: int = 9
+    key_value_heads: int = 3
+    inner: int = 97
+    layers: int = 2
+    tied: bool = False
+    dtype: torch.dtype = torch.float64
+    attention: str = "sdpa"
+    bias: bool = False
+
+    def config(self) -> transformers.LlamaConfig:
+        return transformers.LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=8 * self.heads,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=128,
+            attn_implementation=self.attention,
+            attention_bias=self.bias,
+            mlp_bias=self.bias,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+
+    def model(self, seed: int = 1) -> transformers.LlamaForCausalLM:
+        """The single-process model, the same on every rank."""
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(self.config()).to(self.dtype).train()
+        for parameter in model.parameters():  # the initial biases of 0 and norms of 1 hide errors
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, mean=1.0, std=0.3)
+        return model if self.dtype != torch.float64 else exact(model)
+
+
+def exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Let a fp64 Llama compute in fp64 throughout: HuggingFace's norms and loss go by fp32."""
+
+    def norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    def loss(self: nn.Module, logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), shifted.reshape(-1))
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = MethodType(norm, module)
+    model.loss_function = MethodType(loss, model)
+    return model
+
+
+def mesh_of(tp: int | None = None, **options: Any) -> px.Mesh:
+    """A mesh over the pool's ranks; one tp group of all of them unless said otherwise."""
+    return px.init_mesh(tp=dist.get_world_size() if tp is None else tp, timeout=20.0, **options)
+
+
+def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:
+    """A parallel copy of a single-process model."""
+    return px.parallelize(copy.deepcopy(reference), mesh, **options)
+
+
+def batch(
+    vocab_size: int, rows: int = 2, tokens: int = 9, seed: int = 2, left: bool = True
+) -> dict[str, Any]:
+    """Ids, labels of which some are ignored, and a mask with padding on the left or the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 2) if left else slice(-2, None)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[-1, 3] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def difference(
+    ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor | None = None
+) -> float:
+    """max |ours - theirs| / max |scale|; scale is the full tensor that a shard belongs to."""
+    if ours.numel() == 0:
+        return 0.0
+    largest = (theirs if scale is None else scale).abs().max().double()
+    return ((ours.double() - theirs.double()).abs().max() / largest.clamp_min(1e-30)).item()
+
+
+def shard_differences(
+    model: nn.Module, full: dict[str, torch.Tensor], gradients: bool
+) -> dict[str, float]:
+    """The difference of every shard of ``model`` (or of its gradient) from the full tensors."""
+    tp_rank = state_of(model).mesh.tp_rank
+    differences = {}
+    for name, parameter, layout in named_shards(model):
+        ours = parameter.grad if gradients else parameter.detach()
+        if ours is None:
+            raise AssertionError(f"{name} has no gradient")
+        differences[name] = difference(ours, take(full[name], layout, tp_rank), full[name])
+    return differences
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def worst(differences: dict[str, float]) -> tuple[float, str]:
+    """The largest difference and its name; NaN counts as the largest."""
+    return max((float("inf") if d != d else d, name) for name, d in differences.items())
