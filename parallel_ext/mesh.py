@@ -135,7 +135,7 @@ class Mesh:
             self._store.set(f"{meeting}/all_here", "1")
         try:
             self._store.wait([f"{meeting}/all_here"], timedelta(seconds=self.timeout))
-        except dist.DistStoreError:
+        except RuntimeError:  # a TCPStore raises DistStoreError, a FileStore its base class
             self._store.set(f"{meeting}/given_up", "1")
             raise CollectiveTimeout(
                 f"{what}: every rank must call it, but {self._absent(meeting, self.world_size)} "

@@ -1,0 +1,315 @@
+"""A parallel model behaves as its HuggingFace class does: outputs, state dicts, generation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import pool
+from reference import (
+    FLOOR,
+    Tiny,
+    batch,
+    difference,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
+
+import parallel_ext as px
+from parallel_ext.sharded import named_shards, take
+
+TINY = Tiny()
+
+
+def _outputs(training: bool, training_logits: bool, labels: bool) -> dict[str, Any]:
+    reference = TINY.model().train(training)
+    model = parallel(reference, mesh_of(), training_logits=training_logits)
+    one = batch(TINY.vocab_size)
+    if not labels:
+        del one["labels"]
+    expected, got = reference(**one), model(**one)
+    as_tuple = model(**one, return_dict=False)
+    return {
+        "logits": None if got.logits is None else difference(got.logits, expected.logits),
+        "shape": None if got.logits is None else tuple(got.logits.shape),
+        "loss": None if not labels else difference(got.loss, expected.loss),
+        "tuple length": len(as_tuple),
+        "first of tuple": difference(as_tuple[0], expected[0]),
+    }
+
+
+@pytest.mark.parametrize("training_logits", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_are_those_of_one_process_but_none_when_training_with_labels(
+    training: bool, training_logits: bool
+) -> None:
+    for result in pool(2).run(_outputs, training, training_logits, True):
+        assert result["loss"] <= 1e-10
+        assert result["first of tuple"] <= 1e-10
+        if training and not training_logits:
+            assert result["logits"] is None
+            assert result["tuple length"] == 2  # loss, past_key_values
+        else:
+            assert result["logits"] <= 1e-10
+            assert result["shape"] == (2, 9, TINY.vocab_size)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_without_labels_are_gathered(training: bool) -> None:
+    for result in pool(2).run(_outputs, training, False, False):
+        assert result["logits"] <= 1e-10
+        assert result["first of tuple"] <= 1e-10
+
+
+def _own_loss_on_logits() -> tuple[float, str]:
+    reference = TINY.model()
+    model = parallel(reference, mesh_of())
+    one = batch(TINY.vocab_size)
+    labels = one.pop("labels")
+    for each in (reference, model):
+        logits = each(**one).logits[:, :-1]
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+        ).backward()
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+
+
+def test_a_loss_of_ones_own_on_the_logits_has_the_right_gradients() -> None:
+    for error, name in pool(3).run(_own_loss_on_logits):
+        assert error <= FLOOR[TINY.dtype], name
+
+
+def _loss_options() -> dict[str, float]:
+    reference = TINY.model()
+    del reference.__dict__["_loss_function"]  # HuggingFace's own knows these options
+    model = parallel(reference, mesh_of())
+    one = batch(TINY.vocab_size)
+    shifted = torch.nn.functional.pad(one["labels"], (0, 1), value=-100)[..., 1:]
+    differences = {}
+    for name, options in {
+        "num_items_in_batch as int": {"num_items_in_batch": 37},
+        "num_items_in_batch as tensor": {"num_items_in_batch": torch.tensor(37)},
+        "shift_labels": {"shift_labels": shifted.contiguous()},
+        "ignore_index": {"ignore_index": 3},
+    }.items():
+        labels = one["labels"]
+        if "ignore_index" in options:
+            labels = labels.masked_fill(labels == -100, 3)
+        arguments = {**one, "labels": labels, **options}
+        expected, got = reference(**arguments).loss, model(**arguments).loss
+        differences[name] = difference(got, expected)
+    return differences
+
+
+def test_loss_options_mean_what_they_mean_in_huggingface() -> None:
+    for differences in pool(2).run(_loss_options):
+        error, name = worst(differences)
+        assert error <= 1e-6, name  # HuggingFace's loss computes in fp32
+
+
+def _adding_to_the_loss_in_place() -> tuple[float, str]:
+    reference = TINY.model()
+    model = parallel(reference, mesh_of())
+    one = batch(TINY.vocab_size)
+    for each in (reference, model):
+        loss = each(**one).loss
+        loss += 1.0
+        loss *= 2.0
+        loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+
+
+def test_the_loss_may_be_changed_in_place() -> None:
+    for error, name in pool(2).run(_adding_to_the_loss_in_place):
+        assert error <= FLOOR[TINY.dtype], name
+
+
+def _sizes(tied: bool, retie: bool) -> dict[str, Any]:
+    model = parallel(Tiny(tied=tied).model(), mesh_of())
+    if retie:
+        model.tie_weights()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return {
+        "config": model.config.vocab_size,
+        "model": model.vocab_size,
+        "inner model": model.model.vocab_size,
+        "embedding": embedding.num_embeddings,
+        "head": head.out_features,
+        "tied": embedding.weight is head.weight,
+        "local rows": embedding.weight.shape[0],
+    }
+
+
+@pytest.mark.parametrize("retie", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_public_size_is_the_true_vocabulary(tied: bool, retie: bool) -> None:
+    ranks = pool(2).run(_sizes, tied, retie)
+    assert [sizes.pop("local rows") for sizes in ranks] == [51, 50]
+    for sizes in ranks:
+        assert sizes.pop("tied") is tied
+        assert set(sizes.values()) == {TINY.vocab_size}
+
+
+def _state_dicts() -> dict[str, Any]:
+    reference = TINY.model(seed=7)
+    model = parallel(TINY.model(), mesh_of())
+    full = copy.deepcopy(reference.state_dict())
+    model.load_state_dict(full)
+    from_full = worst(shard_differences(model, full, gradients=False))
+    shards = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(shards)
+    from_shards = worst(shard_differences(model, full, gradients=False))
+    wrong = {**full, "lm_head.weight": full["lm_head.weight"][:-3]}
+    with pytest.raises(RuntimeError) as mismatch:
+        model.load_state_dict(wrong)
+    with pytest.raises(RuntimeError) as missing:
+        model.load_state_dict({n: v for n, v in full.items() if n != "lm_head.weight"})
+    with pytest.raises(RuntimeError) as plain:
+        reference.load_state_dict(shards)
+    shards["parallel_ext_local_shards._extra_state"]["tp_rank"] += 1
+    with pytest.raises(RuntimeError) as foreign:
+        model.load_state_dict(shards)
+    return {
+        "from full": from_full,
+        "from shards": from_shards,
+        "names": sorted(full) == sorted(n for n in shards if "_extra_state" not in n),
+        "mismatch": str(mismatch.value),
+        "missing": str(missing.value),
+        "plain": str(plain.value),
+        "foreign": str(foreign.value),
+    }
+
+
+def test_load_state_dict_takes_full_tensors_or_own_shards_and_refuses_the_rest() -> None:
+    for rank, result in enumerate(pool(2).run(_state_dicts)):
+        assert result["from full"][0] == 0
+        assert result["from shards"][0] == 0
+        assert result["names"]
+        assert (
+            "lm_head.weight: got shape (98, 72); expected the full (101, 72)"
+            in (result["mismatch"])
+        )
+        assert ("(51, 72)", "(50, 72)")[rank] in result["mismatch"]
+        assert 'Missing key(s) in state_dict: "lm_head.weight"' in result["missing"]
+        assert "parallel_ext_local_shards" in result["plain"]
+        assert "load a full state_dict" in result["foreign"]
+
+
+def _converted(dtype: torch.dtype) -> tuple[set[torch.dtype], float]:
+    reference = Tiny(dtype=torch.float32).model()
+    model = parallel(reference, mesh_of()).to(dtype)
+    one = batch(TINY.vocab_size)
+    expected, got = reference.to(dtype)(**one).loss, model(**one).loss
+    got.backward()
+    return {p.grad.dtype for p in model.parameters()}, difference(got, expected)
+
+
+def test_to_dtype_converts_the_shards() -> None:
+    for dtypes, error in pool(2).run(_converted, torch.bfloat16):
+        assert dtypes == {torch.bfloat16}
+        assert error <= FLOOR[torch.bfloat16]
+
+
+GENERATION = {
+    "greedy": {"do_sample": False},
+    "greedy with a static cache": {"do_sample": False, "cache_implementation": "static"},
+    "greedy without a cache": {"do_sample": False, "use_cache": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3},
+}
+
+
+def _generated(options: dict[str, Any], tiny: Tiny) -> tuple[list, list, float]:
+    reference = tiny.model().eval()
+    model = parallel(reference, mesh_of())
+    prompt = batch(tiny.vocab_size)
+    del prompt["labels"]
+    arguments = {**prompt, **options, "max_new_tokens": 12, "eos_token_id": None}
+    # Each rank has its own random state; that of tp rank 0 must count on all of them.
+    torch.manual_seed(11)
+    expected = reference.generate(**arguments)
+    after_one_process = torch.rand(1).item()
+    torch.manual_seed(11 + dist.get_rank())
+    got = model.generate(**arguments)
+    return expected.tolist(), got.tolist(), torch.rand(1).item() - after_one_process
+
+
+@pytest.mark.parametrize("tiny", [Tiny(), Tiny(heads=4, key_value_heads=1, tied=True)], ids=str)
+@pytest.mark.parametrize("options", GENERATION)
+def test_generates_what_one_process_generates_by(options: str, tiny: Tiny) -> None:
+    for rank, (expected, got, drift) in enumerate(
+        pool(3).run(_generated, GENERATION[options], tiny)
+    ):
+        assert got == expected
+        if rank == 0:
+            assert drift == 0  # rank 0's generator has advanced as one process' would
+
+
+def _stands_beside_its_copy() -> tuple[bool, float]:
+    model = parallel(TINY.model(), mesh_of())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    one = batch(TINY.vocab_size)
+    return other.forward.__self__ is other, (other(**one).loss - model(**one).loss).abs().item()
+
+
+def test_a_deep_copy_is_a_model_of_its_own() -> None:
+    for bound, gap in pool(2).run(_stands_beside_its_copy):
+        assert bound
+        assert gap > 1e-3
+
+
+def _full_state(writer_only: bool) -> tuple[int, float]:
+    reference = Tiny(tied=True).model()
+    model = parallel(reference, mesh_of())
+    full = px.full_state_dict(model, writer_only=writer_only)
+    expected = reference.state_dict()
+    errors = [difference(full[n], expected[n]) for n in full]
+    if full and sorted(full) != sorted(expected):
+        raise AssertionError(f"{sorted(full)} != {sorted(expected)}")
+    return len(full), max(errors, default=0.0)
+
+
+def test_full_state_dict_is_that_of_one_process() -> None:
+    everywhere = pool(3).run(_full_state, False)
+    assert all(count > 0 and error == 0 for count, error in everywhere)
+    writer, *others = pool(3).run(_full_state, True)
+    assert writer[0] > 0
+    assert writer[1] == 0
+    assert others == [(0, 0.0), (0, 0.0)]
+
+
+def _shards_of(multiple_of: int) -> list[int]:
+    model = parallel(Tiny(vocab_size=100).model(), mesh_of(), vocab_multiple_of=multiple_of)
+    return [p.shape[0] for n, p, _ in named_shards(model) if n == "model.embed_tokens.weight"]
+
+
+def test_vocab_multiple_of_aligns_the_shards() -> None:
+    assert pool(3).run(_shards_of, 32) == [[64], [32], [4]]
+
+
+def test_slicing_a_tensor_of_another_shape_is_refused() -> None:
+    model = parallel(TINY.model(), px.init_mesh())
+    layout = next(layout for _, _, layout in named_shards(model))
+    with pytest.raises(ValueError, match=r"expected the full shape \(101, 72\), got \(3, 72\)"):
+        take(torch.zeros(3, 72), layout, 0)
+
+
+def test_one_process_needs_no_group() -> None:
+    reference = TINY.model()
+    model = parallel(reference, px.init_mesh())
+    one = batch(TINY.vocab_size)
+    assert difference(model(**one).loss, reference(**one).loss) <= 1e-12
+    assert isinstance(model, transformers.LlamaForCausalLM)

@@ -1,0 +1,338 @@
+"""What users get wrong: one clear error on all ranks, nothing changed, nothing hung."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import Ranks, pool
+from reference import Tiny, batch, mesh_of, parallel
+
+import parallel_ext as px
+
+TINY = Tiny()
+
+
+def _everywhere(results: list[Any], *words: str, kind: str | None = None) -> None:
+    """Every rank raised, with these words."""
+    for rank, raised in enumerate(results):
+        for word in words:
+            assert word in repr(raised), f"rank {rank}: {raised!r} does not say {word!r}"
+        if kind is not None:
+            assert raised.type == kind, f"rank {rank}: {raised!r} is not a {kind}"
+
+
+def _works_afterwards(model: Any) -> float:
+    return model(**batch(TINY.vocab_size)).loss.item()
+
+
+# Inputs that differ, or are out of range, on one rank.
+
+
+def _forward_with(change: str) -> None:
+    model = parallel(TINY.model(), mesh_of())
+    one = batch(TINY.vocab_size)
+    if dist.get_rank() == 1:
+        if change == "ids":
+            one["input_ids"][0, 4] += 1 if one["input_ids"][0, 4] < 50 else -1
+        elif change == "labels":
+            one["labels"][0, 4] = 7 if one["labels"][0, 4] != 7 else 8
+        elif change == "mask":
+            one["attention_mask"][1, 0] = 0
+        elif change == "shape":
+            one = {name: value[:, :-1] for name, value in one.items()}
+        elif change == "dtype":
+            one["attention_mask"] = one["attention_mask"].bool()
+        elif change == "eval":
+            model.eval()
+        elif change == "no labels":
+            del one["labels"]
+        elif change == "id":
+            one["input_ids"][1, 2] = TINY.vocab_size
+        elif change == "negative id":
+            one["input_ids"][1, 2] = -1
+        elif change == "label":
+            one["labels"][1, 2] = TINY.vocab_size
+    before = model.model.embed_tokens.weight.clone()
+    try:
+        if change == "grad mode" and dist.get_rank() == 1:
+            with torch.no_grad():
+                model(**one)
+        else:
+            model(**one)
+    finally:
+        model.train()
+        _works_afterwards(model)
+        if not torch.equal(before, model.model.embed_tokens.weight):
+            raise AssertionError("the model changed")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    {
+        "ids": ["input_ids (other values, int64 (2, 9))"],
+        "labels": ["labels (other values"],
+        "mask": ["attention_mask (other values"],
+        "shape": ["input_ids (tp rank 0: int64 (2, 9), tp rank 1: int64 (2, 8))"],
+        "dtype": ["attention_mask (tp rank 0: int64 (2, 9), tp rank 1: bool (2, 9))"],
+        "eval": ["mode (tp rank 0: train, grad, tp rank 1: eval, grad)"],
+        "grad mode": ["mode (tp rank 0: train, grad, tp rank 1: train, no grad)"],
+        "no labels": ["labels (tp rank 0: int64 (2, 9), tp rank 1: absent)"],
+    }.items(),
+)
+def test_tp_peers_must_be_given_the_same(change: str, words: list[str]) -> None:
+    _everywhere(pool(2).run_raising(_forward_with, change), *words, kind="DisagreementError")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    {
+        "id": ["input_ids: id 101 at position 11 is outside the vocabulary [0, 101)"],
+        "negative id": ["input_ids: id -1 at position 11 is outside the vocabulary [0, 101)"],
+        "label": ["labels: id 101 at position 11 is outside the vocabulary [0, 101)"],
+    }.items(),
+)
+def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(change: str, words: list[str]) -> None:
+    _everywhere(pool(2).run_raising(_forward_with, change), "tp rank 1", *words, kind="IndexError")
+
+
+def _deferred(change: str) -> None:
+    """The comparison that accelerators use, one call late."""
+    model = parallel(TINY.model(), mesh_of())
+    model.parallel_ext_local_shards.agreement.deferred = True
+    one = batch(TINY.vocab_size)
+    model(**one)
+    if dist.get_rank() == 1:
+        if change == "ids":
+            one["input_ids"][0, [3, 4]] = one["input_ids"][0, [4, 3]]  # the same sum
+        else:
+            one["labels"][0, 4] = 3
+    model(**one)
+    model(**batch(TINY.vocab_size))
+
+
+def test_deferred_agreement_reports_the_call_before() -> None:
+    for change, name in {"ids": "input_ids", "label": "labels"}.items():
+        raised = pool(2).run_raising(_deferred, change)
+        _everywhere(raised, f"{name} of the call before", kind="DisagreementError")
+
+
+def _generate_with_other_lengths() -> None:
+    model = parallel(TINY.model().eval(), mesh_of())
+    model.generate(batch(TINY.vocab_size)["input_ids"], max_new_tokens=2 + dist.get_rank())
+
+
+def test_generate_must_be_asked_for_the_same() -> None:
+    raised = pool(2).run_raising(_generate_with_other_lengths)
+    _everywhere(raised, "max_new_tokens (tp rank 0: 2, tp rank 1: 3)", kind="DisagreementError")
+
+
+# Functions that only some ranks call.
+
+
+def _called_by_rank_0_only(function: str) -> float | None:
+    mesh = px.init_mesh(tp=2, timeout=2.0)
+    model = parallel(TINY.model(), mesh)
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: model(**batch(TINY.vocab_size)),
+        "clip_grad_norm_": lambda: px.clip_grad_norm_(model, 1.0),
+        "full_state_dict": lambda: px.full_state_dict(model),
+        "save_pretrained": lambda: model.save_pretrained("/nowhere"),
+        "parallelize": lambda: px.parallelize(TINY.model(), mesh),
+    }
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(px.CollectiveTimeout, match=r"rank 1 did not within 2 s"):
+            calls[function]()
+        return time.monotonic() - start
+    time.sleep(5)
+    return None
+
+
+@pytest.mark.parametrize(
+    "function", ["forward", "clip_grad_norm_", "full_state_dict", "save_pretrained", "parallelize"]
+)
+def test_a_call_that_only_one_rank_makes_names_the_absent(function: str) -> None:
+    waited, _ = pool(2).run(_called_by_rank_0_only, function)
+    assert waited < 2 + 2 + 1
+
+
+def _different_calls() -> None:
+    model = parallel(TINY.model(), mesh_of())
+    if dist.get_rank() == 0:
+        px.clip_grad_norm_(model, 1.0)
+    else:
+        px.full_state_dict(model)
+
+
+def test_ranks_that_call_different_functions_are_told() -> None:
+    words = ("rank 0: clip_grad_norm_", "rank 1: full_state_dict")
+    _everywhere(pool(2).run_raising(_different_calls), *words, kind="DisagreementError")
+
+
+# Meshes and models that do not fit.
+
+
+def _mesh_with(sizes: dict[str, Any]) -> None:
+    px.init_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp": 3}, "tp=3 does not fit a world of 2 ranks"),
+        ({"tp": 2, "dp": 2}, "dp=2 * tp=2 = 4 does not fit a world of 2 ranks"),
+        ({"ep": 3}, "ep=3 does not divide the world of 2 ranks"),
+        ({"tp": 0}, "tp must be an integer of at least 1, got 0"),
+        ({"tp": "2"}, "tp must be an integer of at least 1, got '2'"),
+    ],
+)
+def test_mesh_errors_name_the_world_and_what_was_asked_for(
+    sizes: dict[str, Any], words: str
+) -> None:
+    _everywhere(pool(2).run_raising(_mesh_with, sizes), words, kind="ValueError")
+
+
+def _parallelize(case: str) -> None:
+    mesh, model, options = mesh_of(), TINY.model(), {}
+    if case == "too many ranks":
+        model = Tiny(heads=2, key_value_heads=2).model()
+    elif case == "attention dropout":
+        model.config.attention_dropout = 0.1
+    elif case == "table":
+        model.model.layers[1].self_attn.query = model.model.layers[1].self_attn.q_proj
+        del model.model.layers[1].self_attn.q_proj
+        del model.model.layers[0].mlp.down_proj
+    elif case == "other model":
+        config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
+        model = transformers.GPT2LMHeadModel(config)
+    elif case == "twice":
+        model = parallel(model, mesh)
+    elif case == "wrong rows":
+        model.config.vocab_size = 99
+    elif case == "other weights":
+        model = TINY.model(seed=dist.get_rank())
+    elif case == "frozen on one rank":
+        model.lm_head.weight.requires_grad_(dist.get_rank() == 0)
+    elif case == "other options":
+        options = {"training_logits": dist.get_rank() == 0}
+    elif case == "misfit on one rank" and dist.get_rank() == 1:
+        del model.model.layers[0].mlp.down_proj
+    names = [name for name, _ in model.named_modules()]
+    try:
+        px.parallelize(model, mesh, **options)
+    finally:
+        if names != [name for name, _ in model.named_modules()]:
+            raise AssertionError("the model changed")
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    {
+        "too many ranks": ["tp=3 is more than 2 query heads on 2 key-value heads can serve"],
+        "attention dropout": ["attention_dropout is 0.1", "allow_different_dropout=True"],
+        "table": [
+            "model.layers.0.mlp.down_proj, model.layers.1.self_attn.q_proj",
+            f"transformers {transformers.__version__}",
+        ],
+        "other model": ["no table for model_type 'gpt2'", "supported are llama"],
+        "twice": ["parallel already"],
+        "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
+        "other weights": ["rank 0 and rank 1 hold different models"],
+        "frozen on one rank": ["lm_head.weight", "True", "False"],
+        "other options": ["options"],
+        "misfit on one rank": ["model.layers.0.mlp.down_proj"],
+    }.items(),
+)
+def test_parallelize_refuses(case: str, words: list[str]) -> None:
+    _everywhere(pool(3).run_raising(_parallelize, case), *words)
+
+
+def _stale_optimizer() -> None:
+    reference = TINY.model()
+    optimizer = torch.optim.AdamW(reference.parameters())
+    model = px.parallelize(reference, mesh_of())
+    model(**batch(TINY.vocab_size)).loss.backward()
+    optimizer.step()
+
+
+def test_an_optimizer_from_before_parallelize_is_found_when_it_steps() -> None:
+    words = ("AdamW was built before px.parallelize", "model.embed_tokens.weight", "more")
+    _everywhere(pool(2).run_raising(_stale_optimizer), *words)
+
+
+def _wrapped_in_ddp() -> None:
+    torch.nn.parallel.DistributedDataParallel(parallel(TINY.model(), mesh_of()))
+
+
+def test_distributed_data_parallel_is_refused() -> None:
+    words = ("overwrite every rank's shard", "DistributedDataParallel")
+    _everywhere(pool(2).run_raising(_wrapped_in_ddp), *words)
+
+
+def _trained_by_trainer(folder: str) -> None:
+    # What torchrun sets, by which accelerate knows that there are several processes.
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        LOCAL_RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+        MASTER_ADDR="localhost",
+        MASTER_PORT="29500",
+    )
+    model = parallel(TINY.model(), mesh_of())
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    one = batch(TINY.vocab_size, rows=4)
+    rows = [{name: value[i] for name, value in one.items()} for i in range(4)]
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+
+
+def test_trainer_is_refused_with_a_sentence(tmp_path: Any) -> None:
+    words = ("Trainer", "not supported with tp > 1")
+    ranks = Ranks(2)  # its own, since accelerate keeps what it found for the whole process
+    try:
+        _everywhere(ranks.run_raising(_trained_by_trainer, str(tmp_path)), *words)
+    finally:
+        ranks.close()
+
+
+def _resized() -> None:
+    parallel(TINY.model(), mesh_of()).resize_token_embeddings(200)
+
+
+def test_resizing_a_parallel_model_is_refused() -> None:
+    _everywhere(pool(2).run_raising(_resized), "resize the model first", kind="NotImplementedError")
+
+
+def _warnings(vocab_size: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel(Tiny(vocab_size=vocab_size).model(), mesh_of())
+    return [str(one.message) for one in caught if "divisible" in str(one.message)]
+
+
+def test_an_uneven_vocabulary_is_said_once_on_rank_0() -> None:
+    first, second = pool(2).run(_warnings, 101)
+    assert len(first) == 1
+    assert "101 rows is not divisible by tp=2: the ranks hold 51, 50 rows" in first[0]
+    assert second == []
+    assert pool(2).run(_warnings, 100) == [[], []]
+
+
+def test_functions_for_parallel_models_refuse_plain_ones() -> None:
+    with pytest.raises(TypeError, match="is not a parallel model; call px.parallelize"):
+        px.clip_grad_norm_(TINY.model(), 1.0)
+
+
+def test_attention_dropout_is_accepted_on_demand() -> None:
+    model = TINY.model()
+    model.config.attention_dropout = 0.1
+    assert px.parallelize(model, px.init_mesh(), allow_different_dropout=True) is model
