@@ -19,6 +19,7 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
         f"running; rebuild it with: {_REBUILD}"
     )
 
+from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
 from parallel_ext.mesh import CollectiveTimeout, DisagreementError, Mesh, init_mesh  # noqa: E402
 from parallel_ext.patch import parallelize  # noqa: E402
@@ -28,7 +29,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectiveTimeout",
     "DisagreementError",
+    "GradientReport",
     "Mesh",
+    "check_gradients",
     "clip_grad_norm_",
     "from_pretrained",
     "full_state_dict",

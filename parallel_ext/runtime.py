@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel_ext import ops
+from parallel_ext import checkpoint, ops
 from parallel_ext.loss import causal_lm_loss
 from parallel_ext.mesh import Mesh
 from parallel_ext.state import STATE_NAME, ParallelState
@@ -129,9 +129,7 @@ def save_pretrained(
             f"save_pretrained of a parallel model does not take {', '.join(sorted(kwargs))}"
         )
     state: ParallelState = getattr(model, STATE_NAME)
-    from parallel_ext.checkpoint.save import save_directory as save_directory_of
-
-    save_directory_of(
+    checkpoint.save_directory(
         model,
         save_directory,
         state.mesh,

@@ -64,15 +64,24 @@ class ParallelState(nn.Module):
             self.set_extra_state(state_dict[key])
 
 
-def state_of(model: nn.Module) -> ParallelState:
-    """The state of a parallel model, also through wrappers such as PEFT's.
+def model_of(model: nn.Module) -> nn.Module:
+    """The HuggingFace model that was parallelized, also inside wrappers such as PEFT's.
 
     Raises:
         TypeError: the model was not parallelized.
     """
     for module in model.modules():
-        if isinstance(module, ParallelState):
+        if hasattr(module, STATE_NAME):
             return module
     raise TypeError(
         f"{type(model).__name__} is not a parallel model; call px.parallelize(model, mesh) first"
     )
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """How a parallel model is spread, also inside wrappers such as PEFT's.
+
+    Raises:
+        TypeError: the model was not parallelized.
+    """
+    return getattr(model_of(model), STATE_NAME)

@@ -1,0 +1,151 @@
+"""The main job on a real model: `make demo`.
+
+SmolLM2-135M with 49153 tokens, 9 heads and 3 key-value heads is fine-tuned on 2 ranks, which
+divide none of the three; saved; read by unpatched transformers; and trained on by 3 ranks. Beside it
+a single process does the same with plain transformers, and the table holds both.
+
+    python examples/demo.py [--work FOLDER] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from finetune_llama import batches, continuation, default_text, last_logits, peak_mib, train
+from safetensors import safe_open
+
+HERE = Path(__file__).parent
+PROMPT = "An assignment statement evaluates"
+LEARNING_RATE = 2e-5
+MORE_STEPS = 3
+
+
+def run(command: list[Any], threads: int) -> float:
+    """Run a command to its end; seconds that it took."""
+    start = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment)
+    return time.perf_counter() - start
+
+
+def finetune(model: Path, tp: int, report: Path, *options: Any) -> tuple[dict[str, Any], float]:
+    """examples/finetune_llama.py on ``tp`` ranks: its report, and the seconds it took."""
+    print(f"\n== {tp} ranks, parallel_ext ==", flush=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", tp]
+    script = [HERE / "finetune_llama.py", model, "--tp", tp, "--report", report]
+    common = ["--prompt", PROMPT, "--learning-rate", LEARNING_RATE]
+    seconds = run([*launch, *script, *common, *options], threads=1)
+    return json.loads(report.read_text()), seconds
+
+
+def single_process(model_path: Path, steps: int, report: Path) -> None:
+    """The same training with plain transformers; what the others are held against."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+    data = batches(tokenizer, default_text(), 1, 128, steps + MORE_STEPS)
+
+    def clip(model: Any, max_norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    result: dict[str, Any] = {"tokens": continuation(model, tokenizer, PROMPT)}
+    result |= train(model, data[:steps], LEARNING_RATE, clip, quiet=False)
+    result["tokens after"] = continuation(model, tokenizer, PROMPT)
+    more = train(model, data[steps:], LEARNING_RATE, clip, quiet=False)
+    result["more loss"], result["peak MiB"] = more["loss"], [peak_mib()]
+    report.write_text(json.dumps(result))
+
+
+def reload(directory: Path, steps: int, trained: dict[str, Any]) -> dict[str, Any]:
+    """Read the saved directory with unpatched transformers, in this process."""
+    print("\n== unpatched transformers reads what 2 ranks saved ==", flush=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    ids = batches(tokenizer, default_text(), 1, 128, steps)[0]["input_ids"]
+    ours, theirs = torch.tensor(trained["logits"]), torch.tensor(last_logits(model, ids))
+    rows = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            rows |= {name: opened.get_slice(name).get_shape()[0] for name in opened.keys()}  # noqa: SIM118
+    return {
+        "logits": ((ours - theirs).abs().max() / theirs.abs().max()).item(),
+        "rows": rows["model.embed_tokens.weight"],
+        "config rows": model.config.vocab_size,
+        "tokens": continuation(model, tokenizer, PROMPT),
+    }
+
+
+def table(
+    single: dict, two: dict, reloaded: dict, three: dict, seconds: dict[str, float]
+) -> list[str]:
+    """The lines that the demo ends with."""
+    lines = ["", f"{'step':>6}{'one process':>14}{'parallel_ext':>14}{'difference':>12}  ranks"]
+    losses = [*zip(single["loss"], two["loss"], strict=True)]
+    more = [*zip(single["more loss"], three["loss"], strict=True)]
+    for step, (expected, got) in enumerate([*losses, *more]):
+        ranks = 2 if step < len(losses) else 3
+        gap = abs(got - expected) / expected
+        lines.append(f"{step:>6}{expected:>14.6f}{got:>14.6f}{gap:>12.1e}  {ranks}")
+    name, difference = two["gradients"]
+    same = {True: "equal", False: "DIFFERENT"}
+    lines += [
+        "",
+        f"largest relative gradient difference  {difference:.1e}  ({name})",
+        f"rows of the vocabulary on disk        {reloaded['rows']} of {reloaded['config rows']}",
+        f"logits after reload, relative         {reloaded['logits']:.1e}",
+        "tokens generated before training      "
+        f"{same[two['tokens'] == single['tokens']]} to one process",
+        "tokens generated after training       "
+        f"{same[two['tokens after'] == single['tokens after']]} to one process",
+        "tokens generated after reload         "
+        f"{same[reloaded['tokens'] == two['tokens after']]} to the 2 ranks",
+        "",
+        f"{'':14}{'s a step':>10}{'s in all':>10}  peak MiB of each process",
+    ]
+    for title, key, result in (
+        ("one process", "single", single),
+        ("2 ranks", "two", two),
+        ("3 ranks", "three", three),
+    ):
+        step = sorted(result["seconds"])[len(result["seconds"]) // 2]
+        peaks = ", ".join(f"{peak:.0f}" for peak in result["peak MiB"])
+        lines.append(f"{title:14}{step:>10.2f}{seconds[key]:>10.0f}  {peaks}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path(".work"))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--single-process", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    work, steps = options.work, options.steps
+    model = work / "smollm2"
+    if options.single_process:
+        single_process(model, steps, options.single_process)
+        return
+    seconds = {"prepare": run([HERE / "prepare_smollm2.py", model], threads=2)}
+    print("\n== one process, plain transformers ==", flush=True)
+    own = [__file__, "--work", work, "--steps", steps, "--single-process", work / "single.json"]
+    seconds["single"] = run(own, threads=2)
+    single = json.loads((work / "single.json").read_text())
+    two, seconds["two"] = finetune(
+        model, 2, work / "two.json", "--steps", steps, "--out", work / "two", "--check-gradients"
+    )
+    reloaded = reload(work / "two", steps, two)
+    three, seconds["three"] = finetune(
+        work / "two", 3, work / "three.json", "--steps", MORE_STEPS, "--first", steps
+    )
+    print("\n".join(table(single, two, reloaded, three, seconds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Fine-tune any HuggingFace Llama on any text file, its layers cut over tp ranks.
+
+    torchrun --nproc_per_node 2 examples/finetune_llama.py MODEL --tp 2 --out OUT
+
+MODEL is a HuggingFace directory or hub id; OUT becomes a plain HuggingFace directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tqdm import tqdm
+
+import parallel_ext as px
+
+
+def default_text() -> str:
+    """The language reference that comes with every Python: 460,000 characters of English."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def batches(
+    tokenizer: Any, text: str, rows: int, tokens: int, steps: int, first: int = 0
+) -> list[dict[str, torch.Tensor]]:
+    """``steps`` batches of [rows, tokens] ids from ``text``, from batch number ``first`` on."""
+    size, characters = rows * tokens, 8 * rows * tokens * (first + steps)
+    ids = torch.tensor(tokenizer(text[:characters])["input_ids"])
+    if len(ids) < size * (first + steps):
+        raise SystemExit(f"the text has {len(ids)} tokens; {size * (first + steps)} are needed")
+    chunks = ids[: size * (first + steps)].view(-1, rows, tokens)[first:]
+    return [{"input_ids": chunk, "labels": chunk} for chunk in chunks]
+
+
+def train(model: Any, data: list[dict], learning_rate: float, clip: Any, quiet: bool) -> dict:
+    """AdamW steps with clipping; losses, gradient norms and seconds of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    record: dict[str, list[float]] = {"loss": [], "norm": [], "seconds": []}
+    model.train()
+    for batch in (bar := tqdm(data, disable=quiet, unit="step")):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        record["norm"].append(clip(model, 1.0).item())
+        optimizer.step()
+        record["loss"].append(loss.item())
+        record["seconds"].append(time.perf_counter() - start)
+        bar.set_postfix(loss=f"{record['loss'][-1]:.4f}")
+    model.eval()
+    return record
+
+
+def continuation(model: Any, tokenizer: Any, prompt: str, tokens: int = 12) -> list[int]:
+    """Greedy tokens after ``prompt``."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def last_logits(model: Any, ids: torch.Tensor) -> list[float]:
+    """The logits over the whole vocabulary at the last token of the first sequence."""
+    return model(ids).logits[0, -1].tolist()
+
+
+def peak_mib() -> float:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="HuggingFace directory or hub id")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share one model")
+    parser.add_argument("--text", type=Path, help="a text file; Python's reference by default")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch")
+    parser.add_argument("--rows", type=int, default=1, help="sequences in a batch")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, help="directory to save the model to")
+    parser.add_argument("--prompt", default="An assignment statement evaluates")
+    parser.add_argument("--check-gradients", action="store_true", help="against one process")
+    parser.add_argument("--report", type=Path, help="JSON file for what happened")
+    options = parser.parse_args()
+
+    mesh = px.init_mesh(tp=options.tp, dp=1)
+    model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    text = options.text.read_text() if options.text else default_text()
+    data = batches(tokenizer, text, options.rows, options.tokens, options.steps, options.first)
+    report: dict[str, Any] = {"tokens": continuation(model, tokenizer, options.prompt)}
+    if options.check_gradients:
+        model.train()
+        report["gradients"] = px.check_gradients(model, data[0]).worst
+    report |= train(model, data, options.learning_rate, px.clip_grad_norm_, quiet=mesh.rank != 0)
+    report["tokens after"] = continuation(model, tokenizer, options.prompt)
+    if options.out:
+        model.save_pretrained(options.out)
+        if mesh.rank == 0:
+            tokenizer.save_pretrained(options.out)
+    report["peak MiB"] = mesh.gather_objects(peak_mib())
+    report["logits"] = last_logits(model, data[0]["input_ids"])
+    if mesh.rank == 0:
+        print(f"loss {report['loss'][0]:.4f} -> {report['loss'][-1]:.4f}")
+        if options.report:
+            options.report.write_text(json.dumps(report))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

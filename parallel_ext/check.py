@@ -1,0 +1,172 @@
+"""``check_gradients``: parity with the single-process model, on the user's own model and batch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.checkpoint import gather_tensor
+from parallel_ext.mesh import Mesh
+from parallel_ext.models import TABLES
+from parallel_ext.pretrained import full_state_dict
+from parallel_ext.sharded import named_shards
+from parallel_ext.state import ParallelState, model_of, state_of
+
+_log = logging.getLogger("parallel_ext")
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """How far a parallel model is from the single-process model on one batch.
+
+    Attributes:
+        loss, single_process_loss: of the job's whole batch.
+        differences: HuggingFace name -> max |ours - theirs| / max |theirs| of the gradient.
+    """
+
+    loss: float
+    single_process_loss: float
+    differences: Mapping[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The name with the largest difference, and the difference."""
+        return max(self.differences.items(), key=lambda item: item[1])
+
+    def __str__(self) -> str:
+        name, difference = self.worst
+        return (
+            f"loss {self.loss:.6f}, single process {self.single_process_loss:.6f}; "
+            f"{len(self.differences)} gradients, largest relative difference {difference:.1e} "
+            f"({name})"
+        )
+
+
+def check_gradients(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], layers: int | None = None
+) -> GradientReport:
+    """Compare loss and gradients on ``batch`` with the single-process model.
+
+    Every rank calls it. Rank 0 builds the unsharded model from the gathered weights and runs it on
+    the batches of all dp ranks, concatenated; it needs memory for the whole model twice (weights
+    and gradients) and says so first. The model's own gradients are left as they were.
+
+    Args:
+        model: a parallel model.
+        batch: ``input_ids``, ``labels`` and what else forward takes, [rows, tokens], of this dp
+            rank; the dp ranks' must have equal lengths.
+        layers: check only the first so many decoder layers, to save memory and time.
+
+    Returns:
+        The report, on every rank. In fp32 a difference of about 1e-5 is rounding.
+
+    Raises:
+        TypeError: the model was not parallelized.
+        CollectiveTimeout: not all ranks called it.
+    """
+    own, state = model_of(model), state_of(model)
+    mesh = state.mesh
+    mesh.meet("check_gradients")
+    with _first_layers(own, layers), _own_gradients_aside(own):
+        loss = own(**batch).loss
+        loss.backward()
+        ours = _gather_gradients(own, state)
+        loss = _mean_over_dp(loss.detach(), mesh).item()
+        needed = sum(layout.numel for _, _, layout in named_shards(own))
+        if mesh.rank == 0:
+            size = 2 * needed * next(own.parameters()).element_size() / 2**30
+            _log.warning("check_gradients: rank 0 needs %.1f GiB for the whole model", size)
+        weights = full_state_dict(own)
+        batches = mesh.gather_objects(dict(batch) if mesh.tp_rank == 0 else None)
+        report, error = None, None
+        if mesh.rank == 0:
+            try:
+                report = _compare(own, weights, [b for b in batches if b is not None], ours, loss)
+            except (RuntimeError, ValueError) as problem:
+                error = problem
+    mesh.raise_together("check_gradients", error)
+    return mesh.gather_objects(report)[0]
+
+
+def _compare(
+    model: transformers.PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    batches: list[Mapping[str, torch.Tensor]],
+    ours: Mapping[str, torch.Tensor],
+    loss: float,
+) -> GradientReport:
+    """On rank 0: run the plain class on everything and hold its gradients against ``ours``."""
+    config = copy.deepcopy(model.config)
+    reference = type(model)(config).to(next(iter(weights.values())).dtype)
+    reference.load_state_dict(weights)
+    reference.train(model.training)
+    whole = {
+        name: torch.cat([one[name].cpu() for one in batches])
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+        else value
+        for name, value in batches[0].items()
+    }
+    expected = reference(**whole).loss
+    expected.backward()
+    differences = {}
+    for name, parameter in reference.named_parameters():
+        if name in ours:
+            gap = (ours[name].double() - parameter.grad.double()).abs().max()
+            differences[name] = (gap / parameter.grad.abs().max().double().clamp_min(1e-30)).item()
+    return GradientReport(loss, expected.item(), differences)
+
+
+def _mean_over_dp(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    return ops.reduce_from_tp(tensor, mesh.dp) / mesh.dp_size
+
+
+def _gather_gradients(model: nn.Module, state: ParallelState) -> dict[str, torch.Tensor]:
+    """The full gradients by HuggingFace name on rank 0; nothing elsewhere."""
+    gradients = {}
+    for _, parameter, layout in named_shards(model):
+        if parameter.grad is None:  # frozen
+            continue
+        mean = _mean_over_dp(parameter.grad, state.mesh)
+        full = gather_tensor(mean, layout, state.mesh, owner=0)
+        if full is not None and state.mesh.rank == 0:
+            gradients[layout.name] = full
+    return gradients
+
+
+@contextmanager
+def _own_gradients_aside(model: nn.Module) -> Iterator[None]:
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _first_layers(model: transformers.PreTrainedModel, count: int | None) -> Iterator[None]:
+    """Leave only the first ``count`` decoder layers in the model."""
+    path = TABLES[model.config.model_type].layers
+    layers = model.get_submodule(path)
+    if count is None:
+        count = len(layers)
+    if not 1 <= count <= len(layers):
+        raise ValueError(f"check_gradients: layers={count} is not in 1 to {len(layers)}")
+    configured = model.config.num_hidden_layers
+    model.set_submodule(path, layers[:count])
+    model.config.num_hidden_layers = count
+    try:
+        yield
+    finally:
+        model.set_submodule(path, layers)
+        model.config.num_hidden_layers = configured

@@ -1,0 +1,121 @@
+"""Replacing a saved directory by a new one, so that the old or the new one is always whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from parallel_ext.checkpoint.safetensors_file import CheckpointError
+
+# What a save writes or makes stale. Everything else in a directory is carried over.
+_OF_A_SAVE = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin*",
+    "config.json",
+    "generation_config.json",
+)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Publication:
+    """A temporary directory beside ``target`` that takes its place, or vanishes. One process only.
+
+    Args:
+        target: the directory to replace; need not exist. A link to a directory is followed.
+
+    Attributes:
+        temporary: the directory to write into, on the same file system as ``target``.
+
+    Raises:
+        CheckpointError: ``target`` cannot be replaced: it is a file or the working directory.
+        OSError: the temporary directory cannot be made.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(os.path.realpath(target))
+        if self.target.exists() and not self.target.is_dir():
+            raise CheckpointError(f"{self.target} is a file; a directory is needed to save into")
+        if self.target == Path.cwd():
+            raise CheckpointError(
+                f"{self.target} is the working directory of this process; a save replaces the "
+                "directory, so choose one inside it"
+            )
+        suffix = secrets.token_hex(4)
+        self.temporary = self.target.with_name(f".{self.target.name}.tmp-{suffix}")
+        self._old = self.target.with_name(f".{self.target.name}.old-{suffix}")
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary.mkdir()
+        if self.target.exists():
+            shutil.copymode(self.target, self.temporary)
+
+    def discard(self) -> None:
+        """Remove the temporary directory, if it is still there."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Put the temporary directory in the place of ``target``.
+
+        What ``target`` holds beside a saved model (tokenizer, README, subdirectories) is kept.
+
+        Raises:
+            OSError: the file system refused; ``target`` is then what it was, or, if only its
+                subdirectories could not be moved, complete but for those, which the error names.
+        """
+        replaces = self.target.exists()
+        if replaces:
+            self._carry_files()
+        for path in self.temporary.iterdir():
+            if path.is_file() and not path.is_symlink():
+                _fsync(path)
+        _fsync(self.temporary)
+        if replaces:
+            os.rename(self.target, self._old)
+        try:
+            os.rename(self.temporary, self.target)
+        except OSError:
+            if replaces:
+                os.rename(self._old, self.target)
+            raise
+        if replaces:
+            for path in self._old.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    os.rename(path, self.target / path.name)
+        _fsync(self.target)
+        _fsync(self.target.parent)
+        if replaces:
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        """The new directory is in place, so nothing that happens here makes the save fail."""
+        try:
+            shutil.rmtree(self._old)
+        except OSError as error:
+            warnings.warn(
+                f"{self.target} is saved, but {self._old}, which was there before, could not be "
+                f"deleted: {error}",
+                stacklevel=2,
+            )
+
+    def _carry_files(self) -> None:
+        """Link the files that do not belong to a saved model into the temporary directory."""
+        for path in self.target.iterdir():
+            is_directory = path.is_dir() and not path.is_symlink()
+            if is_directory or any(fnmatchcase(path.name, pattern) for pattern in _OF_A_SAVE):
+                continue
+            copy = self.temporary / path.name
+            try:
+                os.link(path, copy, follow_symlinks=False)
+            except OSError:  # a file system without hard links
+                shutil.copy2(path, copy, follow_symlinks=False)

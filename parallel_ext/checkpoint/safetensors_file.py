@@ -1,0 +1,295 @@
+"""Our own reader of the safetensors format: by position, in stripes, without mmap.
+
+A file is the length of its header (unsigned 64-bit, little-endian), the header (JSON: tensor name
+-> dtype, shape and byte range behind the header), and the tensors' bytes in row-major order.
+Format: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from parallel_ext.layout import Box, box_shape
+
+STRIPE_BYTES = 8 << 20
+"""Size of the pieces in which tensors are read, converted and sent."""
+
+LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
+METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+
+class CheckpointError(RuntimeError):
+    """A file or directory of a saved model is not what it must be."""
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        dtype: of the elements in the file.
+        shape: of the whole tensor.
+        start, stop: its bytes, counted from the beginning of the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def parse_json(text: bytes, where: str | Path) -> dict[str, Any]:
+    """Parse a JSON object that repeats no key.
+
+    Args:
+        text: UTF-8.
+        where: what the error names, for example the file.
+
+    Raises:
+        CheckpointError: it is not such an object.
+    """
+
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        parsed = dict(pairs)
+        if len(parsed) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated = next(key for key, count in counts.items() if count > 1)
+            raise ValueError(f"the key {repeated!r} occurs more than once")
+        return parsed
+
+    try:
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def row_stripes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of consecutive rows (dimension 0) of at most ``STRIPE_BYTES``, or of one row."""
+    if tensor.numel() == 0:
+        return iter(())
+    row_bytes = tensor.numel() // tensor.size(0) * tensor.element_size()
+    return iter(tensor.split(max(1, STRIPE_BYTES // row_bytes)))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+class SafetensorsFile:
+    """An open safetensors file whose header has been validated.
+
+    Args:
+        path: of the file; it stays open until ``close()`` or the end of a ``with`` block.
+
+    Attributes:
+        tensors: what the file holds, by name.
+
+    Raises:
+        CheckpointError: the file is not a valid safetensors file; names the file, and the tensor
+            or the sizes that do not fit.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise CheckpointError(f"{self.path}: no such file")
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        try:
+            self.tensors: dict[str, TensorEntry] = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; nothing can be read afterwards."""
+        self._file.close()
+
+    def _read_header(self) -> dict[str, TensorEntry]:
+        size = os.fstat(self._file.fileno()).st_size
+        if size < LENGTH_BYTES:
+            raise CheckpointError(
+                f"{self.path}: the file has {size} bytes, fewer than the {LENGTH_BYTES} with "
+                "which a safetensors file begins; it is truncated"
+            )
+        length = bytearray(LENGTH_BYTES)
+        self._read(memoryview(length), 0)
+        header_bytes = int.from_bytes(length, "little")
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{self.path}: a header of {header_bytes} bytes is announced, more than "
+                f"{_MAX_HEADER_BYTES}; this is no safetensors file"
+            )
+        data_start = LENGTH_BYTES + header_bytes
+        if data_start > size:
+            raise CheckpointError(
+                f"{self.path}: its header alone ends at byte {data_start}, but the file has "
+                f"{size} bytes; it is truncated"
+            )
+        header = bytearray(header_bytes)
+        self._read(memoryview(header), LENGTH_BYTES)
+        described = parse_json(bytes(header), f"{self.path} (header)")
+        metadata = described.pop(METADATA, {})
+        if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
+            raise CheckpointError(f"{self.path}: {METADATA} must hold strings: {metadata!r:.200}")
+        tensors = {name: self._entry(name, value, data_start) for name, value in described.items()}
+        self._check_coverage(tensors, data_start, size)
+        return tensors
+
+    def _entry(self, name: str, value: Any, data_start: int) -> TensorEntry:
+        """What the header says of one tensor, checked on its own."""
+        fields = {"dtype", "shape", "data_offsets"}
+        if not isinstance(value, dict) or value.keys() != fields:
+            raise CheckpointError(
+                f"{self.path}: {name}: expected the fields {', '.join(sorted(fields))}, "
+                f"got {value!r:.200}"
+            )
+        dtype_name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name}: unknown dtype {dtype_name!r:.200}")
+        for field, numbers in (("shape", shape), ("data_offsets", offsets)):
+            if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+                raise CheckpointError(
+                    f"{self.path}: {name}: {field} must be a list of integers of at least 0, "
+                    f"got {numbers!r:.200}"
+                )
+        num_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
+        if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+            raise CheckpointError(
+                f"{self.path}: {name}: {dtype_name} of shape {tuple(shape)} takes {num_bytes} "
+                f"bytes, but data_offsets is {offsets!r:.200}"
+            )
+        start, stop = (data_start + offset for offset in offsets)
+        return TensorEntry(DTYPES[dtype_name], tuple(shape), start, stop)
+
+    def _check_coverage(
+        self, tensors: Mapping[str, TensorEntry], data_start: int, size: int
+    ) -> None:
+        """The tensors must fill the file: no hole, no overlap, nothing behind the last one."""
+        end = data_start
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+            if entry.start != end:
+                kind = "overlaps the tensor before it" if entry.start < end else "leaves a hole"
+                raise CheckpointError(
+                    f"{self.path}: {name} begins at byte {entry.start} and not at {end}: it {kind}"
+                )
+            end = entry.stop
+        if end != size:
+            kind = "it is truncated" if size < end else "something is behind the last tensor"
+            raise CheckpointError(
+                f"{self.path}: by its header the file has {end} bytes, but it has {size}; {kind}"
+            )
+
+    def _read(self, memory: memoryview, offset: int) -> None:
+        """Fill ``memory`` from ``offset`` on."""
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._file.fileno(), [memory[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: the file ended at byte {offset + done}, where "
+                    f"{len(memory) - done} more were expected; it was changed while being read"
+                )
+            done += count
+
+    def read_box(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Read a part of a tensor.
+
+        Beside ``out`` it takes one stripe of memory, whatever the size of the tensor.
+
+        Args:
+            name: of a tensor of this file.
+            box: the half-open range that is wanted of each dimension.
+            out: of the shape of ``box``, on the CPU; any strides. Elements are converted to its
+                dtype.
+
+        Raises:
+            CheckpointError: there is no such tensor or box, ``out`` does not fit, or the file got
+                shorter.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: there is no tensor {name}")
+        entry = self.tensors[name]
+        inside = len(box) == len(entry.shape) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(box, entry.shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"{self.path}: {name}: the box {box} does not lie inside the shape {entry.shape}"
+            )
+        if tuple(out.shape) != box_shape(box) or out.device.type != "cpu":
+            raise CheckpointError(
+                f"{self.path}: {name}: the box {box} does not fit a tensor of shape "
+                f"{tuple(out.shape)} on {out.device}"
+            )
+        if out.numel():
+            self._read_part(entry.dtype, entry.shape, entry.start, box, out.detach())
+
+    def _read_part(
+        self, dtype: torch.dtype, shape: tuple[int, ...], start: int, box: Box, out: torch.Tensor
+    ) -> None:
+        """As ``read_box``, of the row-major tensor of ``shape`` whose bytes begin at ``start``."""
+        if not shape:
+            self._read_rows(dtype, start, out.view(1))
+            return
+        row_shape, row_box, first_row = shape[1:], box[1:], box[0][0]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        begin = start + first_row * row_bytes
+        if row_box == tuple((0, size) for size in row_shape):
+            self._read_rows(dtype, begin, out)
+        elif row_bytes > STRIPE_BYTES:
+            for index, row in enumerate(out):
+                self._read_part(dtype, row_shape, begin + index * row_bytes, row_box, row)
+        else:
+            columns = (slice(None), *(slice(a, b) for a, b in row_box))
+            rows_at_once = STRIPE_BYTES // row_bytes
+            for block in out.split(rows_at_once):
+                stripe = torch.empty((len(block), *row_shape), dtype=dtype)
+                self._read(bytes_of(stripe), begin)
+                block.copy_(stripe[columns])
+                begin += stripe.nbytes
+
+    def _read_rows(self, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
+        """Read consecutive bytes: whole rows."""
+        if out.dtype == dtype and out.is_contiguous():
+            self._read(bytes_of(out), start)
+            return
+        for block in row_stripes(out.view(-1) if out.is_contiguous() else out):
+            stripe = torch.empty(block.shape, dtype=dtype)
+            self._read(bytes_of(stripe), start)
+            block.copy_(stripe)
+            start += stripe.nbytes

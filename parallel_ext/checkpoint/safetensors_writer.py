@@ -1,0 +1,130 @@
+"""Our own writer of the safetensors format: the header first, then tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_ext.checkpoint.safetensors_file import (
+    DTYPES,
+    LENGTH_BYTES,
+    METADATA,
+    CheckpointError,
+    bytes_of,
+)
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is to be written: what the header says of it before its bytes are there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file, tensor by tensor.
+
+    Args:
+        path: a file that does not exist yet.
+        tensors: what will be appended, in this order. With wider dtypes first every tensor is
+            aligned.
+        metadata: added to the header's ``__metadata__``, which always says ``format: pt``.
+
+    Raises:
+        CheckpointError: a dtype that the format does not know, or a name that occurs twice.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Sequence[TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._expected = list(tensors)
+        header = self._header(metadata or {})
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._offset = 0
+        self._write(memoryview(header))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _header(self, metadata: Mapping[str, str]) -> bytes:
+        described: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
+        offset = 0
+        for spec in self._expected:
+            if spec.dtype not in _DTYPE_NAMES or spec.name in described:
+                raise CheckpointError(
+                    f"{self.path}: {spec.name}: a dtype that safetensors does not know "
+                    f"({spec.dtype}), or a name that occurs twice"
+                )
+            described[spec.name] = {
+                "dtype": _DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [offset, offset + spec.num_bytes],
+            }
+            offset += spec.num_bytes
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % LENGTH_BYTES)
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+    def _write(self, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            done += os.pwrite(self._file.fileno(), memory[done:], self._offset + done)
+        self._offset += done
+
+    def append(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor: the one that the header lists next, on the CPU.
+
+        Raises:
+            CheckpointError: another name, dtype or shape than announced.
+            OSError: the file cannot be written, for example on a full disk.
+        """
+        given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        expected = self._expected.pop(0) if self._expected else None
+        if given != expected:
+            raise CheckpointError(f"{self.path}: expected {expected} next, got {given}")
+        self._write(bytes_of(tensor.contiguous()))
+
+    def close(self) -> None:
+        """Make the file durable.
+
+        Raises:
+            CheckpointError: tensors that the header lists are missing.
+            OSError: the file cannot be made durable.
+        """
+        with self._file:
+            if self._expected:
+                raise CheckpointError(
+                    f"{self.path}: closed before {self._expected[0].name} was written"
+                )
+            os.fsync(self._file.fileno())
+
+    def abandon(self) -> None:
+        """Close the file as it is, unfinished."""
+        self._file.close()

@@ -1,0 +1,555 @@
+"""Saved models as directories: what two ranks write HuggingFace reads, and the other way round."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import pool
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from parallel_ext.checkpoint import hf_directory, publish, save
+from parallel_ext.checkpoint.full_state import full_state_dict, gather_tensor, local_values
+from parallel_ext.checkpoint.hf_directory import HFDirectory
+from parallel_ext.checkpoint.publish import Publication
+from parallel_ext.checkpoint.safetensors_file import CheckpointError
+from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.checkpoint.save import parse_size, plan_files, save_directory
+from parallel_ext.layout import ModelLayout, TensorLayout
+from parallel_ext.mesh import Mesh, init_mesh
+from parallel_ext.patch import parallelize
+from parallel_ext.sharded import named_shards, take
+from parallel_ext.state import state_of
+
+VOCAB_SIZE = 101
+HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+
+
+def _config(**changes: Any) -> LlamaConfig:
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 24,
+        "intermediate_size": 50,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def _model(**changes: Any) -> LlamaForCausalLM:
+    """The same weights in every process that asks for the same model."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(_config(**changes))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too
+            parameter.normal_()
+    return model
+
+
+def _parallel(
+    changes: dict[str, Any], tp: int = 2, multiple_of: int = 1, dtype: torch.dtype | None = None
+) -> tuple[LlamaForCausalLM, Mesh, ModelLayout]:
+    mesh = init_mesh(tp=tp, timeout=20)
+    model = _model(**changes).to(dtype or torch.float32)
+    model = parallelize(model, mesh, vocab_multiple_of=multiple_of)
+    return model, mesh, state_of(model).layout
+
+
+def _save(path: Path, changes: dict[str, Any], max_shard_size: Any = "5GB", **options: Any) -> None:
+    model, mesh, layout = _parallel(changes, **options)
+    save_directory(
+        model,
+        path,
+        mesh,
+        layout,
+        config=model.config,
+        generation_config=model.generation_config,
+        max_shard_size=max_shard_size,
+    )
+
+
+def _save_of(path: Path, options: dict[str, Any]) -> None:
+    _save(path, **options)
+
+
+def _assert_loads_as(path: Path, expected: LlamaForCausalLM) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert loaded.config.vocab_size == VOCAB_SIZE
+    ours, theirs = loaded.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name], tensor), name
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True}, {}),
+        ({"num_key_value_heads": 1}, {}),  # replicated on both ranks
+        ({}, {"multiple_of": 128}),  # rank 1 has no row of the vocabulary
+        ({"attention_bias": False, "mlp_bias": True}, {"dtype": torch.bfloat16}),
+        ({}, {"tp": 1}),  # two replicas of the whole model
+        ({}, {"max_shard_size": 7000}),
+    ],
+    ids=["untied", "tied", "kv replicated", "empty shard", "bf16", "dp", "many files"],
+)
+def test_huggingface_reads_bit_for_bit_what_the_ranks_save(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    pool(2).run(_save_of, tmp_path / "out", {"changes": changes, **options})
+    _assert_loads_as(tmp_path / "out", _model(**changes).to(options.get("dtype", torch.float32)))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_configuration_files_are_those_huggingface_writes(tmp_path: Path) -> None:
+    pool(2).run(_save_of, tmp_path / "ours", {"changes": {}, "dtype": torch.float16})
+    _model().half().save_pretrained(tmp_path / "theirs")
+    ours, theirs = _files(tmp_path / "ours"), _files(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        assert ours[name] == theirs[name]
+
+
+def test_each_tensor_is_in_one_file_written_by_one_rank_within_the_size(tmp_path: Path) -> None:
+    pool(2).run(_save_of, tmp_path, {"changes": {}, "max_shard_size": 7000})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    held = [(name, file) for file, tensors in files.items() for name in tensors]
+    assert sorted(held) == sorted(index["weight_map"].items())
+    sizes = [sum(t.nbytes for t in tensors.values()) for tensors in files.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert all(
+        size <= 7000 or len(tensors) == 1
+        for size, tensors in zip(sizes, files.values(), strict=True)
+    )
+
+
+def test_what_the_previous_save_left_is_gone_and_other_files_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pool(2).run(_save_of, out, {"changes": {}, "max_shard_size": 7000})
+    before = set(os.listdir(out))
+    (out / "pytorch_model.bin").write_bytes(b"old")
+    (out / "tokenizer.json").write_text("words")
+    (out / "checkpoint-7").mkdir()
+    (out / "checkpoint-7" / "state").write_text("step 7")
+    (out / "link").symlink_to("tokenizer.json")
+    pool(2).run(_save_of, out, {"changes": {"tie_word_embeddings": True}})
+    assert sorted(os.listdir(out)) == [
+        "checkpoint-7",
+        "config.json",
+        "generation_config.json",
+        "link",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert len(before) > 6, "the previous save must have had more files for this to show anything"
+    assert (out / "checkpoint-7" / "state").read_text() == "step 7"
+    assert (out / "link").read_text() == "words"
+    _assert_loads_as(out, _model(tie_word_embeddings=True))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+class _FullDisk(SafetensorsWriter):
+    """A writer whose disk is full after a few tensors, on rank 1 only."""
+
+    appended = 0
+
+    def append(self, name: str, tensor: torch.Tensor) -> None:
+        type(self).appended += 1
+        if torch.distributed.get_rank() == 1 and self.appended > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().append(name, tensor)
+
+
+def _save_on_a_full_disk(path: Path) -> None:
+    _FullDisk.appended = 0
+    with mock.patch.object(save, "SafetensorsWriter", _FullDisk):
+        _save(path, {"tie_word_embeddings": True})
+
+
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_previous_save(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    pool(2).run(_save_of, out, {"changes": {}})
+    (out / "tokenizer.json").write_text("words")
+    before = _files(out)
+    first, second = pool(2).run_raising(_save_on_a_full_disk, out)
+    assert "No space left on device" in second.text
+    assert second.type == "OSError"
+    assert "failed on rank 1" in first.text
+    assert "No space left on device" in first.text
+    assert _files(out) == before
+    assert os.listdir(tmp_path) == ["out"]
+    pool(2).run(_save_of, out, {"changes": {}})  # the ranks still work together
+
+
+def _save_to_a_place_of_its_own(path: Path) -> None:
+    _save(path / str(torch.distributed.get_rank()), {})
+
+
+def test_ranks_that_save_to_different_places_or_sizes_raise(tmp_path: Path) -> None:
+    for raised in pool(2).run_raising(_save_to_a_place_of_its_own, tmp_path):
+        assert raised.type == "DisagreementError"
+        assert f"save_pretrained to {tmp_path}/1" in raised.text
+    for raised in pool(2).run_raising(
+        _save_of, tmp_path / "x", {"changes": {}, "max_shard_size": "5 apples"}
+    ):
+        assert "max_shard_size must be bytes, or text like '5GB', got '5 apples'" in raised.text
+    assert os.listdir(tmp_path) == []
+
+
+def test_saving_to_a_file_raises_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for raised in pool(2).run_raising(_save_of, tmp_path / "file", {"changes": {}}):
+        assert "file is a file; a directory is needed" in raised.text
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def _most_full_tensors_at_once(path: Path) -> int:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def counting(value: torch.Tensor, *args: Any) -> torch.Tensor | None:
+        nonlocal most
+        full = gather_tensor(value, *args)
+        if full is not None:
+            alive.add(full)
+            most = max(most, len(alive))
+        return full
+
+    with mock.patch.object(save, "gather_tensor", counting):
+        _save(path, {})
+    return most
+
+
+def test_no_rank_holds_more_than_one_full_tensor_while_saving(tmp_path: Path) -> None:
+    assert pool(2).run(_most_full_tensors_at_once, tmp_path / "out") == [1, 1]
+
+
+def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    publication = Publication(target)
+    (publication.temporary / "config.json").write_text("new")
+    rename, calls = os.rename, []
+
+    def second_fails(source: Path, destination: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, destination)
+
+    with (
+        mock.patch.object(publish.os, "rename", second_fails),
+        pytest.raises(OSError, match="Input/output"),
+    ):
+        publication.publish()
+    publication.discard()
+    assert _files(tmp_path) == {"out/config.json": b"old"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="working directory"):
+        Publication(".")
+
+
+def test_the_plan_balances_bytes_and_keeps_wide_dtypes_aligned() -> None:
+    sizes = [3, 1000, 7, 500, 501, 2, 400]
+    dtypes = [torch.bfloat16, torch.float32]
+    specs = [TensorSpec(str(n), dtypes[n % 2], (n,)) for n in sizes]
+    for owners in (1, 2, 3, 9):
+        files = plan_files(specs, owners, 10**6)
+        assert sorted(s.name for f in files for s in f.tensors) == sorted(s.name for s in specs)
+        assert len({file.owner for file in files}) == min(owners, len(specs))
+        loads = [file.num_bytes for file in files]
+        if owners <= 3:
+            assert max(loads) <= max(sum(loads) / owners * 1.25, 4000)
+        for file in files:
+            widths = [spec.dtype.itemsize for spec in file.tensors]
+            assert widths == sorted(widths, reverse=True)
+    assert [file.name for file in plan_files(specs, 1, 10**6)] == ["model.safetensors"]
+
+
+def test_sizes_are_read_as_huggingface_reads_them() -> None:
+    assert [parse_size(size) for size in ("5GB", "1 MiB", "300", 7)] == [5 * 10**9, 2**20, 300, 7]
+    for wrong in ("GB", "-1", 0, "1.5GB", 2.5, True):
+        with pytest.raises(ValueError, match="max_shard_size"):
+            parse_size(wrong)
+
+
+# Full state dicts ---------------------------------------------------------------------------------
+
+
+def _full_state(changes: dict[str, Any], writer_only: bool) -> dict[str, Any]:
+    model, mesh, layout = _parallel(changes)
+    state = full_state_dict(model, mesh, layout, writer_only)
+    if HEAD in layout.tied and state:
+        assert state[HEAD] is state[TABLE]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # what was returned must be a copy
+    return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("writer_only", [False, True])
+def test_the_full_state_dict_is_that_of_the_unsharded_model(tied: bool, writer_only: bool) -> None:
+    changes = {"tie_word_embeddings": tied}
+    expected = _model(**changes).state_dict()
+    states = pool(2).run(_full_state, changes, writer_only)
+    assert [bool(state) for state in states] == [True, not writer_only]
+    for state in filter(None, states):
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(torch.from_numpy(state[name]), tensor), name
+
+
+def _gathered_on_each(dtype: torch.dtype) -> list[bool]:
+    """Gather something that is no parameter, in stripes, on both ranks in turn."""
+    mesh = init_mesh(tp=2, timeout=20)
+    cases = [
+        TensorLayout("rows", (11, 6), 0, (((0, 6),), ((6, 11),))),
+        TensorLayout("columns", (7, 10), 1, (((0, 3), (8, 10)), ((3, 8),))),
+        TensorLayout("replicas", (8, 3), 0, (((0, 4),), ((0, 4), (4, 8)))),
+        TensorLayout("nothing", (5, 3), 0, (((0, 0),), ((0, 5),))),
+        TensorLayout("all", (4,)),
+        TensorLayout("scalar", ()),
+    ]
+    right = []
+    for layout in cases:
+        full = (torch.arange(layout.numel).reshape(layout.shape) % 7).to(dtype)
+        shard = take(full, layout, mesh.tp_rank)
+        for owner in range(2):
+            with mock.patch("parallel_ext.checkpoint.safetensors_file.STRIPE_BYTES", 40):
+                gathered = gather_tensor(shard, layout, mesh, owner)
+            if mesh.tp_rank == owner:
+                right.append(torch.equal(gathered.double(), full.double()))
+            else:
+                right.append(gathered is None)
+    return right
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_gathers_any_value_that_is_laid_out_like_a_parameter(dtype: torch.dtype) -> None:
+    assert pool(2).run(_gathered_on_each, dtype) == [[True] * 12] * 2
+
+
+def test_a_model_that_no_longer_fits_its_layout_is_refused() -> None:
+    model = _model(tie_word_embeddings=True)
+    layout = state_of(parallelize(model, init_mesh())).layout
+    local_values(model, layout, 0)
+    model.register_buffer("scale", torch.ones(2))
+    with pytest.raises(CheckpointError, match="unknown to its layout, scale"):
+        local_values(model, layout, 0)
+    del model.scale
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(CheckpointError, match=r"lm_head.weight was tied to model.embed_tokens"):
+        local_values(model, layout, 0)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(25))
+    with pytest.raises(CheckpointError, match=r"norm.weight: expected .*\(24,\).*got \(25,\)"):
+        local_values(model, layout, 0)
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, changes: dict[str, Any], dtype: torch.dtype | None) -> list[str]:
+    """Load into a model on meta; the names of the shards that are not as they should be."""
+    mesh = init_mesh(tp=2, timeout=20)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(_config(**changes))
+    model = parallelize(model, mesh)
+    model.model.norm.weight.requires_grad_(False)
+    with HFDirectory(path) as directory:
+        directory.check(state_of(model).layout)
+        directory.load_into(model, mesh, dtype)
+    expected, wrong = _model(**changes).state_dict(), []
+    for name, parameter, layout in named_shards(model):
+        shard = take(expected[name], layout, mesh.tp_rank).to(dtype or torch.float32)
+        if parameter.dtype != shard.dtype or not torch.equal(parameter, shard):
+            wrong.append(name)
+        if parameter.requires_grad == (name == "model.norm.weight"):
+            wrong.append(f"{name}.requires_grad")
+        if parameter.untyped_storage().nbytes() != shard.nbytes:
+            wrong.append(f"{name} holds more than its shard")
+    if (
+        model.lm_head.weight is model.model.embed_tokens.weight
+    ) != model.config.tie_word_embeddings:
+        wrong.append("tie")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 1}],
+    ids=["untied", "tied", "kv replicated"],
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "7KB"])
+def test_each_rank_reads_exactly_its_slices(
+    tmp_path: Path, changes: dict[str, Any], dtype: torch.dtype | None, max_shard_size: str
+) -> None:
+    _model(**changes).save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert pool(2).run(_load, tmp_path, changes, dtype) == [[], []]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """An untied model as HuggingFace saves it, in one file."""
+    _model().save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def _layout(**changes: Any) -> ModelLayout:
+    return state_of(parallelize(_model(**changes), init_mesh())).layout
+
+
+def _edit(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors of ``model.safetensors``; ``__`` stands for a dot."""
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _refused(path: Path, layout: ModelLayout) -> str:
+    with pytest.raises(CheckpointError) as raised, HFDirectory(path) as directory:
+        directory.check(layout)
+    assert str(path) in str(raised.value)
+    return str(raised.value)
+
+
+def test_another_number_of_vocabulary_rows_is_refused_with_both_shapes(saved: Path) -> None:
+    message = _refused(saved, _layout(vocab_size=128))
+    assert f"{TABLE} has the shape (101, 24)" in message
+    assert (
+        f"{HEAD} has the shape (101, 24), but by the configuration it must be (128, 24)" in message
+    )
+
+
+def test_missing_and_extra_tensors_are_refused_in_one_error(saved: Path) -> None:
+    _edit(saved, model__norm__weight=None, surplus=torch.ones(3))
+    message = _refused(saved, _layout())
+    assert "model.norm.weight of shape (24,) is missing" in message
+    assert "surplus of shape (3,) does not belong to the model" in message
+
+
+def test_a_long_list_of_problems_is_cut_short(saved: Path) -> None:
+    message = _refused(saved, _layout(hidden_size=36))
+    assert message.count("has the shape") == 8
+    assert "more" in message
+
+
+def test_a_tied_alias_may_be_present_if_it_is_equal(tmp_path: Path) -> None:
+    _model(tie_word_embeddings=True).save_pretrained(tmp_path)
+    table = load_file(tmp_path / "model.safetensors")[TABLE]
+    layout = _layout(tie_word_embeddings=True)
+    _edit(tmp_path, lm_head__weight=table.clone())
+    with HFDirectory(tmp_path) as directory, mock.patch.object(hf_directory, "STRIPE_BYTES", 1000):
+        directory.check(layout)
+    table[100, 23] += 1
+    _edit(tmp_path, lm_head__weight=table)
+    assert f"{HEAD} differs from {TABLE}" in _refused(tmp_path, layout)
+    _edit(tmp_path, lm_head__weight=table[:100].clone())
+    assert f"{HEAD} has the shape (100, 24)" in _refused(tmp_path, layout)
+
+
+def _open_only(path: Path) -> None:
+    HFDirectory(path).close()
+
+
+def test_a_truncated_file_is_refused_on_every_rank(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 40)
+    for raised in pool(2).run_raising(_open_only, saved):
+        assert raised.type == "CheckpointError"
+        assert f"{file}: by its header the file has {size} bytes" in raised.text
+        assert f"it has {size - 40}; it is truncated" in raised.text
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "..", 7])
+def test_an_index_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name: Any) -> None:
+    _model().save_pretrained(tmp_path, max_shard_size="7KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][HEAD] = name
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not the plain name of a safetensors file"):
+        HFDirectory(tmp_path)
+
+
+def test_an_index_that_differs_from_the_files_is_refused(tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path, max_shard_size="7KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"].pop(HEAD)
+    index["weight_map"]["ghost"] = index["weight_map"][TABLE]
+    path.write_text(json.dumps(index))
+    if file not in index["weight_map"].values():
+        index["weight_map"]["other"] = file
+        path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="ghost is not in model-") as raised:
+        HFDirectory(tmp_path)
+    assert f"{HEAD} is in {file}, but is not listed so" in str(raised.value)
+    (tmp_path / file).unlink()
+    with pytest.raises(CheckpointError, match=f"{file}: no such file"):
+        HFDirectory(tmp_path)
+
+
+def test_a_directory_without_safetensors_or_configuration_is_refused(saved: Path) -> None:
+    shutil.move(saved / "model.safetensors", saved / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin is a pickle"):
+        HFDirectory(saved)
+    (saved / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+        HFDirectory(saved)
+    (saved / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        HFDirectory(saved)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        HFDirectory(saved / "absent")
+
+
+def test_nothing_changes_when_a_tensor_cannot_be_read(saved: Path) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(_config())
+    parallelize(model, mesh := init_mesh())
+    with HFDirectory(saved) as directory:
+        os.truncate(saved / "model.safetensors", (saved / "model.safetensors").stat().st_size - 4)
+        with pytest.raises(CheckpointError, match="changed while being read"):
+            directory.load_into(model, mesh)
+    assert all(parameter.is_meta for parameter in model.parameters())

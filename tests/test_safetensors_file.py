@@ -1,0 +1,259 @@
+"""Our reader and writer of the safetensors format, judged by the safetensors package."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from parallel_ext.checkpoint import safetensors_file
+from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.layout import Box, box_shape
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.uint16,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randint(0, 2 if dtype == torch.bool else 100, shape)
+    return values.to(dtype)
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _read(path: Path, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(box_shape(box), dtype=dtype)
+    with SafetensorsFile(path) as file:
+        file.read_box(name, box, out)
+    return out
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    with SafetensorsWriter(path, specs) as writer:
+        for name, tensor in tensors.items():
+            writer.append(name, tensor)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+@pytest.fixture
+def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stripes of 96 bytes, so that small tensors take several."""
+    monkeypatch.setattr(safetensors_file, "STRIPE_BYTES", 96)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reads_what_the_safetensors_package_writes(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "a": _tensor((5, 3), dtype),
+        "empty": _tensor((0, 4), dtype),
+        "b": _tensor((), dtype),
+    }
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
+    with SafetensorsFile(tmp_path / "x.safetensors") as file:
+        assert file.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            entry = file.tensors[name]
+            assert (entry.dtype, entry.shape) == (dtype, tuple(tensor.shape))
+            out = torch.empty(tensor.shape, dtype=dtype)
+            file.read_box(name, _whole(entry.shape), out)
+            assert _same_bits(out, tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_safetensors_package_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "a": _tensor((5, 3), dtype),
+        "empty": _tensor((0, 4), dtype),
+        "ü": _tensor((), dtype),
+    }
+    _write(tmp_path / "x.safetensors", tensors)
+    loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(_same_bits(loaded[name], tensor) for name, tensor in tensors.items())
+    with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        ((40, 7), ((11, 33), (0, 7))),
+        ((40, 7), ((0, 40), (3, 5))),
+        ((40, 7), ((9, 31), (2, 7))),
+        ((40, 7), ((12, 12), (0, 7))),
+        ((6, 5, 9), ((2, 5), (0, 5), (0, 9))),
+        ((6, 5, 9), ((1, 6), (2, 4), (0, 9))),
+        ((6, 5, 9), ((0, 6), (0, 5), (3, 8))),
+        ((90,), ((20, 85),)),
+    ],
+)
+@pytest.mark.usefixtures("small_stripes")
+def test_reads_a_slice_that_crosses_stripes(
+    tmp_path: Path, shape: tuple[int, ...], box: Box
+) -> None:
+    tensor = torch.randn(shape)
+    safetensors.torch.save_file({"before": torch.ones(3), "t": tensor}, tmp_path / "x.safetensors")
+    expected = tensor[tuple(slice(a, b) for a, b in box)]
+    assert _same_bits(_read(tmp_path / "x.safetensors", "t", box, torch.float32), expected)
+
+
+@pytest.mark.usefixtures("small_stripes")
+def test_reads_any_box_in_any_dtype_into_any_strides(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    for trial in range(200):
+        shape = tuple(dice.randint(1, 12) for _ in range(dice.randint(1, 4)))
+        box = tuple(
+            dice.choice([(0, n), tuple(sorted((dice.randint(0, n), dice.randint(0, n))))])
+            for n in shape
+        )
+        stored, wanted = dice.choice(DTYPES[:4]), dice.choice(DTYPES[:4])
+        tensor = torch.randn(shape).to(stored)
+        path = tmp_path / f"{trial}.safetensors"
+        safetensors.torch.save_file({"t": tensor}, path)
+        margin = dice.randint(0, 1)  # without one, out is contiguous
+        wider = torch.empty([n + 2 * margin for n in box_shape(box)], dtype=wanted)
+        out = wider[tuple(slice(margin, margin + n) for n in box_shape(box))]
+        with SafetensorsFile(path) as file:
+            file.read_box("t", box, out)
+        expected = tensor[tuple(slice(a, b) for a, b in box)].to(wanted)
+        assert _same_bits(out, expected), (shape, box, stored, wanted, margin)
+
+
+def test_reads_into_rows_of_a_larger_tensor_and_leaves_the_others(tmp_path: Path) -> None:
+    tensor = torch.randn(10, 4)
+    safetensors.torch.save_file({"t": tensor}, tmp_path / "x.safetensors")
+    out = torch.zeros(6, 4)
+    with SafetensorsFile(tmp_path / "x.safetensors") as file:
+        file.read_box("t", ((7, 10), (0, 4)), out[1:4])
+    assert torch.equal(out, torch.cat([torch.zeros(1, 4), tensor[7:], torch.zeros(2, 4)]))
+
+
+def test_refuses_a_box_or_target_that_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"t": torch.randn(10, 4)}, path)
+    with SafetensorsFile(path) as file:
+        with pytest.raises(CheckpointError, match=r"t: the box .*\(8, 11\).* the shape \(10, 4\)"):
+            file.read_box("t", ((8, 11), (0, 4)), torch.empty(3, 4))
+        with pytest.raises(CheckpointError, match=r"does not fit a tensor of shape \(4, 4\)"):
+            file.read_box("t", ((7, 10), (0, 4)), torch.empty(4, 4))
+        with pytest.raises(CheckpointError, match="there is no tensor u"):
+            file.read_box("u", ((7, 10), (0, 4)), torch.empty(3, 4))
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"a": torch.randn(10, 4), "b": torch.randn(3)}, path)
+    whole = path.read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    for size in (0, 7, 8, header_end - 1, header_end, header_end + 5, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match="truncated") as raised:
+            SafetensorsFile(path)
+        assert str(path) in str(raised.value)
+        assert f"{size} bytes" in str(raised.value) or f"has {size};" in str(raised.value)
+        if size >= header_end:
+            assert str(len(whole)) in str(raised.value)
+
+
+def test_a_file_cut_while_it_is_open_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"a": torch.randn(10, 4)}, path)
+    with SafetensorsFile(path) as file:
+        with open(path, "r+b") as other:
+            other.truncate(path.stat().st_size - 10)
+        with pytest.raises(CheckpointError, match="changed while being read"):
+            file.read_box("a", ((0, 10), (0, 4)), torch.empty(10, 4))
+
+
+def _entry(start: int, stop: int, dtype: str = "U8", shape: Any = None) -> dict[str, Any]:
+    shape = [stop - start] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "num_bytes", "words"),
+    [
+        ({"a": _entry(0, 4), "b": _entry(6, 8)}, 8, "b begins at byte .* leaves a hole"),
+        ({"a": _entry(0, 4), "b": _entry(3, 8)}, 8, "b begins at byte .* overlaps"),
+        ({"a": _entry(0, 4)}, 6, "something is behind the last tensor"),
+        ({"a": _entry(0, 4, "F4")}, 4, "a: unknown dtype 'F4'"),
+        ({"a": _entry(0, 4, ["U8"])}, 4, "a: unknown dtype"),
+        ({"a": _entry(0, 4, "F32", [2])}, 4, r"a: F32 of shape \(2,\) takes 8 bytes"),
+        ({"a": _entry(0, 4, shape=[-4])}, 4, "a: shape must be a list of integers"),
+        ({"a": _entry(0, 4, shape=[True, 4])}, 4, "a: shape must be a list of integers"),
+        ({"a": _entry(0, 4, shape=[2.0, 2])}, 4, "a: shape must be a list of integers"),
+        ({"a": {"dtype": "U8", "shape": [4]}}, 4, "a: expected the fields data_offsets"),
+        ({"a": 5}, 4, "a: expected the fields"),
+        ({"__metadata__": {"format": 1}}, 0, "__metadata__ must hold strings"),
+        ('{"a": 1, "a": 1}', 0, "the key 'a' occurs more than once"),
+        ("[1]", 0, "expected a JSON object, got list"),
+        ("{", 0, "not valid JSON"),
+        ("[" * 100_000, 0, "not valid JSON"),
+    ],
+)
+def test_a_malformed_header_is_refused(
+    tmp_path: Path, header: Any, num_bytes: int, words: str
+) -> None:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
+    with pytest.raises(CheckpointError, match=words) as raised:
+        SafetensorsFile(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001])
+def test_an_absurd_header_length_is_refused_without_reading(tmp_path: Path, length: int) -> None:
+    (tmp_path / "x.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=f"a header of {length} bytes"):
+        SafetensorsFile(tmp_path / "x.safetensors")
+
+
+def test_the_data_begins_at_a_multiple_of_8(tmp_path: Path) -> None:
+    for length in range(1, 9):
+        path = tmp_path / f"{length}.safetensors"
+        _write(path, {"n" * length: torch.ones(3)})
+        with SafetensorsFile(path) as file:
+            assert file.tensors["n" * length].start % 8 == 0
+
+
+def test_the_writer_refuses_what_its_header_does_not_say(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (2,))]
+    for given in (("b", torch.ones(2)), ("a", torch.ones(3)), ("a", torch.ones(2).half())):
+        path = tmp_path / f"{given[0]}{given[1].shape}{given[1].dtype}"
+        with (
+            pytest.raises(CheckpointError, match=r"expected TensorSpec\(name='a'"),
+            SafetensorsWriter(path, specs) as writer,
+        ):
+            writer.append(*given)
+    with (
+        pytest.raises(CheckpointError, match="closed before b was written"),
+        SafetensorsWriter(tmp_path / "short", specs) as writer,
+    ):
+        writer.append("a", torch.ones(2))
+    with pytest.raises(CheckpointError, match="name that occurs twice"):
+        SafetensorsWriter(tmp_path / "twice", [specs[0], specs[0]])
