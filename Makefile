@@ -1,0 +1,52 @@
+# Everything runs in a virtual environment of its own, against the installed wheel.
+#   make demo    the main job on a real model            make test   the test suite
+#   make lint    formatting and static checks            make bench  the benchmarks
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MAX_JOBS ?= 2
+WORK ?= .work
+
+PY := $(VENV)/bin/python
+ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+SOURCES := $(wildcard csrc/*) $(shell find parallel_ext -name '*.py') setup.py pyproject.toml
+
+.PHONY: demo test test-slow lint bench clean
+
+# torch comes first and alone: nothing after it may ask for another one.
+$(VENV)/environment: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet $(TORCH)
+	$(PY) -m pip install --quiet "setuptools>=77" wheel ninja build $(TORCH)
+	touch $@
+
+# An sdist, a wheel from that sdist, and the wheel installed.
+$(VENV)/installed: $(VENV)/environment $(SOURCES)
+	rm -rf $(WORK)/dist
+	$(ENV) $(PY) -m build --quiet --no-isolation --outdir $(WORK)/dist .
+	$(PY) -m pip install --quiet --force-reinstall --no-deps $(WORK)/dist/*.whl
+	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint]" $(TORCH)
+	touch $@
+
+$(WORK)/smollm2/config.json: $(VENV)/installed
+	$(PY) examples/prepare_smollm2.py $(WORK)/smollm2
+
+demo: $(VENV)/installed
+	$(ENV) $(PY) examples/demo.py --work $(WORK)
+
+test: $(VENV)/installed $(WORK)/smollm2/config.json
+	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow"
+
+test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
+	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks setup.py
+	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks setup.py
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+
+bench: $(VENV)/installed
+	$(ENV) $(PY) benchmarks/train_step.py
+
+clean:
+	rm -rf $(WORK) build dist *.egg-info $(VENV)/installed

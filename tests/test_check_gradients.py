@@ -1,0 +1,81 @@
+"""``check_gradients`` finds errors, reports none where there are none, and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import pool
+from reference import Tiny, batch, mesh_of, parallel
+
+import parallel_ext as px
+from parallel_ext import ops
+
+TINY = Tiny(dtype=torch.float32, heads=8, key_value_heads=2, tied=True)
+
+
+def _report(layers: int | None, broken: bool, tp: int) -> tuple[Any, list[str]]:
+    mesh = mesh_of(tp)
+    model = parallel(TINY.model(), mesh)
+    if broken:
+        model.model.layers[0].mlp.down_proj.group = ops.ALONE
+    own = batch(TINY.vocab_size, rows=4)
+    own = {name: value.chunk(mesh.dp_size)[mesh.dp_rank] for name, value in own.items()}
+    model(**own).loss.backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    report = px.check_gradients(model, own, layers=layers)
+    changed = [n for n, p in model.named_parameters() if not torch.equal(p.grad, before[n])]
+    if len(model.model.layers) != TINY.layers or model.config.num_hidden_layers != TINY.layers:
+        changed.append("layers")
+    return report, changed
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_sound_model_differs_by_rounding_only(layers: int | None, tp: int) -> None:
+    reports = pool(4).run(_report, layers, False, tp)
+    for report, changed in reports:
+        assert changed == []
+        assert report == reports[0][0]  # the same on every rank
+        assert report.worst[1] < 1e-5
+        assert len(report.differences) == 9 * (layers or TINY.layers) + 2
+        assert abs(report.loss / report.single_process_loss - 1) < 1e-6
+
+
+def test_a_missing_sum_is_found() -> None:
+    for report, _ in pool(2).run(_report, None, True, 2):
+        assert report.worst[1] > 1e-2
+        assert report.worst[0] in str(report)
+
+
+def _frozen() -> set[str]:
+    model = parallel(TINY.model(), mesh_of())
+    model.model.layers.requires_grad_(False)
+    return set(px.check_gradients(model, batch(TINY.vocab_size)).differences)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    names = {"model.embed_tokens.weight", "model.norm.weight"}
+    assert pool(2).run(_frozen) == [names, names]
+
+
+def _too_many_layers() -> None:
+    px.check_gradients(parallel(TINY.model(), mesh_of()), batch(TINY.vocab_size), layers=3)
+
+
+def test_layers_out_of_range_are_refused() -> None:
+    for raised in pool(2).run_raising(_too_many_layers):
+        assert "layers=3 is not in 1 to 2" in repr(raised)
+
+
+def _other_lengths() -> None:
+    model = parallel(TINY.model(), mesh_of(tp=1))
+    px.check_gradients(model, batch(TINY.vocab_size, tokens=8 + dist.get_rank()))
+
+
+def test_dp_ranks_with_other_lengths_are_refused_on_all_ranks() -> None:
+    first, second = pool(2).run_raising(_other_lengths)
+    assert "Sizes of tensors must match" in repr(first)
+    assert "check_gradients failed on rank 0" in repr(second)
