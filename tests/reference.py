@@ -63,21 +63,27 @@ class Tiny:
         return model if self.dtype != torch.float64 else exact(model)
 
 
-def exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """Let a fp64 Llama compute in fp64 throughout: HuggingFace's norms and loss go by fp32."""
+def exact_norms(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Let the norms of a fp64 Llama compute in fp64; HuggingFace's go by fp32."""
 
     def norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = MethodType(norm, module)
+    return model
+
+
+def exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Let a plain fp64 Llama compute in fp64 throughout, its loss included."""
 
     def loss(self: nn.Module, logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
         return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), shifted.reshape(-1))
 
-    for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            module.forward = MethodType(norm, module)
     model.loss_function = MethodType(loss, model)
-    return model
+    return exact_norms(model)
 
 
 def mesh_of(tp: int | None = None, **options: Any) -> px.Mesh:

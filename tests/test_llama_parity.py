@@ -307,8 +307,8 @@ def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
         assert error <= FLOOR[tiny.dtype], name
 
 
-def _uneven_labels(valid: tuple[int, ...]) -> tuple[float, float]:
-    """dp ranks with these numbers of valid labels; averaged as data parallelism averages."""
+def _uneven_labels(valid: tuple[int, ...], ddp: bool) -> tuple[float, float]:
+    """dp ranks with these numbers of valid labels, gradients averaged by DDP or by hand."""
     tiny = Tiny()
     mesh = mesh_of(tp=1)
     whole = batch(tiny.vocab_size, rows=len(valid), tokens=101, seed=5)
@@ -321,14 +321,15 @@ def _uneven_labels(valid: tuple[int, ...]) -> tuple[float, float]:
     expected.backward()
     model = parallel(reference, mesh)
     own = {name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()}
-    loss = model(**own).loss
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
+    loss = wrapped(**own).loss
     loss.backward()
 
     def mean(tensor: torch.Tensor) -> torch.Tensor:
         return ops.reduce_from_tp(tensor, mesh.dp) / mesh.dp_size
 
     errors = [
-        difference(mean(parameter.grad), gradient)
+        difference(parameter.grad if ddp else mean(parameter.grad), gradient)
         for parameter, gradient in zip(
             model.parameters(), gradients_of(reference).values(), strict=True
         )
@@ -336,7 +337,8 @@ def _uneven_labels(valid: tuple[int, ...]) -> tuple[float, float]:
     return difference(mean(loss.detach()), expected.detach()), max(errors)
 
 
-def test_loss_is_the_mean_over_the_valid_tokens_of_all_dp_ranks() -> None:
-    for loss_error, gradient_error in pool(3).run(_uneven_labels, (1, 100, 0)):
+@pytest.mark.parametrize("ddp", [False, True])
+def test_loss_is_the_mean_over_the_valid_tokens_of_all_dp_ranks(ddp: bool) -> None:
+    for loss_error, gradient_error in pool(3).run(_uneven_labels, (1, 100, 0), ddp):
         assert loss_error <= 1e-10
         assert gradient_error <= 1e-10
