@@ -88,13 +88,13 @@ def check_gradients(
             _log.warning("check_gradients: rank 0 needs %.1f GiB for the whole model", size)
         weights = _gather(own, state, lambda parameter: parameter.detach())
         batches = mesh.gather_objects(dict(batch) if mesh.tp_rank == 0 else None)
-        report, error = None, None
-        if mesh.rank == 0:
-            try:
-                report = _compare(own, weights, [b for b in batches if b is not None], ours, loss)
-            except (RuntimeError, ValueError) as problem:
-                error = problem
-    mesh.raise_together("check_gradients", error)
+
+        def compare() -> GradientReport | None:
+            if mesh.rank != 0:
+                return None
+            return _compare(own, weights, [one for one in batches if one is not None], ours, loss)
+
+        report = mesh.together("check_gradients", compare)
     return mesh.gather_objects(report)[0]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group
+
+T = TypeVar("T")
 
 _MEETING_GRACE_S = 2.0  # how long ranks that failed together may lie apart
 
@@ -198,20 +200,30 @@ class Mesh:
         dist.all_gather_object(values, value, self.process_groups[self.control.name])
         return values
 
-    def raise_together(self, what: str, error: Exception | None) -> None:
-        """Exchange the ranks' outcomes of ``what``; if one failed, raise on all of them.
+    def together(self, what: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank of the job; if it raises on one, raise on all.
 
-        The rank that failed raises its own error; the others raise a RuntimeError that quotes it.
+        Args:
+            what: what the ranks are doing, for the error of those that did not fail themselves.
+            action: must not communicate in a way that its failure on one rank breaks.
+
+        Returns:
+            What ``action`` returned, each rank its own.
+
+        Raises:
+            Exception: the error of ``action`` where it failed; a RuntimeError that quotes it on the
+                other ranks.
         """
-        outcomes = self.gather_objects(
-            None if error is None else f"{type(error).__name__}: {error}"
-        )
-        if error is not None:
-            raise error
-        failed = {rank: text for rank, text in enumerate(outcomes) if text is not None}
+        try:
+            result = action()
+        except Exception as error:
+            self.gather_objects(f"{type(error).__name__}: {error}")
+            raise
+        outcomes = self.gather_objects(None)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text is not None]
         if failed:
-            words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise RuntimeError(f"{what} failed on {words}")
+            raise RuntimeError(f"{what} failed on {'; '.join(failed)}")
+        return result
 
 
 def _positive(name: str, value: Any) -> int:

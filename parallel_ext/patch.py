@@ -118,15 +118,14 @@ def parallelize(
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
     mesh.meet("parallelize")
-    error: Exception | None = None
-    try:
+
+    def prepare() -> tuple[ModelTable, ModelLayout]:
         table = _table_for(model)
         _check_names(model, table)
         _check_servable(model, mesh, allow_different_dropout)
-        layout = _plan(model, table, mesh, vocab_multiple_of)
-    except (ValueError, TypeError) as problem:
-        error = problem
-    mesh.raise_together("parallelize", error)
+        return table, _plan(model, table, mesh, vocab_multiple_of)
+
+    table, layout = mesh.together("parallelize", prepare)
     _check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
     partials = _replace_modules(model, table, layout, mesh)
     embedding = layout[f"{table.embedding}.weight"]

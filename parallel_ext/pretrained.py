@@ -52,21 +52,17 @@ def from_pretrained(
         >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
     """
     mesh.meet("from_pretrained")
-    error: Exception | None = None
-    try:
-        directory = checkpoint.HFDirectory(_local(source))
-        model = _on_meta(directory.path, attn_implementation)
-    except (OSError, ValueError, checkpoint.CheckpointError) as problem:
-        error = problem
-    mesh.raise_together(f"from_pretrained({str(source)!r})", error)
-    parallelize(model, mesh, **options)
-    try:
-        directory.check(state_of(model).layout)
-        directory.load_into(model, mesh, dtype)
-        _check_complete(model)
-    except (OSError, checkpoint.CheckpointError) as problem:
-        error = problem
-    mesh.raise_together(f"from_pretrained({str(source)!r})", error)
+    what = f"from_pretrained({str(source)!r})"
+    with mesh.together(what, lambda: checkpoint.HFDirectory(_local(source))) as directory:
+        model = mesh.together(what, lambda: _on_meta(directory.path, attn_implementation))
+        parallelize(model, mesh, **options)
+
+        def fill() -> None:
+            directory.check(state_of(model).layout)
+            directory.load_into(model, mesh, dtype)
+            _check_complete(model)
+
+        mesh.together(what, fill)
     model.config.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)
     if (directory.path / "generation_config.json").exists():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,32 +12,6 @@ from parallel_ext.checkpoint.safetensors_file import CheckpointError, row_stripe
 from parallel_ext.layout import Box, ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import named_shards
-
-T = TypeVar("T")
-
-
-def together(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if it raises on one of them, raise on all.
-
-    Args:
-        mesh: the ranks of the job, all of which call this.
-        what: what the ranks were doing, for the error of those that did not fail themselves.
-        action: if it communicates and fails before it has sent what other ranks wait for, they
-            wait for the timeout of ``mesh``.
-
-    Returns:
-        What ``action`` returned, each rank its own.
-
-    Raises:
-        Exception: the error of ``action`` where it failed, a RuntimeError that quotes it elsewhere.
-    """
-    try:
-        result = action()
-    except Exception as error:
-        mesh.raise_together(what, error)
-        raise
-    mesh.raise_together(what, None)
-    return result
 
 
 def local_values(model: nn.Module, layout: ModelLayout, tp_rank: int) -> dict[str, torch.Tensor]:
@@ -186,7 +159,7 @@ def full_state_dict(
     """
     what = "full_state_dict" if writer_only else "full_state_dict on all ranks"
     mesh.meet(what)
-    values = together(mesh, what, lambda: local_values(model, layout, mesh.tp_rank))
+    values = mesh.together(what, lambda: local_values(model, layout, mesh.tp_rank))
     if writer_only and mesh.dp_rank != 0:
         return {}
     state: dict[str, torch.Tensor] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from parallel_ext.checkpoint.full_state import gather_tensor, local_values, together
+from parallel_ext.checkpoint.full_state import gather_tensor, local_values
 from parallel_ext.checkpoint.hf_directory import INDEX_NAME, SINGLE_FILE_NAME
 from parallel_ext.checkpoint.publish import Publication
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
@@ -142,14 +142,14 @@ def save_directory(
             _write_configuration(publication.temporary, model, config, generation_config)
             publication.publish()
 
-    values, files = together(mesh, what, plan)
+    values, files = mesh.together(what, plan)
     digest = hashlib.sha256(repr(files).encode()).hexdigest()[:8]
     mesh.meet(f"{what} as {len(files)} files, plan {digest}")
-    publication = together(mesh, what, lambda: Publication(directory) if mesh.rank == 0 else None)
+    publication = mesh.together(what, lambda: Publication(directory) if mesh.rank == 0 else None)
     try:
         temporary = mesh.gather_objects(publication and publication.temporary)[0]
         _write_tensors(values, layout, mesh, files, temporary, what)
-        together(mesh, what, finish)
+        mesh.together(what, finish)
     finally:
         if publication is not None:
             publication.discard()
@@ -175,7 +175,7 @@ def _write_tensors(
     stream = _TensorStream(values, layout, mesh, directory)
     try:
         for turn in zip_longest(*queues):
-            together(mesh, what, partial(stream.take, turn))
+            mesh.together(what, partial(stream.take, turn))
     finally:
         stream.close()
 

@@ -1,0 +1,153 @@
+"""What the op tests share: single-process answers in plain torch, comparisons, calls on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Raised, pool
+
+from parallel_ext import _C
+from parallel_ext.layout import split
+from parallel_ext.ops import ALONE, Group, copy_to_tp
+
+# Largest max|a-b| / max|b| against the fp64 answer to the same (rounded) inputs.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+NOTICED = 1e-2  # an invariant that a mutation check broke must show at least this error, in fp64
+
+ALL_SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+ALL_DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+BOTH_PATHS = pytest.mark.parametrize("aten", [False, True], ids=["cpu_loops", "aten_path"])
+
+# What a mutation check gives an op: the group to communicate with, and the rank whose shard to use.
+MUTATIONS: dict[str, Callable[[Group], tuple[Group, int]]] = {
+    "none": lambda group: (group, group.rank),
+    "no exchange": lambda group: (ALONE, group.rank),
+    "swapped shards": lambda group: (group, group.size - 1 - group.rank),
+}
+
+
+@contextmanager
+def aten_path(on: bool) -> Iterator[None]:
+    """Run the kernels of the other devices on the CPU."""
+    before = _C.aten_path_on_cpu()
+    _C.set_aten_path_on_cpu(on)
+    try:
+        yield
+    finally:
+        _C.set_aten_path_on_cpu(before)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _call(group: Group, function: Callable[..., Any], args: Sequence[Any], aten: bool) -> Any:
+    torch.manual_seed(0)
+    with aten_path(aten):
+        return function(group, *args)
+
+
+def _call_on_rank(function: Callable[..., Any], args: Sequence[Any], aten: bool) -> Any:
+    return _call(Group.of(dist.group.WORLD), function, args, aten)
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, aten: bool = False) -> list[Any]:
+    """``function(group, *args)`` of every rank; a group of one is this process."""
+    if size == 1:
+        return [_call(ALONE, function, args, aten)]
+    return pool(size).run(_call_on_rank, function, args, aten)
+
+
+def assert_all_raise(
+    function: Callable[..., Any], *args: Any, error: str, text: str, aten: bool = False
+) -> None:
+    """``function(group, *args)`` raises ``error`` with ``text`` on both of two ranks."""
+    for raised in pool(2).run_raising(_call_on_rank, function, args, aten):
+        assert isinstance(raised, Raised), f"no error, returned {raised}"
+        assert raised.type == error, raised
+        assert text in raised.text
+
+
+def own_range(n: int, group: Group) -> tuple[int, int]:
+    """This rank's range of ``n``."""
+    return split(n, group.size)[group.rank]
+
+
+def share_of(full: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's share of a replicated tensor, whose gradient is gathered from the shares.
+
+    What gradcheck needs: it perturbs the replicated tensor on all ranks at once, and compares with
+    the gradient of all shares.
+    """
+    start, stop = own_range(full.size(dim), group)
+    return copy_to_tp(full, group).narrow(dim, start, stop - start)
+
+
+def with_gradients(
+    function: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grad_output: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The output and the gradients of all inputs, whose strides are kept."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = function(*leaves)
+    gradients = torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
+    return [output.detach(), *gradients]
+
+
+def doubles(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values in fp64, for the reference."""
+    return [tensor.double() for tensor in tensors]
+
+
+def grad_outputs(shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Gradients of an output in the memory layouts that autograd hands to a backward."""
+    return {
+        "contiguous": torch.randn(*shape, dtype=dtype),
+        "stride 0": torch.randn((), dtype=dtype).expand(shape),
+        "non-contiguous": torch.randn(*shape, 2, dtype=dtype)[..., 0],
+    }
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, share: Any = ...) -> float:
+    """max|a-b| / max|b| of a rank's ``share`` (an index) of the full ``expected``.
+
+    Infinite where shapes, or the places of NaN and infinities, differ.
+    """
+    scale = (
+        expected.double().nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if expected.numel() else 0.0
+    )
+    a, b = actual.double(), expected[share].double()
+    if a.shape != b.shape:
+        return float("inf")
+    special = ~b.isfinite()
+    if not torch.allclose(a[special], b[special], equal_nan=True):
+        return float("inf")
+    distance = (a - b)[~special].abs().nan_to_num(nan=float("inf"))
+    return distance.max().item() / (scale or 1.0) if distance.numel() else 0.0
+
+
+def worst(errors_of_ranks: Sequence[dict[str, float]]) -> tuple[float, str]:
+    """The largest error of all ranks and cases, and where it was found."""
+    return max(
+        (error, f"rank {rank}, {case}")
+        for rank, errors in enumerate(errors_of_ranks)
+        for case, error in errors.items()
+    )
+
+
+def data_bytes(tensor: torch.Tensor) -> bytes:
+    """The bits of a tensor, to compare what must be bitwise equal."""
+    return tensor.detach().flatten().view(torch.uint8).numpy().tobytes()

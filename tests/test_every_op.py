@@ -1,0 +1,236 @@
+"""What holds for every registered op: samples exist, opcheck passes, it sends what it should.
+
+A new op needs an entry in :func:`opcheck_samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from reference_ops import BOTH_PATHS, TOLERANCE, aten_path, on_ranks, own_range, relative_error
+from torch.nn import functional
+
+from parallel_ext import _C
+from parallel_ext.layout import split
+from parallel_ext.ops import (
+    ALONE,
+    Group,
+    column_linear,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
+
+NAMESPACE = "parallel_ext::"
+REGISTERED = sorted(
+    {
+        name.removeprefix(NAMESPACE).split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(NAMESPACE)
+    }
+)
+IGNORED = -100
+
+
+def _values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random numbers that require a gradient, where the dtype can."""
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def _plain(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
+    """op -> arguments of its calls, for this rank of the group; the first call is a usual one."""
+    of_group = (group.size, group.name)
+    bf16 = torch.bfloat16
+    start, stop = own_range(5, group)
+    own = stop - start
+    sizes = [last - first for first, last in split(5, group.size)]
+    ids, labels = torch.tensor([[0, 4, 2], [4, 4, 0]]), torch.tensor([0, 4, IGNORED, 2])
+    loss_ends = [(5, start, stop, IGNORED, kind, *of_group) for kind in ("mean", "sum", "none")]
+    whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *of_group)
+    width_of_whole = 5 if group.rank == 0 else 0
+    losses = [
+        *((_values(4, own), labels, *end) for end in loss_ends),
+        (_values(4, own + 3)[:, :own], labels, *loss_ends[0]),
+        (_values(4, own, dtype=bf16), labels, *loss_ends[1]),
+        (_values(0, own), labels[:0], *loss_ends[2]),
+        (_values(4, width_of_whole), labels, *whole_on_one_rank),
+    ]
+    return {
+        "reduce_from_tp": [
+            (_values(3, 4), *of_group),
+            (_values(2, 4, 3).transpose(0, 2), *of_group),
+            (_values(0, 4), *of_group),
+        ],
+        "copy_to_tp": [
+            (_values(3, 4), *of_group),
+            (_values(4).expand(3, 4), *of_group),
+            (_values(0, 4), *of_group),
+        ],
+        "gather_from_tp": [
+            (_values(3, own), sizes, group.rank, *of_group),
+            (_values(own, 3).T, sizes, group.rank, *of_group),
+            (torch.ones(2, 0), [0] * group.size, group.rank, *of_group),
+            (torch.arange(own), sizes, group.rank, *of_group),
+        ],
+        "column_linear": [
+            (_values(3, 4), _values(own, 4), _values(own), own, *of_group),
+            (_values(2, 3, 4), _values(own, 4), None, 8, *of_group),
+            (_values(4), _values(own, 4), None, own, *of_group),
+            (_values(0, 4), _values(0, 4), None, 8, *of_group),
+        ],
+        "column_linear_backward": [
+            (_plain(3, own), _plain(3, 4), _plain(own, 4), [True, True, True], *of_group),
+            (_plain(2, 3, 8)[..., :own], _plain(2, 3, 4), _plain(own, 4), [1, 0, 0], *of_group),
+            (_plain(0, own), _plain(0, 4), _plain(own, 4), [False, True, False], *of_group),
+        ],
+        "row_linear": [
+            (_values(3, own), _values(4, own), _values(4), *of_group),
+            (_values(own, 3, 2).mT.transpose(0, 2), _values(4, own), None, *of_group),
+            (_values(2, 0), _values(4, 0), None, *of_group),
+        ],
+        "vocab_embedding": [
+            (ids, _values(own, 2), 5, start, -1, *of_group),
+            (ids.T, _values(own, 2, dtype=bf16), 5, start, 4, *of_group),
+            (ids[:0], _values(own, 2), 5, start, -1, *of_group),
+        ],
+        "vocab_embedding_backward": [
+            (_plain(2, 3, 7), ids, own, start, -1),
+            (_plain(7).expand(2, 3, 7), ids, own, start, 4),
+            (_plain(2, 3, 7), ids, 0, 5, -1),
+        ],
+        "vocab_cross_entropy": losses,
+        "vocab_cross_entropy_forward": [(sample[0].detach(), *sample[1:]) for sample in losses],
+        "vocab_cross_entropy_backward": [
+            (_plain(), _plain(4, own), labels, _plain(4), start, IGNORED, "mean"),
+            (
+                _plain(8)[::2],
+                _plain(4, own + 3)[:, :own],
+                labels,
+                _plain(4),
+                start,
+                IGNORED,
+                "none",
+            ),
+            (_plain(), _plain(own, 4).T, labels, _plain(4), start, IGNORED, "sum"),
+            (_plain(), _plain(4, 4, 8)[:, :1, 0], labels, _plain(4), start, IGNORED, "sum"),
+        ],
+    }
+
+
+def test_every_registered_op_has_opcheck_samples():
+    assert sorted(opcheck_samples(ALONE)) == REGISTERED
+
+
+def _opcheck(group: Group, name: str) -> None:
+    for sample in opcheck_samples(group)[name]:
+        torch.library.opcheck(getattr(torch.ops.parallel_ext, name).default, sample)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", REGISTERED)
+def test_op_passes_opcheck(name, size):
+    on_ranks(size, _opcheck, name)
+
+
+# op -> kind and bytes of the one collective of its first sample's forward, and of its backward.
+COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = {
+    "reduce_from_tp": (("all_reduce", 3 * 4 * 4), None),
+    "copy_to_tp": (None, ("all_reduce", 3 * 4 * 4)),
+    "gather_from_tp": (("all_gather", 3 * 3 * 4), None),
+    "column_linear": (None, ("all_reduce", 3 * 4 * 4)),
+    "row_linear": (("all_reduce", 3 * 4 * 4), None),
+    "vocab_embedding": (("all_reduce", 6 * 2 * 4), None),
+    "vocab_cross_entropy": (("all_gather", 4 * 3 * 4), None),
+}
+
+
+def _collectives(group: Group, name: str) -> list[dict[str, int]]:
+    """What the op's forward sends, and what its backward sends."""
+    _C.reset_collective_counts()
+    output = getattr(torch.ops.parallel_ext, name)(*opcheck_samples(group)[name][0])
+    forward = _C.collective_counts()
+    _C.reset_collective_counts()
+    output.sum().backward()
+    return [forward, _C.collective_counts()]
+
+
+def _expected_counts(sent: tuple[str, int] | None) -> dict[str, int]:
+    return {} if sent is None else {sent[0]: 1, f"{sent[0]}_bytes": sent[1]}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_op_sends_one_message_and_a_group_of_one_nothing(name, size):
+    sent = COLLECTIVES[name] if size > 1 else (None, None)
+    assert on_ranks(size, _collectives, name) == [[*map(_expected_counts, sent)]] * size
+
+
+def _small_model(
+    lookup: Callable[..., torch.Tensor], loss: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    def model(ids: torch.Tensor, table: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = lookup(ids, table).tanh()
+        return 2 * loss(hidden @ table.T, labels)
+
+    return model
+
+
+OUR_MODEL = _small_model(
+    lambda ids, table: vocab_embedding(ids, table, 7, 0),
+    lambda logits, labels: vocab_cross_entropy(logits, labels, 7, (0, 7)),
+)
+TORCH_MODEL = _small_model(functional.embedding, functional.cross_entropy)
+
+
+@BOTH_PATHS
+def test_a_compiled_model_equals_eager_and_torch(aten):
+    ids, labels = torch.tensor([0, 6, 6, 2]), torch.tensor([6, 6, IGNORED, 0])
+    table = _values(7, 3, dtype=torch.float64)
+    compiled = torch.compile(OUR_MODEL, fullgraph=True, backend="aot_eager")
+    results = []
+    with aten_path(aten):
+        for model in (TORCH_MODEL, OUR_MODEL, compiled):
+            loss = model(ids, table, labels)
+            results.append((loss, *torch.autograd.grad(loss, table)))
+    expected, eager, from_graph = results
+    assert max(map(relative_error, eager, expected)) <= TOLERANCE[torch.float64]
+    assert all(map(torch.equal, from_graph, eager))
+
+
+# Functions of one tensor x [3, 4]: ours, and torch's.
+TWICE_DIFFERENTIABLE: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "column_linear": (lambda x: column_linear(x, x.sin()), lambda x: x @ x.sin().T),
+    "row_linear": (lambda x: row_linear(x, x.sin()), lambda x: x @ x.sin().T),
+    "vocab_embedding": (
+        lambda x: vocab_embedding(torch.tensor([1, 2]), x, 3, 0),
+        lambda x: functional.embedding(torch.tensor([1, 2]), x),
+    ),
+    "vocab_cross_entropy": (
+        lambda x: vocab_cross_entropy(x, torch.tensor([1, 2, 0]), 4, (0, 4)),
+        lambda x: functional.cross_entropy(x, torch.tensor([1, 2, 0])),
+    ),
+}
+
+
+def _second_derivative(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    (first,) = torch.autograd.grad(function(x).pow(2).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.pow(2).sum(), x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd kernel was not registered")
+@pytest.mark.parametrize("name", TWICE_DIFFERENTIABLE)
+def test_a_second_derivative_is_right_or_refused(name):
+    x = _values(3, 4, dtype=torch.float64)
+    ours, of_torch = TWICE_DIFFERENTIABLE[name]
+    expected = _second_derivative(of_torch, x)
+    try:
+        actual = _second_derivative(ours, x)
+    except RuntimeError:
+        return
+    assert relative_error(actual, expected) <= TOLERANCE[torch.float64]

@@ -1,0 +1,310 @@
+"""Linear layers cut by output features (column) and by input features (row)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference_ops import (
+    ALL_DTYPES,
+    ALL_SIZES,
+    MUTATIONS,
+    NOTICED,
+    TOLERANCE,
+    assert_all_raise,
+    doubles,
+    grad_outputs,
+    on_ranks,
+    relative_error,
+    share_of,
+    with_gradients,
+    worst,
+)
+from torch.nn import functional
+
+from parallel_ext import _C
+from parallel_ext.layout import split
+from parallel_ext.ops import Group, column_linear, gather_from_tp, row_linear
+
+FP64 = torch.float64
+TOKENS = [(), (2,), (2, 3), (0,), (2, 0)]  # leading dimensions of the input
+
+
+def _linear_tensors(
+    tokens: tuple[int, ...], in_features: int, out_features: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Input, weight and bias; an input of three dimensions is not contiguous."""
+    if len(tokens) == 2:
+        input = torch.randn(tokens[1], tokens[0], in_features, dtype=dtype).transpose(0, 1)
+    else:
+        input = torch.randn(*tokens, in_features, dtype=dtype)
+    weight = torch.randn(out_features, in_features, dtype=dtype)
+    return [input, weight, torch.randn(out_features, dtype=dtype)]
+
+
+def _own_features(kind: str, weight: torch.Tensor, group: Group, rank: int) -> slice:
+    return slice(*split(weight.size(0 if kind == "column" else 1), group.size)[rank])
+
+
+def _errors_of_one_linear(
+    group: Group, kind: str, tensors: list[torch.Tensor], grad: torch.Tensor, mutation: str = "none"
+) -> dict[str, float]:
+    """Output and gradients of this rank's shard against its part of the unsharded layer's."""
+    expected = with_gradients(functional.linear, doubles(tensors), grad.double())
+    op_group, rank = MUTATIONS[mutation](group)
+    input, weight, *bias = tensors
+    held = _own_features(kind, weight, group, rank)
+    own = _own_features(kind, weight, group, group.rank)
+    if kind == "column":
+        local = [input, weight[held], *(part[held] for part in bias)]
+        op, local_grad, shares = column_linear, grad[..., held], [(..., own), ..., own, own]
+    else:
+        local, local_grad = [input[..., held], weight[:, held], *bias], grad
+        op, shares = row_linear, [..., (..., own), (..., own), ...]
+    actual = with_gradients(lambda *args: op(*args, group=op_group), local, local_grad)
+    names = ["output", "input", "weight", "bias"][: len(actual)]
+    results = zip(names, actual, expected, shares[: len(actual)], strict=True)
+    return {name: relative_error(got, wanted, share) for name, got, wanted, share in results}
+
+
+def _linear_errors(
+    group: Group, kind: str, dtype: torch.dtype, in_features: int, out_features: int
+) -> dict[str, float]:
+    errors = {}
+    for tokens in TOKENS:
+        for has_bias in (True, False):
+            tensors = _linear_tensors(tokens, in_features, out_features, dtype)[: 2 + has_bias]
+            for layout, grad in grad_outputs((*tokens, out_features), dtype).items():
+                found = _errors_of_one_linear(group, kind, tensors, grad)
+                where = f"tokens {tokens}, bias {has_bias}, gradient {layout}"
+                errors.update({f"{where}: {name}": error for name, error in found.items()})
+    return errors
+
+
+COLUMN_AND_ROW = pytest.mark.parametrize("kind", ["column", "row"])
+
+
+@ALL_SIZES
+@COLUMN_AND_ROW
+def test_linear_equals_unsharded_when_features_are_not_divisible(kind, size):
+    error, case = worst(on_ranks(size, _linear_errors, kind, FP64, 7, 13))
+    assert error <= TOLERANCE[FP64], case
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_features", "out_features"),
+    [("column", 7, 2), ("column", 7, 0), ("column", 0, 5), ("row", 2, 7), ("row", 0, 7)],
+)
+def test_linear_equals_unsharded_when_ranks_hold_no_feature(kind, in_features, out_features):
+    error, case = worst(on_ranks(3, _linear_errors, kind, FP64, in_features, out_features))
+    assert error <= TOLERANCE[FP64], case
+
+
+@ALL_DTYPES
+@COLUMN_AND_ROW
+def test_linear_is_as_accurate_as_its_dtype(kind, dtype):
+    error, case = worst(on_ranks(2, _linear_errors, kind, dtype, 37, 13))
+    assert error <= TOLERANCE[dtype], case
+
+
+def _mutated_errors(group: Group, kind: str, mutation: str) -> dict[str, float]:
+    tensors, grad = _linear_tensors((3,), 8, 8, FP64), torch.randn(3, 8, dtype=FP64)
+    return _errors_of_one_linear(group, kind, tensors, grad, mutation)
+
+
+@COLUMN_AND_ROW
+def test_linear_comparison_notices_broken_layers(kind):
+    assert worst(on_ranks(2, _mutated_errors, kind, "none"))[0] <= TOLERANCE[FP64]
+    for mutation in ("no exchange", "swapped shards"):
+        assert worst(on_ranks(2, _mutated_errors, kind, mutation))[0] > NOTICED, mutation
+
+
+def _gradcheck(group: Group, kind: str) -> None:
+    """Replicated input, weight and bias of which each rank takes its share."""
+    sizes = [stop - start for start, stop in split(3, group.size)]
+
+    def column(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        shard = column_linear(x, share_of(w, 0, group), share_of(b, 0, group), group=group)
+        return gather_from_tp(shard, sizes, group)
+
+    def row(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return row_linear(share_of(x, 2, group), share_of(w, 1, group), b, group=group)
+
+    shapes = ((2, 2, 3), (3, 3), (3,))
+    assert torch.autograd.gradcheck(
+        column if kind == "column" else row,
+        [torch.randn(*shape, dtype=FP64, requires_grad=True) for shape in shapes],
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@COLUMN_AND_ROW
+def test_linear_passes_gradcheck(kind, size):
+    on_ranks(size, _gradcheck, kind)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("out_features", [5, 0])
+def test_column_linear_lays_rows_as_far_apart_as_asked(tokens, out_features):
+    tensors = _linear_tensors(tokens, 7, out_features, FP64)
+    padded = column_linear(*tensors, row_stride=8)
+    assert torch.equal(padded, column_linear(*tensors))
+    if len(tokens) == 2:
+        assert padded.stride() == (8 * max(1, tokens[1]), 8, 1)
+    if len(tokens) == 1:
+        assert padded.stride() == (8, 1)
+
+
+@COLUMN_AND_ROW
+def test_the_gap_between_the_rows_of_a_gradient_is_never_read(kind):
+    op = column_linear if kind == "column" else row_linear
+    tensors = _linear_tensors((2, 3), 7, 5, FP64)
+    gradient = torch.full((2, 3, 8), float("nan"), dtype=FP64)[..., :5].copy_(torch.randn(2, 3, 5))
+    with_gap = with_gradients(op, tensors, gradient)
+    without = with_gradients(op, tensors, gradient.contiguous())
+    assert max(map(relative_error, with_gap, without)) <= TOLERANCE[FP64]
+
+
+AUTOCAST_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float64),
+]
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("input_dtype", "weight_dtype"), AUTOCAST_DTYPES)
+@pytest.mark.parametrize("op", [column_linear, row_linear])
+def test_autocast_gives_the_dtypes_of_torchs_linear(op, input_dtype, weight_dtype, lower):
+    input, weight, bias = _linear_tensors((2, 3), 7, 5, torch.float32)
+    tensors = [input.to(input_dtype), weight.to(weight_dtype), bias.to(weight_dtype)]
+    results = []
+    for linear in (functional.linear, op):
+        with torch.autocast("cpu", dtype=lower):
+            results.append(with_gradients(linear, tensors, torch.ones(2, 3, 5)))
+    expected, actual = results
+    assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+    assert max(map(relative_error, actual, expected)) <= TOLERANCE[lower]
+
+
+def _autocast_sums_in_the_lower_precision(group: Group) -> tuple[torch.dtype, int]:
+    input, weight, _ = _linear_tensors((3,), 8, 4, torch.float32)
+    _C.reset_collective_counts()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = row_linear(input, weight, group=group)
+    return output.dtype, _C.collective_counts()["all_reduce_bytes"]
+
+
+def test_autocast_sends_half_the_bytes():
+    results = on_ranks(2, _autocast_sums_in_the_lower_precision)
+    assert results == [(torch.bfloat16, 3 * 4 * 2)] * 2
+
+
+FROZEN = {"input": 0, "weight": 1, "bias": 2}
+
+
+def _gradients_beside_a_frozen_tensor(
+    group: Group, kind: str, frozen: str
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Errors of the remaining gradients, and the collectives of the backward."""
+    op = column_linear if kind == "column" else row_linear
+    tensors = _linear_tensors((3,), 4, 4, FP64)
+    everything = with_gradients(lambda *args: op(*args, group=group), tensors, torch.ones(3, 4))
+    for name, tensor in zip(FROZEN, tensors, strict=True):
+        tensor.requires_grad_(name != frozen)
+    output = op(*tensors, group=group)
+    _C.reset_collective_counts()
+    output.sum().backward()
+    counts = _C.collective_counts()
+    assert tensors[FROZEN[frozen]].grad is None
+    return {
+        name: relative_error(tensor.grad, expected)
+        for name, tensor, expected in zip(FROZEN, tensors, everything[1:], strict=True)
+        if name != frozen
+    }, counts
+
+
+@COLUMN_AND_ROW
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_frozen_tensor_costs_nothing_and_changes_no_other_gradient(kind, frozen):
+    errors, counts = zip(*on_ranks(2, _gradients_beside_a_frozen_tensor, kind, frozen), strict=True)
+    assert worst(errors)[0] <= TOLERANCE[FP64]
+    sums_the_input_gradient = kind == "column" and frozen != "input"
+    assert [count.get("all_reduce", 0) for count in counts] == [int(sums_the_input_gradient)] * 2
+
+
+@pytest.mark.parametrize("op", [column_linear, row_linear])
+def test_the_output_may_be_changed_in_place(op):
+    tensors = _linear_tensors((2, 3), 7, 5, FP64)
+    twice = with_gradients(lambda *args: op(*args).mul_(2), tensors, torch.ones(2, 3, 5))
+    once = with_gradients(op, tensors, torch.full((2, 3, 5), 2.0))
+    assert all(map(torch.equal, twice[1:], once[1:]))
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+REFUSALS = {
+    "row width": (
+        lambda group: row_linear(_ones(2, 3), _ones(4, 5), group=group),
+        "ValueError",
+        "row_linear: input of shape [2, 3] does not fit the local weight of shape [4, 5]; "
+        "the last dimension must be 5",
+    ),
+    "column width": (
+        lambda group: column_linear(_ones(2, 3), _ones(4, 5), group=group),
+        "ValueError",
+        "column_linear: input of shape [2, 3] does not fit the local weight of shape [4, 5]",
+    ),
+    "scalar input": (
+        lambda group: column_linear(_ones(), _ones(4, 5), group=group),
+        "ValueError",
+        "column_linear: input of shape [] does not fit",
+    ),
+    "weight of three dimensions": (
+        lambda group: row_linear(_ones(2, 3), _ones(4, 3, 1), group=group),
+        "ValueError",
+        "row_linear: expected 2 dimensions in weight, got shape [4, 3, 1]",
+    ),
+    "bias length": (
+        lambda group: row_linear(_ones(2, 3), _ones(4, 3), _ones(3), group=group),
+        "ValueError",
+        "row_linear: bias of shape [3] does not fit the local weight of shape [4, 3]",
+    ),
+    "weight dtype": (
+        lambda group: column_linear(_ones(2, 3), _ones(4, 3, dtype=FP64), group=group),
+        "TypeError",
+        "column_linear: weight is Double but input is Float; cast one of them",
+    ),
+    "bias dtype": (
+        lambda group: row_linear(_ones(2, 3), _ones(4, 3), _ones(4, dtype=FP64), group=group),
+        "TypeError",
+        "row_linear: bias is Double but weight is Float; cast one of them",
+    ),
+    "integer input": (
+        lambda group: column_linear(_ones(2, 3, dtype=torch.int64), _ones(4, 3), group=group),
+        "TypeError",
+        "column_linear: expected a floating-point input, got Long",
+    ),
+    "row_stride": (
+        lambda group: column_linear(_ones(2, 3), _ones(4, 3), row_stride=3, group=group),
+        "ValueError",
+        "column_linear: row_stride 3 is smaller than the 4 features of a row",
+    ),
+    "group size": (
+        lambda group: row_linear(_ones(2, 3), _ones(4, 3), group=group._replace(size=4)),
+        "ValueError",
+        "row_linear: group '",
+    ),
+}
+
+
+def _refused(group: Group, case: str) -> torch.Tensor:
+    return REFUSALS[case][0](group)
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_every_rank_refuses(case):
+    _, error, text = REFUSALS[case]
+    assert_all_raise(_refused, case, error=error, text=text)

@@ -1,0 +1,487 @@
+"""The cross entropy of logits that are cut by vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference_ops import (
+    ALL_DTYPES,
+    ALL_SIZES,
+    BOTH_PATHS,
+    MUTATIONS,
+    NOTICED,
+    TOLERANCE,
+    assert_all_raise,
+    aten_path,
+    data_bytes,
+    grad_outputs,
+    on_ranks,
+    own_range,
+    relative_error,
+    share_of,
+    threads,
+    with_gradients,
+    worst,
+)
+from torch.nn import functional
+
+from parallel_ext.layout import split
+from parallel_ext.ops import Group, vocab_cross_entropy
+
+FP64 = torch.float64
+NAN, INF = float("nan"), float("inf")
+IGNORED = -100
+
+
+def _labels(vocab_size: int) -> torch.Tensor:
+    """Labels of every shard, its ends included, and ignored ones between them."""
+    last = vocab_size - 1
+    in_sevenths = [vocab_size * k // 7 for k in range(1, 7)]
+    return torch.tensor([IGNORED, 0, last, *in_sevenths, IGNORED, last])
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    return FP64 if dtype == FP64 else torch.float32
+
+
+def _errors_of_one_loss(
+    group: Group,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    grad: torch.Tensor,
+    reduction: str,
+    ignore_index: int = IGNORED,
+    mutation: str = "none",
+) -> dict[str, float]:
+    """Loss and gradient of this rank's columns against those of torch on all columns.
+
+    The loss, which is finer than the logits, is scaled so that the logits' tolerance bounds both.
+    """
+    expected_loss, expected_grad = with_gradients(
+        lambda logits: functional.cross_entropy(
+            logits, labels, reduction=reduction, ignore_index=ignore_index
+        ),
+        [logits.double()],
+        grad,
+    )
+    op_group, rank = MUTATIONS[mutation](group)
+    own = own_range(logits.size(1), group)
+    loss, grad_logits = with_gradients(
+        lambda columns: vocab_cross_entropy(
+            columns,
+            labels,
+            logits.size(1),
+            own,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            group=op_group,
+        ),
+        [logits[:, slice(*split(logits.size(1), group.size)[rank])]],
+        grad,
+    )
+    assert loss.dtype == _loss_dtype(logits.dtype)
+    assert grad_logits.dtype == logits.dtype
+    finer = TOLERANCE[logits.dtype] / TOLERANCE[loss.dtype]
+    return {
+        "loss": relative_error(loss, expected_loss) * finer,
+        "gradient": relative_error(grad_logits, expected_grad, (..., slice(*own))),
+    }
+
+
+def _loss_grads(reduction: str, num_tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if reduction == "none":
+        return grad_outputs((num_tokens,), dtype)
+    return {"scalar": torch.tensor(-1.7, dtype=dtype)}
+
+
+def _loss_errors(
+    group: Group,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int = IGNORED,
+    mutation: str = "none",
+) -> dict[str, float]:
+    """The errors for all reductions."""
+    errors = {}
+    for reduction in ("none", "sum", "mean"):
+        grads = _loss_grads(reduction, logits.size(0), _loss_dtype(logits.dtype))
+        for layout, grad in grads.items():
+            found = _errors_of_one_loss(
+                group, logits, labels, grad, reduction, ignore_index, mutation
+            )
+            errors.update({f"{reduction}, {layout}: {name}": e for name, e in found.items()})
+    return errors
+
+
+def _errors_of_random_logits(
+    group: Group, vocab_size: int, dtype: torch.dtype, mutation: str = "none"
+) -> dict[str, float]:
+    labels = _labels(vocab_size)
+    logits = (3 * torch.randn(len(labels), vocab_size, dtype=FP64)).to(dtype)
+    return _loss_errors(group, logits, labels, mutation=mutation)
+
+
+@BOTH_PATHS
+@ALL_SIZES
+@pytest.mark.parametrize("vocab_size", [1, 5, 101, 65535])
+def test_loss_and_gradient_equal_unsharded_when_vocab_not_divisible(vocab_size, size, aten):
+    error, case = worst(on_ranks(size, _errors_of_random_logits, vocab_size, FP64, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+@BOTH_PATHS
+@ALL_DTYPES
+@pytest.mark.parametrize("vocab_size", [101, 65535])
+def test_loss_is_fp32_and_the_gradient_as_accurate_as_its_dtype(vocab_size, dtype, aten):
+    error, case = worst(on_ranks(2, _errors_of_random_logits, vocab_size, dtype, aten=aten))
+    assert error <= TOLERANCE[dtype], case
+
+
+@pytest.mark.parametrize("mutation", ["no exchange", "swapped shards"])
+def test_the_comparison_notices_a_broken_loss(mutation):
+    assert worst(on_ranks(2, _errors_of_random_logits, 128, FP64, "none"))[0] <= TOLERANCE[FP64]
+    assert worst(on_ranks(2, _errors_of_random_logits, 128, FP64, mutation))[0] > NOTICED
+
+
+def _errors_of_shifted_logits(group: Group, dtype: torch.dtype, shift: float) -> dict[str, float]:
+    labels = _labels(101)
+    logits = (8 * torch.randn(len(labels), 101, dtype=FP64) + shift).to(dtype)
+    return _loss_errors(group, logits, labels)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("shift", [0.0, 100.0, -1000.0, 1000.0, 1e30])
+def test_accuracy_does_not_depend_on_a_shift_of_the_logits(shift, aten):
+    """As torch's: the softmax subtracts the maximum first. At 1e30 all logits are equal."""
+    dtype = torch.float32
+    error, case = worst(on_ranks(2, _errors_of_shifted_logits, dtype, shift, aten=aten))
+    assert error <= TOLERANCE[dtype], case
+
+
+def _errors_of_ignored_tokens(group: Group, ignore_index: int) -> dict[str, float]:
+    some_ignored = _labels(9).masked_fill(_labels(9) == IGNORED, ignore_index)
+    labels_of = {"some": some_ignored, "all": torch.full_like(some_ignored, ignore_index)}
+    logits, errors = torch.randn(len(some_ignored), 9, dtype=FP64), {}
+    for ignored, labels in labels_of.items():
+        found = _loss_errors(group, logits, labels, ignore_index)
+        errors.update({f"{ignored} ignored, {case}": error for case, error in found.items()})
+    return errors
+
+
+@BOTH_PATHS
+@ALL_SIZES
+@pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 9])
+def test_ignored_tokens_are_as_in_torch(ignore_index, size, aten):
+    """Also inside the vocabulary, just past it, and when nothing is left to average."""
+    error, case = worst(on_ranks(size, _errors_of_ignored_tokens, ignore_index, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+def test_nothing_but_ignored_tokens_gives_nan_as_mean_and_zero_as_sum():
+    logits, labels = torch.randn(3, 4), torch.full((3,), IGNORED)
+    assert vocab_cross_entropy(logits, labels, 4, (0, 4), reduction="mean").isnan()
+    assert vocab_cross_entropy(logits, labels, 4, (0, 4), reduction="sum") == 0
+
+
+def _special_logits(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ten columns, of which the first five are rank 0's of two; the label is 3 or 7."""
+    lowest, largest = torch.finfo(dtype).min, torch.finfo(dtype).max
+    rows: list[tuple[int, dict[int | range, float]]] = [
+        (3, {0: NAN}),
+        (3, {3: NAN}),
+        (7, {range(0, 5): NAN}),
+        (7, {range(5, 10): NAN}),
+        (3, {range(0, 10): NAN}),
+        (3, {0: INF}),
+        (3, {3: INF}),
+        (7, {0: INF, 9: INF}),
+        (3, {0: INF, 9: NAN}),
+        (3, {0: -INF}),
+        (3, {3: -INF}),
+        (7, {range(0, 5): -INF}),
+        (3, {range(0, 5): -INF}),
+        (3, {range(5, 10): -INF}),
+        (7, {range(0, 5): -INF, 9: INF}),
+        (7, {range(0, 5): -INF, 9: NAN}),
+        (3, {range(0, 3): -INF, range(4, 10): -INF}),
+        (3, {range(0, 10): -INF}),
+        (3, {range(0, 10): lowest, 3: largest}),
+        (7, {range(0, 10): lowest, 3: 0.0, 7: 0.0}),
+    ]
+    logits = torch.randn(len(rows), 10).to(dtype)
+    for row, (_, values) in zip(logits, rows, strict=True):
+        for columns, value in values.items():
+            row[columns] = value
+    return logits, torch.tensor([label for label, _ in rows])
+
+
+def _errors_of_special_logits(group: Group, dtype: torch.dtype) -> dict[str, float]:
+    """Each row on its own, so that no NaN hides another."""
+    return {
+        f"row {row}, {case}": error
+        for row, (logits, label) in enumerate(zip(*_special_logits(dtype), strict=True))
+        for case, error in _loss_errors(group, logits[None], label[None]).items()
+    }
+
+
+@BOTH_PATHS
+@ALL_SIZES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_nan_and_infinite_logits_give_what_torch_gives(dtype, size, aten):
+    error, case = worst(on_ranks(size, _errors_of_special_logits, dtype, aten=aten))
+    assert error <= TOLERANCE[dtype], case
+
+
+@BOTH_PATHS
+def test_ignored_tokens_hide_nan_logits(aten):
+    """Better than torch, whose gradient is NaN there: padding may hold anything."""
+    logits, labels = torch.randn(3, 4, dtype=FP64), torch.tensor([1, IGNORED, 3])
+    logits[1] = NAN
+    kept = [0, 2]
+    with_nan, without = (
+        with_gradients(
+            lambda columns, labels=labels: vocab_cross_entropy(columns, labels, 4, (0, 4)),
+            [logits],
+            torch.ones(()),
+        )
+        for logits, labels in ((logits, labels), (logits[kept], labels[kept]))
+    )
+    assert torch.equal(with_nan[0], without[0])
+    assert torch.equal(with_nan[1][kept], without[1])
+    assert with_nan[1][1].tolist() == [0.0] * 4
+
+
+def _layouts_of_logits(num_tokens: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    padded = torch.full((num_tokens, vocab_size + 3), NAN, dtype=FP64)
+    padded[:, :vocab_size] = torch.randn(num_tokens, vocab_size, dtype=FP64)
+    every_second = torch.randn(num_tokens, vocab_size, 2, dtype=FP64)
+    return {
+        "rows apart": padded[:, :vocab_size],
+        "columns apart": every_second[:, :, 0],
+        "transposed": torch.randn(vocab_size, num_tokens, dtype=FP64).mT,
+        "stride 0": torch.randn(vocab_size, dtype=FP64).expand(num_tokens, vocab_size),
+    }
+
+
+def _errors_of_layouts(group: Group, vocab_size: int) -> dict[str, float]:
+    errors, labels = {}, _labels(vocab_size)
+    for layout, logits in _layouts_of_logits(len(labels), vocab_size).items():
+        for tokens in (len(labels), 1, 0):
+            found = _loss_errors(group, logits[:tokens], labels[:tokens])
+            errors.update({f"{layout}, T={tokens}, {case}": e for case, e in found.items()})
+    labels_apart = torch.stack([labels, labels], 1)[:, 0]
+    found = _loss_errors(group, torch.randn(len(labels), vocab_size, dtype=FP64), labels_apart)
+    return {**errors, **{f"labels apart, {case}": error for case, error in found.items()}}
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("vocab_size", [1, 9])
+def test_logits_of_any_memory_layout_and_no_tokens_at_all(vocab_size, size, aten):
+    error, case = worst(on_ranks(size, _errors_of_layouts, vocab_size, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+def _loss_of_rows_apart(
+    group: Group, vocab_size: int, gap: int, filling: float, dtype: torch.dtype
+) -> tuple[list[bytes], tuple[int, ...]]:
+    """Bits of the loss and of the gradient, and the gradient's strides."""
+    start, stop = own_range(vocab_size, group)
+    labels = _labels(vocab_size)
+    buffer = torch.full((len(labels), stop - start + gap), filling, dtype=dtype)
+    columns = buffer[:, : stop - start]
+    columns.copy_(torch.randn(len(labels), vocab_size)[:, start:stop])
+    results = with_gradients(
+        lambda columns: vocab_cross_entropy(
+            columns, labels, vocab_size, (start, stop), group=group
+        ),
+        [columns],
+        torch.ones(()),
+    )
+    return [data_bytes(result) for result in results], results[1].stride()
+
+
+@BOTH_PATHS
+@ALL_DTYPES
+@pytest.mark.parametrize("filling", [NAN, INF])
+def test_what_lies_between_the_rows_is_never_read(filling, dtype, aten):
+    plain = on_ranks(2, _loss_of_rows_apart, 131, 0, 0.0, dtype, aten=aten)
+    apart = on_ranks(2, _loss_of_rows_apart, 131, 5, filling, dtype, aten=aten)
+    assert [bits for bits, _ in apart] == [bits for bits, _ in plain]
+    assert [strides for _, strides in apart] == [(66 + 5, 1), (65 + 5, 1)]
+
+
+@BOTH_PATHS
+@ALL_DTYPES
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_loss_has_the_same_bits_on_every_rank(size, dtype, aten):
+    results = on_ranks(size, _loss_of_rows_apart, 1001, 0, 0.0, dtype, aten=aten)
+    assert len({bits[0] for bits, _ in results}) == 1
+    assert len({bits[1] for bits, _ in results}) == size
+
+
+def _bits_with_threads(
+    count: int, seed: int, shape: tuple[int, int], dtype: torch.dtype, reduction: str
+) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(shape, generator=generator, dtype=FP64).to(dtype)
+    labels = torch.randint(0, shape[1], shape[:1], generator=generator)
+    with threads(count):
+        results = with_gradients(
+            lambda columns: vocab_cross_entropy(
+                columns, labels, shape[1], (0, shape[1]), reduction=reduction
+            ),
+            [logits],
+            torch.ones(()),
+        )
+    return b"".join(map(data_bytes, results))
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("shape", [(67, 5003), (1, 70001)])
+def test_the_bits_do_not_depend_on_the_number_of_threads(shape, dtype):
+    one, two = (_bits_with_threads(count, 0, shape, dtype, "mean") for count in (1, 2))
+    assert one == two
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_sum_over_more_tokens_than_one_thread_takes_has_the_same_bits(reduction):
+    """fp64 shows the order of the additions, which the cast to fp32 would hide."""
+    for seed in range(8):
+        one, two = (
+            _bits_with_threads(count, seed, (40_000, 2), FP64, reduction) for count in (1, 2)
+        )
+        assert one == two, f"seed {seed}"
+
+
+def _gradcheck(group: Group, reduction: str) -> None:
+    """Replicated logits of which each rank takes its columns."""
+    labels = torch.tensor([4, IGNORED, 0, 2])
+    logits = torch.randn(4, 5, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda logits: vocab_cross_entropy(
+            share_of(logits, 1, group),
+            labels,
+            5,
+            own_range(5, group),
+            reduction=reduction,
+            group=group,
+        ),
+        [logits],
+    )
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_cross_entropy_passes_gradcheck(reduction, size, aten):
+    on_ranks(size, _gradcheck, reduction, aten=aten)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_the_loss_may_be_changed_in_place(reduction, aten):
+    """HuggingFace models add to it."""
+    logits, labels = torch.randn(3, 4, dtype=FP64, requires_grad=True), torch.tensor([0, 3, 1])
+    with aten_path(aten):
+        loss = vocab_cross_entropy(logits, labels, 4, (0, 4), reduction=reduction)
+        loss += 5
+        loss.sum().backward()
+    expected = functional.cross_entropy(logits, labels, reduction=reduction).sum()
+    assert relative_error(logits.grad, *torch.autograd.grad(expected, logits)) <= TOLERANCE[FP64]
+
+
+def _loss(
+    group: Group,
+    labels: list[int],
+    logits: torch.Tensor | None = None,
+    label_dtype: torch.dtype = torch.int64,
+    reduction: str = "mean",
+    vocab_range: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The loss over the ids [0, 10), of which each of two ranks holds five."""
+    return vocab_cross_entropy(
+        torch.zeros(len(labels), 5) if logits is None else logits,
+        torch.tensor(labels, dtype=label_dtype),
+        10,
+        own_range(10, group) if vocab_range is None else vocab_range,
+        reduction=reduction,
+        group=group,
+    )
+
+
+REFUSALS = {
+    "label too large": (
+        lambda group: _loss(group, [0, 9, IGNORED, 10, -1]),
+        "IndexError",
+        "vocab_cross_entropy: label 10 at position 3 is outside the vocabulary [0, 10) and is not "
+        "ignore_index -100",
+    ),
+    "negative label": (
+        lambda group: _loss(group, [0, -1]),
+        "IndexError",
+        "vocab_cross_entropy: label -1 at position 1 is outside the vocabulary [0, 10)",
+    ),
+    "gathered logits": (
+        lambda group: _loss(group, [0, 1], torch.zeros(2, 10)),
+        "ValueError",
+        "vocab_cross_entropy: logits hold 10 of the vocabulary, but this rank's shard is [",
+    ),
+    "padded logits": (
+        lambda group: _loss(group, [0, 1], torch.zeros(2, 8)),
+        "ValueError",
+        "which is 5; pass this rank's shard, neither gathered nor padded",
+    ),
+    "range outside the vocabulary": (
+        lambda group: _loss(group, [0, 1], vocab_range=(6, 11)),
+        "ValueError",
+        "vocab_cross_entropy: the shard [6, 11) is not inside [0, 10)",
+    ),
+    "range in reverse": (
+        lambda group: _loss(group, [0, 1], vocab_range=(5, 0)),
+        "ValueError",
+        "vocab_cross_entropy: the shard [5, 0) is not inside [0, 10)",
+    ),
+    "labels of another length": (
+        lambda group: _loss(group, [0, 1], torch.zeros(3, 5)),
+        "ValueError",
+        "vocab_cross_entropy: labels of shape [2] do not fit logits of shape [3, 5]; "
+        "one label per row is expected",
+    ),
+    "logits of three dimensions": (
+        lambda group: _loss(group, [0, 1], torch.zeros(1, 2, 5)),
+        "ValueError",
+        "vocab_cross_entropy: expected 2 dimensions in logits, got shape [1, 2, 5]",
+    ),
+    "integer logits": (
+        lambda group: _loss(group, [0], torch.zeros(1, 5, dtype=torch.int64)),
+        "TypeError",
+        "vocab_cross_entropy: expected a floating-point logits, got Long",
+    ),
+    "labels of another dtype": (
+        lambda group: _loss(group, [0], label_dtype=torch.int32),
+        "TypeError",
+        "vocab_cross_entropy: expected int64 labels, got Int",
+    ),
+    "unknown reduction": (
+        lambda group: _loss(group, [0], reduction="average"),
+        "ValueError",
+        "vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got 'average'",
+    ),
+    "group size": (
+        lambda group: _loss(group._replace(size=3), [0], vocab_range=(0, 5)),
+        "ValueError",
+        "has 2 ranks, but group_size is 3",
+    ),
+}
+
+
+def _refused(group: Group, case: str) -> torch.Tensor:
+    return REFUSALS[case][0](group)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("case", REFUSALS)
+def test_every_rank_refuses(case, aten):
+    _, error, text = REFUSALS[case]
+    assert_all_raise(_refused, case, error=error, text=text, aten=aten)
