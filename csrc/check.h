@@ -2,18 +2,20 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace parallel_ext {
 
 inline void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.is_floating_point(), op, ": expected a floating-point ", name, ", got ",
+  TORCH_CHECK_TYPE(tensor.is_floating_point(), op, ": ", name, " must be floating point, got ",
                    tensor.scalar_type());
 }
 
 inline void check_int64(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, op, ": expected int64 ", name, ", got ",
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, op, ": ", name, " must be int64 (Long), got ",
                    tensor.scalar_type());
 }
 
@@ -40,6 +42,16 @@ inline void check_vocab_range(const char* op, const char* name, int64_t rows, in
                     " of the vocabulary, but this rank's shard is [", vocab_start, ", ", vocab_stop,
                     ") of ", vocab_size, ", which is ", vocab_stop - vocab_start,
                     "; pass this rank's shard, neither gathered nor padded");
+}
+
+// For the backward of an op whose own derivative nobody wrote: better an error than zeros.
+inline void refuse_second_derivative(const char* op, std::initializer_list<at::Tensor> tensors) {
+  if (!at::GradMode::is_enabled()) return;
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor.requires_grad(), op,
+                                ": second derivatives are not implemented; call backward without "
+                                "create_graph=True");
+  }
 }
 
 }  // namespace parallel_ext

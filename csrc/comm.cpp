@@ -28,7 +28,13 @@ std::atomic<bool>& order_check_flag() {
 }
 
 Group find_group(const char* op, int64_t group_size, const std::string& group_name) {
-  Group group = c10d::resolve_process_group(group_name);
+  Group group;
+  try {
+    group = c10d::resolve_process_group(group_name);
+  } catch (const std::exception&) {
+    TORCH_CHECK_VALUE(false, op, ": no live process group is named '", group_name,
+                      "'; pass the name of a group that this process belongs to");
+  }
   TORCH_CHECK_VALUE(group->getSize() == group_size, op, ": group '", group_name, "' has ",
                     group->getSize(), " ranks, but group_size is ", group_size,
                     "; pass the size of the same group");

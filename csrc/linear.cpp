@@ -183,6 +183,14 @@ class RowLinear : public torch::autograd::Function<RowLinear> {
   }
 };
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_autograd(
+    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
+    std::array<bool, 3> needed, int64_t group_size, const std::string& group_name) {
+  refuse_second_derivative("column_linear and row_linear", {grad_output, input, weight});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return column_linear_backward(grad_output, input, weight, needed, group_size, group_name);
+}
+
 at::Tensor column_linear_autograd(const at::Tensor& input, const at::Tensor& weight,
                                   const std::optional<at::Tensor>& bias, int64_t row_stride,
                                   int64_t group_size, const std::string& group_name) {
@@ -261,6 +269,7 @@ TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
 
 TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
   m.impl("column_linear", column_linear_autograd);
+  m.impl("column_linear_backward", column_linear_backward_autograd);
   m.impl("row_linear", row_linear_autograd);
 }
 

@@ -50,14 +50,15 @@ at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
 // --- vocab_embedding.cpp ---
 
 // replicated ids [...], rows [vocab_start, vocab_start + R) of the table as weight [R, H]
-// -> replicated [..., H]. Row `padding_idx` (global; -1: none) gets no gradient.
+// -> replicated [..., H]. Row `padding_idx` (global), if given, gets no gradient.
 at::Tensor vocab_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
-                           int64_t vocab_start, int64_t padding_idx, int64_t group_size,
-                           const std::string& group_name);
+                           int64_t vocab_start, std::optional<int64_t> padding_idx,
+                           int64_t group_size, const std::string& group_name);
 
 // replicated grad_output [..., H] -> sharded [num_rows, H]; local.
 at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Tensor& ids,
-                                    c10::SymInt num_rows, int64_t vocab_start, int64_t padding_idx);
+                                    c10::SymInt num_rows, int64_t vocab_start,
+                                    std::optional<int64_t> padding_idx);
 
 // --- vocab_cross_entropy.cpp, vocab_cross_entropy_cpu.cpp ---
 
@@ -69,7 +70,8 @@ at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& label
                                int64_t ignore_index, const std::string& reduction,
                                int64_t group_size, const std::string& group_name);
 
-// -> the loss as above, and the log of the sum of exp over the whole vocabulary, [T].
+// -> the loss as above, and [2, T]: the maximum over the whole vocabulary, and the log of the sum
+// of exp(logit - maximum).
 std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy_forward(
     const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size, int64_t vocab_start,
     int64_t vocab_stop, int64_t ignore_index, const std::string& reduction, int64_t group_size,
@@ -78,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy_forward(
 // replicated grad_loss ([T] or []) -> sharded gradient of the logits, in their dtype and row
 // stride; local.
 at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& logits,
-                                        const at::Tensor& labels, const at::Tensor& log_sum_exp,
+                                        const at::Tensor& labels, const at::Tensor& normalizer,
                                         int64_t vocab_start, int64_t ignore_index,
                                         const std::string& reduction);
 

@@ -25,14 +25,14 @@ using torch::autograd::variable_list;
 
 at::Tensor reduce_from_tp_kernel(const at::Tensor& partial, int64_t group_size,
                                  const std::string& group_name) {
-  check_floating("reduce_from_tp", "tensor", partial);
+  check_floating("reduce_from_tp", "partial", partial);
   at::Tensor total = partial.clone(at::MemoryFormat::Contiguous);
   all_reduce_sum("reduce_from_tp", total, group_size, group_name);  // numel(partial), every rank
   return total;
 }
 
 at::Tensor copy_to_tp_kernel(const at::Tensor& input, int64_t, const std::string&) {
-  check_floating("copy_to_tp", "tensor", input);
+  check_floating("copy_to_tp", "input", input);
   return input.clone(at::MemoryFormat::Contiguous);
 }
 

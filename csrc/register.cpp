@@ -24,11 +24,11 @@ TORCH_LIBRARY(parallel_ext, m) {
       tags);
   m.def(
       "vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
-      "int padding_idx, int group_size, str group_name) -> Tensor",
+      "int? padding_idx, int group_size, str group_name) -> Tensor",
       tags);
   m.def(
       "vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "
-      "int padding_idx) -> Tensor",
+      "int? padding_idx) -> Tensor",
       tags);
   m.def(
       "vocab_cross_entropy(Tensor logits, Tensor labels, int vocab_size, int vocab_start, "
@@ -41,6 +41,6 @@ TORCH_LIBRARY(parallel_ext, m) {
       tags);
   m.def(
       "vocab_cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor labels, "
-      "Tensor log_sum_exp, int vocab_start, int ignore_index, str reduction) -> Tensor",
+      "Tensor normalizer, int vocab_start, int ignore_index, str reduction) -> Tensor",
       tags);
 }

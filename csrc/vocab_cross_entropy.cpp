@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <numeric>
 
 #include "check.h"
 #include "comm.h"
@@ -90,10 +91,11 @@ at::Tensor shard_record_aten(const at::Tensor& logits, const at::Tensor& labels,
 }
 
 void shard_gradient_aten(const at::Tensor& logits, const at::Tensor& labels,
-                         const at::Tensor& log_sum_exp, const at::Tensor& scale,
-                         int64_t vocab_start, at::Tensor& grad_logits) {
+                         const at::Tensor& normalizer, const at::Tensor& scale, int64_t vocab_start,
+                         at::Tensor& grad_logits) {
   if (logits.size(1) == 0) return;
-  at::Tensor grad = (logits.to(record_type(logits)) - log_sum_exp.unsqueeze(1)).exp();
+  at::Tensor grad = logits.to(record_type(logits)) - normalizer[0].unsqueeze(1);
+  grad.sub_(normalizer[1].unsqueeze(1)).exp_();
   const auto [column, own] = local_labels(labels, vocab_start, logits.size(1));
   grad.scatter_add_(1, column, own.to(grad.scalar_type()).neg().unsqueeze(1));
   grad.mul_(scale.unsqueeze(1)).masked_fill_((scale == 0).unsqueeze(1), 0);
@@ -101,6 +103,13 @@ void shard_gradient_aten(const at::Tensor& logits, const at::Tensor& labels,
 }
 
 // Kernels.
+
+// ATen cuts long sums by the number of threads; on the CPU the bits shall not depend on it.
+at::Tensor sum_in_order(const at::Tensor& values) {
+  if (!values.is_cpu()) return values.sum();
+  const double* value = values.const_data_ptr<double>();
+  return at::full({}, std::accumulate(value, value + values.numel(), 0.0), values.options());
+}
 
 std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& logits_in,
                                                   const at::Tensor& labels_in, int64_t vocab_size,
@@ -125,27 +134,31 @@ std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& logits_in,
     sum += sums[rank] * weight;
     target += targets[rank];
   }
-  const at::Tensor log_sum_exp = max + sum.log();
-  const at::Tensor ignored = labels == ignore_index;
-  at::Tensor loss = (log_sum_exp - target).masked_fill(ignored, 0);
-  if (reduction != "none") loss = loss.sum();
+  const at::Tensor log_sum = sum.log(), ignored = labels == ignore_index;
+  // The maximum is subtracted before anything small is added to it, here and in the gradient.
+  at::Tensor loss = ((max - target) + log_sum).masked_fill(ignored, 0);
+  if (reduction != "none") loss = sum_in_order(loss);
   if (reduction == "mean") loss = loss / ignored.logical_not().sum();
-  return {loss.to(record.scalar_type()), log_sum_exp.to(record.scalar_type())};
+  return {loss.to(record.scalar_type()), at::stack({max, log_sum}).to(record.scalar_type())};
 }
 
 at::Tensor backward_kernel(const at::Tensor& grad_loss, const at::Tensor& logits_in,
-                           const at::Tensor& labels_in, const at::Tensor& log_sum_exp,
+                           const at::Tensor& labels_in, const at::Tensor& normalizer,
                            int64_t vocab_start, int64_t ignore_index,
                            const std::string& reduction) {
+  TORCH_CHECK_VALUE(
+      normalizer.dim() == 2 && normalizer.size(0) == 2 && normalizer.size(1) == logits_in.size(0),
+      kOp, ": the normalizer of ", logits_in.size(0), " tokens has shape [2, ", logits_in.size(0),
+      "], got ", normalizer.sizes());
   const at::Tensor labels = labels_in.contiguous(), logits = with_adjacent_columns(logits_in);
   const at::Tensor ignored = labels == ignore_index;
-  at::Tensor scale = grad_loss.to(log_sum_exp.scalar_type());
+  at::Tensor scale = grad_loss.to(normalizer.scalar_type());
   if (reduction == "mean") scale = scale / ignored.logical_not().sum();
   scale = scale.expand_as(labels).masked_fill(ignored, 0).contiguous();
   at::Tensor grad_logits =
       at::empty_strided(logits.sizes(), {logits.stride(0), 1}, logits.options());
   (use_cpu_loops(logits) ? shard_gradient_cpu : shard_gradient_aten)(
-      logits, labels, log_sum_exp, scale, vocab_start, grad_logits);
+      logits, labels, normalizer, scale, vocab_start, grad_logits);
   return grad_logits;
 }
 
@@ -166,13 +179,14 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& logits, const 
   const auto options = logits.options().dtype(record_type(logits));
   at::Tensor per_token = at::empty_symint(labels.sym_sizes(), options);
   return {reduction == "none" ? per_token : at::empty({}, options),
-          at::empty_symint(labels.sym_sizes(), options)};
+          at::empty_symint({2, labels.sym_size(0)}, options)};
 }
 
 at::Tensor backward_meta(const at::Tensor&, const at::Tensor& logits, const at::Tensor&,
                          const at::Tensor&, int64_t, int64_t, const std::string&) {
   const auto strides = logits.sym_strides();
-  const bool plain = strides[1] == 1 && strides[0] >= logits.sym_size(1);
+  const bool adjacent = strides[1] == 1 || logits.sym_size(1) <= 1;
+  const bool plain = adjacent && strides[0] >= logits.sym_size(1);  // as with_adjacent_columns
   return at::empty_strided_symint(
       logits.sym_sizes(), {plain ? strides[0] : logits.sym_size(1).max(1), 1}, logits.options());
 }
@@ -185,7 +199,7 @@ at::Tensor loss_meta(const at::Tensor& logits, const at::Tensor& labels, int64_t
                                   reduction, group_size, group_name));
 }
 
-// Autograd. The log-sum-exp is saved, never the loss, which users add to in place.
+// Autograd. The normalizer is saved, never the loss, which users add to in place.
 
 class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
  public:
@@ -194,10 +208,10 @@ class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
                             int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
                             int64_t group_size, const std::string& group_name) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [loss, log_sum_exp] =
+    auto [loss, normalizer] =
         vocab_cross_entropy_forward(logits, labels, vocab_size, vocab_start, vocab_stop,
                                     ignore_index, reduction, group_size, group_name);
-    ctx->save_for_backward({logits, labels, log_sum_exp});
+    ctx->save_for_backward({logits, labels, normalizer});
     ctx->saved_data["vocab_start"] = vocab_start;
     ctx->saved_data["ignore_index"] = ignore_index;
     ctx->saved_data["reduction"] = reduction;
@@ -213,6 +227,16 @@ class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
     return grads;
   }
 };
+
+at::Tensor backward_autograd(const at::Tensor& grad_loss, const at::Tensor& logits,
+                             const at::Tensor& labels, const at::Tensor& normalizer,
+                             int64_t vocab_start, int64_t ignore_index,
+                             const std::string& reduction) {
+  refuse_second_derivative(kOp, {grad_loss, logits});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return vocab_cross_entropy_backward(grad_loss, logits, labels, normalizer, vocab_start,
+                                      ignore_index, reduction);
+}
 
 at::Tensor loss_autograd(const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size,
                          int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
@@ -244,12 +268,12 @@ std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy_forward(
 }
 
 at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& logits,
-                                        const at::Tensor& labels, const at::Tensor& log_sum_exp,
+                                        const at::Tensor& labels, const at::Tensor& normalizer,
                                         int64_t vocab_start, int64_t ignore_index,
                                         const std::string& reduction) {
   static auto op = op_handle<decltype(vocab_cross_entropy_backward)>(
       "parallel_ext::vocab_cross_entropy_backward");
-  return op.call(grad_loss, logits, labels, log_sum_exp, vocab_start, ignore_index, reduction);
+  return op.call(grad_loss, logits, labels, normalizer, vocab_start, ignore_index, reduction);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
@@ -264,6 +288,9 @@ TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
   m.impl("vocab_cross_entropy_backward", backward_meta);
 }
 
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) { m.impl("vocab_cross_entropy", loss_autograd); }
+TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
+  m.impl("vocab_cross_entropy", loss_autograd);
+  m.impl("vocab_cross_entropy_backward", backward_autograd);
+}
 
 }  // namespace parallel_ext

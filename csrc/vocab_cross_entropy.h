@@ -14,10 +14,11 @@ namespace parallel_ext {
 at::Tensor shard_record_cpu(const at::Tensor& logits, const at::Tensor& labels,
                             int64_t vocab_start);
 
-// Fills grad_logits[t] = (exp(logits[t] - log_sum_exp[t]) - onehot) * scale[t], a row of zeros
-// where scale[t] is 0. log_sum_exp and scale are [T] in the record's dtype.
+// Fills grad_logits[t] = (exp(logits[t] - max[t] - log_sum[t]) - onehot) * scale[t], a row of zeros
+// where scale[t] is 0. normalizer [2, T] holds max and log_sum, scale is [T]; both in the record's
+// dtype.
 void shard_gradient_cpu(const at::Tensor& logits, const at::Tensor& labels,
-                        const at::Tensor& log_sum_exp, const at::Tensor& scale, int64_t vocab_start,
+                        const at::Tensor& normalizer, const at::Tensor& scale, int64_t vocab_start,
                         at::Tensor& grad_logits);
 
 }  // namespace parallel_ext

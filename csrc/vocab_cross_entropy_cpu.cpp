@@ -106,10 +106,10 @@ PARALLEL_EXT_INLINE MaxAndSum max_and_sum(const scalar_t* row, int64_t size) {
 }
 
 template <typename scalar_t>
-PARALLEL_EXT_INLINE void softmax_times(const scalar_t* row, int64_t size, float log_sum_exp,
+PARALLEL_EXT_INLINE void softmax_times(const scalar_t* row, int64_t size, float max, float log_sum,
                                        float scale, scalar_t* out) {
   for (int64_t i = 0; i < size; ++i) {
-    store(exp_nonpositive(to_float(row[i]) - log_sum_exp) * scale, out + i);
+    store(exp_nonpositive((to_float(row[i]) - max) - log_sum) * scale, out + i);
   }
 }
 
@@ -118,9 +118,9 @@ PARALLEL_EXT_INLINE void softmax_times(const scalar_t* row, int64_t size, float 
   PARALLEL_EXT_MULTIVERSION MaxAndSum row_record(const scalar_t* row, int64_t size) {       \
     return max_and_sum(row, size);                                                          \
   }                                                                                         \
-  PARALLEL_EXT_MULTIVERSION void row_gradient(const scalar_t* row, int64_t size, float lse, \
-                                              float scale, scalar_t* out) {                 \
-    softmax_times(row, size, lse, scale, out);                                              \
+  PARALLEL_EXT_MULTIVERSION void row_gradient(const scalar_t* row, int64_t size, float max, \
+                                              float log_sum, float scale, scalar_t* out) {  \
+    softmax_times(row, size, max, log_sum, scale, out);                                     \
   }
 
 PARALLEL_EXT_ROW_LOOPS(float)
@@ -141,8 +141,9 @@ MaxAndSum64 row_record(const double* row, int64_t size) {
   return {max, sum};
 }
 
-void row_gradient(const double* row, int64_t size, double lse, double scale, double* out) {
-  for (int64_t i = 0; i < size; ++i) out[i] = std::exp(row[i] - lse) * scale;
+void row_gradient(const double* row, int64_t size, double max, double log_sum, double scale,
+                  double* out) {
+  for (int64_t i = 0; i < size; ++i) out[i] = std::exp((row[i] - max) - log_sum) * scale;
 }
 
 template <typename scalar_t>
@@ -176,7 +177,7 @@ at::Tensor shard_record_cpu(const at::Tensor& logits, const at::Tensor& labels,
 }
 
 void shard_gradient_cpu(const at::Tensor& logits, const at::Tensor& labels,
-                        const at::Tensor& log_sum_exp, const at::Tensor& scale, int64_t vocab_start,
+                        const at::Tensor& normalizer, const at::Tensor& scale, int64_t vocab_start,
                         at::Tensor& grad_logits) {
   const int64_t num_tokens = logits.size(0), size = logits.size(1);
   const int64_t stride = logits.stride(0), out_stride = grad_logits.stride(0);
@@ -185,7 +186,8 @@ void shard_gradient_cpu(const at::Tensor& logits, const at::Tensor& labels,
       at::kHalf, at::kBFloat16, logits.scalar_type(), "vocab_cross_entropy_backward", [&] {
         using value_t = record_t<scalar_t>;
         const scalar_t* data = logits.const_data_ptr<scalar_t>();
-        const value_t* lse = log_sum_exp.const_data_ptr<value_t>();
+        const value_t* max = normalizer.const_data_ptr<value_t>();
+        const value_t* log_sum = max + num_tokens;
         const value_t* factor = scale.const_data_ptr<value_t>();
         scalar_t* out = grad_logits.mutable_data_ptr<scalar_t>();
         at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
@@ -196,10 +198,11 @@ void shard_gradient_cpu(const at::Tensor& logits, const at::Tensor& labels,
               std::fill(grad, grad + size, scalar_t(0));
               continue;
             }
-            row_gradient(row, size, lse[token], factor[token], grad);
+            row_gradient(row, size, max[token], log_sum[token], factor[token], grad);
             const int64_t column = label[token] - vocab_start;
             if (0 <= column && column < size) {
-              const value_t probability = std::exp(static_cast<value_t>(row[column]) - lse[token]);
+              const value_t probability =
+                  std::exp((static_cast<value_t>(row[column]) - max[token]) - log_sum[token]);
               grad[column] = static_cast<scalar_t>((probability - 1) * factor[token]);
             }
           }

@@ -33,7 +33,7 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
 }
 
 void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
-                     int64_t vocab_start) {
+                     int64_t vocab_start, std::optional<int64_t> padding_idx) {
   const char* op = "vocab_embedding";
   check_int64(op, "ids", ids);
   check_floating(op, "weight", weight);
@@ -42,6 +42,9 @@ void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
                     weight.size(0), " rows from ", vocab_start,
                     " on are not inside the vocabulary [0, ", vocab_size,
                     "); pass this rank's rows and the true vocabulary size");
+  TORCH_CHECK_VALUE(!padding_idx || (0 <= *padding_idx && *padding_idx < vocab_size), op,
+                    ": padding_idx ", *padding_idx, " is outside the vocabulary [0, ", vocab_size,
+                    ")");
 }
 
 std::vector<int64_t> embedded_shape(const at::Tensor& ids, const at::Tensor& weight) {
@@ -52,9 +55,10 @@ std::vector<int64_t> embedded_shape(const at::Tensor& ids, const at::Tensor& wei
 
 // CPU: own rows are copied, the others cleared; a row is bytes here, whatever its dtype.
 at::Tensor vocab_embedding_cpu(const at::Tensor& ids_in, const at::Tensor& weight_in,
-                               int64_t vocab_size, int64_t vocab_start, int64_t, int64_t group_size,
+                               int64_t vocab_size, int64_t vocab_start,
+                               std::optional<int64_t> padding_idx, int64_t group_size,
                                const std::string& group_name) {
-  check_embedding(ids_in, weight_in, vocab_size, vocab_start);
+  check_embedding(ids_in, weight_in, vocab_size, vocab_start, padding_idx);
   const at::Tensor ids = ids_in.contiguous(), weight = weight_in.contiguous();
   check_ids(ids, vocab_size);
   at::Tensor output = at::empty(embedded_shape(ids, weight), weight.options());
@@ -80,9 +84,9 @@ at::Tensor vocab_embedding_cpu(const at::Tensor& ids_in, const at::Tensor& weigh
 // Any device. Off the CPU the ids are not read back, so an id outside [0, V), which no rank owns,
 // gives a row of zeros here; the model's agreement check reports it.
 at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
-                                int64_t vocab_start, int64_t padding_idx, int64_t group_size,
-                                const std::string& group_name) {
-  check_embedding(ids, weight, vocab_size, vocab_start);
+                                int64_t vocab_start, std::optional<int64_t> padding_idx,
+                                int64_t group_size, const std::string& group_name) {
+  check_embedding(ids, weight, vocab_size, vocab_start, padding_idx);
   if (ids.is_cpu()) check_ids(ids.contiguous(), vocab_size);
   at::Tensor output;
   if (weight.size(0) == 0) {
@@ -99,7 +103,7 @@ at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight,
 }
 
 at::Tensor vocab_embedding_meta(const at::Tensor& ids, const at::Tensor& weight, int64_t, int64_t,
-                                int64_t, int64_t, const std::string&) {
+                                std::optional<int64_t>, int64_t, const std::string&) {
   auto shape = ids.sym_sizes().vec();
   shape.push_back(weight.sym_size(1));
   return at::empty_symint(shape, weight.options());
@@ -135,21 +139,21 @@ void sum_rows(const std::vector<int64_t>& first, const std::vector<int64_t>& ord
 
 at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at::Tensor& ids,
                                          int64_t num_rows, int64_t vocab_start,
-                                         int64_t padding_idx) {
+                                         std::optional<int64_t> padding_idx) {
   const int64_t hidden = grad_output.size(-1);
   const auto sum_type = grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   // One more row takes what is not ours, so that no size depends on the ids.
   at::Tensor sum = at::zeros({num_rows + 1, hidden}, grad_output.options().dtype(sum_type));
   at::Tensor row = ids.flatten() - vocab_start;
   row = row.masked_fill((row < 0).logical_or(row >= num_rows), num_rows);
-  if (padding_idx >= 0) row = row.masked_fill(row == padding_idx - vocab_start, num_rows);
+  if (padding_idx) row = row.masked_fill(row == *padding_idx - vocab_start, num_rows);
   sum.index_add_(0, row, grad_output.reshape({ids.numel(), hidden}).to(sum_type));
   return sum.narrow(0, 0, num_rows).to(grad_output.scalar_type()).contiguous();
 }
 
 at::Tensor vocab_embedding_backward_cpu(const at::Tensor& grad_output_in, const at::Tensor& ids_in,
                                         int64_t num_rows, int64_t vocab_start,
-                                        int64_t padding_idx) {
+                                        std::optional<int64_t> padding_idx) {
   if (aten_path_on_cpu()) {
     return vocab_embedding_backward_aten(grad_output_in, ids_in, num_rows, vocab_start,
                                          padding_idx);
@@ -181,22 +185,24 @@ at::Tensor vocab_embedding_backward_cpu(const at::Tensor& grad_output_in, const 
 }
 
 at::Tensor vocab_embedding_cpu_or_aten(const at::Tensor& ids, const at::Tensor& weight,
-                                       int64_t vocab_size, int64_t vocab_start, int64_t padding_idx,
-                                       int64_t group_size, const std::string& group_name) {
+                                       int64_t vocab_size, int64_t vocab_start,
+                                       std::optional<int64_t> padding_idx, int64_t group_size,
+                                       const std::string& group_name) {
   return (aten_path_on_cpu() ? vocab_embedding_aten : vocab_embedding_cpu)(
       ids, weight, vocab_size, vocab_start, padding_idx, group_size, group_name);
 }
 
 at::Tensor vocab_embedding_backward_meta(const at::Tensor& grad_output, const at::Tensor&,
-                                         c10::SymInt num_rows, int64_t, int64_t) {
+                                         c10::SymInt num_rows, int64_t, std::optional<int64_t>) {
   return at::empty_symint({num_rows, grad_output.sym_size(-1)}, grad_output.options());
 }
 
 class VocabEmbedding : public torch::autograd::Function<VocabEmbedding> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& weight,
-                            int64_t vocab_size, int64_t vocab_start, int64_t padding_idx,
-                            int64_t group_size, const std::string& group_name) {
+                            int64_t vocab_size, int64_t vocab_start,
+                            std::optional<int64_t> padding_idx, int64_t group_size,
+                            const std::string& group_name) {
     ctx->save_for_backward({ids});
     ctx->saved_data["num_rows"] = weight.sym_size(0);
     ctx->saved_data["vocab_start"] = vocab_start;
@@ -208,14 +214,24 @@ class VocabEmbedding : public torch::autograd::Function<VocabEmbedding> {
   static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
     Variable grad_weight = vocab_embedding_backward(
         grad_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["num_rows"].toSymInt(),
-        ctx->saved_data["vocab_start"].toInt(), ctx->saved_data["padding_idx"].toInt());
+        ctx->saved_data["vocab_start"].toInt(),
+        ctx->saved_data["padding_idx"].toOptional<int64_t>());
     return {Variable(), grad_weight, Variable(), Variable(), Variable(), Variable(), Variable()};
   }
 };
 
+at::Tensor vocab_embedding_backward_autograd(const at::Tensor& grad_output, const at::Tensor& ids,
+                                             c10::SymInt num_rows, int64_t vocab_start,
+                                             std::optional<int64_t> padding_idx) {
+  refuse_second_derivative("vocab_embedding", {grad_output});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return vocab_embedding_backward(grad_output, ids, std::move(num_rows), vocab_start, padding_idx);
+}
+
 at::Tensor vocab_embedding_autograd(const at::Tensor& ids, const at::Tensor& weight,
-                                    int64_t vocab_size, int64_t vocab_start, int64_t padding_idx,
-                                    int64_t group_size, const std::string& group_name) {
+                                    int64_t vocab_size, int64_t vocab_start,
+                                    std::optional<int64_t> padding_idx, int64_t group_size,
+                                    const std::string& group_name) {
   return VocabEmbedding::apply(ids, weight, vocab_size, vocab_start, padding_idx, group_size,
                                group_name);
 }
@@ -223,15 +239,15 @@ at::Tensor vocab_embedding_autograd(const at::Tensor& ids, const at::Tensor& wei
 }  // namespace
 
 at::Tensor vocab_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
-                           int64_t vocab_start, int64_t padding_idx, int64_t group_size,
-                           const std::string& group_name) {
+                           int64_t vocab_start, std::optional<int64_t> padding_idx,
+                           int64_t group_size, const std::string& group_name) {
   static auto op = op_handle<decltype(vocab_embedding)>("parallel_ext::vocab_embedding");
   return op.call(ids, weight, vocab_size, vocab_start, padding_idx, group_size, group_name);
 }
 
 at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Tensor& ids,
                                     c10::SymInt num_rows, int64_t vocab_start,
-                                    int64_t padding_idx) {
+                                    std::optional<int64_t> padding_idx) {
   static auto op =
       op_handle<decltype(vocab_embedding_backward)>("parallel_ext::vocab_embedding_backward");
   return op.call(grad_output, ids, std::move(num_rows), vocab_start, padding_idx);
@@ -254,6 +270,7 @@ TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
 
 TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
   m.impl("vocab_embedding", vocab_embedding_autograd);
+  m.impl("vocab_embedding_backward", vocab_embedding_backward_autograd);
 }
 
 }  // namespace parallel_ext

@@ -175,9 +175,13 @@ def split_heads(num_heads: int, num_key_value_heads: int, tp_size: int) -> Atten
         tp_size: number of ranks; at most ``num_heads``.
 
     Raises:
-        ValueError: a rank would hold no query head.
+        ValueError: a rank would hold no query head, or the heads do not group.
     """
-    group = num_heads // num_key_value_heads
+    group, rest = divmod(num_heads, num_key_value_heads)
+    if rest:
+        raise ValueError(
+            f"{num_heads} query heads are not a multiple of {num_key_value_heads} key-value heads"
+        )
     if tp_size <= num_key_value_heads:
         key_value = split(num_key_value_heads, tp_size)
         return AttentionHeads(tuple((a * group, b * group) for a, b in key_value), key_value)

@@ -192,7 +192,7 @@ def vocab_embedding(
         weight: [R, H], this rank's rows ``[vocab_start, vocab_start + R)``; R may be 0.
         vocab_size: V, rows of the whole table.
         vocab_start: first row of this rank.
-        padding_idx: global id whose row gets no gradient, or None.
+        padding_idx: global id whose row gets no gradient, or None; negative ones count from V.
         group: the tensor-parallel group.
 
     Returns:
@@ -209,14 +209,10 @@ def vocab_embedding(
         >>> vocab_embedding(torch.tensor([1]), torch.eye(2), vocab_size=2, vocab_start=0)
         tensor([[0., 1.]])
     """
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += vocab_size
     return torch.ops.parallel_ext.vocab_embedding(
-        ids,
-        weight,
-        vocab_size,
-        vocab_start,
-        -1 if padding_idx is None else padding_idx,
-        group.size,
-        group.name,
+        ids, weight, vocab_size, vocab_start, padding_idx, group.size, group.name
     )
 
 
@@ -239,7 +235,7 @@ def vocab_cross_entropy(
         vocab_size: V.
         vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
         ignore_index: label of tokens that count neither in the loss nor in its mean.
-        reduction: "none" ([T], 0 where ignored), "sum" or "mean" (over the tokens not ignored; NaN
+        reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the tokens not ignored; NaN
             when there are none, as in torch).
         group: the tensor-parallel group.
 

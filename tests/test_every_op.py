@@ -95,30 +95,30 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_values(2, 0), _values(4, 0), None, *of_group),
         ],
         "vocab_embedding": [
-            (ids, _values(own, 2), 5, start, -1, *of_group),
+            (ids, _values(own, 2), 5, start, None, *of_group),
             (ids.T, _values(own, 2, dtype=bf16), 5, start, 4, *of_group),
-            (ids[:0], _values(own, 2), 5, start, -1, *of_group),
+            (ids[:0], _values(own, 2), 5, start, None, *of_group),
         ],
         "vocab_embedding_backward": [
-            (_plain(2, 3, 7), ids, own, start, -1),
+            (_plain(2, 3, 7), ids, own, start, None),
             (_plain(7).expand(2, 3, 7), ids, own, start, 4),
-            (_plain(2, 3, 7), ids, 0, 5, -1),
+            (_plain(2, 3, 7), ids, 0, 5, None),
         ],
         "vocab_cross_entropy": losses,
         "vocab_cross_entropy_forward": [(sample[0].detach(), *sample[1:]) for sample in losses],
         "vocab_cross_entropy_backward": [
-            (_plain(), _plain(4, own), labels, _plain(4), start, IGNORED, "mean"),
+            (_plain(), _plain(4, own), labels, _plain(2, 4), start, IGNORED, "mean"),
             (
                 _plain(8)[::2],
                 _plain(4, own + 3)[:, :own],
                 labels,
-                _plain(4),
+                _plain(2, 4),
                 start,
                 IGNORED,
                 "none",
             ),
-            (_plain(), _plain(own, 4).T, labels, _plain(4), start, IGNORED, "sum"),
-            (_plain(), _plain(4, 4, 8)[:, :1, 0], labels, _plain(4), start, IGNORED, "sum"),
+            (_plain(), _plain(own, 4).T, labels, _plain(2, 4), start, IGNORED, "sum"),
+            (_plain(), _plain(4, 4, 8)[:, :1, 0], labels, _plain(2, 4), start, IGNORED, "sum"),
         ],
     }
 

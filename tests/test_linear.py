@@ -285,7 +285,7 @@ REFUSALS = {
     "integer input": (
         lambda group: column_linear(_ones(2, 3, dtype=torch.int64), _ones(4, 3), group=group),
         "TypeError",
-        "column_linear: expected a floating-point input, got Long",
+        "column_linear: input must be floating point, got Long",
     ),
     "row_stride": (
         lambda group: column_linear(_ones(2, 3), _ones(4, 3), row_stride=3, group=group),

@@ -206,12 +206,12 @@ REFUSALS = {
     "reduce of integers": (
         lambda group: reduce_from_tp(torch.ones(2, dtype=torch.int64), group),
         "TypeError",
-        "reduce_from_tp: expected a floating-point tensor, got Long",
+        "reduce_from_tp: partial must be floating point, got Long",
     ),
     "copy of integers": (
         lambda group: copy_to_tp(torch.ones(2, dtype=torch.int32), group),
         "TypeError",
-        "copy_to_tp: expected a floating-point tensor, got Int",
+        "copy_to_tp: input must be floating point, got Int",
     ),
     "gather of another width": (
         lambda group: gather_from_tp(torch.ones(2, 4), [3, 3], group),
@@ -240,8 +240,8 @@ REFUSALS = {
     ),
     "unknown group": (
         lambda group: reduce_from_tp(torch.ones(2), group._replace(name="nowhere")),
-        "RuntimeError",
-        "nowhere",
+        "ValueError",
+        "reduce_from_tp: no live process group is named 'nowhere'",
     ),
 }
 

@@ -456,12 +456,12 @@ REFUSALS = {
     "integer logits": (
         lambda group: _loss(group, [0], torch.zeros(1, 5, dtype=torch.int64)),
         "TypeError",
-        "vocab_cross_entropy: expected a floating-point logits, got Long",
+        "vocab_cross_entropy: logits must be floating point, got Long",
     ),
     "labels of another dtype": (
         lambda group: _loss(group, [0], label_dtype=torch.int32),
         "TypeError",
-        "vocab_cross_entropy: expected int64 labels, got Int",
+        "vocab_cross_entropy: labels must be int64 (Long), got Int",
     ),
     "unknown reduction": (
         lambda group: _loss(group, [0], reduction="average"),

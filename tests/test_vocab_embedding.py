@@ -261,12 +261,12 @@ REFUSALS = {
     "ids of another dtype": (
         lambda group: _lookup(group, [7], torch.int32),
         "TypeError",
-        "vocab_embedding: expected int64 ids, got Int",
+        "vocab_embedding: ids must be int64 (Long), got Int",
     ),
     "integer weight": (
         lambda group: _lookup(group, [7], weight=torch.zeros(4, 3, dtype=torch.int8)),
         "TypeError",
-        "vocab_embedding: expected a floating-point weight, got Char",
+        "vocab_embedding: weight must be floating point, got Char",
     ),
     "weight of one dimension": (
         lambda group: _lookup(group, [7], weight=torch.zeros(4)),
