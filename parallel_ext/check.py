@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import transformers
 from torch import nn
 
 from parallel_ext import ops
@@ -99,7 +98,7 @@ def check_gradients(
 
 
 def _compare(
-    model: transformers.PreTrainedModel,
+    model: nn.Module,
     weights: Mapping[str, torch.Tensor],
     batches: list[Mapping[str, torch.Tensor]],
     ours: Mapping[str, torch.Tensor],
@@ -186,7 +185,7 @@ def _own_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _first_layers(model: transformers.PreTrainedModel, count: int | None) -> Iterator[None]:
+def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
     """Leave only the first ``count`` decoder layers in the model."""
     path = TABLES[model.config.model_type].layers
     layers = model.get_submodule(path)

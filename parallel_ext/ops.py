@@ -235,8 +235,8 @@ def vocab_cross_entropy(
         vocab_size: V.
         vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
         ignore_index: label of tokens that count neither in the loss nor in its mean.
-        reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the tokens not ignored; NaN
-            when there are none, as in torch).
+        reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the
+            tokens not ignored; NaN when there are none, as in torch).
         group: the tensor-parallel group.
 
     Returns:

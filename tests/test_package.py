@@ -37,7 +37,7 @@ ALLOWED = {
     "gradients": {"ops", "sharded", "state"},
     "runtime": {"checkpoint", "loss", "mesh", "ops", "state", "vocab"},
 }
-MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint", "pretrained", "check"}
+MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint"}
 
 
 def _imports(path: Path) -> set[str]:

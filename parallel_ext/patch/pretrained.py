@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel_ext import checkpoint
 from parallel_ext.mesh import Mesh
-from parallel_ext.patch import parallelize
+from parallel_ext.patch.parallelize import parallelize
 from parallel_ext.state import state_of
 
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

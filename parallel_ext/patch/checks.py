@@ -1,0 +1,110 @@
+"""What is looked at before a model is changed: its names, its state, and that the ranks agree."""
+
+from __future__ import annotations
+
+import transformers
+from torch import nn
+
+from parallel_ext.agreement import content_digest
+from parallel_ext.layout import ModelLayout
+from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.models import TABLES
+from parallel_ext.models.table import ModelTable
+from parallel_ext.state import ParallelState
+
+_MODEL_ATTRIBUTES = (
+    "loss_function",
+    "generate",
+    "save_pretrained",
+    "resize_token_embeddings",
+    "tie_weights",
+)
+_CONFIG_ATTRIBUTES = (
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "attention_dropout",
+    "return_dict",
+)
+_ATTENTION_ATTRIBUTES = ("head_dim", "num_key_value_groups")
+
+
+def table_for(model: nn.Module) -> ModelTable:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in TABLES:
+        raise ValueError(
+            f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "
+            f"supported are {', '.join(sorted(TABLES))}"
+        )
+    return TABLES[model_type]
+
+
+def check_names(model: nn.Module, table: ModelTable) -> None:
+    """One error that lists every name this package relies on and the installed version lacks."""
+    missing = [f"{type(model).__name__}.{n}" for n in _MODEL_ATTRIBUTES if not hasattr(model, n)]
+    missing += [f"config.{n}" for n in _CONFIG_ATTRIBUTES if not hasattr(model.config, n)]
+
+    def find(path: str) -> nn.Module | None:
+        try:
+            return model.get_submodule(path)
+        except AttributeError:
+            missing.append(path)
+            return None
+
+    for path in (table.embedding, table.head):
+        find(path)
+    layers = find(table.layers)
+    for index in range(len(layers) if layers is not None else 0):
+        for name in table.layer_modules():
+            find(f"{table.layers}.{index}.{name}")
+        attention = f"{table.layers}.{index}.{table.attention}"
+        if attention not in missing:
+            owner = model.get_submodule(attention)
+            missing += [f"{attention}.{n}" for n in _ATTENTION_ATTRIBUTES if not hasattr(owner, n)]
+    if missing:
+        raise ValueError(
+            f"parallelize: {type(model).__name__} of transformers {transformers.__version__} "
+            f"lacks what the table for {table.model_type!r} names: {', '.join(missing)}"
+        )
+
+
+def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
+    if any(isinstance(module, ParallelState) for module in model.modules()):
+        raise ValueError("parallelize: this model is parallel already")
+    foreign = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
+    if foreign:
+        raise ValueError(
+            f"parallelize: {foreign[0]} is a {type(model.get_parameter(foreign[0])).__name__}, so "
+            "the model is already sharded or quantized by something else; pass a plain one"
+        )
+    if "forward" in model.__dict__:
+        raise ValueError(
+            "parallelize: forward was replaced on this instance (accelerate's prepare does so); "
+            "parallelize the model before it is prepared"
+        )
+    dropout = model.config.attention_dropout
+    if dropout and mesh.tp_size > 1 and not allow_different_dropout:
+        raise ValueError(
+            f"parallelize: config.attention_dropout is {dropout}; under tp={mesh.tp_size} its "
+            "masks would differ from those of a single process; set it to 0, or pass "
+            "allow_different_dropout=True"
+        )
+
+
+def check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tuple) -> None:
+    """The tp ranks must cut the same model: the same options, and the same weights."""
+    own = {"options": repr(options), "tied": repr(sorted(layout.tied.items()))}
+    for name, parameter in model.named_parameters():
+        digest = "meta" if parameter.is_meta else content_digest(parameter)
+        own[name] = f"{layout[name].shape} {parameter.dtype} {parameter.requires_grad} {digest}"
+    everyone = mesh.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        differing = [n for n in {**everyone[0], **other} if other.get(n) != everyone[0].get(n)]
+        if differing:
+            name = differing[0]
+            raise DisagreementError(
+                f"parallelize: rank 0 and rank {rank} hold different models: {name} is "
+                f"{everyone[0].get(name)} on rank 0 and {other.get(name)} on rank {rank} (shape, "
+                f"dtype, requires_grad, digest); {len(differing)} differ in all. Load the same "
+                "weights, or seed equally, on every rank"
+            )
