@@ -41,8 +41,13 @@ def _describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if hasattr(value, "get_seq_length"):
         return f"{type(value).__name__} of {value.get_seq_length()} tokens"
+    if hasattr(value, "to_diff_dict"):  # a GenerationConfig
+        return f"{type(value).__name__} {value.to_diff_dict()}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, str)) for v in value):
+        digest = xxhash.xxh3_64_hexdigest(repr(value).encode())
+        return f"{type(value).__name__} of {len(value)} with digest {digest}"
     return type(value).__name__
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from parallel_ext import ops
 from parallel_ext.checkpoint import gather_tensor
 from parallel_ext.mesh import Mesh
 from parallel_ext.models import TABLES
+from parallel_ext.partial_gradients import PartialGradients
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState, model_of, state_of
 
@@ -76,7 +77,7 @@ def check_gradients(
     own, state = model_of(model), state_of(model)
     mesh = state.mesh
     mesh.meet("check_gradients")
-    with _first_layers(own, layers), _own_gradients_aside(own):
+    with _first_layers(own, layers), _own_gradients_aside(own, state.partials):
         loss = own(**batch).loss
         loss.backward()
         ours = _gather(own, state, partial(_mean_gradient, mesh=mesh))
@@ -106,7 +107,8 @@ def _compare(
 ) -> GradientReport:
     """On rank 0: run the plain class on everything and hold its gradients against ``ours``."""
     config = copy.deepcopy(model.config)
-    reference = type(model)(config).to(next(iter(weights.values())).dtype)
+    with torch.random.fork_rng(devices=[]):  # its initial weights must not advance rank 0
+        reference = type(model)(config).to(next(iter(weights.values())).dtype)
     reference.load_state_dict(weights, strict=False)  # aliases of tied weights are left out
     reference.train(model.training)
     reference.loss_function = _exact_loss
@@ -173,12 +175,13 @@ def _gather(
 
 
 @contextmanager
-def _own_gradients_aside(model: nn.Module) -> Iterator[None]:
+def _own_gradients_aside(model: nn.Module, partials: PartialGradients | None) -> Iterator[None]:
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.grad = None
     try:
-        yield
+        with nullcontext() if partials is None else partials.aside():
+            yield
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient

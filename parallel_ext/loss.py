@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.layout import Range
-from parallel_ext.mesh import Mesh
+from parallel_ext.mesh import DisagreementError, Mesh
 
 
 def causal_lm_loss(
@@ -32,9 +32,13 @@ def causal_lm_loss(
         vocab_range: this rank's ids, ``(start, stop)``.
         mesh: the ranks.
         num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted with one
-            all-reduce of one number over dp when None.
+            all-gather of two numbers over dp when None.
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
+
+    Raises:
+        DisagreementError: some dp ranks compute gradients and others do not, as when one of them
+            has evaluated on more batches than another; their counts do not belong together.
 
     Returns:
         ``local_sum * dp_size / count``, a scalar, equal on the tp ranks: the mean over the dp ranks
@@ -55,7 +59,22 @@ def causal_lm_loss(
     )
     count: Any = num_items_in_batch
     if count is None:
-        count = ops.reduce_from_tp((targets != ignore_index).sum().double(), mesh.dp)
+        count = _count_over_dp(targets != ignore_index, mesh)
     if isinstance(count, torch.Tensor):
         count = count.to(local_sum)
     return local_sum * mesh.dp_size / count
+
+
+def _count_over_dp(valid: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The valid tokens of all dp ranks, which must all be at the same kind of call."""
+    if mesh.dp_size == 1:
+        return valid.sum()
+    own = torch.stack([valid.sum(), valid.new_full((), torch.is_grad_enabled())]).double()
+    ranks = ops.gather_from_tp(own, [2] * mesh.dp_size, mesh.dp).view(-1, 2)
+    if valid.device.type == "cpu" and len(set(ranks[:, 1].tolist())) > 1:
+        training = [f"dp rank {rank}" for rank, grad in enumerate(ranks[:, 1].tolist()) if grad]
+        raise DisagreementError(
+            f"the loss of {', '.join(training)} is computed with gradients, that of the other dp "
+            "ranks without; the dp ranks must make equally many forwards with labels"
+        )
+    return ranks[:, 0].sum()

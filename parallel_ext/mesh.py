@@ -16,6 +16,7 @@ from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
+_PATIENCE_S = 3600.0
 _MEETING_GRACE_S = 2.0  # how long ranks that failed together may lie apart
 
 
@@ -73,14 +74,20 @@ class Mesh:
             return
         tp_rows = [[row * tp + column for column in range(tp)] for row in range(dp)]
         dp_columns = [[row * tp + column for row in range(dp)] for column in range(tp)]
-        wait = timedelta(seconds=timeout)
+        # Who does not come is found by meet() and exchange_on_tp(); those who came may work long.
+        patient = timedelta(seconds=max(timeout, _PATIENCE_S))
         everyone = list(range(self.world_size))
-        self.control = self._group([everyone], backend="gloo", timeout=wait)
+        self.control = self._group([everyone], backend="gloo", timeout=patient)
+        asked = self.gather_objects(f"tp={tp}, ep={ep}, dp={dp}, timeout={timeout:g}")
+        if len(set(asked)) > 1:
+            seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
+            raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
+        self._wait = timedelta(seconds=timeout)
         if tp > 1:
-            self.tp = self._group(tp_rows)
-            self.tp_control = self._group(tp_rows, backend="gloo", timeout=wait)
+            self.tp = self._group(tp_rows, timeout=self._wait)
+            self.tp_control = self._group(tp_rows, backend="gloo", timeout=patient)
         if dp > 1:
-            self.dp = self._group(dp_columns)
+            self.dp = self._group(dp_columns, timeout=self._wait)
         store = self.process_groups[self.control.name].get_group_store()
         self._store = dist.PrefixStore(f"parallel_ext/{Mesh._made}", store)
 
@@ -115,7 +122,8 @@ class Mesh:
             shared = [ranks for ranks in key if len(ranks) > 1]
             rows = range(self.dp_size)
             self._subgroups[key] = self._group(
-                [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]
+                [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared],
+                timeout=self._wait,
             )
         return self._subgroups[key]
 

@@ -19,6 +19,22 @@ class _Entry:
 
     def __init__(self, parameter: nn.Parameter, group: Group, partial: torch.Tensor) -> None:
         self.parameter, self.group, self.partial = parameter, group, partial
+        self._grad: torch.Tensor | None = None
+        self._version = 0
+
+    def anchor(self) -> None:
+        """Tie this part to the ``.grad`` that it belongs to, making one where there is none."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        self._grad, self._version = self.parameter.grad, self.parameter.grad._version
+
+    def dropped(self) -> bool:
+        """Whether ``zero_grad`` has thrown the gradient away since it was anchored."""
+        if self._grad is None:
+            return False
+        if self.parameter.grad is not self._grad:
+            return True
+        return self._grad._version != self._version and not self._grad.any()
 
 
 class _Session:
@@ -119,9 +135,12 @@ class PartialGradients:
     @torch.no_grad()
     def _close(self, session: _Session) -> None:
         self._session = None
+        self._pending = {n: entry for n, entry in self._pending.items() if not entry.dropped()}
         for name, entry in session.entries.items():
             self._merge(self._pending, name, entry)
         if not self._synchronize:
+            for entry in self._pending.values():
+                entry.anchor()
             return
         groups: dict[Group, list[_Entry]] = {}
         for _, entry in sorted(self._pending.items()):  # in one order on all ranks
@@ -132,12 +151,28 @@ class PartialGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the parts of the backwards inside; the next backward outside sums them all."""
+        """Keep the parts of the backwards inside; the next backward outside sums them all.
+
+        ``zero_grad`` and an exception drop them.
+        """
         self._synchronize = False
         try:
             yield
+        except BaseException:
+            self._pending = {}
+            raise
         finally:
             self._synchronize = True
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, backwards sum as if nothing had been kept and nobody were accumulating."""
+        kept, synchronize = self._pending, self._synchronize
+        self._pending, self._synchronize = {}, True
+        try:
+            yield
+        finally:
+            self._pending, self._synchronize = kept, synchronize
 
 
 def _sum_and_add(entries: list[_Entry], group: Group) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -49,7 +51,15 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state.agreement is not None:
         mode = "train" if model.training else "eval"
         mode += ", grad" if torch.is_grad_enabled() else ", no grad"
+        if torch.is_grad_enabled():  # it decides which sums a backward has
+            arguments["requires_grad"] = [p.requires_grad for p in model.parameters()]
         state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
+    if state.mesh.tp_size > 1 and (
+        arguments.get("output_attentions") or model.config.output_attentions
+    ):
+        raise NotImplementedError(
+            "output_attentions under tp is not supported: a rank computes only its own heads"
+        )
     want_dict = kwargs.pop("return_dict", None)
     if want_dict is None:
         want_dict = model.config.return_dict
@@ -78,27 +88,41 @@ def loss_function(
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The class's own ``generate``, with rank 0's random numbers on every tp rank.
 
-    Rank 0's generator advances as it would in a single process; the others' stay as they were.
+    Rank 0's generator advances as it would in a single process, and so does that of every rank
+    that was in the same state; the others stay as they were.
     """
     state: ParallelState = getattr(model, STATE_NAME)
     mesh = state.mesh
     if mesh.tp_size == 1:
         return type(model).generate(model, *args, **kwargs)
+    arguments = _arguments(model, "generate", args, kwargs)
+    arguments["model.generation_config"] = model.generation_config
     if state.agreement is not None:
-        arguments = _arguments(model, "generate", args, kwargs)
         state.agreement.check(f"{type(model).__name__}.generate", arguments, "")
-    cuda = [mesh.device] if mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.set_rng_state(_from_first_tp_rank(torch.get_rng_state(), mesh))
-        if cuda:
-            torch.cuda.set_rng_state(_from_first_tp_rank(torch.cuda.get_rng_state(), mesh))
-        output = type(model).generate(model, *args, **kwargs)
-        after, after_cuda = torch.get_rng_state(), [torch.cuda.get_rng_state() for _ in cuda]
-    if mesh.tp_rank == 0:
-        torch.set_rng_state(after)
-        for rng_state in after_cuda:
-            torch.cuda.set_rng_state(rng_state)
-    return output
+    configs = (arguments.get("generation_config"), model.generation_config)
+    if "max_time" in kwargs or any(getattr(config, "max_time", None) for config in configs):
+        raise NotImplementedError(
+            "max_time under tp is not supported: the ranks' clocks would stop them at different "
+            "lengths; use max_new_tokens"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(_random_numbers_of_first_rank(mesh, torch))
+        if mesh.device.type == "cuda":
+            stack.enter_context(_random_numbers_of_first_rank(mesh, torch.cuda))
+        return type(model).generate(model, *args, **kwargs)
+
+
+@contextmanager
+def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
+    """``generator`` is ``torch`` or ``torch.cuda``; a rank in another state gets its own back."""
+    own = generator.get_rng_state()
+    shared = _from_first_tp_rank(own.clone(), mesh)
+    generator.set_rng_state(shared)
+    try:
+        yield
+    finally:
+        if not torch.equal(own, shared):
+            generator.set_rng_state(own)
 
 
 def _from_first_tp_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

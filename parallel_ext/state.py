@@ -71,7 +71,7 @@ def model_of(model: nn.Module) -> nn.Module:
         TypeError: the model was not parallelized.
     """
     for module in model.modules():
-        if hasattr(module, STATE_NAME):
+        if STATE_NAME in module._modules:  # wrappers forward attributes
             return module
     raise TypeError(
         f"{type(model).__name__} is not a parallel model; call px.parallelize(model, mesh) first"

@@ -57,7 +57,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.vocab_embedding(
-            input,
+            input.long(),
             self.weight,
             self.num_embeddings,
             self.vocab_range[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -41,6 +42,7 @@ def _worker(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
         except Exception:  # the function could not be found here
             pipe.send((False, traceback.format_exc()))
             continue
+        gc.collect()  # models refer to themselves, and their memory counts here
         function, args = task
         try:
             torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -86,14 +87,20 @@ def exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     return exact_norms(model)
 
 
-def mesh_of(tp: int | None = None, **options: Any) -> px.Mesh:
-    """A mesh over the pool's ranks; one tp group of all of them unless said otherwise."""
-    return px.init_mesh(tp=dist.get_world_size() if tp is None else tp, timeout=20.0, **options)
+@lru_cache
+def mesh_of(tp: int | None = None) -> px.Mesh:
+    """A mesh over the pool's ranks; one tp group of all of them unless said otherwise.
+
+    One for all tests of a process, since groups and their threads stay.
+    """
+    return px.init_mesh(tp=dist.get_world_size() if tp is None else tp, timeout=60.0)
 
 
 def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:
     """A parallel copy of a single-process model."""
-    return px.parallelize(copy.deepcopy(reference), mesh, **options)
+    model = copy.deepcopy(reference)
+    model.__dict__.pop("_loss_function", None)  # of ``exact``
+    return px.parallelize(model, mesh, **options)
 
 
 def batch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -342,3 +343,50 @@ def test_loss_is_the_mean_over_the_valid_tokens_of_all_dp_ranks(ddp: bool) -> No
     for loss_error, gradient_error in pool(3).run(_uneven_labels, (1, 100, 0), ddp):
         assert loss_error <= 1e-10
         assert gradient_error <= 1e-10
+
+
+def _dropped(how: str) -> tuple[float, str]:
+    """A backward under no_sync that is thrown away must not reach the next step."""
+    tiny = Tiny(heads=4, key_value_heads=1)
+    reference = tiny.model()
+    model = parallel(reference, mesh_of())
+    first, second = (batch(tiny.vocab_size, seed=seed) for seed in (3, 4))
+    with suppress(ArithmeticError), px.no_sync(model):
+        model(**first).loss.backward()
+        if how == "exception":
+            raise ArithmeticError("on purpose")
+    model.zero_grad(set_to_none=how != "zero_grad in place")
+    if how == "check_gradients between":
+        with px.no_sync(model):
+            model(**first).loss.backward()
+        report = px.check_gradients(model, second)
+        if report.worst[1] > 1e-6:
+            raise AssertionError(str(report))
+        reference(**first).loss.backward()
+    model(**second).loss.backward()
+    reference(**second).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+
+
+@pytest.mark.parametrize(
+    "how", ["zero_grad", "zero_grad in place", "exception", "check_gradients between"]
+)
+def test_gradients_dropped_under_no_sync_stay_dropped(how: str) -> None:
+    for error, name in pool(2).run(_dropped, how):
+        assert error <= FLOOR[torch.float64], name
+
+
+def _evaluated_unevenly() -> None:
+    tiny = Tiny()
+    mesh = mesh_of(tp=1)
+    model = parallel(tiny.model(), mesh)
+    one = batch(tiny.vocab_size)
+    with torch.no_grad():
+        for _ in range(2 + mesh.dp_rank):
+            model(**one)
+    model(**one)
+
+
+def test_dp_ranks_that_evaluate_unevenly_are_told() -> None:
+    for raised in pool(2).run_raising(_evaluated_unevenly):
+        assert "must make equally many forwards with labels" in repr(raised)

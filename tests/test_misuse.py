@@ -54,6 +54,8 @@ def _forward_with(change: str) -> None:
             model.eval()
         elif change == "no labels":
             del one["labels"]
+        elif change == "requires_grad":
+            model.lm_head.requires_grad_(False)
         elif change == "id":
             one["input_ids"][1, 2] = TINY.vocab_size
         elif change == "negative id":
@@ -68,7 +70,7 @@ def _forward_with(change: str) -> None:
         else:
             model(**one)
     finally:
-        model.train()
+        model.train().requires_grad_(True)
         _works_afterwards(model)
         if not torch.equal(before, model.model.embed_tokens.weight):
             raise AssertionError("the model changed")
@@ -85,6 +87,7 @@ def _forward_with(change: str) -> None:
         "eval": ["mode (tp rank 0: train, grad, tp rank 1: eval, grad)"],
         "grad mode": ["mode (tp rank 0: train, grad, tp rank 1: train, no grad)"],
         "no labels": ["labels (tp rank 0: int64 (2, 9), tp rank 1: absent)"],
+        "requires_grad": ["requires_grad (tp rank 0: list of"],
     }.items(),
 )
 def test_tp_peers_must_be_given_the_same(change: str, words: list[str]) -> None:
@@ -215,6 +218,13 @@ def _parallelize(case: str) -> None:
         model = transformers.GPT2LMHeadModel(config)
     elif case == "twice":
         model = parallel(model, mesh)
+    elif case == "hook":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    elif case == "subclass":
+        up = model.model.layers[0].mlp.up_proj
+        up.__class__ = type("MyLinear", (torch.nn.Linear,), {})
+    elif case == "own loss":
+        model.loss_function = lambda *_, **__: None
     elif case == "wrong rows":
         model.config.vocab_size = 99
     elif case == "other weights":
@@ -225,6 +235,8 @@ def _parallelize(case: str) -> None:
         options = {"training_logits": dist.get_rank() == 0}
     elif case == "misfit on one rank" and dist.get_rank() == 1:
         del model.model.layers[0].mlp.down_proj
+    if case != "own loss":
+        model.__dict__.pop("_loss_function", None)  # of the tests' fp64 model
     names = [name for name, _ in model.named_modules()]
     try:
         px.parallelize(model, mesh, **options)
@@ -244,6 +256,9 @@ def _parallelize(case: str) -> None:
         ],
         "other model": ["no table for model_type 'gpt2'", "supported are llama"],
         "twice": ["parallel already"],
+        "hook": ["lm_head has hooks"],
+        "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],
+        "own loss": ["loss_function was replaced on this instance"],
         "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
         "other weights": ["rank 0 and rank 1 hold different models"],
         "frozen on one rank": ["lm_head.weight", "True", "False"],
@@ -255,8 +270,32 @@ def test_parallelize_refuses(case: str, words: list[str]) -> None:
     _everywhere(pool(3).run_raising(_parallelize, case), *words)
 
 
+def _unsupported(what: str) -> None:
+    model = parallel(TINY.model(), mesh_of())
+    ids = batch(TINY.vocab_size)["input_ids"]
+    if what == "output_attentions":
+        model(ids, output_attentions=True)
+    else:
+        model.generate(ids, max_time=0.1)
+
+
+@pytest.mark.parametrize("what", ["output_attentions", "max_time"])
+def test_what_tp_cannot_do_is_refused_by_name(what: str) -> None:
+    _everywhere(pool(2).run_raising(_unsupported, what), what, kind="NotImplementedError")
+
+
+def _other_meshes() -> None:
+    px.init_mesh(tp=1 + dist.get_rank())
+
+
+def test_ranks_that_ask_for_different_meshes_are_told() -> None:
+    words = ("rank 0: tp=1", "rank 1: tp=2")
+    _everywhere(pool(2).run_raising(_other_meshes), *words, kind="DisagreementError")
+
+
 def _stale_optimizer() -> None:
     reference = TINY.model()
+    reference.__dict__.pop("_loss_function", None)
     optimizer = torch.optim.AdamW(reference.parameters())
     model = px.parallelize(reference, mesh_of())
     model(**batch(TINY.vocab_size)).loss.backward()
@@ -333,6 +372,6 @@ def test_functions_for_parallel_models_refuse_plain_ones() -> None:
 
 
 def test_attention_dropout_is_accepted_on_demand() -> None:
-    model = TINY.model()
+    model = Tiny(dtype=torch.float32).model()
     model.config.attention_dropout = 0.1
     assert px.parallelize(model, px.init_mesh(), allow_different_dropout=True) is model

@@ -60,8 +60,8 @@ def _gradients() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_gradients_err_less_than_those_of_one_process(tp: int) -> None:
+def test_gradients_err_less_than_those_of_one_process() -> None:
+    tp = 2
     for result in pool(tp).run(_gradients, timeout_s=300):
         assert result["loss"] <= 1e-6
         ours, theirs = worst(result["ours"]), worst(result["theirs"])

@@ -13,9 +13,12 @@ from parallel_ext.checkpoint.safetensors_file import CheckpointError
 
 # What a save writes or makes stale. Everything else in a directory is carried over.
 _OF_A_SAVE = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin*",
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model-?????-of-?????.bin",
+    "pytorch_model.bin.index.json",
     "config.json",
     "generation_config.json",
 )

@@ -39,6 +39,32 @@ def table_for(model: nn.Module) -> ModelTable:
     return TABLES[model_type]
 
 
+def check_plain(model: nn.Module, table: ModelTable) -> None:
+    """The modules to be replaced are torch's own and carry nothing that would be lost."""
+    layers = range(len(model.get_submodule(table.layers)))
+    paths = [table.embedding, table.head]
+    paths += [
+        f"{table.layers}.{index}.{name}" for index in layers for name in table.layer_modules()
+    ]
+    for path in paths:
+        module = model.get_submodule(path)
+        if isinstance(module, (nn.Linear, nn.Embedding)) and type(module) not in (
+            nn.Linear,
+            nn.Embedding,
+        ):
+            raise ValueError(
+                f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
+                "can be cut, whose forward is known"
+            )
+        replaced = isinstance(module, (nn.Linear, nn.Embedding))
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if replaced and (any(hooks) or "forward" in module.__dict__):
+            raise ValueError(
+                f"parallelize: {path} has hooks or a forward of its own, which its replacement "
+                "would lose; add them after parallelize"
+            )
+
+
 def check_names(model: nn.Module, table: ModelTable) -> None:
     """One error that lists every name this package relies on and the installed version lacks."""
     missing = [f"{type(model).__name__}.{n}" for n in _MODEL_ATTRIBUTES if not hasattr(model, n)]
@@ -77,6 +103,12 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             f"parallelize: {foreign[0]} is a {type(model.get_parameter(foreign[0])).__name__}, so "
             "the model is already sharded or quantized by something else; pass a plain one"
         )
+    for name in ("_loss_function", "loss_function"):
+        if name in model.__dict__:
+            raise ValueError(
+                "parallelize: loss_function was replaced on this instance, which the parallel loss "
+                "would override; remove it, or compute your own loss from the logits"
+            )
     if "forward" in model.__dict__:
         raise ValueError(
             "parallelize: forward was replaced on this instance (accelerate's prepare does so); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -21,7 +22,13 @@ from parallel_ext.mesh import Mesh
 from parallel_ext.models.table import ModelSizes, ModelTable, plan
 from parallel_ext.ops import Group
 from parallel_ext.partial_gradients import PartialGradients
-from parallel_ext.patch.checks import check_equal, check_names, check_servable, table_for
+from parallel_ext.patch.checks import (
+    check_equal,
+    check_names,
+    check_plain,
+    check_servable,
+    table_for,
+)
 from parallel_ext.sharded import take
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -106,6 +113,7 @@ def parallelize(
     def prepare() -> tuple[ModelTable, ModelLayout]:
         table = table_for(model)
         check_names(model, table)
+        check_plain(model, table)
         check_servable(model, mesh, allow_different_dropout)
         return table, _plan(model, table, mesh, vocab_multiple_of)
 
@@ -239,6 +247,17 @@ def _replace_modules(
     return partials
 
 
+def _in_place_of(cls: type, name: str) -> Callable[..., Any]:
+    """The run-time function ``name``, with the signature of the method that it stands for."""
+    function = getattr(runtime, name)
+
+    @wraps(getattr(cls, name))
+    def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(model, *args, **kwargs)
+
+    return method
+
+
 def _attach(
     model: transformers.PreTrainedModel,
     table: ModelTable,
@@ -249,8 +268,7 @@ def _attach(
     mesh = state.mesh
     model.loss_function = MethodType(runtime.loss_function, model)
     for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
-        bound = MethodType(wraps(getattr(type(model), name))(getattr(runtime, name)), model)
-        setattr(model, name, bound)
+        setattr(model, name, MethodType(_in_place_of(type(model), name), model))
     if mesh.tp_size > 1:
         model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(mesh.tp_size)
         for layer in model.get_submodule(table.layers):

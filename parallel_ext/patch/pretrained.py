@@ -36,7 +36,8 @@ def from_pretrained(
     Args:
         source: a HuggingFace directory with safetensors files, or a hub id.
         mesh: from :func:`init_mesh`.
-        dtype: of the parameters; that of the files when None. Buffers keep HuggingFace's.
+        dtype: of the parameters; when None that of the configuration, else that of the first
+            tensor, as in HuggingFace. Buffers keep HuggingFace's.
         attn_implementation: as in HuggingFace, for example ``"sdpa"`` or ``"eager"``.
         options: of :func:`parallelize`.
 
@@ -59,7 +60,7 @@ def from_pretrained(
 
         def fill() -> None:
             directory.check(state_of(model).layout)
-            directory.load_into(model, mesh, dtype)
+            directory.load_into(model, mesh, dtype or _dtype_of(model, directory))
             _check_complete(model)
 
         mesh.together(what, fill)
@@ -89,6 +90,13 @@ def _on_meta(path: Path, attn_implementation: str | None) -> transformers.PreTra
         model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
     model.tie_weights()
     return model
+
+
+def _dtype_of(
+    model: transformers.PreTrainedModel, directory: checkpoint.HFDirectory
+) -> torch.dtype | None:
+    in_files = (dtype for dtype in directory.dtypes.values() if dtype.is_floating_point)
+    return model.config.dtype or next(in_files, None)
 
 
 def _check_complete(model: nn.Module) -> None:
