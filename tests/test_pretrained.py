@@ -17,9 +17,11 @@ from reference import (
     exact_norms,
     gradients_of,
     mesh_of,
+    parallel,
     shard_differences,
     worst,
 )
+from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
 
@@ -85,3 +87,36 @@ def test_another_number_of_rows_is_refused_with_both_shapes(tmp_path: Path) -> N
         assert "model.embed_tokens.weight" in repr(raised)
         assert "(101, 72)" in repr(raised)
         assert "(103, 72)" in repr(raised)
+
+
+def _save(folder: str) -> None:
+    parallel(Tiny(dtype=torch.float32).model(), mesh_of()).save_pretrained(folder)
+
+
+def test_a_save_removes_the_previous_model_and_nothing_else(tmp_path: Path) -> None:
+    stale, kept = "model-00003-of-00003.safetensors", "adapter_model.safetensors"
+    for name in (stale, kept, "README.md"):
+        (tmp_path / name).write_text("here before")
+    pool(2).run(_save, str(tmp_path))
+    assert not (tmp_path / stale).exists()
+    assert (tmp_path / kept).read_text() == "here before"
+    assert (tmp_path / "README.md").read_text() == "here before"
+
+
+def _dtypes(folder: str) -> tuple[set[torch.dtype], float]:
+    model = px.from_pretrained(folder, mesh_of())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    one = batch(model.config.vocab_size)
+    return {p.dtype for p in model.parameters()}, difference(model(**one).loss, plain(**one).loss)
+
+
+def test_an_old_file_of_mixed_dtypes_loads_as_in_huggingface(tmp_path: Path) -> None:
+    model = Tiny(dtype=torch.bfloat16).model()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for dtypes, error in pool(2).run(_dtypes, str(tmp_path)):
+        assert dtypes == {torch.bfloat16}
+        assert error <= FLOOR[torch.bfloat16]
