@@ -36,14 +36,14 @@ def causal_lm_loss(
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
 
-    Raises:
-        DisagreementError: some dp ranks compute gradients and others do not, as when one of them
-            has evaluated on more batches than another; their counts do not belong together.
-
     Returns:
         ``local_sum * dp_size / count``, a scalar, equal on the tp ranks: the mean over the dp ranks
         is the loss of the job, and the mean of their gradients is its gradient. NaN when no token
         of the job is valid, as in torch.
+
+    Raises:
+        DisagreementError: some dp ranks compute gradients and others do not, as when one of them
+            has evaluated on more batches than another; their counts do not belong together.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -49,9 +49,9 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: ParallelState = getattr(model, STATE_NAME)
     arguments = _arguments(model, "forward", args, kwargs)
     if state.agreement is not None:
-        mode = "train" if model.training else "eval"
-        mode += ", grad" if torch.is_grad_enabled() else ", no grad"
-        if torch.is_grad_enabled():  # it decides which sums a backward has
+        grad = torch.is_grad_enabled()
+        mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
+        if grad:  # it decides which sums a backward has
             arguments["requires_grad"] = [p.requires_grad for p in model.parameters()]
         state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
     if state.mesh.tp_size > 1 and (
@@ -116,19 +116,15 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
     """``generator`` is ``torch`` or ``torch.cuda``; a rank in another state gets its own back."""
     own = generator.get_rng_state()
-    shared = _from_first_tp_rank(own.clone(), mesh)
+    shared = own.clone()
+    group = mesh.process_groups[mesh.tp_control.name]
+    dist.broadcast(shared, src=mesh.dp_rank * mesh.tp_size, group=group)
     generator.set_rng_state(shared)
     try:
         yield
     finally:
         if not torch.equal(own, shared):
             generator.set_rng_state(own)
-
-
-def _from_first_tp_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    group = mesh.process_groups[mesh.tp_control.name]
-    dist.broadcast(tensor, src=mesh.dp_rank * mesh.tp_size, group=group)
-    return tensor
 
 
 def save_pretrained(

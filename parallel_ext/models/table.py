@@ -45,8 +45,17 @@ class ModelTable:
     mlp_inputs: tuple[str, ...]
     mlp_output: str
 
-    def layer_modules(self) -> tuple[str, ...]:
-        """Paths, from a layer, of all modules that are replaced or given a hook."""
+    def modules(self, num_layers: int) -> tuple[str, ...]:
+        """Paths of all modules that are replaced or given a hook."""
+        inner = self._layer_modules()
+        layers = (f"{self.layers}.{index}" for index in range(num_layers))
+        return (
+            self.embedding,
+            self.head,
+            *(f"{layer}.{name}" for layer in layers for name in inner),
+        )
+
+    def _layer_modules(self) -> tuple[str, ...]:
         attention = (self.query, self.key, self.value, self.attention_output)
         mlp = (*self.mlp_inputs, self.mlp_output)
         return (

@@ -41,24 +41,17 @@ def table_for(model: nn.Module) -> ModelTable:
 
 def check_plain(model: nn.Module, table: ModelTable) -> None:
     """The modules to be replaced are torch's own and carry nothing that would be lost."""
-    layers = range(len(model.get_submodule(table.layers)))
-    paths = [table.embedding, table.head]
-    paths += [
-        f"{table.layers}.{index}.{name}" for index in layers for name in table.layer_modules()
-    ]
-    for path in paths:
+    for path in table.modules(len(model.get_submodule(table.layers))):
         module = model.get_submodule(path)
-        if isinstance(module, (nn.Linear, nn.Embedding)) and type(module) not in (
-            nn.Linear,
-            nn.Embedding,
-        ):
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue  # an attention or an MLP, which stays
+        if type(module) not in (nn.Linear, nn.Embedding):
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
                 "can be cut, whose forward is known"
             )
-        replaced = isinstance(module, (nn.Linear, nn.Embedding))
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if replaced and (any(hooks) or "forward" in module.__dict__):
+        if any(hooks) or "forward" in module.__dict__:
             raise ValueError(
                 f"parallelize: {path} has hooks or a forward of its own, which its replacement "
                 "would lose; add them after parallelize"
@@ -77,12 +70,11 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
             missing.append(path)
             return None
 
-    for path in (table.embedding, table.head):
-        find(path)
     layers = find(table.layers)
-    for index in range(len(layers) if layers is not None else 0):
-        for name in table.layer_modules():
-            find(f"{table.layers}.{index}.{name}")
+    num_layers = len(layers) if layers is not None else 0
+    for path in table.modules(num_layers):
+        find(path)
+    for index in range(num_layers):
         attention = f"{table.layers}.{index}.{table.attention}"
         if attention not in missing:
             owner = model.get_submodule(attention)
