@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "shared_memory.h"
+
 namespace parallel_ext {
 namespace {
 
@@ -19,11 +21,25 @@ std::mutex state_mutex;
 std::map<std::string, int64_t> counts;           // guarded by state_mutex
 std::map<std::string, int64_t> running_numbers;  // by group name, guarded by state_mutex
 
+// What a group found out at its first collective: the memory that its ranks share, or none.
+struct Neighbours {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;  // names come back after a group is destroyed
+  std::shared_ptr<SharedMemory> memory;
+};
+std::map<std::string, Neighbours> neighbours;  // by group name, guarded by state_mutex
+
+bool is_set_to(const char* variable, const char* wanted) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && std::strcmp(value, wanted) == 0;
+}
+
 std::atomic<bool>& order_check_flag() {
-  static std::atomic<bool> flag = [] {
-    const char* value = std::getenv("PARALLEL_EXT_DEBUG");
-    return value != nullptr && std::strcmp(value, "1") == 0;
-  }();
+  static std::atomic<bool> flag = is_set_to("PARALLEL_EXT_DEBUG", "1");
+  return flag;
+}
+
+std::atomic<bool>& shared_memory_flag() {
+  static std::atomic<bool> flag = !is_set_to("PARALLEL_EXT_SHARED_MEMORY", "0");
   return flag;
 }
 
@@ -41,15 +57,31 @@ Group find_group(const char* op, int64_t group_size, const std::string& group_na
   return group;
 }
 
-at::Tensor gather_into_new(const Group& group, const at::Tensor& part,
-                           const c10d::AllgatherOptions& options = {}) {
+at::Tensor empty_for_all(const Group& group, const at::Tensor& part) {
   std::vector<int64_t> shape{group->getSize()};
   shape.insert(shape.end(), part.sizes().begin(), part.sizes().end());
-  at::Tensor all = at::empty(shape, part.options());
+  return at::empty(shape, part.options());
+}
+
+at::Tensor gather_into_new(const Group& group, const at::Tensor& part,
+                           const c10d::AllgatherOptions& options = {}) {
+  at::Tensor all = empty_for_all(group, part);
   std::vector<at::Tensor> inputs{part};
   std::vector<std::vector<at::Tensor>> outputs{all.unbind(0)};
   group->allgather(outputs, inputs, options)->wait();
   return all;
+}
+
+// The records of all ranks of a group, in rank order.
+template <typename Record>
+std::vector<Record> gather_records(const Group& group, const Record& own,
+                                   const at::Device& device) {
+  at::Tensor part = at::empty({static_cast<int64_t>(sizeof(own))}, at::kByte);
+  std::memcpy(part.mutable_data_ptr(), &own, sizeof(own));
+  const at::Tensor all = gather_into_new(group, part.to(device)).cpu();
+  std::vector<Record> records(group->getSize());
+  std::memcpy(records.data(), all.const_data_ptr(), all.nbytes());
+  return records;
 }
 
 // What a rank is about to run, in a fixed size so that ranks that disagree can still exchange it.
@@ -68,19 +100,70 @@ void compare_order(const char* op, const char* kind, int64_t bytes, const at::De
     std::lock_guard<std::mutex> lock(state_mutex);
     own.number = running_numbers[group->getGroupName()]++;
   }
-  at::Tensor record = at::empty({static_cast<int64_t>(sizeof(own))}, at::kByte);
-  std::memcpy(record.mutable_data_ptr(), &own, sizeof(own));
-  at::Tensor all = gather_into_new(group, record.to(device)).cpu();
-  for (int64_t rank = 0; rank < group->getSize(); ++rank) {
-    OrderRecord other;
-    std::memcpy(&other, static_cast<const char*>(all.const_data_ptr()) + rank * sizeof(other),
-                sizeof(other));
+  const auto records = gather_records(group, own, device);
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    const OrderRecord& other = records[rank];
     TORCH_CHECK(std::memcmp(&own, &other, sizeof(own)) == 0, op, ": order check: rank ",
                 group->getRank(), " is about to run ", own.what, " as number ", own.number,
                 " with ", own.bytes, " bytes, but rank ", rank, " runs ", other.what, " as number ",
                 other.number, " with ", other.bytes,
                 " bytes; all ranks must create the same collectives in the same order");
   }
+}
+
+// Asks the ranks of a group whether all of them can map the same memory: two exchanges.
+std::shared_ptr<SharedMemory> meet_neighbours(const Group& group) {
+  struct Offer {
+    char path[64];
+    bool willing;
+  } own{};
+  const int64_t rank = group->getRank(), size = group->getSize();
+  const auto backend = group->getBackend(at::kCPU);
+  own.willing = shared_memory_flag().load() && backend->getBackendName() == "gloo";
+  std::shared_ptr<SharedMemory> memory;
+  if (rank == 0 && own.willing) {
+    memory = SharedMemory::create(size);
+    own.willing = memory != nullptr;
+    if (memory) std::snprintf(own.path, sizeof(own.path), "%s", memory->path().c_str());
+  }
+  const auto offers = gather_records(group, own, at::kCPU);
+  bool all = true;
+  for (const Offer& offer : offers) all = all && offer.willing;
+  if (all && rank != 0) memory = SharedMemory::open(offers[0].path, rank, size);
+  bool have = memory != nullptr;
+  for (const bool other : gather_records(group, static_cast<char>(have), at::kCPU)) {
+    have = have && other;
+  }
+  if (rank == 0 && memory) memory->remove_path();
+  return have ? memory : nullptr;
+}
+
+// The memory that the ranks of this group share; nullptr where they talk through the group.
+std::shared_ptr<SharedMemory> shared_memory_of(const Group& group, const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return nullptr;
+  const std::string name = group->getGroupName();
+  {
+    std::lock_guard<std::mutex> lock(state_mutex);
+    const auto found = neighbours.find(name);
+    if (found != neighbours.end() && found->second.group.lock() == group) {
+      return found->second.memory;
+    }
+  }
+  auto memory = meet_neighbours(group);
+  std::lock_guard<std::mutex> lock(state_mutex);
+  neighbours.insert_or_assign(
+      name, Neighbours{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), memory});
+  return memory;
+}
+
+double timeout_of(const Group& group) {
+  return std::chrono::duration<double>(group->getBackend(at::kCPU)->getBackendOptions()->timeout)
+      .count();
+}
+
+void count_in_shared_memory() {
+  std::lock_guard<std::mutex> lock(state_mutex);
+  counts["in_shared_memory"] += 1;
 }
 
 // What comes before every collective: the optional order check, then the counters.
@@ -101,6 +184,13 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
   if (group_size == 1) return [] {};
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
   Group group = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group_size, group_name);
+  auto memory = shared_memory_of(group, tensor);
+  if (memory && SharedMemory::can_sum(tensor.scalar_type())) {
+    count_in_shared_memory();
+    memory->start(op, "all_reduce", tensor.const_data_ptr(), tensor.nbytes(), timeout_of(group));
+    return
+        [memory, tensor] { memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type()); };
+  }
   std::vector<at::Tensor> tensors{tensor};
   auto work = group->allreduce(tensors);
   return [work, tensors] { work->wait(); };
@@ -116,7 +206,13 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size
   if (group_size == 1) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");
   Group group = begin(op, "all_gather", part.nbytes(), part.device(), group_size, group_name);
-  return gather_into_new(group, part);
+  auto memory = shared_memory_of(group, part);
+  if (!memory) return gather_into_new(group, part);
+  count_in_shared_memory();
+  at::Tensor all = empty_for_all(group, part);
+  memory->start(op, "all_gather", part.const_data_ptr(), part.nbytes(), timeout_of(group));
+  memory->finish_gather(all.mutable_data_ptr());
+  return all;
 }
 
 std::vector<std::string> exchange_bytes(const std::string& record, int64_t group_size,
@@ -149,5 +245,11 @@ void reset_collective_counts() {
 bool order_check() { return order_check_flag().load(); }
 
 void set_order_check(bool on) { order_check_flag().store(on); }
+
+void set_shared_memory(bool on) {
+  shared_memory_flag().store(on);
+  std::lock_guard<std::mutex> lock(state_mutex);
+  neighbours.clear();
+}
 
 }  // namespace parallel_ext

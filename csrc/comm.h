@@ -31,7 +31,8 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size
 std::vector<std::string> exchange_bytes(const std::string& record, int64_t group_size,
                                         const std::string& group_name, double timeout_s);
 
-// Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank.
+// Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank;
+// "in_shared_memory" how many of them no process group carried.
 std::map<std::string, int64_t> collective_counts();
 void reset_collective_counts();
 
@@ -39,5 +40,10 @@ void reset_collective_counts();
 // group and throws on all ranks where they differ. Starts as PARALLEL_EXT_DEBUG=1 says.
 bool order_check();
 void set_order_check(bool on);
+
+// Whether CPU tensors go through memory that the ranks share where all ranks of a group run on one
+// host (csrc/shared_memory.h), instead of through the group. Starts as on, or off with
+// PARALLEL_EXT_SHARED_MEMORY=0; every rank of a job must call this before the same collective.
+void set_shared_memory(bool on);
 
 }  // namespace parallel_ext

@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("reset_collective_counts", &parallel_ext::reset_collective_counts);
   m.def("order_check", &parallel_ext::order_check);
   m.def("set_order_check", &parallel_ext::set_order_check, py::arg("on"));
+  m.def("set_shared_memory", &parallel_ext::set_shared_memory, py::arg("on"));
   m.def("aten_path_on_cpu", &parallel_ext::aten_path_on_cpu);
   m.def("set_aten_path_on_cpu", &parallel_ext::set_aten_path_on_cpu, py::arg("on"));
 }

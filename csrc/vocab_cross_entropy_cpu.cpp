@@ -8,12 +8,11 @@
 #include <limits>
 
 #include "kernel_choice.h"
+#include "number.h"
 #include "vocab_cross_entropy.h"
 
 namespace parallel_ext {
 namespace {
-
-#define PARALLEL_EXT_INLINE inline __attribute__((always_inline))
 
 // Sums run over kLanes independent accumulators that are folded in order: the compiler keeps them
 // in vector registers, and the bits depend neither on the threads nor on the instruction set's
@@ -21,24 +20,6 @@ namespace {
 constexpr int64_t kLanes = 64;
 // A block is read twice, for its maximum and for its sum, and stays in the first-level cache.
 constexpr int64_t kBlock = 2048;
-
-PARALLEL_EXT_INLINE float to_float(float x) { return x; }
-PARALLEL_EXT_INLINE float to_float(c10::BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-PARALLEL_EXT_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
-
-PARALLEL_EXT_INLINE void store(float value, float* out) { *out = value; }
-PARALLEL_EXT_INLINE void store(float value, c10::BFloat16* out) {
-  uint32_t bits;  // rounds to nearest even; the softmax's gradient is NaN only as a quiet NaN
-  std::memcpy(&bits, &value, sizeof(bits));
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  out->x = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
-}
-PARALLEL_EXT_INLINE void store(float value, c10::Half* out) { *out = value; }
 
 // exp(x) for x <= 0, to 1e-7 relative; 0 below the smallest normal number, NaN for NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite's two-part reduction), exp(r) by its Taylor

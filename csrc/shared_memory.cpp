@@ -1,0 +1,341 @@
+#include "shared_memory.h"
+
+#include <c10/util/Exception.h>
+
+#ifdef __linux__
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <random>
+
+#include "kernel_choice.h"
+#include "number.h"
+
+namespace parallel_ext {
+namespace {
+
+constexpr int64_t kSlotBytes = int64_t{2} << 20;
+constexpr int64_t kPage = 4096;
+constexpr int kSpins = 4000;  // some 50 us: longer than ranks in step lie apart, short if they
+                              // share a core
+
+// acc = parts[0] + parts[1] + ... in this order, a block at a time so that acc stays in the cache.
+template <typename scalar_t>
+PARALLEL_EXT_INLINE void sum_in_order(const scalar_t* const* parts, int64_t size, int64_t begin,
+                                      int64_t end, scalar_t* out) {
+  constexpr int64_t kBlock = 1024;
+  float acc[kBlock];
+  for (int64_t start = begin; start < end; start += kBlock) {
+    const int64_t count = std::min(kBlock, end - start);
+    for (int64_t i = 0; i < count; ++i) acc[i] = to_float(parts[0][start + i]);
+    for (int64_t rank = 1; rank < size; ++rank) {
+      const scalar_t* part = parts[rank] + start;
+      for (int64_t i = 0; i < count; ++i) acc[i] += to_float(part[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) store(acc[i], out + start + i);
+  }
+}
+
+// One function per dtype, since target_clones does not go with templates.
+#define PARALLEL_EXT_SUM(scalar_t)                                                              \
+  PARALLEL_EXT_MULTIVERSION void sum(const scalar_t* const* parts, int64_t size, int64_t begin, \
+                                     int64_t end, scalar_t* out) {                              \
+    sum_in_order(parts, size, begin, end, out);                                                 \
+  }
+
+PARALLEL_EXT_SUM(float)
+PARALLEL_EXT_SUM(c10::BFloat16)
+PARALLEL_EXT_SUM(c10::Half)
+
+void sum(const double* const* parts, int64_t size, int64_t begin, int64_t end, double* out) {
+  for (int64_t i = begin; i < end; ++i) {
+    double acc = parts[0][i];
+    for (int64_t rank = 1; rank < size; ++rank) acc += parts[rank][i];
+    out[i] = acc;
+  }
+}
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+constexpr int64_t kSeatBytes = 128;
+
+int64_t header_bytes(int64_t size) { return (size * kSeatBytes + kPage - 1) / kPage * kPage; }
+
+}  // namespace
+
+// What one rank shows of itself, on cache lines of its own.
+struct alignas(kSeatBytes) SharedMemory::Seat {
+  std::atomic<uint32_t> arrivals;  // points that this rank has reached; also the futex of waiters
+  std::atomic<uint32_t> sleepers;  // ranks that sleep until it reaches the next one
+  std::atomic<uint32_t> given_up;
+  int64_t bytes;
+  char what[64];
+};
+
+#ifdef __linux__
+
+namespace {
+
+int64_t total_bytes(int64_t size) { return header_bytes(size) + (size + 1) * kSlotBytes; }
+
+// Of this process on this byte of the file, until the process ends, however it ends.
+bool lock_byte(int fd, int64_t byte) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = byte;
+  lock.l_len = 1;
+  return fcntl(fd, F_SETLK, &lock) == 0;
+}
+
+void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+  const struct timespec moment{0, 50'000'000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &moment, nullptr, 0);
+}
+
+void wake(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+std::unique_ptr<SharedMemory> SharedMemory::create(int64_t size) {
+  std::random_device random;
+  char path[64];
+  std::snprintf(path, sizeof(path), "/dev/shm/parallel_ext-%08x%08x%08x", random(), random(),
+                random());
+  const int fd = ::open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (fd < 0) return nullptr;
+  // Reserved now: a write into memory that a small /dev/shm cannot give would kill the process.
+  if (posix_fallocate(fd, 0, total_bytes(size)) != 0) {
+    ::close(fd);
+    ::unlink(path);
+    return nullptr;
+  }
+  auto memory = attach(path, fd, 0, size);
+  if (memory == nullptr) ::unlink(path);
+  return memory;
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& path, int64_t rank,
+                                                 int64_t size) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  return fd < 0 ? nullptr : attach(path, fd, rank, size);
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::attach(const std::string& path, int fd, int64_t rank,
+                                                   int64_t size) {
+  void* base = MAP_FAILED;
+  if (lock_byte(fd, rank)) {
+    base = mmap(nullptr, total_bytes(size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  }
+  if (base == MAP_FAILED) {
+    ::close(fd);
+    return nullptr;
+  }
+  return std::unique_ptr<SharedMemory>(new SharedMemory(path, fd, base, rank, size));
+}
+
+void SharedMemory::remove_path() { ::unlink(path_.c_str()); }
+
+SharedMemory::~SharedMemory() {
+  munmap(base_, total_bytes(size_));
+  ::close(fd_);
+}
+
+bool SharedMemory::alive(int64_t peer) const {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = peer;
+  lock.l_len = 1;
+  return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+#else
+
+namespace {
+void sleep_on(std::atomic<uint32_t>&, uint32_t) {}
+void wake(std::atomic<uint32_t>&) {}
+}  // namespace
+
+std::unique_ptr<SharedMemory> SharedMemory::create(int64_t) { return nullptr; }
+std::unique_ptr<SharedMemory> SharedMemory::open(const std::string&, int64_t, int64_t) {
+  return nullptr;
+}
+void SharedMemory::remove_path() {}
+SharedMemory::~SharedMemory() = default;
+bool SharedMemory::alive(int64_t) const { return true; }
+
+#endif
+
+SharedMemory::SharedMemory(std::string path, int fd, void* base, int64_t rank, int64_t size)
+    : path_(std::move(path)), fd_(fd), base_(static_cast<char*>(base)), rank_(rank), size_(size) {
+  static_assert(sizeof(Seat) == kSeatBytes);
+}
+
+SharedMemory::Seat& SharedMemory::seat(int64_t rank) const {
+  return reinterpret_cast<Seat*>(base_)[rank];  // a new file is zero, which is where a seat begins
+}
+
+char* SharedMemory::slot(int64_t rank) const {
+  return base_ + header_bytes(size_) + rank * kSlotBytes;
+}
+
+int64_t SharedMemory::piece_at(int64_t offset) const {
+  return std::min(kSlotBytes, bytes_ - offset);
+}
+
+bool SharedMemory::can_sum(c10::ScalarType dtype) {
+  return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 ||
+         dtype == c10::kHalf;
+}
+
+void SharedMemory::arrive() {
+  ++arrivals_;
+  Seat& own = seat(rank_);
+  own.arrivals.store(arrivals_);
+  if (own.sleepers.load() > 0) wake(own.arrivals);
+}
+
+void SharedMemory::wait_for_all() {
+  for (int64_t peer = 0; peer < size_; ++peer) {
+    if (peer != rank_) wait_for(peer);
+  }
+}
+
+void SharedMemory::wait_for(int64_t peer) {
+  Seat& other = seat(peer);
+  const auto has_come = [&] {
+    return static_cast<int32_t>(other.arrivals.load() - arrivals_) >= 0;
+  };
+  for (int spin = 0; spin < kSpins; ++spin) {
+    if (has_come()) return;
+    pause_briefly();
+  }
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s_);
+  while (!has_come()) {
+    const bool lives = alive(peer);
+    if (has_come()) return;  // its last deed
+    const std::string who = "rank " + std::to_string(peer) + " of the group ";
+    if (!lives) give_up(who + "has exited");
+    if (other.given_up.load() != 0) give_up(who + "has given up");
+    if (std::chrono::steady_clock::now() > deadline) {
+      char seconds[32];
+      std::snprintf(seconds, sizeof(seconds), "%g", timeout_s_);
+      give_up(who + "did not come within " + seconds + " s");
+    }
+    other.sleepers.fetch_add(1);
+    const uint32_t seen = other.arrivals.load();
+    if (static_cast<int32_t>(seen - arrivals_) < 0) sleep_on(other.arrivals, seen);
+    other.sleepers.fetch_sub(1);
+  }
+}
+
+void SharedMemory::give_up(const std::string& why) {
+  seat(rank_).given_up.store(1);
+  C10_THROW_ERROR(Error, what_ + ": " + why + "; the group cannot be used any more");
+}
+
+void SharedMemory::show(int64_t offset) {
+  Seat& own = seat(rank_);
+  own.bytes = bytes_;
+  std::snprintf(own.what, sizeof(own.what), "%s", what_.c_str());
+  if (bytes_ > 0) std::memcpy(slot(rank_), data_ + offset, piece_at(offset));
+  arrive();
+}
+
+void SharedMemory::check_same() {
+  const Seat& own = seat(rank_);
+  for (int64_t peer = 0; peer < size_; ++peer) {
+    const Seat& other = seat(peer);
+    if (other.bytes == own.bytes && std::strcmp(other.what, own.what) == 0) continue;
+    const std::string text =
+        c10::str(own.what, " with ", own.bytes, " bytes on rank ", rank_, " meets ", other.what,
+                 " with ", other.bytes, " bytes on rank ", peer,
+                 "; all ranks must run the same operators on the same sizes in the same order");
+    started_ = false;
+    arrive();  // read; the peers may write what comes next
+    C10_THROW_ERROR(Error, text);
+  }
+}
+
+void SharedMemory::start(const char* op, const char* kind, const void* data, int64_t bytes,
+                         double timeout_s) {
+  what_ = std::string(op) + "/" + kind;
+  data_ = static_cast<const char*>(data);
+  bytes_ = bytes;
+  timeout_s_ = timeout_s;
+  if (seat(rank_).given_up.load() != 0 || started_) {
+    give_up("an earlier collective of the group has failed on this rank");
+  }
+  wait_for_all();  // for whoever still reads what the last collective left here
+  started_ = true;
+  show(0);
+}
+
+void SharedMemory::finish_sum(void* out, c10::ScalarType dtype) {
+  const int64_t item = static_cast<int64_t>(c10::elementSize(dtype));
+  int64_t offset = 0;
+  do {
+    if (offset > 0) show(offset);
+    wait_for_all();
+    if (offset == 0) check_same();
+    const int64_t count = piece_at(offset) / item;
+    const int64_t begin = count * rank_ / size_, end = count * (rank_ + 1) / size_;
+    const auto sum_as = [&](auto zero) {
+      using scalar_t = decltype(zero);
+      std::vector<const scalar_t*> parts;
+      for (int64_t rank = 0; rank < size_; ++rank) {
+        parts.push_back(reinterpret_cast<const scalar_t*>(slot(rank)));
+      }
+      sum(parts.data(), size_, begin, end, reinterpret_cast<scalar_t*>(slot(size_)));
+    };
+    if (dtype == c10::kFloat) sum_as(float{});
+    if (dtype == c10::kDouble) sum_as(double{});
+    if (dtype == c10::kBFloat16) sum_as(c10::BFloat16{});
+    if (dtype == c10::kHalf) sum_as(c10::Half{});
+    arrive();
+    wait_for_all();
+    if (bytes_ > 0) std::memcpy(static_cast<char*>(out) + offset, slot(size_), piece_at(offset));
+    offset += kSlotBytes;
+  } while (offset < bytes_);
+  started_ = false;
+}
+
+void SharedMemory::finish_gather(void* out) {
+  int64_t offset = 0;
+  do {
+    if (offset > 0) {
+      wait_for_all();
+      show(offset);
+    }
+    wait_for_all();
+    if (offset == 0) check_same();
+    for (int64_t rank = 0; rank < size_ && bytes_ > 0; ++rank) {
+      std::memcpy(static_cast<char*>(out) + rank * bytes_ + offset, slot(rank), piece_at(offset));
+    }
+    arrive();
+    offset += kSlotBytes;
+  } while (offset < bytes_);
+  started_ = false;
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,72 @@
+// Collectives of the ranks of one Linux host through memory that all of them have mapped, where a
+// process group would push the same bytes through sockets. One object serves one group.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace parallel_ext {
+
+// Every rank must start and finish the same collectives in the same order, one at a time. What
+// goes wrong is an error on every rank that can still report it: other operators or sizes on other
+// ranks (found by comparing them, at no extra exchange), a rank that has exited, one that does not
+// come in time.
+class SharedMemory {
+ public:
+  // The first rank makes the memory, the others open its path, then the first one removes the path:
+  // the memory lives as long as its ranks. Both return nullptr where the system refuses it.
+  static std::unique_ptr<SharedMemory> create(int64_t size);
+  static std::unique_ptr<SharedMemory> open(const std::string& path, int64_t rank, int64_t size);
+  void remove_path();
+  const std::string& path() const { return path_; }
+
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  ~SharedMemory();
+
+  // Shows `bytes` of `data` to the other ranks, without waiting for them. `data` must stay as it is
+  // until the collective is finished. `kind` tells sums and gathers apart.
+  void start(const char* op, const char* kind, const void* data, int64_t bytes, double timeout_s);
+  // Writes the sum of the ranks' data, taken in rank order (16-bit types in fp32) and rounded once;
+  // each rank computes its share of it, so that all have the same bits. `out` may be the data.
+  void finish_sum(void* out, c10::ScalarType dtype);
+  // Writes the data of all ranks, one after the other in rank order.
+  void finish_gather(void* out);
+
+  static bool can_sum(c10::ScalarType dtype);
+
+ private:
+  struct Seat;
+  SharedMemory(std::string path, int fd, void* base, int64_t rank, int64_t size);
+  static std::unique_ptr<SharedMemory> attach(const std::string& path, int fd, int64_t rank,
+                                              int64_t size);
+
+  void show(int64_t offset);
+  void arrive();
+  void wait_for_all();
+  void wait_for(int64_t peer);
+  bool alive(int64_t peer) const;
+  void check_same();
+  [[noreturn]] void give_up(const std::string& why);
+  int64_t piece_at(int64_t offset) const;
+  Seat& seat(int64_t rank) const;
+  char* slot(int64_t rank) const;  // slot(size) holds the sum
+
+  std::string path_;
+  int fd_;
+  char* base_;
+  int64_t rank_, size_;
+  uint32_t arrivals_ = 0;  // of this rank; every rank has the same number between collectives
+
+  // The collective that was started and not finished.
+  bool started_ = false;
+  std::string what_;
+  const char* data_ = nullptr;
+  int64_t bytes_ = 0;
+  double timeout_s_ = 0;
+};
+
+}  // namespace parallel_ext

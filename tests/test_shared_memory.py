@@ -1,0 +1,205 @@
+"""The collectives of ranks on one host: the same results as through the group, and no hang."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, Raised, pool
+from reference_ops import assert_all_raise, data_bytes, on_ranks
+
+from parallel_ext import _C
+from parallel_ext.ops import Group, gather_from_tp, reduce_from_tp
+
+SLOT = 2 << 20  # bytes; larger messages travel in pieces (csrc/shared_memory.cpp)
+SIZES = [0, 1, 7, 1025, SLOT // 4, 3 * SLOT // 4 + 5]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def _carried() -> int:
+    """Collectives of this process that went through shared memory."""
+    return _C.collective_counts().get("in_shared_memory", 0)
+
+
+def _sums(group: Group, dtype: torch.dtype) -> tuple[int, list[bytes], list[torch.Tensor]]:
+    before = _carried()
+    results = []
+    for size in SIZES:
+        torch.manual_seed(size + group.rank)
+        results.append(reduce_from_tp(torch.randn(size).to(dtype), group))
+    return _carried() - before, [data_bytes(r) for r in results], results
+
+
+def _in_rank_order(size: int, ranks: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum as promised: in rank order, 16-bit types in fp32, rounded once."""
+    total: torch.Tensor | None = None
+    for rank in range(ranks):
+        torch.manual_seed(size + rank)
+        part = torch.randn(size).to(dtype)
+        part = part if dtype == torch.float64 else part.float()
+        total = part if total is None else total + part
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_those_of_the_rank_order_bit_by_bit(ranks, dtype):
+    for carried, _, results in on_ranks(ranks, _sums, dtype):
+        assert carried == len(SIZES)
+        for size, result in zip(SIZES, results, strict=True):
+            assert torch.equal(result, _in_rank_order(size, ranks, dtype)), size
+
+
+def _gathers(group: Group) -> int:
+    before = _carried()
+    for size in SIZES:
+        full = torch.arange(size * group.size, dtype=torch.int64)[None]
+        own = full[:, size * group.rank : size * (group.rank + 1)]
+        assert torch.equal(gather_from_tp(own, [size] * group.size, group), full)
+    return _carried() - before
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gathers_are_in_rank_order(ranks):
+    assert on_ranks(ranks, _gathers) == [len(SIZES)] * ranks
+
+
+def _at_random(group: Group, steps: int) -> None:
+    """Sums and gathers of random sizes by ranks that come at random times."""
+    shared, own = random.Random(0), random.Random(group.rank)
+    for step in range(steps):
+        size = shared.choice([0, 1, 3, 64, 5000, SLOT // 8 + 1, SLOT // 2])
+        value = float(step % 1000)
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.002)
+        if shared.random() < 0.5:
+            total = reduce_from_tp(torch.full((size,), value + group.rank), group)
+            ranks = group.size * (group.size - 1) / 2
+            assert torch.equal(total, torch.full((size,), value * group.size + ranks)), step
+        else:
+            all_parts = gather_from_tp(
+                torch.full((1, size), value + group.rank), [size] * group.size, group
+            )
+            expected = torch.arange(group.size).repeat_interleave(size)[None] + value
+            assert torch.equal(all_parts, expected), step
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_out_of_step_never_read_too_early_or_too_late(ranks):
+    on_ranks(ranks, _at_random, 600)
+
+
+def _without(group: Group, unwilling: list[int]) -> tuple[int, bytes]:
+    before = _carried()
+    _C.set_shared_memory(group.rank not in unwilling)
+    try:
+        result = reduce_from_tp(torch.full((5,), group.rank + 1.0), group)
+    finally:
+        _C.set_shared_memory(True)
+    return _carried() - before, data_bytes(result)
+
+
+@pytest.mark.parametrize("unwilling", [[0], [1], [0, 1, 2]])
+def test_all_ranks_use_the_group_when_one_must(unwilling):
+    expected = (0, data_bytes(torch.full((5,), 6.0)))
+    assert on_ranks(3, _without, unwilling) == [expected] * 3
+
+
+def _without_room(group: Group) -> int:
+    before, limits = _carried(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    _C.set_shared_memory(True)  # asks the neighbours anew
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        assert reduce_from_tp(torch.ones(3), group).tolist() == [2.0] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        _C.set_shared_memory(True)
+    return _carried() - before
+
+
+def test_a_host_without_room_for_the_memory_uses_the_group():
+    assert on_ranks(2, _without_room) == [0, 0]
+
+
+def _files_left(group: Group) -> list[str]:
+    _C.set_shared_memory(True)
+    reduce_from_tp(torch.ones(3), group)
+    dist.barrier()
+    return [path.name for path in Path("/dev/shm").glob("parallel_ext-*")]
+
+
+def test_no_file_is_left_in_the_shared_memory():
+    assert on_ranks(2, _files_left) == [[], []]
+
+
+STEPS = {
+    "reduce 6": lambda group: reduce_from_tp(torch.ones(6), group),
+    "reduce 4": lambda group: reduce_from_tp(torch.ones(4), group),
+    "gather": lambda group: gather_from_tp(torch.ones(1, 3), [3, 3], group),
+}
+
+
+def _different(group: Group, steps: tuple[str, str]) -> torch.Tensor:
+    return STEPS[steps[group.rank]](group)
+
+
+@pytest.mark.parametrize(
+    ("steps", "texts"),
+    [
+        (
+            ("reduce 6", "reduce 4"),
+            ["reduce_from_tp/all_reduce with 24 bytes", "with 16 bytes on rank"],
+        ),
+        (
+            ("gather", "reduce 6"),
+            ["gather_from_tp/all_gather with 12 bytes", "reduce_from_tp/all_reduce"],
+        ),
+    ],
+    ids=["other size", "other op"],
+)
+def test_different_collectives_raise_on_all_ranks_and_leave_the_group_whole(steps, texts):
+    for text in texts:
+        assert_all_raise(_different, steps, error="RuntimeError", text=text)
+    on_ranks(2, _at_random, 20)
+
+
+def _late(group: Group) -> None:
+    short = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
+    reduce_from_tp(torch.ones(3), short)
+    if group.rank == 1:
+        time.sleep(2.5)
+    reduce_from_tp(torch.ones(3), short)
+
+
+def _late_of_rank(_: None = None) -> None:
+    _late(Group.of(dist.group.WORLD))
+
+
+def test_a_late_rank_is_named_and_finds_the_group_given_up():
+    punctual, late = pool(2).run_raising(_late_of_rank)
+    assert isinstance(punctual, Raised)
+    assert "rank 1 of the group did not come within 1 s" in punctual.text
+    assert isinstance(late, Raised)
+    assert "rank 0 of the group has given up" in late.text
+
+
+def _dies(_: None = None) -> None:
+    group = Group.of(dist.group.WORLD)
+    reduce_from_tp(torch.ones(3), group)
+    if group.rank == 1:
+        os._exit(7)
+    reduce_from_tp(torch.ones(3), group)
+
+
+def test_a_rank_that_dies_is_reported_at_once():
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of the group has exited"):
+        pool(2).run(_dies, timeout_s=60)
+    assert time.monotonic() - start < 30, "the group's own timeout is 30 minutes"
