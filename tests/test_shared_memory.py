@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, Raised, pool
+from ranks import Raised, RankError, pool
 from reference_ops import assert_all_raise, data_bytes, on_ranks
 
 from parallel_ext import _C
