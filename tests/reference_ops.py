@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,20 @@ def assert_all_raise(
         assert isinstance(raised, Raised), f"no error, returned {raised}"
         assert raised.type == error, raised
         assert text in raised.text
+
+
+def _refused(group: Group, module: str, case: str) -> Any:
+    return importlib.import_module(module).REFUSALS[case][0](group)
+
+
+def assert_refused(module: str, case: str, aten: bool = False) -> None:
+    """A case of a test module's ``REFUSALS`` raises on both of two ranks.
+
+    ``REFUSALS`` maps the case to a call with the group, the type of the error and a part of its
+    text. The ranks find the call by the module's name, since a lambda does not travel.
+    """
+    _, error, text = importlib.import_module(module).REFUSALS[case]
+    assert_all_raise(_refused, module, case, error=error, text=text, aten=aten)
 
 
 def own_range(n: int, group: Group) -> tuple[int, int]:

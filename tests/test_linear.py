@@ -10,7 +10,7 @@ from reference_ops import (
     MUTATIONS,
     NOTICED,
     TOLERANCE,
-    assert_all_raise,
+    assert_refused,
     doubles,
     grad_outputs,
     on_ranks,
@@ -300,11 +300,6 @@ REFUSALS = {
 }
 
 
-def _refused(group: Group, case: str) -> torch.Tensor:
-    return REFUSALS[case][0](group)
-
-
 @pytest.mark.parametrize("case", REFUSALS)
 def test_every_rank_refuses(case):
-    _, error, text = REFUSALS[case]
-    assert_all_raise(_refused, case, error=error, text=text)
+    assert_refused(__name__, case)

@@ -11,6 +11,7 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_all_raise,
+    assert_refused,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -246,14 +247,9 @@ REFUSALS = {
 }
 
 
-def _refused(group: Group, case: str) -> torch.Tensor:
-    return REFUSALS[case][0](group)
-
-
 @pytest.mark.parametrize("case", REFUSALS)
 def test_every_rank_refuses(case):
-    _, error, text = REFUSALS[case]
-    assert_all_raise(_refused, case, error=error, text=text)
+    assert_refused(__name__, case)
 
 
 STEPS: dict[str, Callable[[Group], torch.Tensor]] = {

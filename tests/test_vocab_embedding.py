@@ -11,7 +11,7 @@ from reference_ops import (
     MUTATIONS,
     NOTICED,
     TOLERANCE,
-    assert_all_raise,
+    assert_refused,
     aten_path,
     data_bytes,
     grad_outputs,
@@ -292,12 +292,7 @@ REFUSALS = {
 }
 
 
-def _refused(group: Group, case: str) -> torch.Tensor:
-    return REFUSALS[case][0](group)
-
-
 @BOTH_PATHS
 @pytest.mark.parametrize("case", REFUSALS)
 def test_every_rank_refuses(case, aten):
-    _, error, text = REFUSALS[case]
-    assert_all_raise(_refused, case, error=error, text=text, aten=aten)
+    assert_refused(__name__, case, aten)
