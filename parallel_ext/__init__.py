@@ -20,12 +20,15 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
     )
 
 from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
+from parallel_ext.checkpoint import CheckpointError  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
 from parallel_ext.mesh import CollectiveTimeout, DisagreementError, Mesh, init_mesh  # noqa: E402
 from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
+from parallel_ext.version import VERSION  # noqa: E402
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
+    "CheckpointError",
     "CollectiveTimeout",
     "DisagreementError",
     "GradientReport",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,12 +17,16 @@ from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
-_PATIENCE_S = 3600.0
-_MEETING_GRACE_S = 2.0  # how long ranks that failed together may lie apart
+_PATIENCE_S = 3600.0  # for steps that may take long on one rank alone
+_GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
 
 class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
     """A function that every rank must call was not called by all of them in time."""
+
+
+class PeerLostError(RuntimeError):
+    """A transfer between two ranks broke off; :meth:`Mesh.together` finds out who is missing."""
 
 
 class DisagreementError(RuntimeError):
@@ -42,6 +47,10 @@ def _new_groups(ranks_of: Sequence[Sequence[int]], **options: Any) -> dist.Proce
         if dist.get_rank() in ranks:
             own = group
     return own
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Mesh:
@@ -67,25 +76,24 @@ class Mesh:
         self.tp = self.dp = self.control = self.tp_control = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._meetings = self._exchanges = 0
+        self._meetings = 0
+        self._calls: Counter[str] = Counter()  # on a control group, by its name
         self._store: dist.Store | None = None
         Mesh._made += 1
         if self.world_size == 1:
             return
         tp_rows = [[row * tp + column for column in range(tp)] for row in range(dp)]
         dp_columns = [[row * tp + column for row in range(dp)] for column in range(tp)]
-        # Who does not come is found by meet() and exchange_on_tp(); those who came may work long.
-        patient = timedelta(seconds=max(timeout, _PATIENCE_S))
+        self._wait = timedelta(seconds=timeout)
         everyone = list(range(self.world_size))
-        self.control = self._group([everyone], backend="gloo", timeout=patient)
+        self.control = self._group([everyone], backend="gloo", timeout=self._wait)
         asked = self.gather_objects(f"tp={tp}, ep={ep}, dp={dp}, timeout={timeout:g}")
         if len(set(asked)) > 1:
             seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
             raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
-        self._wait = timedelta(seconds=timeout)
         if tp > 1:
             self.tp = self._group(tp_rows, timeout=self._wait)
-            self.tp_control = self._group(tp_rows, backend="gloo", timeout=patient)
+            self.tp_control = self._group(tp_rows, backend="gloo", timeout=self._wait)
         if dp > 1:
             self.dp = self._group(dp_columns, timeout=self._wait)
         store = self.process_groups[self.control.name].get_group_store()
@@ -173,64 +181,124 @@ class Mesh:
         ranks = [str(rank) for rank in range(size) if not self._store.check([f"{prefix}/{rank}"])]
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else "a rank that died"
 
+    def _communicate(self, group: Group, what: str, call: Callable[[], T]) -> T:
+        """Run a collective of a control group; when it fails, find out who is missing.
+
+        Raises:
+            CollectiveTimeout: names the ranks that did not fail in the same collective.
+        """
+        self._calls[group.name] += 1
+        try:
+            return call()
+        except RuntimeError as error:
+            failed = f"failed/{group.name}/{self._calls[group.name]}"
+            whole = group == self.control
+            whose = "every rank" if whole else "every tp rank"
+            place = "" if whole else f"of the tp group of dp_rank {self.dp_rank} "
+            try:
+                self._store.set(f"{failed}/{group.rank}", "1")
+                time.sleep(_GRACE_S)
+                absent = self._absent(failed, group.size)
+            except RuntimeError:  # the store lived in a process that is gone
+                absent = "a rank that died"
+            raise CollectiveTimeout(
+                f"{what}: {whose} must call it and stay in step, but {place}{absent} did not "
+                f"within {self.timeout:g} s"
+            ) from error
+
+    def _exchange(self, group: Group, record: bytes, what: str, timeout: float) -> list[bytes]:
+        return self._communicate(
+            group, what, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
+        )
+
     def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
         """The 32-byte records of the tp ranks, in rank order: one all-gather.
 
         Raises:
             CollectiveTimeout: a tp rank did not come within ``timeout`` seconds; names it.
         """
-        self._exchanges += 1
-        try:
-            return _C.exchange_bytes(
-                record, self.tp_control.size, self.tp_control.name, self.timeout
-            )
-        except RuntimeError as error:
-            failed = f"exchange/{self.dp_rank}/{self._exchanges}"
-            self._store.set(f"{failed}/{self.tp_rank}", "1")
-            time.sleep(_MEETING_GRACE_S)
-            raise CollectiveTimeout(
-                f"{what}: every tp rank must call it, but of the tp group of dp_rank "
-                f"{self.dp_rank} {self._absent(failed, self.tp_size)} did not within "
-                f"{self.timeout:g} s"
-            ) from error
+        return self._exchange(self.tp_control, record, what, self.timeout)
+
+    def _gather(self, group: Group, value: Any, what: str) -> list[Any]:
+        if group.size == 1:
+            return [value]
+        values: list[Any] = [None] * group.size
+        process_group = self.process_groups[group.name]
+        self._communicate(group, what, lambda: dist.all_gather_object(values, value, process_group))
+        return values
 
     def gather_objects_on_tp(self, value: Any) -> list[Any]:
         """``value`` of every tp rank, in rank order; for the words of an error."""
-        values: list[Any] = [None] * self.tp_size
-        dist.all_gather_object(values, value, self.process_groups[self.tp_control.name])
-        return values
+        return self._gather(self.tp_control, value, "an exchange of objects")
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank of the job, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, self.process_groups[self.control.name])
-        return values
+        return self._gather(self.control, value, "an exchange of objects")
 
-    def together(self, what: str, action: Callable[[], T]) -> T:
+    def swap_on_tp(
+        self,
+        outgoing: Sequence[tuple[int, torch.Tensor]],
+        incoming: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send tensors to tp ranks and receive theirs, all at the same time.
+
+        Args:
+            outgoing: (tp rank, contiguous CPU tensor); two ranks pair their tensors in order.
+            incoming: (tp rank, contiguous CPU tensor to fill).
+
+        Raises:
+            PeerLostError: one of them did not do its part within half of ``timeout``, so that
+                :meth:`together`, in which this belongs, can name it within the other half.
+        """
+        if not outgoing and not incoming:
+            return
+        group = self.process_groups[self.tp_control.name]
+        try:
+            # as bytes, since gloo does not send every dtype
+            works = [dist.irecv(_bytes(x), group=group, group_src=peer) for peer, x in incoming]
+            works += [dist.isend(_bytes(x), group=group, group_dst=peer) for peer, x in outgoing]
+            for work in works:
+                work.wait(self._wait / 2)
+        except RuntimeError as error:
+            raise PeerLostError(f"a transfer between tp ranks broke off: {error}") from error
+
+    def together(self, what: str, action: Callable[[], T], *, patient: bool = False) -> T:
         """Run ``action`` on every rank of the job; if it raises on one, raise on all.
 
         Args:
             what: what the ranks are doing, for the error of those that did not fail themselves.
             action: must not communicate in a way that its failure on one rank breaks.
+            patient: one rank may take long; else each must be through within ``timeout`` seconds
+                of the first.
 
         Returns:
             What ``action`` returned, each rank its own.
 
         Raises:
+            CollectiveTimeout: ranks were killed or stopped, or did not come in time; names them.
             Exception: the error of ``action`` where it failed; a RuntimeError that quotes it on the
                 other ranks.
         """
+        failure: Exception | None = None
+        result: T | None = None
         try:
             result = action()
         except Exception as error:
-            self.gather_objects(f"{type(error).__name__}: {error}")
-            raise
-        outcomes = self.gather_objects(None)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text is not None]
-        if failed:
-            raise RuntimeError(f"{what} failed on {'; '.join(failed)}")
+            failure = error
+        wait = self.timeout
+        if isinstance(failure, PeerLostError):
+            wait = min(wait, 2 * _GRACE_S)  # half of the time has gone already
+        elif patient:
+            wait = max(wait, _PATIENCE_S)
+        worked = b"0" if failure else b"1"
+        if b"0" in self._exchange(self.control, worked, what, wait):
+            lost = isinstance(failure, PeerLostError)
+            text = failure and f"{type(failure).__name__}: {failure}"
+            outcomes = self._gather(self.control, (text, lost), what)
+            causes = [f"rank {r}: {t}" for r, (t, lost) in enumerate(outcomes) if t and not lost]
+            if failure and not (lost and causes):
+                raise failure
+            raise RuntimeError(f"{what} failed on {'; '.join(causes)}") from failure
         return result
 
 

@@ -21,6 +21,7 @@ from parallel_ext import checkpoint, ops
 from parallel_ext.loss import causal_lm_loss
 from parallel_ext.mesh import Mesh
 from parallel_ext.state import STATE_NAME, ParallelState
+from parallel_ext.version import VERSION
 from parallel_ext.vocab import sharded_logits
 
 
@@ -157,6 +158,12 @@ def save_pretrained(
         config=model.config,
         generation_config=model.generation_config if model.can_generate() else None,
         max_shard_size=max_shard_size,
+        note={
+            "version": VERSION,
+            "vocab_size": model.config.vocab_size,
+            "tp": state.mesh.tp_size,
+            "dp": state.mesh.dp_size,
+        },
     )
 
 

@@ -118,6 +118,35 @@ class Ranks:
         """
         return self.run(_catching, function, *args, timeout_s=timeout_s)
 
+    def run_losing(
+        self, lost: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    ) -> list[Any]:
+        """As ``run_raising`` of a function that kills or stops the rank ``lost``.
+
+        Returns the results of the others in rank order; the pool is then started anew.
+        """
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((_catching, (function, *args)))
+        deadline = time.monotonic() + timeout_s
+        results = []
+        try:
+            for rank, pipe in enumerate(self.pipes):
+                if rank == lost:
+                    continue
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise RankError(f"rank {rank}: no answer in {timeout_s:g} s")
+                ok, value = pipe.recv()
+                if not ok:
+                    raise RankError(f"rank {rank}:\n{value}")
+                results.append(value)
+            if self.processes[lost].is_alive() and self.pipes[lost].poll():
+                raise RankError(f"rank {lost} answered: {self.pipes[lost].recv()[1]}")
+        finally:
+            self.close()
+        return results
+
     def close(self) -> None:
         """Kill the processes; the next ``run`` starts new ones."""
         for process in self.processes:

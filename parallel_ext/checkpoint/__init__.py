@@ -1,6 +1,7 @@
 """Reading and writing saved models: the files, HuggingFace directories, full state dicts."""
 
-from parallel_ext.checkpoint.full_state import full_state_dict, gather_tensor
+from parallel_ext.checkpoint.full_state import full_state_dict
+from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec

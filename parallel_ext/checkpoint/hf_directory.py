@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from parallel_ext.checkpoint.full_state import shard_views
+from parallel_ext.checkpoint.gather import shard_views
 from parallel_ext.checkpoint.safetensors_file import (
     STRIPE_BYTES,
     CheckpointError,
@@ -180,28 +181,41 @@ class HFDirectory:
                 return False
         return True
 
-    def load_into(self, model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
+    def load_into(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        what: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Give every parameter on ``meta`` this rank's slices, and nothing more.
 
-        Communicates nothing. Call ``check`` first, on all ranks. All is read before any parameter
-        changes; tied parameters stay one object.
+        Every rank calls it, after ``check``. The ranks stay in step from tensor to tensor, so that
+        one that is killed or stopped is found. All is read before any parameter changes; tied
+        parameters stay one object.
 
         Args:
             model: a parallel model, with parameters on ``meta`` or not; the latter are left alone.
-            mesh: the ranks; the new parameters lie on ``mesh.device``, each of the shape of this
-                rank's shard.
+            mesh: the ranks; each parameter takes the shape of this rank's shard.
+            what: what the ranks are doing, for errors.
             dtype: of the floating-point parameters; None keeps that of the file.
+            device: of the new parameters; ``mesh.device`` when None.
 
         Raises:
             CheckpointError: a tensor is missing or cannot be read.
+            CollectiveTimeout: a rank was killed or stopped.
         """
         wanted = [
             (parameter, layout) for _, parameter, layout in named_shards(model) if parameter.is_meta
         ]
-        _raise_all(
-            self.path,
-            [f"{x.name} is missing" for _, x in wanted if x.name not in self.shapes],
-        )
+
+        def check_names() -> None:
+            names = [layout.name for _, layout in wanted]
+            missing = [f"{name} is missing" for name in names if name not in self.shapes]
+            _raise_all(self.path, missing)
+
+        mesh.together(what, check_names)
         replacements: dict[nn.Parameter, nn.Parameter] = {}
         with tqdm(
             desc="Loading shards",
@@ -211,7 +225,8 @@ class HFDirectory:
             total=sum(self._shard_bytes(layout, mesh) for _, layout in wanted),
         ) as progress:
             for parameter, layout in wanted:
-                shard = self._read_shard(layout, mesh, dtype)
+                read = partial(self._read_shard, layout, mesh, dtype, device or mesh.device)
+                shard = mesh.together(what, read)
                 replacements[parameter] = nn.Parameter(shard, parameter.requires_grad)
                 progress.update(self._shard_bytes(layout, mesh))
         for module in model.modules():
@@ -225,11 +240,11 @@ class HFDirectory:
         return numel * self.dtypes[layout.name].itemsize
 
     def _read_shard(
-        self, layout: TensorLayout, mesh: Mesh, dtype: torch.dtype | None
+        self, layout: TensorLayout, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
     ) -> torch.Tensor:
         file, in_file = self._file_of[layout.name], self.dtypes[layout.name]
         kept = in_file if dtype is None or not in_file.is_floating_point else dtype
         shard = torch.empty(layout.local_shape(mesh.tp_rank), dtype=kept)
         for box, view in shard_views(shard, layout, mesh.tp_rank):
             file.read_box(layout.name, box, view)
-        return shard.to(mesh.device)
+        return shard.to(device)

@@ -38,7 +38,9 @@ class TensorSpec:
 
 
 class SafetensorsWriter:
-    """Writes one safetensors file, tensor by tensor.
+    """Writes one safetensors file from front to back, in rows of its tensors.
+
+    The disk space is reserved at once, so that a full disk is found before anything is gathered.
 
     Args:
         path: a file that does not exist yet.
@@ -48,7 +50,7 @@ class SafetensorsWriter:
 
     Raises:
         CheckpointError: a dtype that the format does not know, or a name that occurs twice.
-        OSError: the file cannot be written.
+        OSError: the file cannot be made, for example on a full disk.
     """
 
     def __init__(
@@ -58,11 +60,19 @@ class SafetensorsWriter:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.path = Path(path)
-        self._expected = list(tensors)
-        header = self._header(metadata or {})
+        header = self._header(tensors, metadata or {})
+        # Tensors without elements take no bytes, so nothing of them is ever appended.
+        self._expected = [spec for spec in tensors if spec.num_bytes]
+        self._rest = self._expected[0].num_bytes if self._expected else 0  # of the first of them
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
         self._offset = 0
-        self._write(memoryview(header))
+        try:
+            size = len(header) + sum(spec.num_bytes for spec in tensors)
+            os.posix_fallocate(self._file.fileno(), 0, size)
+            self._write(memoryview(header))
+        except BaseException:
+            self.abandon()
+            raise
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -73,10 +83,10 @@ class SafetensorsWriter:
         else:
             self.abandon()
 
-    def _header(self, metadata: Mapping[str, str]) -> bytes:
+    def _header(self, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
         described: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
         offset = 0
-        for spec in self._expected:
+        for spec in tensors:
             if spec.dtype not in _DTYPE_NAMES or spec.name in described:
                 raise CheckpointError(
                     f"{self.path}: {spec.name}: a dtype that safetensors does not know "
@@ -98,18 +108,36 @@ class SafetensorsWriter:
             done += os.pwrite(self._file.fileno(), memory[done:], self._offset + done)
         self._offset += done
 
-    def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor: the one that the header lists next, on the CPU.
+    def append(self, name: str, rows: torch.Tensor) -> None:
+        """Write the next rows, in dimension 0, of the tensor that the header lists next.
+
+        Args:
+            name: of that tensor.
+            rows: on the CPU; some rows, or the whole tensor.
 
         Raises:
             CheckpointError: another name, dtype or shape than announced.
-            OSError: the file cannot be written, for example on a full disk.
+            OSError: the file cannot be written.
         """
-        given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
-        expected = self._expected.pop(0) if self._expected else None
-        if given != expected:
-            raise CheckpointError(f"{self.path}: expected {expected} next, got {given}")
-        self._write(bytes_of(tensor.contiguous()))
+        if rows.numel() == 0:
+            return
+        spec = self._expected[0] if self._expected else None
+        fits = spec is not None and (name, rows.dtype) == (spec.name, spec.dtype)
+        if not fits or rows.shape[1:] != spec.shape[1:] or rows.nbytes > self._rest:
+            raise CheckpointError(
+                f"{self.path}: expected {spec} next, {self._rest} bytes of it, got {name} of "
+                f"shape {tuple(rows.shape)}, {rows.dtype}"
+            )
+        self._write(bytes_of(rows.contiguous()))
+        self._rest -= rows.nbytes
+        if self._rest == 0:
+            self._expected.pop(0)
+            self._rest = self._expected[0].num_bytes if self._expected else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor has been written."""
+        return not self._expected
 
     def close(self) -> None:
         """Make the file durable.

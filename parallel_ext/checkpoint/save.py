@@ -1,4 +1,4 @@
-"""Writing a model as a HuggingFace directory: each tensor is gathered and written by one rank."""
+"""Writing a model as a HuggingFace directory: every byte once, streamed to its writer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import json
 import math
 import os
 import re
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from parallel_ext.checkpoint.full_state import gather_tensor, local_values
+from parallel_ext.checkpoint.full_state import local_values
+from parallel_ext.checkpoint.gather import RowBlock, row_blocks, swap_blocks
 from parallel_ext.checkpoint.hf_directory import INDEX_NAME, SINGLE_FILE_NAME
 from parallel_ext.checkpoint.publish import Publication
+from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
@@ -40,6 +45,15 @@ class PlannedFile:
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(spec.num_bytes for spec in self.tensors)
+
+
+@dataclass
+class Turn:
+    """Rows of one file that its owner gathers and writes at once; ``last`` completes the file."""
+
+    file: PlannedFile
+    blocks: list[RowBlock] = field(default_factory=list)
+    last: bool = False
 
 
 def parse_size(size: int | str) -> int:
@@ -96,6 +110,39 @@ def plan_files(
     return files
 
 
+def plan_turns(
+    files: Sequence[PlannedFile], layout: ModelLayout, owners: int
+) -> list[tuple[Turn | None, ...]]:
+    """What every owner writes in each turn: consecutive rows of its files.
+
+    A pure function of its arguments, so that every rank computes the same.
+
+    Args:
+        files: of :func:`plan_files`.
+        layout: where their tensors live.
+        owners: number of ranks that write.
+
+    Returns:
+        The turns, each with one entry an owner: its rows, at most ``STRIPE_BYTES`` of them or one
+        row; None once it has nothing left.
+    """
+    queues: list[list[Turn]] = [[] for _ in range(owners)]
+    for file in files:
+        queue = queues[file.owner]
+        queue.append(Turn(file))
+        room = STRIPE_BYTES
+        for spec in file.tensors:
+            for block in row_blocks(layout[spec.name], spec.dtype.itemsize):
+                num_bytes = math.prod(block.shape) * spec.dtype.itemsize
+                if num_bytes > room and queue[-1].blocks:
+                    queue.append(Turn(file))
+                    room = STRIPE_BYTES
+                queue[-1].blocks.append(block)
+                room -= num_bytes
+        queue[-1].last = True
+    return list(zip_longest(*queues))
+
+
 def save_directory(
     model: PreTrainedModel,
     directory: str | os.PathLike[str],
@@ -105,13 +152,16 @@ def save_directory(
     config: PreTrainedConfig,
     generation_config: GenerationConfig | None = None,
     max_shard_size: int | str = "5GB",
+    note: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a parallel model as a directory that plain ``from_pretrained`` reads.
 
-    Every rank must call it. The tp ranks of ``dp_rank`` 0 share the tensors out; each gathers one
-    full tensor at a time, writes it and frees it, so that no rank holds more than one beyond its
-    shard. Everything is written beside ``directory`` and takes its place at the end. What a
-    previous save left there vanishes; other files and subdirectories stay.
+    Every rank must call it. The tp ranks of ``dp_rank`` 0 share the tensors out, balanced by bytes;
+    rows stream to the rank that writes them, so that no rank holds more than a few blocks of
+    ``STRIPE_BYTES`` beyond its shard. Everything is written beside ``directory`` and takes its
+    place at the end. What a previous save left there vanishes; other files and subdirectories stay.
+    Values that are NaN or infinite are saved as they are, with a warning on rank 0 that counts
+    them.
 
     Args:
         model: the parallel model.
@@ -122,9 +172,10 @@ def save_directory(
         generation_config: written too, if given.
         max_shard_size: bytes of tensors a file, or text such as ``"5GB"``; one larger tensor is
             alone in its file.
+        note: JSON that is kept in every file under ``__metadata__``, key ``parallel_ext``.
 
     Raises:
-        CollectiveTimeout: not all ranks called it.
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
         CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise, those that did
             not fail a RuntimeError that quotes the error; the previous directory stays whole.
     """
@@ -146,81 +197,101 @@ def save_directory(
     digest = hashlib.sha256(repr(files).encode()).hexdigest()[:8]
     mesh.meet(f"{what} as {len(files)} files, plan {digest}")
     publication = mesh.together(what, lambda: Publication(directory) if mesh.rank == 0 else None)
+    stream: _TensorStream | None = None
     try:
         temporary = mesh.gather_objects(publication and publication.temporary)[0]
-        _write_tensors(values, layout, mesh, files, temporary, what)
+        metadata = {"parallel_ext": json.dumps(note)} if note else {}
+        stream = mesh.together(
+            what, lambda: _TensorStream(values, files, metadata, mesh, temporary)
+        )
+        for turn in plan_turns(files, layout, mesh.tp_size):
+            mesh.together(what, partial(stream.take, turn))
         mesh.together(what, finish)
     finally:
+        if stream is not None:
+            stream.abandon()
         if publication is not None:
             publication.discard()
-
-
-def _write_tensors(
-    values: Mapping[str, torch.Tensor],
-    layout: ModelLayout,
-    mesh: Mesh,
-    files: Sequence[PlannedFile],
-    directory: Path,
-    what: str,
-) -> None:
-    """Gather and write all tensors, in turns in which each owner gets its next one.
-
-    After each turn the ranks exchange whether it worked, so that none waits for one that failed,
-    and those of another ``dp_rank``, which write nothing, wait no longer than one turn at a time.
-    """
-    queues = [
-        [(file, spec) for file in files if file.owner == owner for spec in file.tensors]
-        for owner in range(mesh.tp_size)
-    ]
-    stream = _TensorStream(values, layout, mesh, directory)
-    try:
-        for turn in zip_longest(*queues):
-            mesh.together(what, partial(stream.take, turn))
-    finally:
-        stream.close()
+    _warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
 
 
 class _TensorStream:
-    """Takes full tensors from the ranks to the file that this rank is writing."""
+    """Takes rows from the ranks to the files that this rank writes, which are all made at once."""
 
     def __init__(
         self,
         values: Mapping[str, torch.Tensor],
-        layout: ModelLayout,
+        files: Sequence[PlannedFile],
+        metadata: Mapping[str, str],
         mesh: Mesh,
         directory: Path,
     ) -> None:
-        self._values, self._layout, self._mesh = values, layout, mesh
-        self._directory = directory
-        self._writer: SafetensorsWriter | None = None
+        self._values, self._mesh = values, mesh
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._writers: dict[str, SafetensorsWriter] = {}
+        self.non_finite: Counter[str] = Counter()
+        try:
+            for file in files:
+                if mesh.dp_rank == 0 and file.owner == mesh.tp_rank:
+                    path = directory / file.name
+                    self._writers[file.name] = SafetensorsWriter(path, file.tensors, metadata)
+        except BaseException:
+            self.abandon()
+            raise
 
-    def take(self, turn: Sequence[tuple[PlannedFile, TensorSpec] | None]) -> None:
-        """Gather one tensor for every owner, then let all of them write at the same time."""
+    def take(self, turn: Sequence[Turn | None]) -> None:
+        """Bring every owner its rows, then let all of them write at the same time."""
         if self._mesh.dp_rank != 0:
             return
-        own = None
-        for owner, planned in enumerate(turn):
-            if planned is None:  # this owner has written all of its tensors
-                continue
-            name = planned[1].name
-            full = gather_tensor(self._values[name], self._layout[name], self._mesh, owner)
-            if full is not None:
-                own = (*planned, full)
-        if own is not None:
-            self._write(*own)
+        wanted = [[] if part is None else part.blocks for part in turn]
+        own = turn[self._mesh.tp_rank]
+        rows = self._room_for(wanted[self._mesh.tp_rank])
+        swap_blocks(self._values, wanted, rows, self._mesh)
+        if own is None:
+            return
+        writer = self._writers[own.file.name]
+        for block, values in zip(own.blocks, rows, strict=True):
+            writer.append(block.layout.name, values)
+            self._count_non_finite(block.layout.name, values)
+        if own.last:
+            writer.close()
 
-    def _write(self, file: PlannedFile, spec: TensorSpec, full: torch.Tensor) -> None:
-        if self._writer is None:
-            self._writer = SafetensorsWriter(self._directory / file.name, file.tensors)
-        self._writer.append(spec.name, full)
-        if spec is file.tensors[-1]:
-            self._writer.close()
-            self._writer = None
+    def _room_for(self, blocks: Sequence[RowBlock]) -> list[torch.Tensor]:
+        """Tensors for the blocks, in memory that every turn uses again.
 
-    def close(self) -> None:
-        """Let go of a file that was not finished."""
-        if self._writer is not None:
-            self._writer.abandon()
+        Wide dtypes come first in a file, so each begins where its dtype can.
+        """
+        dtypes = [self._values[block.layout.name].dtype for block in blocks]
+        sizes = [math.prod(b.shape) * d.itemsize for b, d in zip(blocks, dtypes, strict=True)]
+        if sum(sizes) > self._buffer.numel():
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = self._buffer[: sum(sizes)].split(sizes)
+        return [
+            part.view(dtype).view(block.shape)
+            for block, dtype, part in zip(blocks, dtypes, parts, strict=True)
+        ]
+
+    def _count_non_finite(self, name: str, values: torch.Tensor) -> None:
+        # One pass for the usual case: a sum that is finite has only finite terms.
+        if values.is_floating_point() and not values.float().sum().isfinite():
+            count = values.numel() - int(values.isfinite().sum())
+            if count:
+                self.non_finite[name] += count
+
+    def abandon(self) -> None:
+        """Let go of files that were not finished."""
+        for writer in self._writers.values():
+            writer.abandon()
+
+
+def _warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Mesh) -> None:
+    found = sum(counts, Counter())
+    if mesh.rank == 0 and found:
+        shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
+        more = f" and {len(found) - 8} more tensors" if len(found) > 8 else ""
+        warnings.warn(
+            f"{what}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=2
+        )
 
 
 def _write_index(directory: Path, files: Sequence[PlannedFile]) -> None:

@@ -26,6 +26,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Build a parallel model of which each rank reads only its own slices from disk.
@@ -39,31 +40,34 @@ def from_pretrained(
         dtype: of the parameters; when None that of the configuration, else that of the first
             tensor, as in HuggingFace. Buffers keep HuggingFace's.
         attn_implementation: as in HuggingFace, for example ``"sdpa"`` or ``"eager"``.
+        device: of the parameters and buffers; when None ``mesh.device``: this rank's GPU under
+            NCCL, else the CPU.
         options: of :func:`parallelize`.
 
     Returns:
-        The model in eval mode on ``mesh.device``, with its generation config.
+        The model in eval mode, with its generation config.
 
     Raises:
         CheckpointError: a file is missing, damaged or of other names or shapes than the
             configuration asks for; on all ranks.
-        ValueError, DisagreementError, CollectiveTimeout: as :func:`parallelize`.
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        ValueError, DisagreementError: as :func:`parallelize`.
 
     Example:
         >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
     """
     mesh.meet("from_pretrained")
     what = f"from_pretrained({str(source)!r})"
-    with mesh.together(what, lambda: checkpoint.HFDirectory(_local(source))) as directory:
+    local = mesh.together(what, lambda: _local(source), patient=True)  # the hub may be slow
+    device = mesh.device if device is None else torch.device(device)
+    with mesh.together(what, lambda: checkpoint.HFDirectory(local)) as directory:
         model = mesh.together(what, lambda: _on_meta(directory.path, attn_implementation))
         parallelize(model, mesh, **options)
 
-        def fill() -> None:
-            directory.check(state_of(model).layout)
-            directory.load_into(model, mesh, dtype or _dtype_of(model, directory))
-            _check_complete(model)
-
-        mesh.together(what, fill)
+        mesh.together(what, lambda: directory.check(state_of(model).layout))
+        directory.load_into(model, mesh, what, dtype or _dtype_of(model, directory), device)
+        mesh.together(what, lambda: _check_complete(model))
+    model.to(device)  # the buffers
     model.config.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)
     if (directory.path / "generation_config.json").exists():

@@ -1,0 +1,175 @@
+"""From the shards of the tp ranks to rows of the logical tensors, at the rank that wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
+from parallel_ext.layout import Box, Range, TensorLayout
+from parallel_ext.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Consecutive rows (indices of dimension 0) of a logical tensor; a scalar is one row.
+
+    Attributes:
+        layout: of the tensor.
+        start, stop: the rows, half-open.
+    """
+
+    layout: TensorLayout
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows as a tensor."""
+        return (self.stop - self.start, *self.layout.shape[1:]) if self.layout.shape else ()
+
+    def overlap(self, box: Box) -> Range | None:
+        """The block's rows of a box of the logical tensor; None where they share no element."""
+        first, last = box[0] if box else (0, 1)
+        rows = max(self.start, first), min(self.stop, last)
+        empty = rows[0] >= rows[1] or any(start == stop for start, stop in box[1:])
+        return None if empty else rows
+
+
+def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
+    """All rows of a tensor in blocks of at most ``STRIPE_BYTES``, or of one row.
+
+    Args:
+        layout: of the tensor.
+        itemsize: bytes of an element.
+
+    Returns:
+        Blocks in order; none for a tensor without elements.
+    """
+    if layout.numel == 0:
+        return []
+    num_rows = layout.shape[0] if layout.shape else 1
+    at_once = max(1, STRIPE_BYTES // (layout.numel // num_rows * itemsize))
+    return [
+        RowBlock(layout, start, min(start + at_once, num_rows))
+        for start in range(0, num_rows, at_once)
+    ]
+
+
+def shard_views(
+    shard: torch.Tensor, layout: TensorLayout, tp_rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes that ``tp_rank`` holds, each with the part of its ``shard`` where it lies."""
+    start = 0
+    for box in layout.boxes(tp_rank):
+        if layout.dim is None:
+            yield box, shard
+            continue
+        size = box[layout.dim][1] - box[layout.dim][0]
+        yield box, shard.narrow(layout.dim, start, size)
+        start += size
+
+
+def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
+    """The boxes that one rank sends to another: those that no lower rank holds, nor it itself."""
+    at_receiver = set(layout.boxes(receiver))
+    return [box for box in layout.owned(sender) if box not in at_receiver]
+
+
+def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
+    """The part of the block's ``rows`` that ``box`` fills; None if there is none."""
+    overlap = block.overlap(box)
+    if overlap is None or not box:
+        return rows if overlap else None
+    first, last = overlap
+    columns = (slice(start, stop) for start, stop in box[1:])
+    return rows[(slice(first - block.start, last - block.start), *columns)]
+
+
+def _rows_in(block: RowBlock, box: Box, view: torch.Tensor) -> torch.Tensor | None:
+    """The block's rows of a box, out of the ``view`` of all its rows; None if there are none."""
+    overlap = block.overlap(box)
+    if overlap is None or not box:
+        return view if overlap else None
+    return view[overlap[0] - box[0][0] : overlap[1] - box[0][0]]
+
+
+def swap_blocks(
+    values: Mapping[str, torch.Tensor],
+    wanted: Sequence[Sequence[RowBlock]],
+    out: Sequence[torch.Tensor],
+    mesh: Mesh,
+) -> None:
+    """Bring rows of logical tensors to the tp ranks that want them, all at the same time.
+
+    Every rank of the tp group calls it with the same ``wanted``. Each element is sent once, or not
+    at all where the rank that wants it holds it.
+
+    Args:
+        values: this rank's shard of every tensor that is wanted, by name; any device.
+        wanted: for each tp rank its blocks.
+        out: contiguous CPU tensors of the shapes of this rank's blocks, which are filled.
+        mesh: the ranks; the groups of different ``dp_rank`` do not communicate.
+
+    Raises:
+        PeerLostError: a rank did not do its part; see :meth:`Mesh.swap_on_tp`.
+    """
+    outgoing: list[tuple[int, torch.Tensor]] = []
+    incoming: list[tuple[int, torch.Tensor]] = []
+    strided: list[tuple[torch.Tensor, torch.Tensor]] = []
+    own = mesh.tp_rank
+    for receiver, blocks in enumerate(wanted):
+        for index, block in enumerate(blocks):
+            layout = block.layout
+            shard = values[layout.name]
+            if receiver != own:
+                boxes = _sent(layout, own, receiver)
+                for box, view in shard_views(shard, layout, own):
+                    if box in boxes and (rows := _rows_in(block, box, view)) is not None:
+                        outgoing.append((receiver, rows.cpu().contiguous()))
+                continue
+            for box, view in shard_views(shard, layout, own):
+                if (rows := _rows_in(block, box, view)) is not None:
+                    _place(block, box, out[index]).copy_(rows)
+            for sender in range(mesh.tp_size):
+                for box in _sent(layout, sender, own):
+                    if (place := _place(block, box, out[index])) is None:
+                        continue
+                    received = place if place.is_contiguous() else place.new_empty(place.shape)
+                    incoming.append((sender, received))
+                    if received is not place:
+                        strided.append((place, received))
+    mesh.swap_on_tp(outgoing, incoming)
+    for place, received in strided:
+        place.copy_(received)
+
+
+def gather_tensor(
+    value: torch.Tensor, layout: TensorLayout, mesh: Mesh, owner: int
+) -> torch.Tensor | None:
+    """Assemble one full tensor on one rank from the shards of its tp group.
+
+    Every rank of the tp group calls it, for the same tensors in the same order. The full tensor is
+    the only large memory that the owner needs.
+
+    Args:
+        value: this rank's shard of the logical tensor, of ``layout.local_shape(mesh.tp_rank)``;
+            any dtype, the same on all ranks, any device. The parameter, its gradient, or what else
+            has an element for each of its.
+        layout: where the logical tensor lives.
+        mesh: the ranks; the groups of different ``dp_rank`` do not communicate.
+        owner: the tp rank that receives the tensor.
+
+    Returns:
+        On the owner a new CPU tensor of ``layout.shape``; None on the others.
+    """
+    shard, full = value.detach(), None
+    if mesh.tp_rank == owner:
+        full = torch.empty(layout.shape, dtype=shard.dtype)
+    for block in row_blocks(layout, shard.element_size()):
+        wanted = [[block] if rank == owner else [] for rank in range(mesh.tp_size)]
+        rows = [] if full is None else [full[block.start : block.stop] if layout.shape else full]
+        swap_blocks({layout.name: shard}, wanted, rows, mesh)
+    return full

@@ -1,0 +1,116 @@
+"""A rank that is killed, stopped or fails during a save or load is named on the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from ranks import Raised, pool
+from reference import Tiny, parallel
+
+import parallel_ext as px
+from parallel_ext.checkpoint import gather, safetensors_file, save
+
+TIMEOUT_S = 4.0
+LOST = 1
+
+ENDS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+# Where it happens: the function that is called there, and the call of it that does not return.
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "a save, making files": (save.SafetensorsWriter, "_header", 1),
+    "a save, before rows are sent": (gather, "shard_views", 5),
+    "a save, writing": (save.SafetensorsWriter, "append", 3),
+    "a save, closing a file": (save.SafetensorsWriter, "close", 1),
+    "a load, opening": (safetensors_file.SafetensorsFile, "_read_header", 1),
+    "a load, reading": (safetensors_file.SafetensorsFile, "read_box", 4),
+}
+
+
+def _model_and_mesh() -> tuple[Any, px.Mesh]:
+    mesh = px.init_mesh(tp=dist.get_world_size(), timeout=TIMEOUT_S)
+    return parallel(Tiny(heads=6, key_value_heads=3).model(), mesh), mesh
+
+
+def _at_call(place: tuple[Any, str, int], action: Callable[[], Any]) -> Any:
+    """A patch that runs ``action`` when the function of a place is called so many times."""
+    where, name, at_call = place
+    original, calls = getattr(where, name), 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            action()
+        return original(*args, **kwargs)
+
+    return mock.patch.object(where, name, counting)
+
+
+def _lose(what: str, how: str, directory: Path) -> None:
+    model, mesh = _model_and_mesh()
+    model.save_pretrained(directory)
+    start = time.monotonic()
+    action = ENDS[how] if dist.get_rank() == LOST else lambda: None
+    try:
+        with _at_call(PLACES[what], action):
+            if what.startswith("a save"):
+                model.save_pretrained(directory)
+            else:
+                px.from_pretrained(directory, mesh)
+    except px.CollectiveTimeout as error:
+        raise px.CollectiveTimeout(f"{error} [{time.monotonic() - start:.1f} s]") from error
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("what", PLACES)
+def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, what: str, how: str) -> None:
+    out = tmp_path / "out"
+    for survivor in pool(3).run_losing(LOST, _lose, what, how, out):
+        assert isinstance(survivor, Raised), survivor
+        assert survivor.type == "CollectiveTimeout", survivor
+        assert f"but rank {LOST} did not" in survivor.text
+        seconds = float(survivor.text.rsplit("[", 1)[1].removesuffix(" s]"))
+        assert seconds < TIMEOUT_S + 5, survivor
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "model.safetensors.index.json"} <= names
+
+
+def _fail(what: str, directory: Path) -> None:
+    model, mesh = _model_and_mesh()
+    model.save_pretrained(directory)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with _at_call(PLACES[what], full if dist.get_rank() == LOST else lambda: None):
+        if what.startswith("a save"):
+            model.save_pretrained(directory)
+        else:
+            px.from_pretrained(directory, mesh)
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_all_raise_what_one_rank_raises(tmp_path: Path, what: str) -> None:
+    results = pool(3).run_raising(_fail, what, tmp_path / "out")
+    assert all(isinstance(raised, Raised) for raised in results), results
+    assert results[LOST].type == "OSError"
+    for rank in (0, 2):
+        assert f"failed on rank {LOST}" in results[rank].text, results[rank]
+        assert "No space left on device" in results[rank].text
+    assert os.listdir(tmp_path) == ["out"], "no temporary directory may stay"
+    assert _contents(tmp_path / "out")
