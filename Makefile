@@ -1,9 +1,12 @@
 # Everything runs in a virtual environment of its own, against the installed wheel.
 #   make demo    the main job on a real model            make test   the test suite
 #   make lint    formatting and static checks            make bench  the benchmarks
+#   make test-slow    sweeps that take minutes
+#   make test-oldest  the suite with the oldest supported transformers
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers
 MAX_JOBS ?= 2
 WORK ?= .work
 
@@ -11,7 +14,7 @@ PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(wildcard csrc/*) $(shell find parallel_ext -name '*.py') setup.py pyproject.toml
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-oldest test-slow lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -25,7 +28,7 @@ $(VENV)/installed: $(VENV)/environment $(SOURCES)
 	rm -rf $(WORK)/dist
 	$(ENV) $(PY) -m build --quiet --no-isolation --outdir $(WORK)/dist .
 	$(PY) -m pip install --quiet --force-reinstall --no-deps $(WORK)/dist/*.whl
-	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint]" $(TORCH)
+	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint]" $(TORCH) "$(TRANSFORMERS)"
 	touch $@
 
 $(WORK)/smollm2/config.json: $(VENV)/installed
@@ -36,6 +39,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow"
+
+# The same suite with the oldest transformers that is supported, in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS=transformers==5.15.0
 
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow

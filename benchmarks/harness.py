@@ -104,12 +104,17 @@ def slowest(values: Sequence[float]) -> list[float]:
     return _over_ranks(values, dist.ReduceOp.MAX)
 
 
+def total(values: Sequence[float]) -> list[float]:
+    """Each value's sum over the ranks."""
+    return _over_ranks(values, dist.ReduceOp.SUM)
+
+
 def _busy_seconds() -> tuple[float, float]:
     """Processor seconds that the whole machine and that the ranks have used so far."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     user, nice, system, _, _, *interrupts_and_steal = map(int, fields)
     ticks = user + nice + system + sum(interrupts_and_steal)
-    (ranks,) = _over_ranks([time.process_time()], dist.ReduceOp.SUM)
+    (ranks,) = total([time.process_time()])
     return ticks / os.sysconf("SC_CLK_TCK"), ranks
 
 

@@ -1,6 +1,7 @@
 #include "comm.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <atomic>
 #include <cstdio>
@@ -9,8 +10,6 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
-#include "shared_memory.h"
 
 namespace parallel_ext {
 namespace {
@@ -139,8 +138,7 @@ std::shared_ptr<SharedMemory> meet_neighbours(const Group& group) {
 }
 
 // The memory that the ranks of this group share; nullptr where they talk through the group.
-std::shared_ptr<SharedMemory> shared_memory_of(const Group& group, const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) return nullptr;
+std::shared_ptr<SharedMemory> shared_memory_of(const Group& group) {
   const std::string name = group->getGroupName();
   {
     std::lock_guard<std::mutex> lock(state_mutex);
@@ -184,7 +182,7 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
   if (group_size == 1) return [] {};
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
   Group group = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group_size, group_name);
-  auto memory = shared_memory_of(group, tensor);
+  auto memory = tensor.is_cpu() ? shared_memory_of(group) : nullptr;
   if (memory && SharedMemory::can_sum(tensor.scalar_type())) {
     count_in_shared_memory();
     memory->start(op, "all_reduce", tensor.const_data_ptr(), tensor.nbytes(), timeout_of(group));
@@ -206,7 +204,7 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size
   if (group_size == 1) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");
   Group group = begin(op, "all_gather", part.nbytes(), part.device(), group_size, group_name);
-  auto memory = shared_memory_of(group, part);
+  auto memory = part.is_cpu() ? shared_memory_of(group) : nullptr;
   if (!memory) return gather_into_new(group, part);
   count_in_shared_memory();
   at::Tensor all = empty_for_all(group, part);
@@ -230,6 +228,33 @@ std::vector<std::string> exchange_bytes(const std::string& record, int64_t group
     records.emplace_back(static_cast<const char*>(all.const_data_ptr()) + rank * size, size);
   }
   return records;
+}
+
+void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
+                const std::vector<std::vector<Span>>& incoming, int64_t group_size,
+                const std::string& group_name, double timeout_s) {
+  if (group_size == 1) return;
+  Group group = begin(op, "swap", 0, at::kCPU, group_size, group_name);
+  const auto memory = shared_memory_of(group);
+  if (memory) {
+    count_in_shared_memory();
+    memory->swap(op, outgoing, incoming, timeout_s);
+    return;
+  }
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  const auto post = [&](const std::vector<std::vector<Span>>& spans, const auto& call) {
+    for (int64_t peer = 0; peer < group_size; ++peer) {
+      if (peer == group->getRank()) continue;
+      for (const Span& span : spans[peer]) {
+        std::vector<at::Tensor> bytes{at::from_blob(span.data, {span.bytes}, at::kByte)};
+        works.push_back(call(bytes, static_cast<int>(peer)));
+      }
+    }
+  };
+  post(incoming, [&](auto& bytes, int peer) { return group->recv(bytes, peer, 0); });
+  post(outgoing, [&](auto& bytes, int peer) { return group->send(bytes, peer, 0); });
+  const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
+  for (const auto& work : works) work->wait(timeout);
 }
 
 std::map<std::string, int64_t> collective_counts() {

@@ -10,6 +10,9 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <vector>
+
+#include "shared_memory.h"
 
 namespace parallel_ext {
 
@@ -30,6 +33,13 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size
 // `record` of every rank, in rank order. `timeout_s` bounds the wait for a rank that does not come.
 std::vector<std::string> exchange_bytes(const std::string& record, int64_t group_size,
                                         const std::string& group_name, double timeout_s);
+
+// Brings the bytes of `outgoing[r]` to rank r and fills `incoming[r]` with what rank r sends; CPU
+// memory. The spans of two ranks for each other must be alike, one by one. `timeout_s` bounds the
+// wait for a rank that does not come.
+void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
+                const std::vector<std::vector<Span>>& incoming, int64_t group_size,
+                const std::string& group_name, double timeout_s);
 
 // Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank;
 // "in_shared_memory" how many of them no process group carried.

@@ -1,4 +1,7 @@
 // The pybind11 module parallel_ext._C: what is not a tensor op. Importing it registers the ops.
+#ifdef __linux__
+#include <fcntl.h>
+#endif
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
@@ -20,6 +23,14 @@ py::dict build_info() {
   return info;
 }
 
+// Lets the kernel begin to write pages of a file to the disk, so that fsync finds little left.
+void start_writeback(int fd, int64_t offset, int64_t num_bytes) {
+#ifdef __linux__
+  py::gil_scoped_release no_gil;
+  sync_file_range(fd, offset, num_bytes, SYNC_FILE_RANGE_WRITE);  // a hint: fsync reports errors
+#endif
+}
+
 std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_size,
                                       const std::string& group_name, double timeout_s) {
   std::vector<std::string> records;
@@ -30,15 +41,41 @@ std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_s
   return {records.begin(), records.end()};
 }
 
+using Buffers = std::vector<std::vector<py::buffer>>;
+
+std::vector<std::vector<parallel_ext::Span>> spans_of(const Buffers& buffers) {
+  std::vector<std::vector<parallel_ext::Span>> spans;
+  for (const auto& of_rank : buffers) {
+    auto& own = spans.emplace_back();
+    for (const py::buffer& buffer : of_rank) {
+      const py::buffer_info info = buffer.request();
+      own.push_back({info.ptr, static_cast<int64_t>(info.size * info.itemsize)});
+    }
+  }
+  return spans;
+}
+
+void swap_bytes(const Buffers& outgoing, const Buffers& incoming, int64_t group_size,
+                const std::string& group_name, double timeout_s) {
+  const auto out = spans_of(outgoing), in = spans_of(incoming);
+  py::gil_scoped_release no_gil;
+  parallel_ext::swap_bytes("swap_bytes", out, in, group_size, group_name, timeout_s);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What this module was compiled with.");
   m.def("split", &parallel_ext::split, py::arg("n"), py::arg("parts"), py::arg("multiple_of") = 1,
         "Boundaries of the parts; see csrc/layout.h.");
+  m.def("start_writeback", &start_writeback, py::arg("fd"), py::arg("offset"), py::arg("num_bytes"),
+        "Begin to write pages of a file to the disk, without waiting.");
   m.def("exchange_bytes", &exchange_bytes, py::arg("record"), py::arg("group_size"),
         py::arg("group_name"), py::arg("timeout_s"),
         "Equal-sized records of all ranks of a group, in rank order.");
+  m.def("swap_bytes", &swap_bytes, py::arg("outgoing"), py::arg("incoming"), py::arg("group_size"),
+        py::arg("group_name"), py::arg("timeout_s"),
+        "Brings the buffers that are listed for each rank to that rank.");
   m.def("collective_counts", &parallel_ext::collective_counts);
   m.def("reset_collective_counts", &parallel_ext::reset_collective_counts);
   m.def("order_check", &parallel_ext::order_check);

@@ -73,6 +73,44 @@ void pause_briefly() {
 #endif
 }
 
+// Walks over the bytes of several spans as if they were one.
+class Cursor {
+ public:
+  Cursor(const std::vector<Span>& spans) : spans_(spans) {
+    for (const Span& span : spans) left_ += span.bytes;
+  }
+  const int64_t& left() const { return left_; }
+  // Up to `most` bytes out of the spans, or into them.
+  void read(char* out, int64_t most) {
+    walk(most, [&](char* here, int64_t at, int64_t count) { std::memcpy(out + at, here, count); });
+  }
+  void write(const char* data, int64_t most) {
+    walk(most, [&](char* here, int64_t at, int64_t count) { std::memcpy(here, data + at, count); });
+  }
+
+ private:
+  template <typename Copy>
+  void walk(int64_t most, const Copy& copy) {
+    int64_t at = 0;
+    while (at < most && left_ > 0) {
+      const Span& span = spans_[index_];
+      const int64_t count = std::min(most - at, span.bytes - offset_);
+      copy(static_cast<char*>(span.data) + offset_, at, count);
+      at += count;
+      left_ -= count;
+      offset_ += count;
+      if (offset_ == span.bytes) {
+        offset_ = 0;
+        ++index_;
+      }
+    }
+  }
+
+  const std::vector<Span>& spans_;
+  size_t index_ = 0;
+  int64_t offset_ = 0, left_ = 0;
+};
+
 constexpr int64_t kSeatBytes = 128;
 
 int64_t header_bytes(int64_t size) { return (size * kSeatBytes + kPage - 1) / kPage * kPage; }
@@ -254,19 +292,35 @@ void SharedMemory::give_up(const std::string& why) {
   C10_THROW_ERROR(Error, what_ + ": " + why + "; the group cannot be used any more");
 }
 
-void SharedMemory::show(int64_t offset) {
+void SharedMemory::begin(const char* op, const char* kind, int64_t bytes, double timeout_s) {
+  what_ = std::string(op) + "/" + kind;
+  bytes_ = bytes;
+  timeout_s_ = timeout_s;
+  if (seat(rank_).given_up.load() != 0 || started_) {
+    give_up("an earlier collective of the group has failed on this rank");
+  }
+  wait_for_all();  // for whoever still reads what the last collective left here
+  started_ = true;
+}
+
+void SharedMemory::describe() {
   Seat& own = seat(rank_);
   own.bytes = bytes_;
   std::snprintf(own.what, sizeof(own.what), "%s", what_.c_str());
+}
+
+void SharedMemory::show(int64_t offset) {
+  describe();
   if (bytes_ > 0) std::memcpy(slot(rank_), data_ + offset, piece_at(offset));
   arrive();
 }
 
-void SharedMemory::check_same() {
+void SharedMemory::check_same(bool same_bytes) {
   const Seat& own = seat(rank_);
   for (int64_t peer = 0; peer < size_; ++peer) {
     const Seat& other = seat(peer);
-    if (other.bytes == own.bytes && std::strcmp(other.what, own.what) == 0) continue;
+    const bool fits = other.bytes == own.bytes || !same_bytes;
+    if (fits && std::strcmp(other.what, own.what) == 0) continue;
     const std::string text =
         c10::str(own.what, " with ", own.bytes, " bytes on rank ", rank_, " meets ", other.what,
                  " with ", other.bytes, " bytes on rank ", peer,
@@ -279,15 +333,8 @@ void SharedMemory::check_same() {
 
 void SharedMemory::start(const char* op, const char* kind, const void* data, int64_t bytes,
                          double timeout_s) {
-  what_ = std::string(op) + "/" + kind;
+  begin(op, kind, bytes, timeout_s);
   data_ = static_cast<const char*>(data);
-  bytes_ = bytes;
-  timeout_s_ = timeout_s;
-  if (seat(rank_).given_up.load() != 0 || started_) {
-    give_up("an earlier collective of the group has failed on this rank");
-  }
-  wait_for_all();  // for whoever still reads what the last collective left here
-  started_ = true;
   show(0);
 }
 
@@ -335,6 +382,47 @@ void SharedMemory::finish_gather(void* out) {
     arrive();
     offset += kSlotBytes;
   } while (offset < bytes_);
+  started_ = false;
+}
+
+// Every slot is cut into a cell for each receiver, which begins with the bytes of the whole
+// message.
+void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& outgoing,
+                        const std::vector<std::vector<Span>>& incoming, double timeout_s) {
+  constexpr int64_t kCellHeader = 64;
+  const int64_t cell = kSlotBytes / size_ / kCellHeader * kCellHeader, room = cell - kCellHeader;
+  std::vector<Cursor> out(outgoing.begin(), outgoing.end());
+  std::vector<Cursor> in(incoming.begin(), incoming.end());
+  int64_t longest = 0;
+  for (const Cursor& each : out) longest = std::max(longest, each.left());
+  begin(op, "swap", longest, timeout_s);
+  bool first = true;
+  for (int64_t done = 0; first || done < longest; done += room) {
+    if (!first) wait_for_all();
+    for (int64_t peer = 0; peer < size_; ++peer) {
+      char* target = slot(rank_) + peer * cell;
+      if (first) std::memcpy(target, &out[peer].left(), sizeof(int64_t));
+      if (peer != rank_) out[peer].read(target + kCellHeader, room);
+    }
+    describe();
+    arrive();
+    wait_for_all();
+    if (first) check_same(false);
+    for (int64_t peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      longest = std::max(longest, seat(peer).bytes);
+      const char* source = slot(peer) + rank_ * cell;
+      int64_t announced = 0;
+      std::memcpy(&announced, source, sizeof(announced));
+      if (first && announced != in[peer].left()) {
+        give_up(c10::str("rank ", peer, " of the group sends ", announced, " bytes where ",
+                         in[peer].left(), " are expected"));
+      }
+      in[peer].write(source + kCellHeader, room);
+    }
+    arrive();
+    first = false;
+  }
   started_ = false;
 }
 

@@ -7,8 +7,14 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace parallel_ext {
+
+struct Span {
+  void* data;
+  int64_t bytes;
+};
 
 // Every rank must start and finish the same collectives in the same order, one at a time. What
 // goes wrong is an error on every rank that can still report it: other operators or sizes on other
@@ -38,18 +44,25 @@ class SharedMemory {
 
   static bool can_sum(c10::ScalarType dtype);
 
+  // Brings `outgoing[r]` of this rank to rank r, whose incoming spans of this rank hold as many
+  // bytes in all. Spans of this rank for itself are ignored.
+  void swap(const char* op, const std::vector<std::vector<Span>>& outgoing,
+            const std::vector<std::vector<Span>>& incoming, double timeout_s);
+
  private:
   struct Seat;
   SharedMemory(std::string path, int fd, void* base, int64_t rank, int64_t size);
   static std::unique_ptr<SharedMemory> attach(const std::string& path, int fd, int64_t rank,
                                               int64_t size);
 
+  void begin(const char* op, const char* kind, int64_t bytes, double timeout_s);
+  void describe();
   void show(int64_t offset);
   void arrive();
   void wait_for_all();
   void wait_for(int64_t peer);
   bool alive(int64_t peer) const;
-  void check_same();
+  void check_same(bool same_bytes = true);
   [[noreturn]] void give_up(const std::string& why);
   int64_t piece_at(int64_t offset) const;
   Seat& seat(int64_t rank) const;

@@ -49,10 +49,6 @@ def _new_groups(ranks_of: Sequence[Sequence[int]], **options: Any) -> dist.Proce
     return own
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
 class Mesh:
     """The ranks of a job as a grid ``(dp, tp)``, tp innermost. Made by :func:`init_mesh`.
 
@@ -242,6 +238,8 @@ class Mesh:
     ) -> None:
         """Send tensors to tp ranks and receive theirs, all at the same time.
 
+        Every tp rank calls it, also with nothing to send or receive.
+
         Args:
             outgoing: (tp rank, contiguous CPU tensor); two ranks pair their tensors in order.
             incoming: (tp rank, contiguous CPU tensor to fill).
@@ -250,15 +248,20 @@ class Mesh:
             PeerLostError: one of them did not do its part within half of ``timeout``, so that
                 :meth:`together`, in which this belongs, can name it within the other half.
         """
-        if not outgoing and not incoming:
+        if self.tp_size == 1:
             return
-        group = self.process_groups[self.tp_control.name]
+
+        def by_rank(parts: Sequence[tuple[int, torch.Tensor]]) -> list[list[memoryview]]:
+            buffers: list[list[memoryview]] = [[] for _ in range(self.tp_size)]
+            for rank, tensor in parts:
+                buffers[rank].append(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+            return buffers
+
+        group = self.tp_control
         try:
-            # as bytes, since gloo does not send every dtype
-            works = [dist.irecv(_bytes(x), group=group, group_src=peer) for peer, x in incoming]
-            works += [dist.isend(_bytes(x), group=group, group_dst=peer) for peer, x in outgoing]
-            for work in works:
-                work.wait(self._wait / 2)
+            _C.swap_bytes(
+                by_rank(outgoing), by_rank(incoming), group.size, group.name, self.timeout / 2
+            )
         except RuntimeError as error:
             raise PeerLostError(f"a transfer between tp ranks broke off: {error}") from error
 

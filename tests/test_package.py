@@ -35,7 +35,8 @@ ALLOWED = {
     "checkpoint": {"layout", "mesh", "sharded"},
     "state": {"agreement", "layout", "mesh", "partial_gradients"},
     "gradients": {"ops", "sharded", "state"},
-    "runtime": {"checkpoint", "loss", "mesh", "ops", "state", "vocab"},
+    "version": set(),
+    "runtime": {"checkpoint", "loss", "mesh", "ops", "state", "version", "vocab"},
 }
 MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint"}
 

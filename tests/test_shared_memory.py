@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,10 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def _carried() -> int:
     """Collectives of this process that went through shared memory."""
     return _C.collective_counts().get("in_shared_memory", 0)
+
+
+def _call_in_world(function: Callable[[Group], None]) -> None:
+    function(Group.of(dist.group.WORLD))
 
 
 def _sums(group: Group, dtype: torch.dtype) -> tuple[int, list[bytes], list[torch.Tensor]]:
@@ -178,20 +183,15 @@ def _late(group: Group) -> None:
     reduce_from_tp(torch.ones(3), short)
 
 
-def _late_of_rank(_: None = None) -> None:
-    _late(Group.of(dist.group.WORLD))
-
-
 def test_a_late_rank_is_named_and_finds_the_group_given_up():
-    punctual, late = pool(2).run_raising(_late_of_rank)
+    punctual, late = pool(2).run_raising(_call_in_world, _late)
     assert isinstance(punctual, Raised)
     assert "rank 1 of the group did not come within 1 s" in punctual.text
     assert isinstance(late, Raised)
     assert "rank 0 of the group has given up" in late.text
 
 
-def _dies(_: None = None) -> None:
-    group = Group.of(dist.group.WORLD)
+def _dies(group: Group) -> None:
     reduce_from_tp(torch.ones(3), group)
     if group.rank == 1:
         os._exit(7)
@@ -201,5 +201,63 @@ def _dies(_: None = None) -> None:
 def test_a_rank_that_dies_is_reported_at_once():
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of the group has exited"):
-        pool(2).run(_dies, timeout_s=60)
+        pool(2).run(_call_in_world, _dies, timeout_s=60)
     assert time.monotonic() - start < 30, "the group's own timeout is 30 minutes"
+
+
+def _swaps(group: Group, in_shared_memory: bool) -> int:
+    """Messages of uneven sizes between all pairs, in uneven parts; what comes is what was sent."""
+    before = _carried()
+    _C.set_shared_memory(in_shared_memory)
+    shared = random.Random(3)
+    for step in range(12):
+        largest = shared.choice([0, 3, 1000, SLOT, 5 * SLOT // 3])
+        parts = {
+            (sender, receiver): [shared.randint(1, largest) for _ in range(shared.randint(0, 3))]
+            if largest
+            else []
+            for sender in range(group.size)
+            for receiver in range(group.size)
+        }
+
+        def bytes_of(sender: int, receiver: int, sizes: list[int]) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(100 * sender + receiver)
+            return [torch.randint(256, (n,), generator=generator).to(torch.uint8) for n in sizes]
+
+        ranks = range(group.size)
+        outgoing = [bytes_of(group.rank, to, parts[group.rank, to]) for to in ranks]
+        incoming = [
+            [torch.zeros(n, dtype=torch.uint8) for n in parts[x, group.rank]] for x in ranks
+        ]
+        _C.swap_bytes(
+            [[x.numpy() for x in to] for to in outgoing],
+            [[x.numpy() for x in sender] for sender in incoming],
+            *(group.size, group.name, 20.0),
+        )
+        for sender in ranks:
+            if sender == group.rank:
+                continue  # what is for itself stays where it is
+            expected = bytes_of(sender, group.rank, parts[sender, group.rank])
+            for got, wanted in zip(incoming[sender], expected, strict=True):
+                assert torch.equal(got, wanted), (step, sender)
+    _C.set_shared_memory(True)
+    return _carried() - before
+
+
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_swaps_bring_uneven_messages_between_all_pairs(ranks, in_shared_memory):
+    assert on_ranks(ranks, _swaps, in_shared_memory) == [12 * in_shared_memory] * ranks
+
+
+def _wrong_swap(group: Group) -> None:
+    own = Group.of(dist.new_group([0, 1]))
+    buffer = torch.zeros(8, dtype=torch.uint8).numpy()
+    sizes = [[buffer[:3]], [buffer[:4]]] if group.rank == 0 else [[buffer], [buffer]]
+    _C.swap_bytes(sizes, sizes, own.size, own.name, 5.0)
+
+
+def test_a_swap_of_other_sizes_than_expected_is_an_error_on_both():
+    texts = [raised.text for raised in pool(2).run_raising(_call_in_world, _wrong_swap)]
+    assert any("of the group sends" in text and "are expected" in text for text in texts), texts
+    assert all("swap_bytes/swap" in text for text in texts), texts

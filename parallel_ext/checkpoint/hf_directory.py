@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 _MOST_PROBLEMS_SHOWN = 8
+_STEP_BYTES = 128 << 20  # of full tensors that are read before the ranks meet again
 
 
 def _raise_all(where: Path, problems: list[str]) -> None:
@@ -216,7 +217,7 @@ class HFDirectory:
             _raise_all(self.path, missing)
 
         mesh.together(what, check_names)
-        replacements: dict[nn.Parameter, nn.Parameter] = {}
+        shards: dict[str, torch.Tensor] = {}
         with tqdm(
             desc="Loading shards",
             unit="B",
@@ -224,11 +225,14 @@ class HFDirectory:
             disable=None if mesh.rank == 0 else True,  # None: shown on a terminal only
             total=sum(self._shard_bytes(layout, mesh) for _, layout in wanted),
         ) as progress:
-            for parameter, layout in wanted:
-                read = partial(self._read_shard, layout, mesh, dtype, device or mesh.device)
-                shard = mesh.together(what, read)
-                replacements[parameter] = nn.Parameter(shard, parameter.requires_grad)
-                progress.update(self._shard_bytes(layout, mesh))
+            for step in self._steps([layout for _, layout in wanted]):
+                read = partial(self._read_shards, step, mesh, dtype, device or mesh.device)
+                shards |= mesh.together(what, read)
+                progress.update(sum(self._shard_bytes(layout, mesh) for layout in step))
+        replacements = {
+            parameter: nn.Parameter(shards[layout.name], parameter.requires_grad)
+            for parameter, layout in wanted
+        }
         for module in model.modules():
             for attribute, parameter in list(module._parameters.items()):
                 if parameter in replacements:
@@ -239,12 +243,37 @@ class HFDirectory:
         numel = math.prod(layout.local_shape(mesh.tp_rank))
         return numel * self.dtypes[layout.name].itemsize
 
+    def _steps(self, layouts: Sequence[TensorLayout]) -> Iterator[list[TensorLayout]]:
+        """The tensors in steps of some size, the same on every rank, after which the ranks meet."""
+        step: list[TensorLayout] = []
+        num_bytes = 0
+        for layout in layouts:
+            step.append(layout)
+            num_bytes += layout.numel * self.dtypes[layout.name].itemsize
+            if num_bytes >= _STEP_BYTES:
+                yield step
+                step, num_bytes = [], 0
+        if step:
+            yield step
+
+    def _read_shards(
+        self,
+        layouts: Sequence[TensorLayout],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> dict[str, torch.Tensor]:
+        return {
+            layout.name: self._read_shard(layout, mesh.tp_rank, dtype).to(device)
+            for layout in layouts
+        }
+
     def _read_shard(
-        self, layout: TensorLayout, mesh: Mesh, dtype: torch.dtype | None, device: torch.device
+        self, layout: TensorLayout, tp_rank: int, dtype: torch.dtype | None
     ) -> torch.Tensor:
         file, in_file = self._file_of[layout.name], self.dtypes[layout.name]
         kept = in_file if dtype is None or not in_file.is_floating_point else dtype
-        shard = torch.empty(layout.local_shape(mesh.tp_rank), dtype=kept)
-        for box, view in shard_views(shard, layout, mesh.tp_rank):
+        shard = torch.empty(layout.local_shape(tp_rank), dtype=kept)
+        for box, view in shard_views(shard, layout, tp_rank):
             file.read_box(layout.name, box, view)
-        return shard.to(device)
+        return shard

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from parallel_ext import _C
 from parallel_ext.checkpoint.safetensors_file import (
     DTYPES,
     LENGTH_BYTES,
@@ -106,6 +107,7 @@ class SafetensorsWriter:
         done = 0
         while done < len(memory):
             done += os.pwrite(self._file.fileno(), memory[done:], self._offset + done)
+        _C.start_writeback(self._file.fileno(), self._offset, done)
         self._offset += done
 
     def append(self, name: str, rows: torch.Tensor) -> None:

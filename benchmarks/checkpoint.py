@@ -1,0 +1,100 @@
+"""Saving and loading a Llama of 485 MiB at tp = 2: ours, transformers, DCP and its HuggingFace files.
+
+    python benchmarks/checkpoint.py [--malloc default|tuned|all] [--repetitions N] [--update-readme]
+
+What is measured and how is in README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from checkpoint_ranks import OURS
+from transformers import LlamaConfig, LlamaForCausalLM
+
+RANKS = Path(__file__).with_name("checkpoint_ranks.py")
+
+
+def save_weights(directory: str) -> float:
+    """The model that all load and save; returns its size in MiB."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        max_position_embeddings=512,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    return sum(p.nbytes for p in model.parameters()) / 2**20
+
+
+def table(kind: str, answers: dict[str, Any], size: float) -> str:
+    """One row for each malloc mode and competitor."""
+    header = [f"{kind}: seconds, median (min-max)", "ours / this", "peak growth, MiB"]
+    header += ["written / model"] if kind == "save" else []
+    rows = []
+    for malloc, answer in answers.items():
+        part = answer[kind]
+        seconds = {
+            name: [each["seconds"][name][0] for each in part["rounds"]]
+            for name in part["growth_mib"]
+        }
+        ours = statistics.median(seconds[OURS])
+        worst = max(each["disturbance"] for each in part["rounds"])
+        for name, values in seconds.items():
+            rows.append(
+                [
+                    f"{name}, {malloc} (disturbed {worst:.0%}): {harness.spread(values, 2)}",
+                    f"{ours / statistics.median(values):.2f}",
+                    f"{part['growth_mib'][name]:.0f}",
+                ]
+            )
+            if kind == "save":
+                rows[-1].append(f"{part['written_mib'][name] / size:.2f}")
+    return harness.markdown_table(header, rows)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--malloc", choices=[*harness.MALLOC_MODES, "all"], default="all")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--update-readme", action="store_true", help="put the tables into README")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    mallocs = list(harness.MALLOC_MODES) if options.malloc == "all" else [options.malloc]
+    answers = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        source = str(Path(scratch, "source"))
+        size = save_weights(source)
+        for malloc in mallocs:
+            request = {
+                "source": source,
+                "scratch": scratch,
+                "repetitions": options.repetitions,
+            }
+            answers[malloc] = harness.run_ranks(RANKS, request, ranks=2, threads=1, malloc=malloc)
+    shard = next(iter(answers.values()))["shard_mib"]
+    about = f"{harness.machine()}. Model {size:.0f} MiB, shard of rank 0 {shard:.0f} MiB."
+    text = "\n\n".join([about, table("save", answers, size), table("load", answers, size)])
+    print(text)
+    if options.update_readme:
+        harness.replace_in_readme("checkpoint", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Loads and saves stream: little memory beyond the shard, every byte once, errors before work."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Raised, pool
+from reference import Tiny, mesh_of, parallel
+from safetensors import safe_open
+from transformers import LlamaConfig
+
+import parallel_ext as px
+from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, SafetensorsFile
+from parallel_ext.checkpoint.safetensors_writer import TensorSpec
+from parallel_ext.checkpoint.save import plan_files, plan_turns
+from parallel_ext.layout import ModelLayout, TensorLayout, cut, split
+from parallel_ext.sharded import named_shards
+
+MIB = 2**20
+
+
+# Memory.
+
+
+def _status(field: str) -> float:
+    """A field of /proc/self/status in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
+
+
+def _peak_growth(function: Callable[[], Any]) -> tuple[float, Any]:
+    """MiB of anonymous memory that a call adds at its peak, and what it returned."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before, files_before = _status("VmRSS"), _status("RssFile")
+    result = function()
+    return _status("VmHWM") - before - max(0.0, _status("RssFile") - files_before), result
+
+
+def _large_config() -> LlamaConfig:
+    """A model whose embedding takes 1 GiB and the rest almost nothing."""
+    return LlamaConfig(
+        vocab_size=131073,
+        hidden_size=2048,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def _write_sparse(directory: Path) -> None:
+    """The large model as a file of holes: it reads as zeros and takes no disk."""
+    config = _large_config()
+    config.save_pretrained(directory)
+    with torch.device("meta"):
+        from transformers import LlamaForCausalLM
+
+        model = LlamaForCausalLM(config)
+    header, offset = {}, 0
+    for name, parameter in model.named_parameters():
+        stop = offset + parameter.nbytes
+        shape = list(parameter.shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header).encode()
+    with open(directory / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+
+
+def _load_and_save(source: Path, target: Path) -> dict[str, float]:
+    mesh = mesh_of()
+    loaded, model = _peak_growth(lambda: px.from_pretrained(source, mesh))
+    shard = sum(parameter.nbytes for parameter in model.parameters()) / MIB
+    saved, _ = _peak_growth(lambda: model.save_pretrained(target))
+    return {"shard": shard, "load": loaded - shard, "save": saved}
+
+
+def test_a_gibibyte_of_embedding_takes_little_memory_beyond_the_shard(tmp_path: Path) -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the kernel does not let the peak of the memory be measured")
+    _write_sparse(tmp_path)
+    for rank in pool(2).run(_load_and_save, tmp_path, tmp_path / "out"):
+        assert rank["shard"] > 512, rank
+        assert rank["load"] < 96, rank
+        assert rank["save"] < 64, rank
+    with SafetensorsFile(tmp_path / "out" / "model-00001-of-00002.safetensors") as file:
+        assert file.tensors["model.embed_tokens.weight"].shape == (131073, 2048)
+
+
+# Bytes.
+
+
+def _count_bytes(name: str, function: Callable[[], Any]) -> int:
+    """Bytes that ``os.<name>`` moves during a call."""
+    original, moved = getattr(os, name), 0
+
+    def counting(*args: Any) -> int:
+        nonlocal moved
+        count = original(*args)
+        moved += count
+        return count
+
+    with mock.patch.object(os, name, counting):
+        function()
+    return moved
+
+
+def _save_counted(directory: Path, max_shard_size: str) -> int:
+    model = parallel(Tiny(vocab_size=4099).model(), mesh_of())
+    return _count_bytes(
+        "pwrite", lambda: model.save_pretrained(directory, max_shard_size=max_shard_size)
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("max_shard_size", ["5GB", "300KB"])
+def test_every_byte_is_written_once(tmp_path: Path, ranks: int, max_shard_size: str) -> None:
+    written = pool(ranks).run(_save_counted, tmp_path / "out", max_shard_size)
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert sum(written) == sum(sizes)
+    if ranks <= 2:  # two tensors, the embedding and the head, are most of this model
+        assert max(written) < sum(sizes) / ranks * 1.25, "the ranks share the work"
+
+
+def _load_counted(directory: Path) -> tuple[int, int, int]:
+    """Bytes read, bytes of the shards that are rows, bytes of whole tensors cut by columns."""
+    mesh, models = mesh_of(), []
+    read = _count_bytes("preadv", lambda: models.append(px.from_pretrained(directory, mesh)))
+    rows = columns = 0
+    for _, parameter, layout in named_shards(models[0]):
+        if layout.dim == 1:
+            columns += layout.numel * parameter.element_size()
+        else:
+            rows += parameter.nbytes
+    return read, rows, columns
+
+
+def test_a_rank_reads_its_rows_only_and_columns_by_stripes(tmp_path: Path) -> None:
+    Tiny(vocab_size=4099).model().save_pretrained(tmp_path)
+    with open(tmp_path / "model.safetensors", "rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    for read, rows, columns in pool(2).run(_load_counted, tmp_path):
+        assert read == header + rows + columns
+
+
+# Plans.
+
+
+@st.composite
+def _plans(draw: Any) -> tuple[ModelLayout, list[TensorSpec], int, int]:
+    tp = draw(st.integers(1, 5))
+    layouts, specs = {}, []
+    for index in range(draw(st.integers(1, 8))):
+        shape = tuple(draw(st.lists(st.integers(0, 5000), max_size=2)))
+        dtype = draw(st.sampled_from([torch.float64, torch.bfloat16, torch.uint8]))
+        dim = draw(st.sampled_from([None, *range(len(shape))]))
+        name = f"t{index}"
+        layouts[name] = (
+            TensorLayout(name, shape)
+            if dim is None
+            else cut(name, shape, dim, split(shape[dim], tp))
+        )
+        specs.append(TensorSpec(name, dtype, shape))
+    size = draw(st.sampled_from([1000, 10**6, 10**9]))
+    return ModelLayout(layouts, {}, tp), specs, tp, size
+
+
+@given(_plans())
+@settings(max_examples=200, deadline=None)
+def test_the_turns_of_a_save_hold_every_row_once_and_in_file_order(plan: Any) -> None:
+    layout, specs, owners, size = plan
+    files = plan_files(specs, owners, size)
+    itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
+    turns = plan_turns(files, layout, owners)
+    for owner in range(owners):
+        own = [turn[owner] for turn in turns if turn[owner] is not None]
+        mine = [file for file in files if file.owner == owner]
+        assert [turn.file.name for turn in own if turn.last] == [file.name for file in mine]
+        for file in mine:
+            blocks = [block for turn in own if turn.file is file for block in turn.blocks]
+            expected = [
+                (spec.name, row)
+                for spec in file.tensors
+                if spec.num_bytes
+                for row in range(spec.shape[0] if spec.shape else 1)
+            ]
+            rows = [(b.layout.name, row) for b in blocks for row in range(b.start, b.stop)]
+            assert rows == expected
+        for turn in own:
+            sizes = [itemsize[b.layout.name] * torch.Size(b.shape).numel() for b in turn.blocks]
+            assert sum(sizes) <= STRIPE_BYTES or len(turn.blocks) == 1
+
+
+# What is said of a save, and what is found before it begins.
+
+
+def _save_with_holes(directory: Path) -> list[str]:
+    model = parallel(Tiny(dtype=torch.float32).model(), mesh_of())
+    with torch.no_grad():
+        model.lm_head.weight[1] = float("nan")
+        model.model.norm.weight[:3] = float("inf")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.save_pretrained(directory)
+    return [str(each.message) for each in caught if "NaN" in str(each.message)]
+
+
+def test_values_that_are_not_finite_are_counted_and_kept(tmp_path: Path) -> None:
+    first, second = pool(2).run(_save_with_holes, tmp_path / "out")
+    assert second == []
+    assert "147 values are NaN or infinite" in first[0]
+    assert "lm_head.weight (144), model.norm.weight (3)" in first[0]
+    tensors = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert int(tensors["lm_head.weight"].isnan().sum()) == 144
+    assert int(tensors["model.norm.weight"].isinf().sum()) == 3
+
+
+def _save(directory: Path) -> None:
+    parallel(Tiny().model(), mesh_of()).save_pretrained(directory)
+
+
+def test_every_file_says_what_wrote_it(tmp_path: Path) -> None:
+    pool(2).run(_save, tmp_path / "out")
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        assert metadata["format"] == "pt"
+        note = json.loads(metadata["parallel_ext"])
+        assert note == {"version": px.__version__, "vocab_size": 101, "tp": 2, "dp": 1}
+
+
+def _save_without_room(directory: Path) -> None:
+    model, limits = parallel(Tiny().model(), mesh_of()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with mock.patch("parallel_ext.checkpoint.save.swap_blocks") as swap:
+            model.save_pretrained(directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not swap.called, "the room is reserved before anything is sent"
+
+
+def test_missing_room_on_the_disk_is_found_before_anything_is_sent(tmp_path: Path) -> None:
+    pool(2).run(_save, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for raised in pool(2).run_raising(_save_without_room, tmp_path / "out"):
+        assert isinstance(raised, Raised)
+        assert "File too large" in raised.text
+    assert os.listdir(tmp_path) == ["out"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
