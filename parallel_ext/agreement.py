@@ -65,7 +65,7 @@ class Agreement:
         self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
         self._previous: _DeviceContents | None = None
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this package
     def check(self, what: str, arguments: Mapping[str, Any], mode: str) -> None:
         """Raise the same error on all tp ranks unless they agree and their ids are valid.
 

@@ -134,3 +134,13 @@ def test_trainer_on_one_process_sees_the_same_losses(tmp_path: Path) -> None:
     got = _trainer_losses(parallel(tiny.model(), px.init_mesh()), tmp_path)
     assert len(got) == 3
     assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_importing_the_package_loads_neither_the_compiler_nor_models() -> None:
+    """Each would take longer to import than all of this package."""
+    code = (
+        "import sys, torch, transformers, parallel_ext\n"
+        "heavy = {'torch._dynamo', 'transformers.modeling_utils', 'torch.distributed.fsdp'}\n"
+        "sys.exit(str(sorted(heavy & set(sys.modules)) or 'none'))"
+    )
+    assert _python(code).strip() == "none"

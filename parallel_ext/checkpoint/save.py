@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from parallel_ext.checkpoint.full_state import local_values
 from parallel_ext.checkpoint.gather import RowBlock, row_blocks, swap_blocks
@@ -28,6 +27,9 @@ from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
+
+if TYPE_CHECKING:  # they would load most of transformers
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
