@@ -1,4 +1,4 @@
-"""Saving and loading a Llama of 485 MiB at tp = 2: ours, transformers, DCP and its HuggingFace files.
+"""Saving and loading a Llama of 485 MiB at tp = 2: ours, transformers, DCP.
 
     python benchmarks/checkpoint.py [--malloc default|tuned|all] [--repetitions N] [--update-readme]
 

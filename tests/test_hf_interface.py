@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +204,26 @@ def test_load_state_dict_takes_full_tensors_or_own_shards_and_refuses_the_rest()
         assert 'Missing key(s) in state_dict: "lm_head.weight"' in result["missing"]
         assert "parallel_ext_local_shards" in result["plain"]
         assert "load a full state_dict" in result["foreign"]
+
+
+def _save_with_torch(directory: Path) -> None:
+    model = parallel(TINY.model(seed=7), mesh_of())
+    full = px.full_state_dict(model)
+    if full:
+        torch.save(full, directory / "full.pt")
+    torch.save(model.state_dict(), directory / f"shards-{mesh_of().rank}.pt")
+
+
+def test_torch_reads_the_full_state_and_refuses_shards_by_name(tmp_path: Path) -> None:
+    pool(2).run(_save_with_torch, tmp_path)
+    plain, expected = TINY.model(), TINY.model(seed=7).state_dict()
+    plain.load_state_dict(torch.load(tmp_path / "full.pt", weights_only=True))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    for rank in range(2):
+        shards = torch.load(tmp_path / f"shards-{rank}.pt", weights_only=True)
+        with pytest.raises(RuntimeError, match="parallel_ext_local_shards"):
+            plain.load_state_dict(shards)
 
 
 def _converted(dtype: torch.dtype) -> tuple[set[torch.dtype], float]:
