@@ -161,7 +161,7 @@ def _collectives(group: Group, name: str) -> list[dict[str, int]]:
 
 
 def _expected_counts(sent: tuple[str, int] | None) -> dict[str, int]:
-    return {} if sent is None else {sent[0]: 1, f"{sent[0]}_bytes": sent[1]}
+    return {} if sent is None else {sent[0]: 1, f"{sent[0]}_bytes": sent[1], "in_shared_memory": 1}
 
 
 @pytest.mark.parametrize("size", [1, 2])
