@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -414,13 +413,9 @@ def _layout(**changes: Any) -> ModelLayout:
     return state_of(parallelize(_model(**changes), init_mesh())).layout
 
 
-def _edit(path: Path, **changes: torch.Tensor | None) -> None:
-    """Replace, add or (None) remove tensors of ``model.safetensors``; ``__`` stands for a dot."""
-    tensors = load_file(path / "model.safetensors")
-    for name, tensor in changes.items():
-        tensors.pop(name.replace("__", "."), None)
-        if tensor is not None:
-            tensors[name.replace("__", ".")] = tensor
+def _add_head(path: Path, head: torch.Tensor) -> None:
+    """Put a head into ``model.safetensors``."""
+    tensors = {**load_file(path / "model.safetensors"), HEAD: head}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
@@ -429,21 +424,6 @@ def _refused(path: Path, layout: ModelLayout) -> str:
         directory.check(layout)
     assert str(path) in str(raised.value)
     return str(raised.value)
-
-
-def test_another_number_of_vocabulary_rows_is_refused_with_both_shapes(saved: Path) -> None:
-    message = _refused(saved, _layout(vocab_size=128))
-    assert f"{TABLE} has the shape (101, 24)" in message
-    assert (
-        f"{HEAD} has the shape (101, 24), but by the configuration it must be (128, 24)" in message
-    )
-
-
-def test_missing_and_extra_tensors_are_refused_in_one_error(saved: Path) -> None:
-    _edit(saved, model__norm__weight=None, surplus=torch.ones(3))
-    message = _refused(saved, _layout())
-    assert "model.norm.weight of shape (24,) is missing" in message
-    assert "surplus of shape (3,) does not belong to the model" in message
 
 
 def test_a_long_list_of_problems_is_cut_short(saved: Path) -> None:
@@ -456,71 +436,14 @@ def test_a_tied_alias_may_be_present_if_it_is_equal(tmp_path: Path) -> None:
     _model(tie_word_embeddings=True).save_pretrained(tmp_path)
     table = load_file(tmp_path / "model.safetensors")[TABLE]
     layout = _layout(tie_word_embeddings=True)
-    _edit(tmp_path, lm_head__weight=table.clone())
+    _add_head(tmp_path, table.clone())
     with HFDirectory(tmp_path) as directory, mock.patch.object(hf_directory, "STRIPE_BYTES", 1000):
         directory.check(layout)
     table[100, 23] += 1
-    _edit(tmp_path, lm_head__weight=table)
+    _add_head(tmp_path, table)
     assert f"{HEAD} differs from {TABLE}" in _refused(tmp_path, layout)
-    _edit(tmp_path, lm_head__weight=table[:100].clone())
-    assert f"{HEAD} has the shape (100, 24)" in _refused(tmp_path, layout)
-
-
-def _open_only(path: Path) -> None:
-    HFDirectory(path).close()
-
-
-def test_a_truncated_file_is_refused_on_every_rank(saved: Path) -> None:
-    file = saved / "model.safetensors"
-    size = file.stat().st_size
-    os.truncate(file, size - 40)
-    for raised in pool(2).run_raising(_open_only, saved):
-        assert raised.type == "CheckpointError"
-        assert f"{file}: by its header the file has {size} bytes" in raised.text
-        assert f"it has {size - 40}; it is truncated" in raised.text
-
-
-@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "..", 7])
-def test_an_index_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name: Any) -> None:
-    _model().save_pretrained(tmp_path, max_shard_size="7KB")
-    path = tmp_path / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"][HEAD] = name
-    path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="not the plain name of a safetensors file"):
-        HFDirectory(tmp_path)
-
-
-def test_an_index_that_differs_from_the_files_is_refused(tmp_path: Path) -> None:
-    _model().save_pretrained(tmp_path, max_shard_size="7KB")
-    path = tmp_path / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    file = index["weight_map"].pop(HEAD)
-    index["weight_map"]["ghost"] = index["weight_map"][TABLE]
-    path.write_text(json.dumps(index))
-    if file not in index["weight_map"].values():
-        index["weight_map"]["other"] = file
-        path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="ghost is not in model-") as raised:
-        HFDirectory(tmp_path)
-    assert f"{HEAD} is in {file}, but is not listed so" in str(raised.value)
-    (tmp_path / file).unlink()
-    with pytest.raises(CheckpointError, match=f"{file}: no such file"):
-        HFDirectory(tmp_path)
-
-
-def test_a_directory_without_safetensors_or_configuration_is_refused(saved: Path) -> None:
-    shutil.move(saved / "model.safetensors", saved / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pytorch_model.bin is a pickle"):
-        HFDirectory(saved)
-    (saved / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
-        HFDirectory(saved)
-    (saved / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
-        HFDirectory(saved)
-    with pytest.raises(CheckpointError, match="no such directory"):
-        HFDirectory(saved / "absent")
+    _add_head(tmp_path, table[:100].clone())
+    assert f"{HEAD} in model.safetensors has the shape (100, 24)" in _refused(tmp_path, layout)
 
 
 def test_nothing_changes_when_a_tensor_cannot_be_read(saved: Path) -> None:

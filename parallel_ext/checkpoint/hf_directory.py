@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,29 +14,32 @@ from tqdm import tqdm
 
 from parallel_ext.checkpoint.gather import shard_views
 from parallel_ext.checkpoint.safetensors_file import (
+    MAX_TENSORS,
     STRIPE_BYTES,
     CheckpointError,
     SafetensorsFile,
-    parse_json,
+    read_json,
+    shown,
 )
 from parallel_ext.layout import ModelLayout, TensorLayout, split
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import named_shards
 
 CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 _MOST_PROBLEMS_SHOWN = 8
 _STEP_BYTES = 128 << 20  # of full tensors that are read before the ranks meet again
 
 
-def _raise_all(where: Path, problems: list[str]) -> None:
-    """One error for all problems, the first of them written out."""
+def _raise_all(where: Path, problems: list[str], hint: str = "") -> None:
+    """One error for all problems, the first of them written out, and what may explain them."""
     if problems:
-        shown = problems[:_MOST_PROBLEMS_SHOWN]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
-        raise CheckpointError(f"{where}: " + "; ".join(shown))
+        parts = problems[:_MOST_PROBLEMS_SHOWN]
+        if len(problems) > len(parts):
+            parts.append(f"and {len(problems) - len(parts)} more")
+        raise CheckpointError(f"{where}: " + "; ".join(parts) + (hint and f". {hint}"))
 
 
 class HFDirectory:
@@ -48,19 +51,22 @@ class HFDirectory:
             meanwhile is not mixed in.
 
     Attributes:
+        has_generation_config: whether there is a ``generation_config.json``.
         shapes: HuggingFace name -> shape of every tensor in the files.
         dtypes: HuggingFace name -> its dtype.
 
     Raises:
-        CheckpointError: something is missing, truncated or inconsistent; names the file.
+        CheckpointError: something is missing, truncated, inconsistent, no regular file, or leads
+            out of the directory; names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
-        if not (self.path / CONFIG_NAME).is_file():
-            raise CheckpointError(f"{self.path}: there is no {CONFIG_NAME}")
+        self.has_generation_config = os.path.lexists(self.path / GENERATION_CONFIG_NAME)
+        for name in (CONFIG_NAME, *[GENERATION_CONFIG_NAME] * self.has_generation_config):
+            read_json(self.path / name)  # transformers, which reads them again, would wait or guess
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
         try:
@@ -84,9 +90,9 @@ class HFDirectory:
             file.close()
 
     def _open(self) -> None:
-        if (self.path / SINGLE_FILE_NAME).is_file():
+        if os.path.lexists(self.path / SINGLE_FILE_NAME):
             names, weight_map = [SINGLE_FILE_NAME], None
-        elif (self.path / INDEX_NAME).is_file():
+        elif os.path.lexists(self.path / INDEX_NAME):
             weight_map = self._weight_map()
             names = sorted(set(weight_map.values()))
         else:
@@ -104,17 +110,23 @@ class HFDirectory:
             file = SafetensorsFile(self.path / name)
             self._files.append(file)
             self._file_of.update(dict.fromkeys(file.tensors, file))
+            if (count := sum(len(file.tensors) for file in self._files)) > MAX_TENSORS:
+                raise CheckpointError(
+                    f"{self.path}: up to {name} there are {count} tensors, more than {MAX_TENSORS}"
+                )
         if weight_map is not None:
             self._check_index(weight_map)
 
     def _weight_map(self) -> Mapping[str, str]:
         """Tensor -> file by the index; every file is named plainly, so it lies in the directory."""
         index = self.path / INDEX_NAME
-        weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: weight_map must be a JSON object of file names")
+            raise CheckpointError(
+                f"{index}: weight_map must be a JSON object of file names, got {shown(weight_map)}"
+            )
         problems = [
-            f"{tensor} is in {file!r:.200}, which is not the plain name of a safetensors file"
+            f"{tensor} is in {shown(file)}, which is not the plain name of a safetensors file"
             for tensor, file in weight_map.items()
             if not isinstance(file, str)
             or not file.endswith(".safetensors")
@@ -124,23 +136,29 @@ class HFDirectory:
         return weight_map
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
-        held = [(name, file.path.name) for file in self._files for name in file.tensors]
+        held = {(name, file.path.name) for file in self._files for name in file.tensors}
         listed = weight_map.items()
-        problems = [f"{n} is not in {f}" for n, f in sorted(listed - set(held))]
-        problems += [f"{n} is in {f}, but is not listed so" for n, f in sorted(set(held) - listed)]
+        problems = [f"{name} is not in {file}" for name, file in sorted(listed - held)]
+        problems += [
+            f"{name} is in {file}, but is listed "
+            + (f"in {weight_map[name]}" if name in weight_map else "nowhere")
+            for name, file in sorted(held - listed)
+        ]
         _raise_all(self.path / INDEX_NAME, problems)
 
-    def check(self, layout: ModelLayout) -> None:
+    def check(self, layout: ModelLayout, vocabulary: Collection[str] = ()) -> None:
         """See that the directory holds exactly the tensors of a model, before anything is loaded.
 
         A tied alias may be present if it equals the tensor that it shares.
 
         Args:
             layout: of the model that shall be loaded.
+            vocabulary: names of the tensors with a row for each id, to tell other numbers of rows
+                that other systems are known to write.
 
         Raises:
             CheckpointError: one error for all tensors that are missing, of another shape (with
-                both shapes), or that the model does not have.
+                both shapes), not of floating point, or that the model does not have.
         """
         problems = []
         aliases = {a: target for a, target in layout.tied.items() if a in self.shapes}
@@ -150,14 +168,18 @@ class HFDirectory:
         for name, shape in self.shapes.items():
             if name.endswith("rotary_emb.inv_freq"):  # a buffer that old versions saved
                 continue
+            where = f"{name} in {self._file_of[name].path.name}"
             if name not in layout.tensors and name not in aliases:
-                problems.append(f"{name} of shape {shape} does not belong to the model")
+                problems.append(f"{where} of shape {shape} does not belong to the model")
             elif shape != layout[name].shape:
                 problems.append(
-                    f"{name} has the shape {shape}, but by the configuration it must be "
+                    f"{where} has the shape {shape}, but by the configuration it must be "
                     f"{layout[name].shape}"
                 )
-        _raise_all(self.path, problems)
+            elif not self.dtypes[name].is_floating_point:
+                problems.append(f"{where} is of {self.dtypes[name]}, but must be floating-point")
+        if problems:
+            _raise_all(self.path, problems, self._vocabulary_hint(layout, vocabulary))
         _raise_all(
             self.path,
             [
@@ -166,6 +188,79 @@ class HFDirectory:
                 if not self._equal(alias, target)
             ],
         )
+
+    def _vocabulary_hint(self, layout: ModelLayout, vocabulary: Collection[str]) -> str:
+        """What the numbers of vocabulary rows look like, where they are not those of the model."""
+        hint = ""
+        for name in vocabulary:
+            shape = self.shapes.get(name, ())
+            expected = layout[name].shape if layout.tied.get(name, name) in layout else ()
+            if not shape or not expected or shape[1:] != expected[1:]:
+                continue
+            rows, true_rows = shape[0], expected[0]
+            tp = -(-true_rows // max(1, rows))
+            if tp > 1 and rows == 64 * -(-true_rows // (64 * tp)):
+                return (
+                    f"{rows} of {true_rows} rows of {name} is one rank's part of tp={tp}, which "
+                    "ColossalAI before 0.4.8 saved instead of the whole; the other rows are in no "
+                    "file, so save the model again with a later version"
+                )
+            if rows <= true_rows:
+                continue
+            if (filled := self._first_filled_row(name, true_rows)) is not None:
+                return (
+                    f"The surplus is no padding of zeros, since row {filled} of {name} is not zero"
+                )
+            by = " by ColossalAI or Megatron" if rows % 64 == 0 else ""
+            hint = (
+                f"All rows from {true_rows} on are zero, so this looks like a vocabulary padded"
+                f"{by}: to cut the padding off, pass vocab_size={true_rows} to px.from_pretrained"
+            )
+        return hint
+
+    def cut_vocabulary(self, vocabulary: Iterable[str], vocab_size: int) -> None:
+        """Leave out the rows behind the true vocabulary; they must be zero.
+
+        Args:
+            vocabulary: names of the tensors with a row for each id; those in no file are skipped.
+            vocab_size: the true number of rows. Tensors that have no more are left as they are.
+
+        Raises:
+            CheckpointError: a row to be left out is not zero; names the first. Nothing is left out.
+        """
+        longer = {
+            name: (vocab_size, *self.shapes[name][1:])
+            for name in vocabulary
+            if self.shapes.get(name, ())[:1] > (vocab_size,)
+        }
+        for name in longer:
+            row = self._first_filled_row(name, vocab_size)
+            if row is not None:
+                raise CheckpointError(
+                    f"{self._file_of[name].path}: {name} has the shape {self.shapes[name]}, and "
+                    f"row {row} is not zero, so the rows from vocab_size={vocab_size} on cannot be "
+                    "taken for padding. Either vocab_size is too small, or the padding was filled "
+                    "at random and trained, as by Megatron; then remove these rows from the file"
+                )
+        self.shapes.update(longer)
+
+    def _first_filled_row(self, name: str, start: int) -> int | None:
+        """The first row from ``start`` on that is not all zeros."""
+        num_rows, *row_shape = self.shapes[name]
+        if not (width := math.prod(row_shape)):
+            return None
+        at_once = max(1, STRIPE_BYTES // (8 * width))
+        for first in range(start, num_rows, at_once):
+            last = min(first + at_once, num_rows)
+            # fp64, in which no value of another dtype becomes zero
+            rows = torch.empty((last - first, *row_shape), dtype=torch.float64)
+            self._file_of[name].read_box(
+                name, ((first, last), *((0, size) for size in row_shape)), rows
+            )
+            filled = rows.flatten(1).ne(0).any(1) if row_shape else rows.ne(0)
+            if filled.any():
+                return first + int(filled.nonzero()[0])
+        return None
 
     def _equal(self, first: str, second: str) -> bool:
         """Whether two tensors of one shape hold the same values; compared by stripes."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +27,12 @@ STRIPE_BYTES = 8 << 20
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+MAX_TENSORS = 1_000_000
+_MAX_JSON_BYTES = 100_000_000  # the limit of the reference implementation for a header
+_MAX_NAME_LENGTH = 1024
+_MAX_DIMENSIONS = 64
+_LARGEST = 2**63 - 1  # no file is longer
+_OFFSETS_WORD = b'"data_offsets"'  # once in the header for each tensor
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -42,6 +50,12 @@ DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
+_SUB_BYTE_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
+_KINDS = {"d": "directory", "p": "FIFO", "s": "socket"}  # by the letter of ``ls -l``
+_shorten = reprlib.Repr()  # the repr of a hostile value may be larger than memory
+_shorten.maxstring = _shorten.maxother = _shorten.maxlong = 200
+shown = _shorten.repr
+"""The ``repr`` of any value, cut to a length that fits into a message."""
 
 
 class CheckpointError(RuntimeError):
@@ -63,15 +77,71 @@ class TensorEntry(NamedTuple):
     stop: int
 
 
-def parse_json(text: bytes, where: str | Path) -> dict[str, Any]:
-    """Parse a JSON object that repeats no key.
+def open_file(path: Path) -> FileIO:
+    """Open a regular file of a saved model for unbuffered reading.
+
+    A symbolic link may lead to a place in its own directory, and in a HuggingFace hub cache from a
+    snapshot to the blobs of the same repository.
+
+    Args:
+        path: of the file; what it is, is found out before, since opening a FIFO would wait.
+
+    Raises:
+        CheckpointError: there is no such file, it is no regular file, it cannot be opened, or it is
+            a symbolic link that leads elsewhere.
+    """
+    try:
+        if path.is_symlink():
+            folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+            if not (target.is_relative_to(folder) or target.parent == _hub_blobs(folder)):
+                raise CheckpointError(
+                    f"{path}: this symbolic link leads out of its directory, to {target}; put the "
+                    "file itself there"
+                )
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.filemode(mode)[0], "device")
+            raise CheckpointError(f"{path}: a regular file is needed, but this is a {kind}")
+        return FileIO(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: not a name that a file can have
+        raise CheckpointError(f"{path}: cannot be opened: {error}") from error
+
+
+def _hub_blobs(folder: Path) -> Path | None:
+    """Where the files of ``models--<repository>/snapshots/<revision>`` lie in a hub cache."""
+    for repository in folder.parents:
+        if repository.name.startswith("models--") and repository / "snapshots" in folder.parents:
+            return repository / "blobs"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Args:
+        path: of a file of a saved model.
+
+    Raises:
+        CheckpointError: as :func:`open_file` and :func:`parse_json`, or the file is too large.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, more than {_MAX_JSON_BYTES} for JSON")
+        return parse_json(file.readall(), path)
+
+
+def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
+    """Parse a JSON object that repeats no key, in bounded time and memory.
 
     Args:
         text: UTF-8.
         where: what the error names, for example the file.
 
     Raises:
-        CheckpointError: it is not such an object.
+        CheckpointError: it is not such an object, or has a key of more than 1024 characters.
     """
 
     def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,11 +149,27 @@ def parse_json(text: bytes, where: str | Path) -> dict[str, Any]:
         if len(parsed) < len(pairs):
             counts = Counter(key for key, _ in pairs)
             repeated = next(key for key, count in counts.items() if count > 1)
-            raise ValueError(f"the key {repeated!r} occurs more than once")
+            raise CheckpointError(f"{where}: the key {shown(repeated)} occurs more than once")
+        for key in parsed:
+            if len(key) > _MAX_NAME_LENGTH:
+                raise CheckpointError(
+                    f"{where}: the name {shown(key)} has {len(key)} characters, more than "
+                    f"{_MAX_NAME_LENGTH}"
+                )
         return parsed
 
+    def no_constant(constant: str) -> None:
+        raise CheckpointError(f"{where}: not valid JSON: {constant} is no number")
+
+    # Three bytes of text can become an object of 64. An entry of an index has one of these
+    # characters, one of a header at most 16, unless its tensor has more than 10 dimensions.
+    values = sum(text.count(character) for character in (b",", b"[", b"{"))
+    if values > 2 * MAX_TENSORS + 16 * text.count(_OFFSETS_WORD):
+        raise CheckpointError(f"{where}: holds {values} values, far more than it has tensors")
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=without_repetition)
+        parsed = json.loads(
+            text.decode("utf-8"), object_pairs_hook=without_repetition, parse_constant=no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
@@ -120,9 +206,7 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
-            raise CheckpointError(f"{self.path}: no such file")
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = open_file(self.path)
         try:
             self.tensors: dict[str, TensorEntry] = self._read_header()
         except BaseException:
@@ -149,10 +233,10 @@ class SafetensorsFile:
         length = bytearray(LENGTH_BYTES)
         self._read(memoryview(length), 0)
         header_bytes = int.from_bytes(length, "little")
-        if header_bytes > _MAX_HEADER_BYTES:
+        if header_bytes > _MAX_JSON_BYTES:
             raise CheckpointError(
                 f"{self.path}: a header of {header_bytes} bytes is announced, more than "
-                f"{_MAX_HEADER_BYTES}; this is no safetensors file"
+                f"{_MAX_JSON_BYTES}; this is no safetensors file"
             )
         data_start = LENGTH_BYTES + header_bytes
         if data_start > size:
@@ -162,36 +246,51 @@ class SafetensorsFile:
             )
         header = bytearray(header_bytes)
         self._read(memoryview(header), LENGTH_BYTES)
-        described = parse_json(bytes(header), f"{self.path} (header)")
+        if (count := header.count(_OFFSETS_WORD)) > MAX_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: its header describes {count} tensors, more than {MAX_TENSORS}"
+            )
+        described = parse_json(header, f"{self.path} (header)")
         metadata = described.pop(METADATA, {})
         if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
-            raise CheckpointError(f"{self.path}: {METADATA} must hold strings: {metadata!r:.200}")
+            raise CheckpointError(f"{self.path}: {METADATA} must hold strings: {shown(metadata)}")
         tensors = {name: self._entry(name, value, data_start) for name, value in described.items()}
         self._check_coverage(tensors, data_start, size)
         return tensors
 
     def _entry(self, name: str, value: Any, data_start: int) -> TensorEntry:
         """What the header says of one tensor, checked on its own."""
+        where = f"{self.path}: {name}"
         fields = {"dtype", "shape", "data_offsets"}
         if not isinstance(value, dict) or value.keys() != fields:
             raise CheckpointError(
-                f"{self.path}: {name}: expected the fields {', '.join(sorted(fields))}, "
-                f"got {value!r:.200}"
+                f"{where}: expected the fields {', '.join(sorted(fields))}, got {shown(value)}"
             )
         dtype_name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if dtype_name in _SUB_BYTE_DTYPES:
+            raise CheckpointError(
+                f"{where}: elements of dtype {dtype_name} are smaller than a byte, which is not "
+                "supported; convert the model to BF16 first"
+            )
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name}: unknown dtype {dtype_name!r:.200}")
+            raise CheckpointError(
+                f"{where}: unknown dtype {shown(dtype_name)}; known are {', '.join(DTYPES)}"
+            )
         for field, numbers in (("shape", shape), ("data_offsets", offsets)):
-            if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+            if (
+                not isinstance(numbers, list)
+                or len(numbers) > _MAX_DIMENSIONS
+                or any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers)
+            ):
                 raise CheckpointError(
-                    f"{self.path}: {name}: {field} must be a list of integers of at least 0, "
-                    f"got {numbers!r:.200}"
+                    f"{where}: {field} must be a list of integers from 0 to {_LARGEST}, at most "
+                    f"{_MAX_DIMENSIONS}, got {shown(numbers)}"
                 )
         num_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
         if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
             raise CheckpointError(
-                f"{self.path}: {name}: {dtype_name} of shape {tuple(shape)} takes {num_bytes} "
-                f"bytes, but data_offsets is {offsets!r:.200}"
+                f"{where}: {dtype_name} of shape {shown(tuple(shape))} takes {shown(num_bytes)} "
+                f"bytes, but data_offsets is {shown(offsets)}"
             )
         start, stop = (data_start + offset for offset in offsets)
         return TensorEntry(DTYPES[dtype_name], tuple(shape), start, stop)
@@ -200,16 +299,20 @@ class SafetensorsFile:
         self, tensors: Mapping[str, TensorEntry], data_start: int, size: int
     ) -> None:
         """The tensors must fill the file: no hole, no overlap, nothing behind the last one."""
-        end = data_start
+        end, before = data_start, "the header"
+        cut = None
         for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if entry.start != end:
-                kind = "overlaps the tensor before it" if entry.start < end else "leaves a hole"
+                kind = "overlaps" if entry.start < end else "leaves a hole behind"
                 raise CheckpointError(
-                    f"{self.path}: {name} begins at byte {entry.start} and not at {end}: it {kind}"
+                    f"{self.path}: {name} begins at byte {entry.start} and not at {end}: it {kind} "
+                    f"{before}"
                 )
-            end = entry.stop
+            end, before = entry.stop, name
+            if cut is None and end > size:
+                cut = name
         if end != size:
-            kind = "it is truncated" if size < end else "something is behind the last tensor"
+            kind = f"it is truncated, from {cut} on" if cut else f"something is behind {before}"
             raise CheckpointError(
                 f"{self.path}: by its header the file has {end} bytes, but it has {size}; {kind}"
             )
