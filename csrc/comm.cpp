@@ -149,6 +149,9 @@ std::shared_ptr<SharedMemory> shared_memory_of(const Group& group) {
   }
   auto memory = meet_neighbours(group);
   std::lock_guard<std::mutex> lock(state_mutex);
+  for (auto each = neighbours.begin(); each != neighbours.end();) {  // of destroyed groups
+    each = each->second.group.expired() ? neighbours.erase(each) : std::next(each);
+  }
   neighbours.insert_or_assign(
       name, Neighbours{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), memory});
   return memory;
@@ -185,7 +188,9 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
   auto memory = tensor.is_cpu() ? shared_memory_of(group) : nullptr;
   if (memory && SharedMemory::can_sum(tensor.scalar_type())) {
     count_in_shared_memory();
-    memory->start(op, "all_reduce", tensor.const_data_ptr(), tensor.nbytes(), timeout_of(group));
+    // The dtype too must be equal on all ranks.
+    const std::string kind = std::string("all_reduce ") + c10::toString(tensor.scalar_type());
+    memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(), timeout_of(group));
     return
         [memory, tensor] { memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type()); };
   }
@@ -234,6 +239,7 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
                 const std::vector<std::vector<Span>>& incoming, int64_t group_size,
                 const std::string& group_name, double timeout_s) {
   if (group_size == 1) return;
+  // Its bytes differ from rank to rank.
   Group group = begin(op, "swap", 0, at::kCPU, group_size, group_name);
   const auto memory = shared_memory_of(group);
   if (memory) {

@@ -93,8 +93,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_kernel(
     // numel(input) elements, every rank; the GEMM of the weight's gradient runs meanwhile.
     wait = start_all_reduce_sum("column_linear_backward", grad_input, group_size, group_name);
   }
-  if (needed[1]) grad_weight = at::mm(grad_rows.t(), as_matrix(input));
-  if (needed[2]) grad_bias = grad_rows.sum(0);
+  try {
+    if (needed[1]) grad_weight = at::mm(grad_rows.t(), as_matrix(input));
+    if (needed[2]) grad_bias = grad_rows.sum(0);
+  } catch (...) {  // out of memory: the sum must end, or the group could never be used again
+    wait();
+    throw;
+  }
   wait();
   if (needed[0]) grad_input = grad_input.view(input.sizes());
   return {grad_input, grad_weight, grad_bias};

@@ -7,6 +7,7 @@
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -76,10 +77,10 @@ void pause_briefly() {
 // Walks over the bytes of several spans as if they were one.
 class Cursor {
  public:
-  Cursor(const std::vector<Span>& spans) : spans_(spans) {
+  explicit Cursor(const std::vector<Span>& spans) : spans_(spans) {
     for (const Span& span : spans) left_ += span.bytes;
   }
-  const int64_t& left() const { return left_; }
+  int64_t left() const { return left_; }
   // Up to `most` bytes out of the spans, or into them.
   void read(char* out, int64_t most) {
     walk(most, [&](char* here, int64_t at, int64_t count) { std::memcpy(out + at, here, count); });
@@ -110,6 +111,8 @@ class Cursor {
   size_t index_ = 0;
   int64_t offset_ = 0, left_ = 0;
 };
+
+std::string name_of(int64_t rank) { return "rank " + std::to_string(rank) + " of the group "; }
 
 constexpr int64_t kSeatBytes = 128;
 
@@ -160,14 +163,21 @@ std::unique_ptr<SharedMemory> SharedMemory::create(int64_t size) {
                 random());
   const int fd = ::open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (fd < 0) return nullptr;
+  struct statvfs space{};
+  const bool roomy = fstatvfs(fd, &space) == 0 && space.f_bavail * space.f_frsize / 4 >=
+                                                      static_cast<uint64_t>(total_bytes(size));
   // Reserved now: a write into memory that a small /dev/shm cannot give would kill the process.
-  if (posix_fallocate(fd, 0, total_bytes(size)) != 0) {
+  if (!roomy || posix_fallocate(fd, 0, total_bytes(size)) != 0) {
     ::close(fd);
     ::unlink(path);
     return nullptr;
   }
   auto memory = attach(path, fd, 0, size);
-  if (memory == nullptr) ::unlink(path);
+  if (memory == nullptr) {
+    ::unlink(path);
+  } else {
+    memory->named_ = true;
+  }
   return memory;
 }
 
@@ -190,9 +200,13 @@ std::unique_ptr<SharedMemory> SharedMemory::attach(const std::string& path, int 
   return std::unique_ptr<SharedMemory>(new SharedMemory(path, fd, base, rank, size));
 }
 
-void SharedMemory::remove_path() { ::unlink(path_.c_str()); }
+void SharedMemory::remove_path() {
+  if (named_) ::unlink(path_.c_str());
+  named_ = false;
+}
 
 SharedMemory::~SharedMemory() {
+  remove_path();  // still there only if the ranks never met
   munmap(base_, total_bytes(size_));
   ::close(fd_);
 }
@@ -272,13 +286,12 @@ void SharedMemory::wait_for(int64_t peer) {
   while (!has_come()) {
     const bool lives = alive(peer);
     if (has_come()) return;  // its last deed
-    const std::string who = "rank " + std::to_string(peer) + " of the group ";
-    if (!lives) give_up(who + "has exited");
-    if (other.given_up.load() != 0) give_up(who + "has given up");
+    if (!lives) give_up(name_of(peer) + "has exited");
+    if (other.given_up.load() != 0) give_up(name_of(peer) + "has given up");
     if (std::chrono::steady_clock::now() > deadline) {
       char seconds[32];
       std::snprintf(seconds, sizeof(seconds), "%g", timeout_s_);
-      give_up(who + "did not come within " + seconds + " s");
+      give_up(name_of(peer) + "did not come within " + seconds + " s");
     }
     other.sleepers.fetch_add(1);
     const uint32_t seen = other.arrivals.load();
@@ -292,12 +305,16 @@ void SharedMemory::give_up(const std::string& why) {
   C10_THROW_ERROR(Error, what_ + ": " + why + "; the group cannot be used any more");
 }
 
-void SharedMemory::begin(const char* op, const char* kind, int64_t bytes, double timeout_s) {
+void SharedMemory::prepare(const char* op, const char* kind, int64_t bytes, double timeout_s) {
   what_ = std::string(op) + "/" + kind;
   bytes_ = bytes;
   timeout_s_ = timeout_s;
   if (seat(rank_).given_up.load() != 0 || started_) {
     give_up("an earlier collective of the group has failed on this rank");
+  }
+  // What a rank showed before it gave up must not be taken for what it shows now.
+  for (int64_t peer = 0; peer < size_; ++peer) {
+    if (seat(peer).given_up.load() != 0) give_up(name_of(peer) + "has given up");
   }
   wait_for_all();  // for whoever still reads what the last collective left here
   started_ = true;
@@ -333,7 +350,7 @@ void SharedMemory::check_same(bool same_bytes) {
 
 void SharedMemory::start(const char* op, const char* kind, const void* data, int64_t bytes,
                          double timeout_s) {
-  begin(op, kind, bytes, timeout_s);
+  prepare(op, kind, bytes, timeout_s);
   data_ = static_cast<const char*>(data);
   show(0);
 }
@@ -346,14 +363,14 @@ void SharedMemory::finish_sum(void* out, c10::ScalarType dtype) {
     wait_for_all();
     if (offset == 0) check_same();
     const int64_t count = piece_at(offset) / item;
-    const int64_t begin = count * rank_ / size_, end = count * (rank_ + 1) / size_;
+    const int64_t first = count * rank_ / size_, last = count * (rank_ + 1) / size_;
     const auto sum_as = [&](auto zero) {
       using scalar_t = decltype(zero);
       std::vector<const scalar_t*> parts;
       for (int64_t rank = 0; rank < size_; ++rank) {
         parts.push_back(reinterpret_cast<const scalar_t*>(slot(rank)));
       }
-      sum(parts.data(), size_, begin, end, reinterpret_cast<scalar_t*>(slot(size_)));
+      sum(parts.data(), size_, first, last, reinterpret_cast<scalar_t*>(slot(size_)));
     };
     if (dtype == c10::kFloat) sum_as(float{});
     if (dtype == c10::kDouble) sum_as(double{});
@@ -394,14 +411,17 @@ void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& ou
   std::vector<Cursor> out(outgoing.begin(), outgoing.end());
   std::vector<Cursor> in(incoming.begin(), incoming.end());
   int64_t longest = 0;
-  for (const Cursor& each : out) longest = std::max(longest, each.left());
-  begin(op, "swap", longest, timeout_s);
+  for (int64_t peer = 0; peer < size_; ++peer) {
+    if (peer != rank_) longest = std::max(longest, out[peer].left());
+  }
+  prepare(op, "swap", longest, timeout_s);
   bool first = true;
   for (int64_t done = 0; first || done < longest; done += room) {
     if (!first) wait_for_all();
     for (int64_t peer = 0; peer < size_; ++peer) {
       char* target = slot(rank_) + peer * cell;
-      if (first) std::memcpy(target, &out[peer].left(), sizeof(int64_t));
+      const int64_t whole = out[peer].left();
+      if (first) std::memcpy(target, &whole, sizeof(whole));
       if (peer != rank_) out[peer].read(target + kCellHeader, room);
     }
     describe();
@@ -415,8 +435,8 @@ void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& ou
       int64_t announced = 0;
       std::memcpy(&announced, source, sizeof(announced));
       if (first && announced != in[peer].left()) {
-        give_up(c10::str("rank ", peer, " of the group sends ", announced, " bytes where ",
-                         in[peer].left(), " are expected"));
+        give_up(c10::str(name_of(peer), "sends ", announced, " bytes where ", in[peer].left(),
+                         " are expected"));
       }
       in[peer].write(source + kCellHeader, room);
     }

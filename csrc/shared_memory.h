@@ -23,7 +23,8 @@ struct Span {
 class SharedMemory {
  public:
   // The first rank makes the memory, the others open its path, then the first one removes the path:
-  // the memory lives as long as its ranks. Both return nullptr where the system refuses it.
+  // the memory lives as long as its ranks. Both return nullptr where the system refuses it, and the
+  // first one where it would take much of what is free there, which DataLoader workers need too.
   static std::unique_ptr<SharedMemory> create(int64_t size);
   static std::unique_ptr<SharedMemory> open(const std::string& path, int64_t rank, int64_t size);
   void remove_path();
@@ -55,7 +56,7 @@ class SharedMemory {
   static std::unique_ptr<SharedMemory> attach(const std::string& path, int fd, int64_t rank,
                                               int64_t size);
 
-  void begin(const char* op, const char* kind, int64_t bytes, double timeout_s);
+  void prepare(const char* op, const char* kind, int64_t bytes, double timeout_s);
   void describe();
   void show(int64_t offset);
   void arrive();
@@ -69,6 +70,7 @@ class SharedMemory {
   char* slot(int64_t rank) const;  // slot(size) holds the sum
 
   std::string path_;
+  bool named_ = false;  // whether the path is this rank's to remove
   int fd_;
   char* base_;
   int64_t rank_, size_;

@@ -168,7 +168,7 @@ def _gather(
         value = value_of(parameter)
         if value is None:  # the gradient of a frozen parameter
             continue
-        full = gather_tensor(value, layout, state.mesh, owner=0)
+        full = gather_tensor(value, layout, state.mesh, receivers=(0,))
         if full is not None and state.mesh.rank == 0:
             gathered[state.layout.tied.get(layout.name, layout.name)] = full
     return gathered

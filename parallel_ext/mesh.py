@@ -152,7 +152,8 @@ class Mesh:
         except RuntimeError:  # a TCPStore raises DistStoreError, a FileStore its base class
             self._store.set(f"{meeting}/given_up", "1")
             raise CollectiveTimeout(
-                f"{what}: every rank must call it, but {self._absent(meeting, self.world_size)} "
+                f"{what}: every rank must call it, but "
+                f"{self._absent(meeting, self.world_size) or 'a rank that died'} "
                 f"did not within {self.timeout:g} s"
             ) from None
         if self._store.check([f"{meeting}/given_up"]):
@@ -174,8 +175,9 @@ class Mesh:
                 self._store.delete_key(f"{meeting}/{key}")
 
     def _absent(self, prefix: str, size: int) -> str:
+        """The ranks that left no mark under ``prefix``, in words; empty if there are none."""
         ranks = [str(rank) for rank in range(size) if not self._store.check([f"{prefix}/{rank}"])]
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else "a rank that died"
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
     def _communicate(self, group: Group, what: str, call: Callable[[], T]) -> T:
         """Run a collective of a control group; when it fails, find out who is missing.
@@ -188,18 +190,18 @@ class Mesh:
             return call()
         except RuntimeError as error:
             failed = f"failed/{group.name}/{self._calls[group.name]}"
-            whole = group == self.control
-            whose = "every rank" if whole else "every tp rank"
-            place = "" if whole else f"of the tp group of dp_rank {self.dp_rank} "
+            of_all = group == self.control
+            who = "every rank" if of_all else f"every tp rank of dp_rank {self.dp_rank}"
             try:
                 self._store.set(f"{failed}/{group.rank}", "1")
                 time.sleep(_GRACE_S)
                 absent = self._absent(failed, group.size)
             except RuntimeError:  # the store lived in a process that is gone
                 absent = "a rank that died"
+            missing = f"{absent} did not" if absent else "one of them was too slow to do so"
             raise CollectiveTimeout(
-                f"{what}: {whose} must call it and stay in step, but {place}{absent} did not "
-                f"within {self.timeout:g} s"
+                f"{what}: {who} must call it and stay in step, but {missing} within "
+                f"{self.timeout:g} s"
             ) from error
 
     def _exchange(self, group: Group, record: bytes, what: str, timeout: float) -> list[bytes]:
@@ -233,16 +235,16 @@ class Mesh:
 
     def swap_on_tp(
         self,
-        outgoing: Sequence[tuple[int, torch.Tensor]],
-        incoming: Sequence[tuple[int, torch.Tensor]],
+        outgoing: Sequence[tuple[int, memoryview]],
+        incoming: Sequence[tuple[int, memoryview]],
     ) -> None:
-        """Send tensors to tp ranks and receive theirs, all at the same time.
+        """Send bytes to tp ranks and receive theirs, all at the same time.
 
         Every tp rank calls it, also with nothing to send or receive.
 
         Args:
-            outgoing: (tp rank, contiguous CPU tensor); two ranks pair their tensors in order.
-            incoming: (tp rank, contiguous CPU tensor to fill).
+            outgoing: (tp rank, bytes); two ranks pair theirs in order.
+            incoming: (tp rank, bytes to fill).
 
         Raises:
             PeerLostError: one of them did not do its part within half of ``timeout``, so that
@@ -251,11 +253,8 @@ class Mesh:
         if self.tp_size == 1:
             return
 
-        def by_rank(parts: Sequence[tuple[int, torch.Tensor]]) -> list[list[memoryview]]:
-            buffers: list[list[memoryview]] = [[] for _ in range(self.tp_size)]
-            for rank, tensor in parts:
-                buffers[rank].append(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
-            return buffers
+        def by_rank(parts: Sequence[tuple[int, memoryview]]) -> list[list[memoryview]]:
+            return [[part for peer, part in parts if peer == rank] for rank in range(self.tp_size)]
 
         group = self.tp_control
         try:
@@ -288,21 +287,25 @@ class Mesh:
             result = action()
         except Exception as error:
             failure = error
+        peer_lost = isinstance(failure, PeerLostError)
         wait = self.timeout
-        if isinstance(failure, PeerLostError):
+        if peer_lost:
             wait = min(wait, 2 * _GRACE_S)  # half of the time has gone already
         elif patient:
             wait = max(wait, _PATIENCE_S)
-        worked = b"0" if failure else b"1"
-        if b"0" in self._exchange(self.control, worked, what, wait):
-            lost = isinstance(failure, PeerLostError)
-            text = failure and f"{type(failure).__name__}: {failure}"
-            outcomes = self._gather(self.control, (text, lost), what)
-            causes = [f"rank {r}: {t}" for r, (t, lost) in enumerate(outcomes) if t and not lost]
-            if failure and not (lost and causes):
-                raise failure
+        if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):
+            return result
+        text = failure and f"{type(failure).__name__}: {failure}"
+        outcomes = self._gather(self.control, (text, peer_lost), what)
+        causes, broken = (
+            [f"rank {r}: {t}" for r, (t, lost) in enumerate(outcomes) if t and lost == wanted]
+            for wanted in (False, True)
+        )
+        if failure and not peer_lost:
+            raise failure
+        if causes:
             raise RuntimeError(f"{what} failed on {'; '.join(causes)}") from failure
-        return result
+        raise CollectiveTimeout(f"{what}: {'; '.join(broken)}") from failure
 
 
 def _positive(name: str, value: Any) -> int:

@@ -253,6 +253,34 @@ def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_an_interrupt_between_the_renames_puts_the_previous_directory_back(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    publication = Publication(target)
+    rename, calls = os.rename, []
+
+    def interrupted(source: Path, destination: Path) -> None:
+        calls.append(source)
+        rename(source, destination)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(publish.os, "rename", interrupted), pytest.raises(KeyboardInterrupt):
+        publication.publish()
+    publication.discard()
+    assert _files(tmp_path) == {"out/config.json": b"old"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_mount_point_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish.os.path, "ismount", lambda path: Path(path) == tmp_path)
+    with pytest.raises(CheckpointError, match="is a mount point, which cannot be renamed"):
+        Publication(tmp_path)
+
+
 def test_the_working_directory_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +357,7 @@ def _gathered_on_each(dtype: torch.dtype) -> list[bool]:
         shard = take(full, layout, mesh.tp_rank)
         for owner in range(2):
             with mock.patch("parallel_ext.checkpoint.safetensors_file.STRIPE_BYTES", 40):
-                gathered = gather_tensor(shard, layout, mesh, owner)
+                gathered = gather_tensor(shard, layout, mesh, [owner])
             if mesh.tp_rank == owner:
                 right.append(torch.equal(gathered.double(), full.double()))
             else:

@@ -72,11 +72,13 @@ def _lose(what: str, how: str, directory: Path) -> None:
         raise px.CollectiveTimeout(f"{error} [{time.monotonic() - start:.1f} s]") from error
 
 
-# Each place with one end by default: a pool of ranks is lost, and started anew, by each case.
+# Each place with one end by default: a pool of ranks is lost, and started anew, by each case. A
+# disk may be slow, so a rank that is stopped while it closes a file is waited for.
 LOSSES = [
-    pytest.param(what, how, marks=[] if (place + end) % 2 else [pytest.mark.slow])
+    pytest.param(what, how, marks=[] if (place + end) % 2 == 0 else [pytest.mark.slow])
     for place, what in enumerate(PLACES)
     for end, how in enumerate(ENDS)
+    if (what, how) != ("a save, closing a file", "stopped")
 ]
 
 
@@ -100,11 +102,16 @@ def _fail(what: str, directory: Path) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with _at_call(PLACES[what], full if dist.get_rank() == LOST else lambda: None):
-        if what.startswith("a save"):
-            model.save_pretrained(directory)
-        else:
-            px.from_pretrained(directory, mesh)
+    try:
+        with _at_call(PLACES[what], full if dist.get_rank() == LOST else lambda: None):
+            if what.startswith("a save"):
+                model.save_pretrained(directory)
+            else:
+                px.from_pretrained(directory, mesh)
+    finally:
+        model.save_pretrained(directory)  # the ranks can still work together
+        px.full_state_dict(model)
+        px.from_pretrained(directory, mesh)
 
 
 def _contents(directory: Path) -> dict[str, bytes]:
@@ -121,3 +128,15 @@ def test_all_raise_what_one_rank_raises(tmp_path: Path, what: str) -> None:
         assert "No space left on device" in results[rank].text
     assert os.listdir(tmp_path) == ["out"], "no temporary directory may stay"
     assert _contents(tmp_path / "out")
+
+
+def _save_slowly(directory: Path) -> None:
+    model, _ = _model_and_mesh()
+    slow = {LOST: lambda: time.sleep(TIMEOUT_S + 1)}.get(dist.get_rank(), lambda: None)
+    with _at_call((os, "fsync", 1), slow):
+        model.save_pretrained(directory)
+
+
+def test_a_disk_slower_than_the_timeout_fails_no_save(tmp_path: Path) -> None:
+    pool(3).run(_save_slowly, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()

@@ -145,6 +145,7 @@ def test_no_file_is_left_in_the_shared_memory():
 
 
 STEPS = {
+    "reduce 3 doubles": lambda group: reduce_from_tp(torch.ones(3, dtype=torch.float64), group),
     "reduce 6": lambda group: reduce_from_tp(torch.ones(6), group),
     "reduce 4": lambda group: reduce_from_tp(torch.ones(4), group),
     "gather": lambda group: gather_from_tp(torch.ones(1, 3), [3, 3], group),
@@ -160,14 +161,18 @@ def _different(group: Group, steps: tuple[str, str]) -> torch.Tensor:
     [
         (
             ("reduce 6", "reduce 4"),
-            ["reduce_from_tp/all_reduce with 24 bytes", "with 16 bytes on rank"],
+            ["reduce_from_tp/all_reduce Float with 24 bytes", "with 16 bytes on rank"],
         ),
         (
             ("gather", "reduce 6"),
             ["gather_from_tp/all_gather with 12 bytes", "reduce_from_tp/all_reduce"],
         ),
+        (
+            ("reduce 6", "reduce 3 doubles"),
+            ["reduce_from_tp/all_reduce Float with 24", "reduce_from_tp/all_reduce Double with 24"],
+        ),
     ],
-    ids=["other size", "other op"],
+    ids=["other size", "other op", "other dtype"],
 )
 def test_different_collectives_raise_on_all_ranks_and_leave_the_group_whole(steps, texts):
     for text in texts:
@@ -189,6 +194,50 @@ def test_a_late_rank_is_named_and_finds_the_group_given_up():
     assert "rank 1 of the group did not come within 1 s" in punctual.text
     assert isinstance(late, Raised)
     assert "rank 0 of the group has given up" in late.text
+
+
+def _skips_one(group: Group) -> torch.Tensor:
+    short = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
+    gather_from_tp(torch.ones(1, 1), [1, 1], short)
+    if group.rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 of the group did not come"):
+            gather_from_tp(torch.full((1, 1), 5.0), [1, 1], short)
+    dist.barrier()
+    return gather_from_tp(torch.full((1, 1), 7.0 + group.rank), [1, 1], short)
+
+
+def test_what_a_rank_showed_before_it_gave_up_is_never_read():
+    """Rank 1 leaves out a step that rank 0 waits for in vain; then both take the next one."""
+    for raised in pool(2).run_raising(_call_in_world, _skips_one):
+        assert isinstance(raised, Raised), raised
+
+
+def _fails_half_way(group: Group) -> list[float]:
+    """A backward that raises between the start of the sum and its end."""
+    mm = torch.ops.parallel_ext.column_linear_backward
+    arguments = (torch.ones(3, 4), torch.ones(2, 5), torch.ones(4, 5), [True, True, False])
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        mm(*arguments, group.size, group.name)
+    return reduce_from_tp(torch.ones(2), group).tolist()
+
+
+def test_an_error_beside_a_sum_leaves_the_group_usable():
+    assert on_ranks(2, _fails_half_way) == [[2.0, 2.0]] * 2
+
+
+def _maps_after_many_groups(group: Group) -> int:
+    for _ in range(8):
+        process_group = dist.new_group([0, 1])
+        reduce_from_tp(torch.ones(2), Group.of(process_group))
+        dist.destroy_process_group(process_group)
+        del process_group
+    reduce_from_tp(torch.ones(2), Group.of(dist.new_group([0, 1])))
+    return sum("parallel_ext-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_destroyed_group_gives_its_memory_back():
+    before = on_ranks(2, _maps_after_many_groups)
+    assert max(on_ranks(2, _maps_after_many_groups)) <= max(before) + 1
 
 
 def _dies(group: Group) -> None:

@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 import parallel_ext as px
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, SafetensorsFile
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.save import plan_files, plan_turns
+from parallel_ext.checkpoint.save import _TensorStream, plan_files, plan_turns
 from parallel_ext.layout import ModelLayout, TensorLayout, cut, split
 from parallel_ext.sharded import named_shards
 
@@ -189,7 +189,7 @@ def test_the_turns_of_a_save_hold_every_row_once_and_in_file_order(plan: Any) ->
     for owner in range(owners):
         own = [turn[owner] for turn in turns if turn[owner] is not None]
         mine = [file for file in files if file.owner == owner]
-        assert [turn.file.name for turn in own if turn.last] == [file.name for file in mine]
+        assert list(dict.fromkeys(turn.file.name for turn in own)) == [file.name for file in mine]
         for file in mine:
             blocks = [block for turn in own if turn.file is file for block in turn.blocks]
             expected = [
@@ -232,6 +232,18 @@ def test_values_that_are_not_finite_are_counted_and_kept(tmp_path: Path) -> None
     assert int(tensors["model.norm.weight"].isinf().sum()) == 3
 
 
+def test_values_of_every_floating_dtype_are_counted() -> None:
+    stream = _TensorStream({}, px.init_mesh())
+    for dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        values = torch.tensor([1.0, float("nan"), 2.0, float("nan")]).to(dtype)
+        stream._count_non_finite(str(dtype), values)
+        stream._count_non_finite("large but finite", torch.full((9,), 400.0).to(dtype))
+        stream._count_non_finite("large but finite", torch.full((9,), 1e300, dtype=torch.float64))
+    stream._count_non_finite("integers", torch.ones(3, dtype=torch.int64))
+    assert stream.non_finite.total() == 10
+    assert len(stream.non_finite) == 5
+
+
 def _save(directory: Path) -> None:
     parallel(Tiny().model(), mesh_of()).save_pretrained(directory)
 
@@ -250,7 +262,7 @@ def _save_without_room(directory: Path) -> None:
     model, limits = parallel(Tiny().model(), mesh_of()), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with mock.patch("parallel_ext.checkpoint.save.swap_blocks") as swap:
+        with mock.patch("parallel_ext.checkpoint.save.Swap") as swap:
             model.save_pretrained(directory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -265,3 +277,18 @@ def test_missing_room_on_the_disk_is_found_before_anything_is_sent(tmp_path: Pat
         assert "File too large" in raised.text
     assert os.listdir(tmp_path) == ["out"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def _save_and_load_under_a_default_device(directory: Path) -> None:
+    model = parallel(Tiny().model(), mesh_of())
+    with torch.device("meta"):  # as torch.set_default_device("cuda") does for who has one
+        model.save_pretrained(directory)
+        full = px.full_state_dict(model, writer_only=False)
+        loaded = px.from_pretrained(directory, mesh_of())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name]), name
+    assert torch.equal(full["lm_head.weight"], Tiny().model().lm_head.weight)
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    pool(2).run(_save_and_load_under_a_default_device, tmp_path / "out")

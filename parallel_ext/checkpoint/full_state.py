@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.checkpoint.gather import gather_tensor
@@ -89,24 +88,23 @@ def full_state_dict(
     what = "full_state_dict" if writer_only else "full_state_dict on all ranks"
     mesh.meet(what)
     values = mesh.together(what, lambda: local_values(model, layout, mesh.tp_rank))
-    receives = not writer_only or mesh.dp_rank == 0
+    takes_part = not writer_only or mesh.dp_rank == 0
+    receivers = (0,) if writer_only else range(mesh.tp_size)
+    receives = takes_part and mesh.tp_rank in receivers
 
-    def gather(name: str) -> torch.Tensor | None:
+    def room_for(name: str) -> torch.Tensor | None:
         if not receives:
             return None
-        value = values[name]
-        full = gather_tensor(value, layout[name], mesh, owner=0)
-        if not writer_only and mesh.tp_size > 1:
-            if full is None:
-                full = torch.empty(layout[name].shape, dtype=value.dtype)
-            group = mesh.process_groups[mesh.tp_control.name]
-            # as bytes, since gloo broadcasts few dtypes
-            dist.broadcast(full.view(-1).view(torch.uint8), group=group, group_src=0)
-        return full
+        return torch.empty(layout[name].shape, dtype=values[name].dtype, device="cpu")
+
+    def gather(name: str, out: torch.Tensor | None) -> None:
+        if takes_part:
+            gather_tensor(values[name], layout[name], mesh, receivers, out)
 
     state: dict[str, torch.Tensor] = {}
     for name in values:
-        full = mesh.together(what, partial(gather, name))
+        full = mesh.together(what, partial(room_for, name))  # where a large model may not fit
+        mesh.together(what, partial(gather, name, full))
         if full is not None:
             state[name] = full
     for alias, name in layout.tied.items():

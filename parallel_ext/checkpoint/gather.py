@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
+from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, bytes_of
 from parallel_ext.layout import Box, Range, TensorLayout
 from parallel_ext.mesh import Mesh
 
@@ -80,79 +80,100 @@ def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
 
 def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
     """The part of the block's ``rows`` that ``box`` fills; None if there is none."""
-    overlap = block.overlap(box)
-    if overlap is None or not box:
-        return rows if overlap else None
-    first, last = overlap
+    if (overlap := block.overlap(box)) is None:
+        return None
+    if not box:  # a scalar
+        return rows
     columns = (slice(start, stop) for start, stop in box[1:])
-    return rows[(slice(first - block.start, last - block.start), *columns)]
+    return rows[(slice(overlap[0] - block.start, overlap[1] - block.start), *columns)]
 
 
 def _rows_in(block: RowBlock, box: Box, view: torch.Tensor) -> torch.Tensor | None:
     """The block's rows of a box, out of the ``view`` of all its rows; None if there are none."""
-    overlap = block.overlap(box)
-    if overlap is None or not box:
-        return view if overlap else None
-    return view[overlap[0] - box[0][0] : overlap[1] - box[0][0]]
+    if (overlap := block.overlap(box)) is None:
+        return None
+    return view[overlap[0] - box[0][0] : overlap[1] - box[0][0]] if box else view
 
 
-def swap_blocks(
-    values: Mapping[str, torch.Tensor],
-    wanted: Sequence[Sequence[RowBlock]],
-    out: Sequence[torch.Tensor],
-    mesh: Mesh,
-) -> None:
-    """Bring rows of logical tensors to the tp ranks that want them, all at the same time.
+class Swap:
+    """Rows of logical tensors on their way to the tp ranks that want them.
 
-    Every rank of the tp group calls it with the same ``wanted``. Each element is sent once, or not
-    at all where the rank that wants it holds it.
+    Making it takes memory and may fail; :meth:`run` communicates. A rank that failed before the
+    others run would leave them waiting, so :meth:`Mesh.together` belongs around each of the two.
+
+    Every rank of the tp group makes and runs it with the same ``wanted``. Each element is sent
+    once, or not at all where the rank that wants it holds it.
 
     Args:
         values: this rank's shard of every tensor that is wanted, by name; any device.
         wanted: for each tp rank its blocks.
-        out: contiguous CPU tensors of the shapes of this rank's blocks, which are filled.
+        out: contiguous CPU tensors of the shapes of this rank's blocks, to be filled.
         mesh: the ranks; the groups of different ``dp_rank`` do not communicate.
-
-    Raises:
-        PeerLostError: a rank did not do its part; see :meth:`Mesh.swap_on_tp`.
     """
-    outgoing: list[tuple[int, torch.Tensor]] = []
-    incoming: list[tuple[int, torch.Tensor]] = []
-    strided: list[tuple[torch.Tensor, torch.Tensor]] = []
-    own = mesh.tp_rank
-    for receiver, blocks in enumerate(wanted):
-        for index, block in enumerate(blocks):
-            layout = block.layout
-            shard = values[layout.name]
-            if receiver != own:
-                boxes = _sent(layout, own, receiver)
-                for box, view in shard_views(shard, layout, own):
-                    if box in boxes and (rows := _rows_in(block, box, view)) is not None:
-                        outgoing.append((receiver, rows.cpu().contiguous()))
-                continue
-            for box, view in shard_views(shard, layout, own):
-                if (rows := _rows_in(block, box, view)) is not None:
-                    _place(block, box, out[index]).copy_(rows)
-            for sender in range(mesh.tp_size):
-                for box in _sent(layout, sender, own):
-                    if (place := _place(block, box, out[index])) is None:
-                        continue
-                    received = place if place.is_contiguous() else place.new_empty(place.shape)
-                    incoming.append((sender, received))
-                    if received is not place:
-                        strided.append((place, received))
-    mesh.swap_on_tp(outgoing, incoming)
-    for place, received in strided:
-        place.copy_(received)
+
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        wanted: Sequence[Sequence[RowBlock]],
+        out: Sequence[torch.Tensor],
+        mesh: Mesh,
+    ) -> None:
+        self._mesh = mesh
+        self._outgoing: list[tuple[int, memoryview]] = []
+        self._incoming: list[tuple[int, memoryview]] = []
+        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for receiver, blocks in enumerate(wanted):
+            for index, block in enumerate(blocks):
+                shard = values[block.layout.name]
+                if receiver == mesh.tp_rank:
+                    self._take_own(block, shard, out[index])
+                    self._expect(block, out[index])
+                else:
+                    self._send(block, shard, receiver)
+
+    def _take_own(self, block: RowBlock, shard: torch.Tensor, out: torch.Tensor) -> None:
+        for box, view in shard_views(shard, block.layout, self._mesh.tp_rank):
+            if (rows := _rows_in(block, box, view)) is not None:
+                _place(block, box, out).copy_(rows)
+
+    def _send(self, block: RowBlock, shard: torch.Tensor, receiver: int) -> None:
+        boxes = _sent(block.layout, self._mesh.tp_rank, receiver)
+        for box, view in shard_views(shard, block.layout, self._mesh.tp_rank):
+            if box in boxes and (rows := _rows_in(block, box, view)) is not None:
+                self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
+
+    def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
+        for sender in range(self._mesh.tp_size):
+            for box in _sent(block.layout, sender, self._mesh.tp_rank):
+                if (place := _place(block, box, out)) is None:
+                    continue
+                received = place if place.is_contiguous() else place.new_empty(place.shape)
+                self._incoming.append((sender, bytes_of(received)))
+                if received is not place:
+                    self._strided.append((place, received))
+
+    def run(self) -> None:
+        """Exchange the rows; ``out`` is filled afterwards.
+
+        Raises:
+            PeerLostError: a rank did not do its part; see :meth:`Mesh.swap_on_tp`.
+        """
+        self._mesh.swap_on_tp(self._outgoing, self._incoming)
+        for place, received in self._strided:
+            place.copy_(received)
 
 
 def gather_tensor(
-    value: torch.Tensor, layout: TensorLayout, mesh: Mesh, owner: int
+    value: torch.Tensor,
+    layout: TensorLayout,
+    mesh: Mesh,
+    receivers: Collection[int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Assemble one full tensor on one rank from the shards of its tp group.
+    """Assemble one full tensor on some ranks from the shards of its tp group.
 
     Every rank of the tp group calls it, for the same tensors in the same order. The full tensor is
-    the only large memory that the owner needs.
+    the only large memory that a receiver needs.
 
     Args:
         value: this rank's shard of the logical tensor, of ``layout.local_shape(mesh.tp_rank)``;
@@ -160,16 +181,17 @@ def gather_tensor(
             has an element for each of its.
         layout: where the logical tensor lives.
         mesh: the ranks; the groups of different ``dp_rank`` do not communicate.
-        owner: the tp rank that receives the tensor.
+        receivers: the tp ranks that get the tensor.
+        out: on a receiver, where to put it: a CPU tensor of ``layout.shape``; a new one when None.
 
     Returns:
-        On the owner a new CPU tensor of ``layout.shape``; None on the others.
+        ``out`` on the receivers; None on the others.
     """
     shard, full = value.detach(), None
-    if mesh.tp_rank == owner:
-        full = torch.empty(layout.shape, dtype=shard.dtype)
+    if mesh.tp_rank in receivers:
+        full = torch.empty(layout.shape, dtype=shard.dtype, device="cpu") if out is None else out
     for block in row_blocks(layout, shard.element_size()):
-        wanted = [[block] if rank == owner else [] for rank in range(mesh.tp_size)]
+        wanted = [[block] if rank in receivers else [] for rank in range(mesh.tp_size)]
         rows = [] if full is None else [full[block.start : block.stop] if layout.shape else full]
-        swap_blocks({layout.name: shard}, wanted, rows, mesh)
+        Swap({layout.name: shard}, wanted, rows, mesh).run()
     return full

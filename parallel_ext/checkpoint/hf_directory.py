@@ -253,7 +253,7 @@ class HFDirectory:
         for first in range(start, num_rows, at_once):
             last = min(first + at_once, num_rows)
             # fp64, in which no value of another dtype becomes zero
-            rows = torch.empty((last - first, *row_shape), dtype=torch.float64)
+            rows = torch.empty((last - first, *row_shape), dtype=torch.float64, device="cpu")
             self._file_of[name].read_box(
                 name, ((first, last), *((0, size) for size in row_shape)), rows
             )
@@ -270,7 +270,9 @@ class HFDirectory:
         num_bytes = math.prod(shape) * dtype.itemsize
         for rows in split(shape[0], -(-num_bytes // STRIPE_BYTES) or 1):
             box = (rows, *((0, size) for size in shape[1:]))
-            one, other = (torch.empty([b - a for a, b in box], dtype=dtype) for _ in range(2))
+            one, other = (
+                torch.empty([b - a for a, b in box], dtype=dtype, device="cpu") for _ in range(2)
+            )
             self._file_of[first].read_box(first, box, one)
             self._file_of[second].read_box(second, box, other)
             if not torch.equal(one, other):
@@ -368,7 +370,7 @@ class HFDirectory:
     ) -> torch.Tensor:
         file, in_file = self._file_of[layout.name], self.dtypes[layout.name]
         kept = in_file if dtype is None or not in_file.is_floating_point else dtype
-        shard = torch.empty(layout.local_shape(tp_rank), dtype=kept)
+        shard = torch.empty(layout.local_shape(tp_rank), dtype=kept, device="cpu")
         for box, view in shard_views(shard, layout, tp_rank):
             file.read_box(layout.name, box, view)
         return shard

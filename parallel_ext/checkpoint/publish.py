@@ -42,7 +42,8 @@ class Publication:
         temporary: the directory to write into, on the same file system as ``target``.
 
     Raises:
-        CheckpointError: ``target`` cannot be replaced: it is a file or the working directory.
+        CheckpointError: ``target`` cannot be replaced: it is a file, a mount point or the working
+            directory.
         OSError: the temporary directory cannot be made.
     """
 
@@ -53,6 +54,11 @@ class Publication:
         if self.target == Path.cwd():
             raise CheckpointError(
                 f"{self.target} is the working directory of this process; a save replaces the "
+                "directory, so choose one inside it"
+            )
+        if os.path.ismount(self.target):
+            raise CheckpointError(
+                f"{self.target} is a mount point, which cannot be renamed; a save replaces the "
                 "directory, so choose one inside it"
             )
         suffix = secrets.token_hex(4)
@@ -83,12 +89,12 @@ class Publication:
             if path.is_file() and not path.is_symlink():
                 _fsync(path)
         _fsync(self.temporary)
-        if replaces:
-            os.rename(self.target, self._old)
         try:
-            os.rename(self.temporary, self.target)
-        except OSError:
             if replaces:
+                os.rename(self.target, self._old)
+            os.rename(self.temporary, self.target)
+        except BaseException:  # an interrupt too must not leave the place empty
+            if self._old.exists() and not self.target.exists():
                 os.rename(self._old, self.target)
             raise
         if replaces:

@@ -381,7 +381,7 @@ class SafetensorsFile:
             columns = (slice(None), *(slice(a, b) for a, b in row_box))
             rows_at_once = STRIPE_BYTES // row_bytes
             for block in out.split(rows_at_once):
-                stripe = torch.empty((len(block), *row_shape), dtype=dtype)
+                stripe = torch.empty((len(block), *row_shape), dtype=dtype, device="cpu")
                 self._read(bytes_of(stripe), begin)
                 block.copy_(stripe[columns])
                 begin += stripe.nbytes
@@ -392,7 +392,7 @@ class SafetensorsFile:
             self._read(bytes_of(out), start)
             return
         for block in row_stripes(out.view(-1) if out.is_contiguous() else out):
-            stripe = torch.empty(block.shape, dtype=dtype)
+            stripe = torch.empty(block.shape, dtype=dtype, device="cpu")
             self._read(bytes_of(stripe), start)
             block.copy_(stripe)
             start += stripe.nbytes

@@ -136,11 +136,6 @@ class SafetensorsWriter:
             self._expected.pop(0)
             self._rest = self._expected[0].num_bytes if self._expected else 0
 
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor has been written."""
-        return not self._expected
-
     def close(self) -> None:
         """Make the file durable.
 

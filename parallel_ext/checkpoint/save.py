@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel_ext.checkpoint.full_state import local_values
-from parallel_ext.checkpoint.gather import RowBlock, row_blocks, swap_blocks
+from parallel_ext.checkpoint.gather import RowBlock, Swap, row_blocks
 from parallel_ext.checkpoint.hf_directory import INDEX_NAME, SINGLE_FILE_NAME
 from parallel_ext.checkpoint.publish import Publication
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
@@ -51,11 +52,10 @@ class PlannedFile:
 
 @dataclass
 class Turn:
-    """Rows of one file that its owner gathers and writes at once; ``last`` completes the file."""
+    """Rows of one file that its owner gathers and writes at once."""
 
     file: PlannedFile
     blocks: list[RowBlock] = field(default_factory=list)
-    last: bool = False
 
 
 def parse_size(size: int | str) -> int:
@@ -141,7 +141,6 @@ def plan_turns(
                     room = STRIPE_BYTES
                 queue[-1].blocks.append(block)
                 room -= num_bytes
-        queue[-1].last = True
     return list(zip_longest(*queues))
 
 
@@ -198,65 +197,71 @@ def save_directory(
     values, files = mesh.together(what, plan)
     digest = hashlib.sha256(repr(files).encode()).hexdigest()[:8]
     mesh.meet(f"{what} as {len(files)} files, plan {digest}")
-    publication = mesh.together(what, lambda: Publication(directory) if mesh.rank == 0 else None)
-    stream: _TensorStream | None = None
-    try:
+    with ExitStack() as cleanup:
+
+        def begin() -> Publication | None:
+            if mesh.rank != 0:
+                return None
+            publication = Publication(directory)
+            cleanup.callback(publication.discard)
+            return publication
+
+        publication = mesh.together(what, begin)
         temporary = mesh.gather_objects(publication and publication.temporary)[0]
         metadata = {"parallel_ext": json.dumps(note)} if note else {}
-        stream = mesh.together(
-            what, lambda: _TensorStream(values, files, metadata, mesh, temporary)
-        )
+        stream = _TensorStream(values, mesh)
+        cleanup.callback(stream.abandon)
+        mesh.together(what, lambda: stream.open(files, metadata, temporary))
         for turn in plan_turns(files, layout, mesh.tp_size):
-            mesh.together(what, partial(stream.take, turn))
-        mesh.together(what, finish)
-    finally:
-        if stream is not None:
-            stream.abandon()
-        if publication is not None:
-            publication.discard()
+            mesh.together(what, partial(stream.prepare, turn))
+            mesh.together(what, stream.take)
+        mesh.together(what, stream.close, patient=True)  # disks may be slow
+        mesh.together(what, finish, patient=True)
     _warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
 
 
 class _TensorStream:
-    """Takes rows from the ranks to the files that this rank writes, which are all made at once."""
+    """Takes rows from the ranks to the files that this rank writes."""
 
-    def __init__(
-        self,
-        values: Mapping[str, torch.Tensor],
-        files: Sequence[PlannedFile],
-        metadata: Mapping[str, str],
-        mesh: Mesh,
-        directory: Path,
-    ) -> None:
+    def __init__(self, values: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
         self._values, self._mesh = values, mesh
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._writers: dict[str, SafetensorsWriter] = {}
+        self._own: Turn | None = None  # of the turn that was prepared last
+        self._rows: list[torch.Tensor] = []
+        self._swap: Swap | None = None
         self.non_finite: Counter[str] = Counter()
-        try:
-            for file in files:
-                if mesh.dp_rank == 0 and file.owner == mesh.tp_rank:
-                    path = directory / file.name
-                    self._writers[file.name] = SafetensorsWriter(path, file.tensors, metadata)
-        except BaseException:
-            self.abandon()
-            raise
 
-    def take(self, turn: Sequence[Turn | None]) -> None:
-        """Bring every owner its rows, then let all of them write at the same time."""
+    def open(
+        self, files: Sequence[PlannedFile], metadata: Mapping[str, str], directory: Path
+    ) -> None:
+        """Make all files of this rank, so that a full disk is found before any work."""
+        for file in files:
+            if self._mesh.dp_rank == 0 and file.owner == self._mesh.tp_rank:
+                path = directory / file.name
+                self._writers[file.name] = SafetensorsWriter(path, file.tensors, metadata)
+
+    def prepare(self, turn: Sequence[Turn | None]) -> None:
+        """Everything of a turn that may fail on one rank alone."""
         if self._mesh.dp_rank != 0:
             return
         wanted = [[] if part is None else part.blocks for part in turn]
-        own = turn[self._mesh.tp_rank]
-        rows = self._room_for(wanted[self._mesh.tp_rank])
-        swap_blocks(self._values, wanted, rows, self._mesh)
-        if own is None:
+        self._own = turn[self._mesh.tp_rank]
+        self._rows = self._room_for(wanted[self._mesh.tp_rank])
+        self._swap = Swap(self._values, wanted, self._rows, self._mesh)
+
+    def take(self) -> None:
+        """Bring every owner its rows, then let all of them write at the same time."""
+        if self._swap is None:
             return
-        writer = self._writers[own.file.name]
-        for block, values in zip(own.blocks, rows, strict=True):
+        self._swap.run()
+        self._swap = None
+        if self._own is None:
+            return
+        writer = self._writers[self._own.file.name]
+        for block, values in zip(self._own.blocks, self._rows, strict=True):
             writer.append(block.layout.name, values)
             self._count_non_finite(block.layout.name, values)
-        if own.last:
-            writer.close()
 
     def _room_for(self, blocks: Sequence[RowBlock]) -> list[torch.Tensor]:
         """Tensors for the blocks, in memory that every turn uses again.
@@ -266,7 +271,7 @@ class _TensorStream:
         dtypes = [self._values[block.layout.name].dtype for block in blocks]
         sizes = [math.prod(b.shape) * d.itemsize for b, d in zip(blocks, dtypes, strict=True)]
         if sum(sizes) > self._buffer.numel():
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         parts = self._buffer[: sum(sizes)].split(sizes)
         return [
             part.view(dtype).view(block.shape)
@@ -274,11 +279,17 @@ class _TensorStream:
         ]
 
     def _count_non_finite(self, name: str, values: torch.Tensor) -> None:
+        if not values.is_floating_point():
+            return
+        wide = values if values.dtype == torch.float64 else values.float()
         # One pass for the usual case: a sum that is finite has only finite terms.
-        if values.is_floating_point() and not values.float().sum().isfinite():
-            count = values.numel() - int(values.isfinite().sum())
-            if count:
-                self.non_finite[name] += count
+        if not wide.sum().isfinite() and (count := int((~wide.isfinite()).sum())):
+            self.non_finite[name] += count
+
+    def close(self) -> None:
+        """Make all files durable."""
+        for writer in self._writers.values():
+            writer.close()
 
     def abandon(self) -> None:
         """Let go of files that were not finished."""
