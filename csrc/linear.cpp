@@ -1,5 +1,7 @@
 // Linear layers whose weight is cut over the ranks: by rows (column_linear, after Megatron's name
 // for the cut of the transposed matrix) or by columns (row_linear).
+#include "linear.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -20,26 +22,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
-
-// [..., K] -> [T, K]; a vector is one row. Works for sizes of zero, where reshape(-1, K) does not.
-at::Tensor as_matrix(const at::Tensor& tensor) {
-  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
-}
-
-void check_linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& bias) {
-  check_floating(op, "input", input);
-  check_same_dtype(op, "weight", weight, "input", input);
-  check_dim(op, "weight", weight, 2);
-  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), op, ": input of shape ",
-                    input.sizes(), " does not fit the local weight of shape ", weight.sizes(),
-                    "; the last dimension must be ", weight.size(1));
-  if (bias) {
-    check_same_dtype(op, "bias", *bias, "weight", weight);
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": bias of shape ",
-                      bias->sizes(), " does not fit the local weight of shape ", weight.sizes());
-  }
-}
 
 at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias, int64_t row_stride, int64_t,
@@ -209,9 +191,6 @@ at::Tensor row_linear_autograd(const at::Tensor& input, const at::Tensor& weight
 }
 
 // Autocast: as torch.nn.functional.linear, which runs in the lower precision.
-
-constexpr c10::DispatchKeySet kAutocastKeys =
-    c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
 
 template <c10::DeviceType device>
 at::Tensor column_linear_autocast(const at::Tensor& input, const at::Tensor& weight,

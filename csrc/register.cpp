@@ -23,6 +23,19 @@ TORCH_LIBRARY(parallel_ext, m) {
       "Tensor",
       tags);
   m.def(
+      "lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "
+      "float scale, int group_size, str group_name) -> Tensor",
+      tags);
+  m.def(
+      "lora_linear_forward(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, "
+      "Tensor? bias, float scale, int group_size, str group_name) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "lora_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor lora_a, "
+      "Tensor lora_b, Tensor low, float scale, bool[5] needed) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
       "vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
       "int? padding_idx, int group_size, str group_name) -> Tensor",
       tags);

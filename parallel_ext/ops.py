@@ -176,6 +176,53 @@ def row_linear(
     return torch.ops.parallel_ext.row_linear(input, weight, bias, group.size, group.name)
 
 
+def lora_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Linear layer and its low-rank adapter: ``input weight^T + scale (input lora_a^T) lora_b^T``.
+
+    The adapter's part is added in the product of the base, and nothing but the input, the weights
+    and [T, r] is kept for backward. For a base cut by output features (rows of the weight) the
+    group is ALONE: ``lora_a`` is replicated, ``lora_b`` cut like the base, and the gradients of the
+    input and of ``lora_a`` are partial sums. For a base cut by input features the group is the
+    tensor-parallel one: ``lora_a`` is cut like the base, ``lora_b`` replicated with a partial
+    gradient, and both parts of the output are summed in one all-reduce.
+
+    Args:
+        input: [..., K], this rank's features where the base is cut by them.
+        weight: [F, K], this rank's part, same dtype as ``input``.
+        lora_a: [r, K].
+        lora_b: [F, r], same dtype as ``lora_a``; both enter the products in the input's dtype.
+        bias: [F] or None; with a group it is replicated and added once.
+        scale: of the adapter's part.
+        group: whose partial outputs are summed.
+
+    Returns:
+        [..., F]: sharded without a group, replicated with one. Under autocast in its lower
+        precision. Gradients of ``lora_a`` and ``lora_b`` are in their own dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
+
+    Source: LoRA (arXiv 2106.09685), section 4.1.
+
+    Example:
+        >>> x, w = torch.ones(1, 2), torch.ones(3, 2)
+        >>> lora_linear(x, w, torch.ones(1, 2), torch.ones(3, 1), scale=0.5)
+        tensor([[3., 3., 3.]])
+    """
+    return torch.ops.parallel_ext.lora_linear(
+        input, weight, lora_a, lora_b, bias, scale, group.size, group.name
+    )
+
+
 def vocab_embedding(
     ids: torch.Tensor,
     weight: torch.Tensor,

@@ -94,6 +94,23 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_values(own, 3, 2).mT.transpose(0, 2), _values(4, own), None, *of_group),
             (_values(2, 0), _values(4, 0), None, *of_group),
         ],
+        "lora_linear": [
+            (_values(3, own), _values(4, own), _values(2, own), _values(4, 2), _values(4), 0.5)
+            + of_group,
+            (_values(2, 3, 4), _values(own, 4), _values(2, 4), _values(own, 2), None, 0.5, 1, ""),
+            (_values(0, 4), _plain(own, 4), _values(2, 4), _values(own, 2), None, 2.0, 1, ""),
+        ],
+        "lora_linear_forward": [
+            (_plain(3, own), _plain(4, own), _plain(2, own), _plain(4, 2), _plain(4), 0.5)
+            + of_group,
+            (_plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2), None, 0.5, 1, ""),
+        ],
+        "lora_linear_backward": [
+            (_plain(3, own), _plain(3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2))
+            + (_plain(3, 2), 0.5, [True] * 5),
+            (_plain(2, 3, own), _plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2))
+            + (_plain(6, 2), 0.5, [True, False, True, False, False]),
+        ],
         "vocab_embedding": [
             (ids, _values(own, 2), 5, start, None, *of_group),
             (ids.T, _values(own, 2, dtype=bf16), 5, start, 4, *of_group),
@@ -145,6 +162,7 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
     "gather_from_tp": (("all_gather", 3 * 3 * 4), None),
     "column_linear": (None, ("all_reduce", 3 * 4 * 4)),
     "row_linear": (("all_reduce", 3 * 4 * 4), None),
+    "lora_linear": (("all_reduce", 3 * 4 * 4), None),
     "vocab_embedding": (("all_reduce", 6 * 2 * 4), None),
     "vocab_cross_entropy": (("all_gather", 4 * 3 * 4), None),
 }

@@ -1,0 +1,36 @@
+// What the linear layers share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+
+#include <optional>
+
+#include "check.h"
+
+namespace parallel_ext {
+
+// [..., K] -> [T, K]; a vector is one row. Works for sizes of zero, where reshape(-1, K) does not.
+inline at::Tensor as_matrix(const at::Tensor& tensor) {
+  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
+}
+
+inline void check_linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias) {
+  check_floating(op, "input", input);
+  check_same_dtype(op, "weight", weight, "input", input);
+  check_dim(op, "weight", weight, 2);
+  TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), op, ": input of shape ",
+                    input.sizes(), " does not fit the local weight of shape ", weight.sizes(),
+                    "; the last dimension must be ", weight.size(1));
+  if (bias) {
+    check_same_dtype(op, "bias", *bias, "weight", weight);
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": bias of shape ",
+                      bias->sizes(), " does not fit the local weight of shape ", weight.sizes());
+  }
+}
+
+inline constexpr c10::DispatchKeySet kAutocastKeys =
+    c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+
+}  // namespace parallel_ext
