@@ -140,7 +140,7 @@ def _on_meta(
 ) -> transformers.PreTrainedModel:
     """The unfilled model: parameters on meta, buffers real, weights tied as configured."""
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with init_empty_weights(include_buffers=False):
+    with torch.device("cpu"), init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
     model.tie_weights()
     return model
