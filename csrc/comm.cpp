@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "rank_order_sum.h"
+
 namespace parallel_ext {
 namespace {
 
@@ -186,7 +188,7 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
   Group group = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group_size, group_name);
   auto memory = tensor.is_cpu() ? shared_memory_of(group) : nullptr;
-  if (memory && SharedMemory::can_sum(tensor.scalar_type())) {
+  if (memory && can_sum_in_rank_order(tensor.scalar_type())) {
     count_in_shared_memory();
     // The dtype too must be equal on all ranks.
     const std::string kind = std::string("all_reduce ") + c10::toString(tensor.scalar_type());

@@ -17,10 +17,10 @@
 #include <chrono>
 #include <climits>
 #include <cstdio>
+#include <cstring>
 #include <random>
 
-#include "kernel_choice.h"
-#include "number.h"
+#include "rank_order_sum.h"
 
 namespace parallel_ext {
 namespace {
@@ -29,42 +29,6 @@ constexpr int64_t kSlotBytes = int64_t{2} << 20;
 constexpr int64_t kPage = 4096;
 constexpr int kSpins = 4000;  // some 50 us: longer than ranks in step lie apart, short if they
                               // share a core
-
-// acc = parts[0] + parts[1] + ... in this order, a block at a time so that acc stays in the cache.
-template <typename scalar_t>
-PARALLEL_EXT_INLINE void sum_in_order(const scalar_t* const* parts, int64_t size, int64_t begin,
-                                      int64_t end, scalar_t* out) {
-  constexpr int64_t kBlock = 1024;
-  float acc[kBlock];
-  for (int64_t start = begin; start < end; start += kBlock) {
-    const int64_t count = std::min(kBlock, end - start);
-    for (int64_t i = 0; i < count; ++i) acc[i] = to_float(parts[0][start + i]);
-    for (int64_t rank = 1; rank < size; ++rank) {
-      const scalar_t* part = parts[rank] + start;
-      for (int64_t i = 0; i < count; ++i) acc[i] += to_float(part[i]);
-    }
-    for (int64_t i = 0; i < count; ++i) store(acc[i], out + start + i);
-  }
-}
-
-// One function per dtype, since target_clones does not go with templates.
-#define PARALLEL_EXT_SUM(scalar_t)                                                              \
-  PARALLEL_EXT_MULTIVERSION void sum(const scalar_t* const* parts, int64_t size, int64_t begin, \
-                                     int64_t end, scalar_t* out) {                              \
-    sum_in_order(parts, size, begin, end, out);                                                 \
-  }
-
-PARALLEL_EXT_SUM(float)
-PARALLEL_EXT_SUM(c10::BFloat16)
-PARALLEL_EXT_SUM(c10::Half)
-
-void sum(const double* const* parts, int64_t size, int64_t begin, int64_t end, double* out) {
-  for (int64_t i = begin; i < end; ++i) {
-    double acc = parts[0][i];
-    for (int64_t rank = 1; rank < size; ++rank) acc += parts[rank][i];
-    out[i] = acc;
-  }
-}
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -254,11 +218,6 @@ int64_t SharedMemory::piece_at(int64_t offset) const {
   return std::min(kSlotBytes, bytes_ - offset);
 }
 
-bool SharedMemory::can_sum(c10::ScalarType dtype) {
-  return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 ||
-         dtype == c10::kHalf;
-}
-
 void SharedMemory::arrive() {
   ++arrivals_;
   Seat& own = seat(rank_);
@@ -364,18 +323,9 @@ void SharedMemory::finish_sum(void* out, c10::ScalarType dtype) {
     if (offset == 0) check_same();
     const int64_t count = piece_at(offset) / item;
     const int64_t first = count * rank_ / size_, last = count * (rank_ + 1) / size_;
-    const auto sum_as = [&](auto zero) {
-      using scalar_t = decltype(zero);
-      std::vector<const scalar_t*> parts;
-      for (int64_t rank = 0; rank < size_; ++rank) {
-        parts.push_back(reinterpret_cast<const scalar_t*>(slot(rank)));
-      }
-      sum(parts.data(), size_, first, last, reinterpret_cast<scalar_t*>(slot(size_)));
-    };
-    if (dtype == c10::kFloat) sum_as(float{});
-    if (dtype == c10::kDouble) sum_as(double{});
-    if (dtype == c10::kBFloat16) sum_as(c10::BFloat16{});
-    if (dtype == c10::kHalf) sum_as(c10::Half{});
+    std::vector<const void*> parts;
+    for (int64_t rank = 0; rank < size_; ++rank) parts.push_back(slot(rank));
+    sum_in_rank_order(dtype, parts, first, last, slot(size_));
     arrive();
     wait_for_all();
     if (bytes_ > 0) std::memcpy(static_cast<char*>(out) + offset, slot(size_), piece_at(offset));

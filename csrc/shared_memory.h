@@ -37,13 +37,11 @@ class SharedMemory {
   // Shows `bytes` of `data` to the other ranks, without waiting for them. `data` must stay as it is
   // until the collective is finished. `kind` tells sums and gathers apart.
   void start(const char* op, const char* kind, const void* data, int64_t bytes, double timeout_s);
-  // Writes the sum of the ranks' data, taken in rank order (16-bit types in fp32) and rounded once;
-  // each rank computes its share of it, so that all have the same bits. `out` may be the data.
+  // Writes the sum of the ranks' data (rank_order_sum.h, which must know the dtype); each rank
+  // computes its share of it, so that all have the same bits. `out` may be the data.
   void finish_sum(void* out, c10::ScalarType dtype);
   // Writes the data of all ranks, one after the other in rank order.
   void finish_gather(void* out);
-
-  static bool can_sum(c10::ScalarType dtype);
 
   // Brings `outgoing[r]` of this rank to rank r, whose incoming spans of this rank hold as many
   // bytes in all. Spans of this rank for itself are ignored.
