@@ -40,27 +40,19 @@ def save_weights(directory: str) -> float:
 
 def table(kind: str, answers: dict[str, Any], size: float) -> str:
     """One row for each malloc mode and competitor."""
-    header = [f"{kind}: seconds, median (min-max)", "ours / this", "peak growth, MiB"]
-    header += ["written / model"] if kind == "save" else []
+    header = [kind, "s: median (min-max)", "ours / this", "peak growth, MiB"]
+    header += ["written / model"] * (kind == "save") + ["disturbed"]
     rows = []
     for malloc, answer in answers.items():
-        part = answer[kind]
-        seconds = {
-            name: [each["seconds"][name][0] for each in part["rounds"]]
-            for name in part["growth_mib"]
-        }
-        ours = statistics.median(seconds[OURS])
-        worst = max(each["disturbance"] for each in part["rounds"])
+        rounds, growth = answer[kind]["rounds"], answer[kind]["growth_mib"]
+        seconds = {name: [each["seconds"][name][0] for each in rounds] for name in growth}
         for name, values in seconds.items():
-            rows.append(
-                [
-                    f"{name}, {malloc} (disturbed {worst:.0%}): {harness.spread(values, 2)}",
-                    f"{ours / statistics.median(values):.2f}",
-                    f"{part['growth_mib'][name]:.0f}",
-                ]
-            )
+            ratio = statistics.median(seconds[OURS]) / statistics.median(values)
+            row = [f"{name}, {malloc}", harness.spread(values, 2), f"{ratio:.2f}"]
+            row.append(f"{growth[name]:.0f}")
             if kind == "save":
-                rows[-1].append(f"{part['written_mib'][name] / size:.2f}")
+                row.append(f"{answer[kind]['written_mib'][name] / size:.2f}")
+            rows.append([*row, f"{max(each['disturbance'] for each in rounds):.0%}"])
     return harness.markdown_table(header, rows)
 
 
