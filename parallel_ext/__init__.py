@@ -27,7 +27,18 @@ from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # 
 from parallel_ext.version import VERSION  # noqa: E402
 
 __version__ = VERSION
+
+
+def __getattr__(name: str) -> object:
+    if name == "LoraConfig":  # peft is needed by those only who ask for it
+        from parallel_ext.lora import LoraConfig
+
+        return LoraConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
+    "LoraConfig",
     "CheckpointError",
     "CollectiveTimeout",
     "DisagreementError",

@@ -21,7 +21,7 @@ class ColumnParallelLinear(ShardedModule):
         layouts: of ``weight`` and, if there is one, ``bias``.
         group: the tensor-parallel group.
         replicas: the ranks that hold the same rows, when several do; their gradients are summed.
-        partials: does that sum; required with ``replicas``.
+        partials: does that sum, and those of adapters; required with ``replicas``.
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with a replicated
     [..., K] it returns this rank's [..., F]. The gradient of the input is partial: the input must
@@ -48,8 +48,12 @@ class ColumnParallelLinear(ShardedModule):
             return parameter
         return self.partials.catch(parameter, self.layouts[attribute].name, self.replicas)
 
+    def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias for a forward; gradients of replicated rows are summed."""
+        return self._for_use("weight"), self._for_use("bias")
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.column_linear(input, self._for_use("weight"), self._for_use("bias"))
+        return ops.column_linear(input, *self.for_use())
 
 
 class RowParallelLinear(ShardedModule):
@@ -60,6 +64,7 @@ class RowParallelLinear(ShardedModule):
         bias: [F], replicated, or None.
         layouts: of ``weight``.
         group: the tensor-parallel group.
+        partials: sums the partial gradients of adapters.
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with this rank's
     features [..., K] it returns the replicated [..., F].
@@ -71,10 +76,12 @@ class RowParallelLinear(ShardedModule):
         bias: nn.Parameter | None,
         layouts: dict[str, TensorLayout],
         group: Group,
+        partials: PartialGradients | None = None,
     ) -> None:
         super().__init__(layouts, group)
         self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
+        self.partials = partials
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.row_linear(input, self.weight, self.bias, group=self.group)

@@ -87,6 +87,7 @@ class PartialGradients:
         self._session: weakref.ref[_Session] | None = None
         self._pending: dict[str, _Entry] = {}
         self._synchronize = True
+        self._used = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
         return PartialGradients()
@@ -99,15 +100,17 @@ class PartialGradients:
             name: its logical name, the same on those ranks.
             group: the ranks whose parts add up to the gradient.
         """
+        self._used = True
         return _Catch.apply(weight, self, name, group)
 
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
 
         Without it the sums would still be right, but under reentrant checkpointing each layer's
-        inner backward would end with a collective of its own.
+        inner backward would end with a collective of its own. It does nothing while nothing was
+        caught, as in a model without replicated parameters.
         """
-        return _OpenSession.apply(hidden, self)
+        return _OpenSession.apply(hidden, self) if self._used else hidden
 
     def _current(self) -> _Session | None:
         return self._session() if self._session is not None else None

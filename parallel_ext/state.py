@@ -29,7 +29,7 @@ class ParallelState(nn.Module):
         vocab_sizes: number of ids of every tp rank.
         agreement: compares inputs before a forward; None when switched off or not needed.
         training_logits: whether training with labels returns logits.
-        partials: sums partial gradients; None when the model has none.
+        partials: sums the partial gradients of replicated parameters; None with one tp rank.
     """
 
     def __init__(

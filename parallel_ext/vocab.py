@@ -74,7 +74,7 @@ class VocabParallelHead(ShardedModule):
         bias: [R] or None.
         layouts: of ``weight`` and, if there is one, ``bias``.
         group: the tensor-parallel group.
-        partials: sums the partial gradients of the model, if it has any.
+        partials: sums the partial gradients of the model's replicated parameters.
 
     ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
     returns the replicated logits [..., V], or this rank's columns [..., R] inside

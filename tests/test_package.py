@@ -35,10 +35,13 @@ ALLOWED = {
     "checkpoint": {"layout", "mesh", "sharded"},
     "state": {"agreement", "layout", "mesh", "partial_gradients"},
     "gradients": {"ops", "sharded", "state"},
+    "lora": {
+        *("checkpoint", "layout", "linear", "ops", "partial_gradients", "sharded", "state"),
+    },
     "version": set(),
     "runtime": {"checkpoint", "loss", "mesh", "ops", "state", "version", "vocab"},
 }
-MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint"}
+MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint", "lora"}
 
 
 def _imports(path: Path) -> set[str]:

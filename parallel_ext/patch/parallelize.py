@@ -171,8 +171,14 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, tp_rank: int) -> nn.Param
 class _Replacer:
     """Puts parallel modules in the place of plain ones, each old weight freed before the next."""
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, mesh: Mesh) -> None:
-        self.model, self.layout, self.mesh = model, layout, mesh
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        mesh: Mesh,
+        partials: PartialGradients | None,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
 
     def _shards(
@@ -203,39 +209,36 @@ class _Replacer:
             path, VocabParallelEmbedding(weight, layouts["weight"], padding_idx, self.mesh.tp)
         )
 
-    def head(self, path: str, partials: PartialGradients | None) -> None:
-        self._put(path, VocabParallelHead(*self._shards(path), self.mesh.tp, partials))
+    def head(self, path: str) -> None:
+        self._put(path, VocabParallelHead(*self._shards(path), self.mesh.tp, self.partials))
 
-    def column(self, path: str) -> None:
-        self._put(path, ColumnParallelLinear(*self._shards(path), self.mesh.tp))
-
-    def key_value(self, path: str, replicas: Group, partials: PartialGradients | None) -> None:
-        module = ColumnParallelLinear(*self._shards(path), self.mesh.tp, replicas, partials)
-        self._put(path, module)
+    def column(self, path: str, replicas: Group = ops.ALONE) -> None:
+        shards = self._shards(path)
+        self._put(path, ColumnParallelLinear(*shards, self.mesh.tp, replicas, self.partials))
 
     def row(self, path: str) -> None:
-        self._put(path, RowParallelLinear(*self._shards(path), self.mesh.tp))
+        self._put(path, RowParallelLinear(*self._shards(path), self.mesh.tp, self.partials))
 
 
 def _replace_modules(
     model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
 ) -> PartialGradients | None:
     """Replace all modules that the table names; returns what sums the partial gradients, if any."""
-    replace = _Replacer(model, layout, mesh)
     num_layers = len(model.get_submodule(table.layers))
-    replicas, partials = ops.ALONE, None
+    replicas, partials = ops.ALONE, PartialGradients() if mesh.tp_size > 1 else None
     if num_layers:
         key = layout[f"{table.layers}.0.{table.attention}.{table.key}.weight"]
         partition = sorted({key.holders(rank) for rank in range(mesh.tp_size)})
         if len(partition) < mesh.tp_size:
-            replicas, partials = mesh.tp_subgroup(partition), PartialGradients()
+            replicas = mesh.tp_subgroup(partition)
+    replace = _Replacer(model, layout, mesh, partials)
     replace.embedding(table.embedding)
     for index in range(num_layers):
         attention = f"{table.layers}.{index}.{table.attention}"
         mlp = f"{table.layers}.{index}.{table.mlp}"
         replace.column(f"{attention}.{table.query}")
-        replace.key_value(f"{attention}.{table.key}", replicas, partials)
-        replace.key_value(f"{attention}.{table.value}", replicas, partials)
+        replace.column(f"{attention}.{table.key}", replicas)
+        replace.column(f"{attention}.{table.value}", replicas)
         replace.row(f"{attention}.{table.attention_output}")
         for name in table.mlp_inputs:
             replace.column(f"{mlp}.{name}")
@@ -243,7 +246,7 @@ def _replace_modules(
         query = layout[f"{attention}.{table.query}.weight"].local_shape(mesh.tp_rank)
         key = layout[f"{attention}.{table.key}.weight"].local_shape(mesh.tp_rank)
         model.get_submodule(attention).num_key_value_groups = query[0] // key[0]
-    replace.head(table.head, partials)
+    replace.head(table.head)
     return partials
 
 
