@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from parallel_ext import _C
+from parallel_ext.heartbeat import long_step
 from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
-_PATIENCE_S = 3600.0  # for steps that may take long on one rank alone
 _GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
 
@@ -72,7 +73,7 @@ class Mesh:
         self.tp = self.dp = self.control = self.tp_control = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._meetings = 0
+        self._meetings = self._long_steps = 0
         self._calls: Counter[str] = Counter()  # on a control group, by its name
         self._store: dist.Store | None = None
         Mesh._made += 1
@@ -264,14 +265,18 @@ class Mesh:
         except RuntimeError as error:
             raise PeerLostError(f"a transfer between tp ranks broke off: {error}") from error
 
+    def _long_step(self) -> AbstractContextManager[None]:
+        self._long_steps += 1
+        return long_step(self._store, self._long_steps, self.rank, self.world_size, self.timeout)
+
     def together(self, what: str, action: Callable[[], T], *, patient: bool = False) -> T:
         """Run ``action`` on every rank of the job; if it raises on one, raise on all.
 
         Args:
             what: what the ranks are doing, for the error of those that did not fail themselves.
             action: must not communicate in a way that its failure on one rank breaks.
-            patient: one rank may take long; else each must be through within ``timeout`` seconds
-                of the first.
+            patient: a rank may take long as long as it lives; else each must be through within
+                ``timeout`` seconds of the first.
 
         Returns:
             What ``action`` returned, each rank its own.
@@ -283,16 +288,19 @@ class Mesh:
         """
         failure: Exception | None = None
         result: T | None = None
+        long = patient and self._store is not None
         try:
-            result = action()
-        except Exception as error:
-            failure = error
+            with self._long_step() if long else nullcontext():
+                try:
+                    result = action()
+                except Exception as error:
+                    failure = error
+        except TimeoutError as error:
+            raise CollectiveTimeout(f"{what}: {error}") from failure
         peer_lost = isinstance(failure, PeerLostError)
         wait = self.timeout
         if peer_lost:
             wait = min(wait, 2 * _GRACE_S)  # half of the time has gone already
-        elif patient:
-            wait = max(wait, _PATIENCE_S)
         if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):
             return result
         text = failure and f"{type(failure).__name__}: {failure}"

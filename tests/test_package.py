@@ -24,7 +24,8 @@ SOURCE = Path(__file__).parents[1]
 ALLOWED = {
     "layout": set(),
     "ops": {"layout"},
-    "mesh": {"ops"},
+    "heartbeat": set(),
+    "mesh": {"heartbeat", "ops"},
     "partial_gradients": {"ops"},
     "sharded": {"layout", "ops"},
     "agreement": {"mesh"},

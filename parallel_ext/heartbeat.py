@@ -1,0 +1,72 @@
+"""Waiting for ranks that may take long, but only for as long as they live."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import Store
+
+
+@contextmanager
+def long_step(
+    store: Store, number: int, rank: int, world_size: int, timeout: float
+) -> Iterator[None]:
+    """Inside, this rank shows that it lives; at the end it waits for all others that do.
+
+    Every rank of the job goes through the same steps, in order.
+
+    Args:
+        store: reached by all ranks.
+        number: of the step, from 1 on, one more for each.
+        rank, world_size: of the job.
+        timeout: seconds without a sign of life after which a rank counts as lost.
+
+    Raises:
+        TimeoutError: a rank that has not come to the end has shown nothing for ``timeout`` seconds;
+            names it. A process that was killed or stopped shows nothing; one that waits for a disk
+            or a download does.
+    """
+    step, finished = f"step/{number}", threading.Event()
+
+    def beat() -> None:
+        while not finished.wait(timeout / 4):
+            store.add(f"{step}/beat/{rank}", 1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()
+    store.set(f"{step}/{rank}", "1")
+    if store.add(f"{step}/arrived", 1) == world_size:
+        _forget(store, f"step/{number - 1}", world_size)  # which all have left
+        store.set(f"{step}/all_here", "1")
+    beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
+    while True:
+        try:
+            store.wait([f"{step}/all_here"], timedelta(seconds=min(1.0, timeout / 4)))
+            return
+        except RuntimeError:  # not yet
+            for other in range(world_size):
+                if store.check([f"{step}/{other}"]):
+                    continue
+                count, since = store.add(f"{step}/beat/{other}", 0), beats[other]
+                if count != since[0]:
+                    beats[other] = (count, time.monotonic())
+                elif time.monotonic() - since[1] > timeout:
+                    raise TimeoutError(
+                        f"rank {other} has shown no sign of life for {timeout:g} s"
+                    ) from None
+
+
+def _forget(store: Store, step: str, world_size: int) -> None:
+    for key in ("arrived", "all_here", *map(str, range(world_size))):
+        store.delete_key(f"{step}/{key}")
+    for rank in range(world_size):
+        store.delete_key(f"{step}/beat/{rank}")
