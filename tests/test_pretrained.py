@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from ranks import pool
 from reference import (
@@ -30,9 +31,30 @@ def _plain(folder: str) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
+def _tensors(folder: str) -> dict[str, torch.Tensor]:
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {name: value for path in files for name, value in load_file(path).items()}
+
+
+def _copies(model: transformers.PreTrainedModel, source: str, target: str) -> dict[str, float]:
+    """1 for each tensor that a save, or transformers' save of that, changed in a single bit."""
+    model.save_pretrained(f"{target}-copy")
+    if mesh_of().rank == 0:
+        _plain(f"{target}-copy").save_pretrained(f"{target}-by-transformers")
+    dist.barrier()
+    changed = {}
+    for way in ("copy", "by-transformers"):
+        copy, original = _tensors(f"{target}-{way}"), _tensors(source)
+        changed[f"names of the {way}"] = float(copy.keys() != original.keys())
+        for name, value in original.items():
+            changed[f"{way}: {name}"] = float(not torch.equal(copy[name], value))
+    return changed
+
+
 def _there_and_back(source: str, target: str) -> dict[str, float]:
     """Load, train one step, save; differences from one process that does the same."""
     model = exact_norms(px.from_pretrained(source, mesh_of())).train()
+    copied = _copies(model, source, target)
     reference = exact(_plain(source)).train()
     one = batch(model.config.vocab_size)
     losses = []
@@ -45,6 +67,7 @@ def _there_and_back(source: str, target: str) -> dict[str, float]:
     reloaded, trained = _plain(target), dict(reference.named_parameters())
     return {
         "loss": difference(losses[1], losses[0]),
+        **copied,
         **shard_differences(model, gradients_of(reference), gradients=True),
         **{f"saved {n}": difference(p, trained[n]) for n, p in reloaded.named_parameters()},
         "saved rows": float(reloaded.lm_head.weight.shape[0] != model.config.vocab_size),
