@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import peft
@@ -19,8 +19,8 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.checkpoint import gather_tensor
-from parallel_ext.layout import TensorLayout, cut
+from parallel_ext.checkpoint import gather_in_step
+from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.ops import Group
 from parallel_ext.partial_gradients import PartialGradients
@@ -170,7 +170,7 @@ class _LoraLinear(PeftLoraLinear):
         raise NotImplementedError
 
     def _product(
-        self, x: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor
+        self, x: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -194,10 +194,11 @@ class _LoraLinear(PeftLoraLinear):
         if self.disable_adapters or self.merged or not active:
             return self.base_layer(x, *args, **kwargs)
         factors = [self._for_use(name) for name in active]
-        scaled = [(a, b * self.scaling[name]) for name, (a, b) in zip(active, factors, strict=True)]
-        factor_a = torch.cat([a for a, _ in scaled]) if len(active) > 1 else scaled[0][0]
-        factor_b = torch.cat([b for _, b in scaled], dim=1) if len(active) > 1 else scaled[0][1]
-        return self._product(x, factor_a, factor_b)
+        if len(active) == 1:
+            return self._product(x, *factors[0], self.scaling[active[0]])
+        stacked_a = torch.cat([a for a, _ in factors])
+        scaled = [b * self.scaling[name] for name, (_, b) in zip(active, factors, strict=True)]
+        return self._product(x, stacked_a, torch.cat(scaled, dim=1), 1.0)
 
 
 class LoraColumnLinear(_LoraLinear):
@@ -205,13 +206,10 @@ class LoraColumnLinear(_LoraLinear):
 
     def _factor_layouts(self, name_a: str, name_b: str, r: int) -> tuple[TensorLayout, ...]:
         base = self.get_base_layer()
-        held = base.layouts["weight"].held
-        layout_b = (
-            TensorLayout(name_b, (base.out_features, r), 0, held)
-            if held
-            else TensorLayout(name_b, (base.out_features, r))
+        like_base = dataclasses.replace(
+            base.layouts["weight"], name=name_b, shape=(base.out_features, r)
         )
-        return TensorLayout(name_a, (r, base.in_features)), layout_b
+        return TensorLayout(name_a, (r, base.in_features)), like_base
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         base = self.get_base_layer()
@@ -221,10 +219,10 @@ class LoraColumnLinear(_LoraLinear):
         )
 
     def _product(
-        self, x: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor
+        self, x: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float
     ) -> torch.Tensor:
         weight, bias = self.get_base_layer().for_use()
-        return ops.lora_linear(x, weight, factor_a, factor_b, bias)
+        return ops.lora_linear(x, weight, factor_a, factor_b, bias, scale=scale)
 
 
 class LoraRowLinear(_LoraLinear):
@@ -232,23 +230,22 @@ class LoraRowLinear(_LoraLinear):
 
     def _factor_layouts(self, name_a: str, name_b: str, r: int) -> tuple[TensorLayout, ...]:
         base = self.get_base_layer()
-        ranges = tuple(pieces[0] for pieces in base.layouts["weight"].held)
-        layout_a = (
-            cut(name_a, (r, base.in_features), 1, ranges)
-            if ranges
-            else TensorLayout(name_a, (r, base.in_features))
+        like_base = dataclasses.replace(
+            base.layouts["weight"], name=name_a, shape=(r, base.in_features)
         )
-        return layout_a, TensorLayout(name_b, (base.out_features, r))
+        return like_base, TensorLayout(name_b, (base.out_features, r))
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         base = self.get_base_layer()
         return self.lora_A[adapter].weight, self._caught(self.lora_B[adapter], base.group)
 
     def _product(
-        self, x: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor
+        self, x: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float
     ) -> torch.Tensor:
         base = self.get_base_layer()
-        return ops.lora_linear(x, base.weight, factor_a, factor_b, base.bias, group=base.group)
+        return ops.lora_linear(
+            x, base.weight, factor_a, factor_b, base.bias, scale=scale, group=base.group
+        )
 
 
 _plain_save_pretrained = peft.PeftModel.save_pretrained
@@ -264,13 +261,12 @@ def _save_pretrained(self: peft.PeftModel, save_directory: str, *args: Any, **kw
         return
     mesh, what = state.mesh, f"save_pretrained of an adapter to {save_directory}"
     mesh.meet(what)
-    full: dict[str, torch.Tensor] = {}
-    for name, parameter, layout in named_shards(self):
-        if any(part in LoraLayer.adapter_layer_names for part in name.split(".")):
-            gather = partial(gather_tensor, parameter, layout, mesh, (0,))
-            gathered = mesh.together(what, gather)
-            if gathered is not None:
-                full[name] = gathered
+    adapters = {
+        name: (parameter, layout)
+        for name, parameter, layout in named_shards(self)
+        if any(part in LoraLayer.adapter_layer_names for part in name.split("."))
+    }
+    full = gather_in_step(adapters, mesh, what)
     kwargs.pop("is_main_process", None)
 
     def write() -> None:

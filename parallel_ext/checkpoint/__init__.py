@@ -1,6 +1,6 @@
 """Reading and writing saved models: the files, HuggingFace directories, full state dicts."""
 
-from parallel_ext.checkpoint.full_state import full_state_dict
+from parallel_ext.checkpoint.full_state import full_state_dict, gather_in_step
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
@@ -14,6 +14,7 @@ __all__ = [
     "SafetensorsWriter",
     "TensorSpec",
     "full_state_dict",
+    "gather_in_step",
     "gather_tensor",
     "save_directory",
 ]

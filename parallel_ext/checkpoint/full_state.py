@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.safetensors_file import CheckpointError
-from parallel_ext.layout import ModelLayout
+from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import named_shards
 
@@ -60,6 +60,46 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{attribute}" if path else attribute, buffer
 
 
+def gather_in_step(
+    shards: Mapping[str, tuple[torch.Tensor, TensorLayout]],
+    mesh: Mesh,
+    what: str,
+    writer_only: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Gather full tensors one by one; every rank calls it, and a failure of one is that of all.
+
+    Args:
+        shards: by name this rank's shard and its layout; the same names in one order on all ranks.
+        mesh: the ranks.
+        what: what the ranks are doing, for errors.
+        writer_only: only rank 0 receives the tensors, else every rank of the job does.
+
+    Returns:
+        Name -> full tensor on the CPU, a copy; empty on ranks that do not receive.
+    """
+    takes_part = not writer_only or mesh.dp_rank == 0
+    receivers = (0,) if writer_only else range(mesh.tp_size)
+    receives = takes_part and mesh.tp_rank in receivers
+
+    def room_for(name: str) -> torch.Tensor | None:
+        if not receives:
+            return None
+        shard, layout = shards[name]
+        return torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
+
+    def gather(name: str, out: torch.Tensor | None) -> None:
+        if takes_part:
+            gather_tensor(*shards[name], mesh, receivers, out)
+
+    full: dict[str, torch.Tensor] = {}
+    for name in shards:
+        out = mesh.together(what, partial(room_for, name))  # where a large model may not fit
+        mesh.together(what, partial(gather, name, out))
+        if out is not None:
+            full[name] = out
+    return full
+
+
 def full_state_dict(
     model: nn.Module, mesh: Mesh, layout: ModelLayout, writer_only: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -88,25 +128,8 @@ def full_state_dict(
     what = "full_state_dict" if writer_only else "full_state_dict on all ranks"
     mesh.meet(what)
     values = mesh.together(what, lambda: local_values(model, layout, mesh.tp_rank))
-    takes_part = not writer_only or mesh.dp_rank == 0
-    receivers = (0,) if writer_only else range(mesh.tp_size)
-    receives = takes_part and mesh.tp_rank in receivers
-
-    def room_for(name: str) -> torch.Tensor | None:
-        if not receives:
-            return None
-        return torch.empty(layout[name].shape, dtype=values[name].dtype, device="cpu")
-
-    def gather(name: str, out: torch.Tensor | None) -> None:
-        if takes_part:
-            gather_tensor(values[name], layout[name], mesh, receivers, out)
-
-    state: dict[str, torch.Tensor] = {}
-    for name in values:
-        full = mesh.together(what, partial(room_for, name))  # where a large model may not fit
-        mesh.together(what, partial(gather, name, full))
-        if full is not None:
-            state[name] = full
+    shards = {name: (value, layout[name]) for name, value in values.items()}
+    state = gather_in_step(shards, mesh, what, writer_only)
     for alias, name in layout.tied.items():
         if name in state:
             state[alias] = state[name]
