@@ -29,10 +29,9 @@ def _config(**changes: Any) -> px.LoraConfig:
 
 
 def _adapted(tiny: Tiny, **changes: Any) -> peft.PeftModel:
-    torch.manual_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))  # seeded unlike
-    if dist.is_initialized() and dist.get_rank() == 0:
-        torch.manual_seed(11)
-    return peft.get_peft_model(parallel(tiny.model(), mesh_of()), _config(**changes))
+    model = parallel(tiny.model(), mesh_of())  # seeds
+    torch.manual_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))  # unlike on ranks
+    return peft.get_peft_model(model, _config(**changes))
 
 
 def _train(model: Any, clip: Any, one: dict[str, Any]) -> tuple[list[float], list[float]]:
