@@ -1,15 +1,20 @@
-// A linear layer and its low-rank adapter in one: output = input weight^T + scale (input A^T) B^T.
+// A linear layer and its low-rank adapter in one:
+// output = input weight^T + scale (dropout(input) A^T) B^T.
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "check.h"
 #include "comm.h"
 #include "dispatch.h"
+#include "dropout.h"
 #include "linear.h"
 #include "ops.h"
 
@@ -39,18 +44,53 @@ void check_lora_linear(const char* op, const at::Tensor& input, const at::Tensor
 
 // The factors enter the products in the dtype of the base, in which the result is rounded anyway.
 
+constexpr int64_t kTileBytes = 1 << 20;  // dropped inputs are made in stretches that stay in cache
+
+// Calls use(first_row, input, dropped) for stretches of the rows, with a buffer for their dropped
+// form. Devices without a cache to stay in get one stretch.
+template <typename Use>
+void for_tiles(const at::Tensor& rows, const Use& use) {
+  const int64_t num_rows = rows.size(0), row_bytes = rows.size(1) * rows.element_size();
+  const int64_t wanted = rows.is_cpu()
+                             ? std::max<int64_t>(16, kTileBytes / std::max<int64_t>(1, row_bytes))
+                             : num_rows;
+  const at::Tensor buffer = at::empty({std::min(wanted, num_rows), rows.size(1)}, rows.options());
+  for (int64_t first = 0; first < num_rows; first += wanted) {
+    const int64_t count = std::min(wanted, num_rows - first);
+    use(first, rows.narrow(0, first, count), buffer.narrow(0, 0, count));
+  }
+}
+
+// dropout(rows) lora_a^T without the dropout's scale: [T, r].
+at::Tensor low_of(const at::Tensor& rows, const at::Tensor& lora_a, const Dropout& dropout) {
+  if (dropout.p == 0) return at::mm(rows, lora_a.t());
+  at::Tensor low = at::empty({rows.size(0), lora_a.size(0)}, rows.options());
+  for_tiles(rows, [&](int64_t first, const at::Tensor& input, const at::Tensor& dropped) {
+    drop(dropout, first, input, dropped);
+    at::Tensor out = low.narrow(0, first, input.size(0));
+    at::mm_out(out, dropped, lora_a.t());
+  });
+  return low;
+}
+
+// An input whose rows a loop can walk; without dropout a matrix product takes any strides.
+at::Tensor rows_of(const at::Tensor& input, const Dropout& dropout) {
+  return dropout.p == 0 ? as_matrix(input) : as_matrix(input).contiguous();
+}
+
 std::tuple<at::Tensor, at::Tensor> lora_linear_forward_kernel(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a,
-    const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale,
-    int64_t group_size, const std::string& group_name) {
+    const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale, double dropout_p,
+    at::IntArrayRef dropout_counter, int64_t group_size, const std::string& group_name) {
   const char* op = "lora_linear";
   check_lora_linear(op, input, weight, lora_a, lora_b, bias);
-  const at::Tensor rows = as_matrix(input);
+  const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, as_matrix(input).size(0));
+  const at::Tensor rows = rows_of(input, dropout);
   const auto dtype = input.scalar_type();
-  at::Tensor low = at::mm(rows, lora_a.to(dtype).t());
+  at::Tensor low = low_of(rows, lora_a.to(dtype), dropout);
   at::Tensor output =
       bias && group_size == 1 ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
-  output.addmm_(low, lora_b.to(dtype).t(), 1, scale);
+  output.addmm_(low, lora_b.to(dtype).t(), 1, scale * dropout.scale());
   if (group_size > 1) {
     all_reduce_sum(op, output, group_size, group_name);  // numel(output), every rank
     if (bias) output.add_(*bias);
@@ -62,7 +102,8 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_kernel(
 
 std::tuple<at::Tensor, at::Tensor> lora_linear_forward_meta(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a, const at::Tensor&,
-    const std::optional<at::Tensor>&, double, int64_t, const std::string&) {
+    const std::optional<at::Tensor>&, double, double, at::IntArrayRef, int64_t,
+    const std::string&) {
   auto shape = input.sym_sizes().vec();
   c10::SymInt num_tokens = 1;
   for (size_t dim = 0; dim + 1 < shape.size(); ++dim) num_tokens = num_tokens * shape[dim];
@@ -73,34 +114,66 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_meta(
 
 using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// Adds scale * mask * (grad_low lora_a) to grad_input, if that is given, and returns
+// grad_low^T dropout(rows), both for the mask of the forward, which is drawn again.
+at::Tensor through_dropout(const at::Tensor& rows, const at::Tensor& grad_low,
+                           const at::Tensor& lora_a, const Dropout& dropout, double scale,
+                           const at::Tensor& grad_input) {
+  // One 16-bit sum over all stretches would round once for each.
+  const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor grad_a = at::zeros(lora_a.sizes(), lora_a.options().dtype(wide));
+  for_tiles(rows, [&](int64_t first, const at::Tensor& input, const at::Tensor& dropped) {
+    const at::Tensor grads = grad_low.narrow(0, first, input.size(0));
+    if (grad_input.defined()) {
+      drop_and_add(dropout, first, input, dropped, at::mm(grads, lora_a), scale,
+                   grad_input.narrow(0, first, input.size(0)));
+    } else {
+      drop(dropout, first, input, dropped);
+    }
+    grad_a.add_(at::mm(grads.t(), dropped));
+  });
+  return grad_a;
+}
+
 FiveTensors lora_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
                                         const at::Tensor& weight, const at::Tensor& lora_a,
                                         const at::Tensor& lora_b, const at::Tensor& low,
-                                        double scale, std::array<bool, 5> needed) {
-  const at::Tensor grad_rows = as_matrix(grad_output), rows = as_matrix(input);
+                                        double scale, double dropout_p,
+                                        at::IntArrayRef dropout_counter,
+                                        std::array<bool, 5> needed) {
+  const auto dropout =
+      Dropout::parse("lora_linear_backward", dropout_p, dropout_counter, as_matrix(input).size(0));
+  const at::Tensor grad_rows = as_matrix(grad_output), rows = rows_of(input, dropout);
   const auto dtype = input.scalar_type();
   const auto nothing = [](const at::Tensor& like) { return at::empty({0}, like.options()); };
   at::Tensor grad_input = nothing(input), grad_weight = nothing(weight),
              grad_bias = nothing(weight);
   at::Tensor grad_a = nothing(lora_a), grad_b = nothing(lora_b);
-  at::Tensor grad_low;  // gradient of low, without the scale
-  if (needed[0] || needed[2]) grad_low = at::mm(grad_rows, lora_b.to(dtype));
-  if (needed[0]) {
-    grad_input = at::mm(grad_rows, weight);
-    grad_input.addmm_(grad_low, lora_a.to(dtype), 1, scale);
-    grad_input = grad_input.view(input.sizes());
+  scale *= dropout.scale();
+  if (needed[0]) grad_input = at::mm(grad_rows, weight);
+  if (needed[0] || needed[2]) {
+    const at::Tensor factor_a = lora_a.to(dtype);
+    const at::Tensor grad_low = at::mm(grad_rows, lora_b.to(dtype));  // without the scale
+    if (dropout.p > 0) {
+      grad_a = through_dropout(rows, grad_low, factor_a, dropout, scale,
+                               needed[0] ? grad_input : at::Tensor());
+    } else {
+      if (needed[0]) grad_input.addmm_(grad_low, factor_a, 1, scale);
+      if (needed[2]) grad_a = at::mm(grad_low.t(), rows);
+    }
   }
+  if (needed[0]) grad_input = grad_input.view(input.sizes());
   if (needed[1]) grad_weight = at::mm(grad_rows.t(), rows);
   if (needed[4]) grad_bias = grad_rows.sum(0);
-  if (needed[2]) grad_a = at::mm(grad_low.t(), rows).to(lora_a.scalar_type()).mul_(scale);
+  grad_a = needed[2] ? grad_a.to(lora_a.scalar_type()).mul_(scale) : nothing(lora_a);
   if (needed[3]) grad_b = at::mm(grad_rows.t(), low).to(lora_b.scalar_type()).mul_(scale);
   return {grad_input, grad_weight, grad_a, grad_b, grad_bias};
 }
 
 FiveTensors lora_linear_backward_meta(const at::Tensor&, const at::Tensor& input,
                                       const at::Tensor& weight, const at::Tensor& lora_a,
-                                      const at::Tensor& lora_b, const at::Tensor&, double,
-                                      std::array<bool, 5> needed) {
+                                      const at::Tensor& lora_b, const at::Tensor&, double, double,
+                                      at::IntArrayRef, std::array<bool, 5> needed) {
   const auto grad_of = [&](const at::Tensor& tensor, bool wanted) {
     return wanted ? at::empty_symint(tensor.sym_sizes(), tensor.options())
                   : at::empty({0}, tensor.options());
@@ -117,13 +190,16 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const at::Tensor& lora_a, const at::Tensor& lora_b,
-                            const std::optional<at::Tensor>& bias, double scale, int64_t group_size,
+                            const std::optional<at::Tensor>& bias, double scale, double dropout,
+                            at::IntArrayRef dropout_counter, int64_t group_size,
                             const std::string& group_name) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [output, low] =
-        lora_linear_forward(input, weight, lora_a, lora_b, bias, scale, group_size, group_name);
+    auto [output, low] = lora_linear_forward(input, weight, lora_a, lora_b, bias, scale, dropout,
+                                             dropout_counter, group_size, group_name);
     ctx->save_for_backward({input, weight, lora_a, lora_b, low});
     ctx->saved_data["scale"] = scale;
+    ctx->saved_data["dropout"] = dropout;
+    ctx->saved_data["dropout_counter"] = dropout_counter.vec();
     ctx->saved_data["bias"] = bias.has_value();
     return output;
   }
@@ -132,14 +208,17 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
     std::array<bool, 5> needed{};
     for (size_t i = 0; i < 4; ++i) needed[i] = ctx->needs_input_grad(i);
     needed[4] = ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(4);
-    auto [grad_input, grad_weight, grad_a, grad_b, grad_bias] =
-        lora_linear_backward(grad_outputs[0], saved[0], saved[1], saved[2], saved[3], saved[4],
-                             ctx->saved_data["scale"].toDouble(), needed);
+    auto [grad_input, grad_weight, grad_a, grad_b, grad_bias] = lora_linear_backward(
+        grad_outputs[0], saved[0], saved[1], saved[2], saved[3], saved[4],
+        ctx->saved_data["scale"].toDouble(), ctx->saved_data["dropout"].toDouble(),
+        ctx->saved_data["dropout_counter"].toIntVector(), needed);
     return {needed[0] ? grad_input : Variable(),
             needed[1] ? grad_weight : Variable(),
             needed[2] ? grad_a : Variable(),
             needed[3] ? grad_b : Variable(),
             needed[4] ? grad_bias : Variable(),
+            Variable(),
+            Variable(),
             Variable(),
             Variable(),
             Variable()};
@@ -148,26 +227,32 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
 
 at::Tensor lora_linear_autograd(const at::Tensor& input, const at::Tensor& weight,
                                 const at::Tensor& lora_a, const at::Tensor& lora_b,
-                                const std::optional<at::Tensor>& bias, double scale,
-                                int64_t group_size, const std::string& group_name) {
-  return LoraLinear::apply(input, weight, lora_a, lora_b, bias, scale, group_size, group_name);
+                                const std::optional<at::Tensor>& bias, double scale, double dropout,
+                                at::IntArrayRef dropout_counter, int64_t group_size,
+                                const std::string& group_name) {
+  return LoraLinear::apply(input, weight, lora_a, lora_b, bias, scale, dropout, dropout_counter,
+                           group_size, group_name);
 }
 
 FiveTensors lora_linear_backward_autograd(const at::Tensor& grad_output, const at::Tensor& input,
                                           const at::Tensor& weight, const at::Tensor& lora_a,
                                           const at::Tensor& lora_b, const at::Tensor& low,
-                                          double scale, std::array<bool, 5> needed) {
+                                          double scale, double dropout,
+                                          at::IntArrayRef dropout_counter,
+                                          std::array<bool, 5> needed) {
   refuse_second_derivative("lora_linear", {grad_output, input, weight, lora_a, lora_b});
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return lora_linear_backward(grad_output, input, weight, lora_a, lora_b, low, scale, needed);
+  return lora_linear_backward(grad_output, input, weight, lora_a, lora_b, low, scale, dropout,
+                              dropout_counter, needed);
 }
 
 at::Tensor lora_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& lora_a, const at::Tensor& lora_b,
-                              const std::optional<at::Tensor>& bias, double scale,
-                              int64_t group_size, const std::string& group_name) {
-  return std::get<0>(
-      lora_linear_forward(input, weight, lora_a, lora_b, bias, scale, group_size, group_name));
+                              const std::optional<at::Tensor>& bias, double scale, double dropout,
+                              at::IntArrayRef dropout_counter, int64_t group_size,
+                              const std::string& group_name) {
+  return std::get<0>(lora_linear_forward(input, weight, lora_a, lora_b, bias, scale, dropout,
+                                         dropout_counter, group_size, group_name));
 }
 
 // Autocast: base and input as torch.nn.functional.linear; the factors follow in the kernel.
@@ -175,38 +260,44 @@ at::Tensor lora_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
 template <c10::DeviceType device>
 at::Tensor lora_linear_autocast(const at::Tensor& input, const at::Tensor& weight,
                                 const at::Tensor& lora_a, const at::Tensor& lora_b,
-                                const std::optional<at::Tensor>& bias, double scale,
-                                int64_t group_size, const std::string& group_name) {
+                                const std::optional<at::Tensor>& bias, double scale, double dropout,
+                                at::IntArrayRef dropout_counter, int64_t group_size,
+                                const std::string& group_name) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   return lora_linear(at::autocast::cached_cast(dtype, input, device),
                      at::autocast::cached_cast(dtype, weight, device), lora_a, lora_b,
-                     at::autocast::cached_cast(dtype, bias, device), scale, group_size, group_name);
+                     at::autocast::cached_cast(dtype, bias, device), scale, dropout,
+                     dropout_counter, group_size, group_name);
 }
 
 }  // namespace
 
 at::Tensor lora_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a,
                        const at::Tensor& lora_b, const std::optional<at::Tensor>& bias,
-                       double scale, int64_t group_size, const std::string& group_name) {
+                       double scale, double dropout, at::IntArrayRef dropout_counter,
+                       int64_t group_size, const std::string& group_name) {
   static auto op = op_handle<decltype(lora_linear)>("parallel_ext::lora_linear");
-  return op.call(input, weight, lora_a, lora_b, bias, scale, group_size, group_name);
+  return op.call(input, weight, lora_a, lora_b, bias, scale, dropout, dropout_counter, group_size,
+                 group_name);
 }
 
 std::tuple<at::Tensor, at::Tensor> lora_linear_forward(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a,
-    const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale,
-    int64_t group_size, const std::string& group_name) {
+    const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale, double dropout,
+    at::IntArrayRef dropout_counter, int64_t group_size, const std::string& group_name) {
   static auto op = op_handle<decltype(lora_linear_forward)>("parallel_ext::lora_linear_forward");
-  return op.call(input, weight, lora_a, lora_b, bias, scale, group_size, group_name);
+  return op.call(input, weight, lora_a, lora_b, bias, scale, dropout, dropout_counter, group_size,
+                 group_name);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> lora_linear_backward(
     const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
     const at::Tensor& lora_a, const at::Tensor& lora_b, const at::Tensor& low, double scale,
-    std::array<bool, 5> needed) {
+    double dropout, at::IntArrayRef dropout_counter, std::array<bool, 5> needed) {
   static auto op = op_handle<decltype(lora_linear_backward)>("parallel_ext::lora_linear_backward");
-  return op.call(grad_output, input, weight, lora_a, lora_b, low, scale, needed);
+  return op.call(grad_output, input, weight, lora_a, lora_b, low, scale, dropout, dropout_counter,
+                 needed);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {

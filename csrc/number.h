@@ -28,5 +28,6 @@ PARALLEL_EXT_INLINE void store(float value, c10::BFloat16* out) {
   out->x = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
 }
 PARALLEL_EXT_INLINE void store(float value, c10::Half* out) { *out = value; }
+PARALLEL_EXT_INLINE void store(double value, double* out) { *out = value; }
 
 }  // namespace parallel_ext

@@ -50,26 +50,29 @@ at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
 // --- linear_lora.cpp ---
 
 // input [..., K], weight [F, K], lora_a [r, K], lora_b [F, r], bias [F] -> [..., F]:
-// input weight^T + scale (input lora_a^T) lora_b^T, and what a rank holds of each follows the base.
+// input weight^T + scale (dropout(input) lora_a^T) lora_b^T; what a rank holds of each follows the
+// base. `dropout` is the probability of a zero, and {key, step, token, feature} the counter of the
+// mask at the first element of the input (dropout.h); {} where the probability is 0.
 // A group larger than one sums the partial results over it, then adds the replicated bias: the
 // base is cut by columns, and so is lora_a. For a base cut by rows, as lora_b then is, the group is
 // one, and the gradients of the replicated input and lora_a are partial.
 at::Tensor lora_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a,
                        const at::Tensor& lora_b, const std::optional<at::Tensor>& bias,
-                       double scale, int64_t group_size, const std::string& group_name);
+                       double scale, double dropout, at::IntArrayRef dropout_counter,
+                       int64_t group_size, const std::string& group_name);
 
-// -> the output, and input lora_a^T as [T, r] for backward.
+// -> the output, and dropout(input) lora_a^T, not scaled, as [T, r] for backward.
 std::tuple<at::Tensor, at::Tensor> lora_linear_forward(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a,
-    const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale,
-    int64_t group_size, const std::string& group_name);
+    const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale, double dropout,
+    at::IntArrayRef dropout_counter, int64_t group_size, const std::string& group_name);
 
 // grad_output [..., F] -> gradients of input, weight, lora_a, lora_b, bias as `needed` says, else
 // [0]; local.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> lora_linear_backward(
     const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
     const at::Tensor& lora_a, const at::Tensor& lora_b, const at::Tensor& low, double scale,
-    std::array<bool, 5> needed);
+    double dropout, at::IntArrayRef dropout_counter, std::array<bool, 5> needed);
 
 // --- vocab_embedding.cpp ---
 

@@ -24,15 +24,18 @@ TORCH_LIBRARY(parallel_ext, m) {
       tags);
   m.def(
       "lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "
-      "float scale, int group_size, str group_name) -> Tensor",
+      "float scale, float dropout, int[] dropout_counter, int group_size, str group_name) -> "
+      "Tensor",
       tags);
   m.def(
       "lora_linear_forward(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, "
-      "Tensor? bias, float scale, int group_size, str group_name) -> (Tensor, Tensor)",
+      "Tensor? bias, float scale, float dropout, int[] dropout_counter, int group_size, "
+      "str group_name) -> (Tensor, Tensor)",
       tags);
   m.def(
       "lora_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor lora_a, "
-      "Tensor lora_b, Tensor low, float scale, bool[5] needed) -> "
+      "Tensor lora_b, Tensor low, float scale, float dropout, int[] dropout_counter, "
+      "bool[5] needed) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(

@@ -39,6 +39,28 @@ ALONE = Group("", 1, 0)
 """The group of one process: the ops communicate nothing."""
 
 
+class Dropout(NamedTuple):
+    """Dropout of an input [T, K] whose mask can be drawn again, by any rank, in any part.
+
+    The random bits of an element are those of Philox4x32-10 for the counter of its global token and
+    feature (``csrc/dropout.cpp``), so the mask depends neither on how the input is cut nor on what
+    was drawn before.
+
+    Attributes:
+        p: probability of a zero, in [0, 1]; in effect the nearest multiple of 2^-16.
+        key: of the layer's masks: 63 bits.
+        step: of training, in [0, 2^32).
+        token: global index of the first token, the last one below 2^32.
+        feature: global index of the first feature.
+    """
+
+    p: float
+    key: int
+    step: int
+    token: int = 0
+    feature: int = 0
+
+
 def reduce_from_tp(partial: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum the ranks' partial results; the border where a tensor-parallel region ends.
 
@@ -184,16 +206,18 @@ def lora_linear(
     bias: torch.Tensor | None = None,
     *,
     scale: float = 1.0,
+    dropout: Dropout | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Linear layer and its low-rank adapter: ``input weight^T + scale (input lora_a^T) lora_b^T``.
+    """A linear layer and its low-rank adapter in one.
 
-    The adapter's part is added in the product of the base, and nothing but the input, the weights
-    and [T, r] is kept for backward. For a base cut by output features (rows of the weight) the
-    group is ALONE: ``lora_a`` is replicated, ``lora_b`` cut like the base, and the gradients of the
-    input and of ``lora_a`` are partial sums. For a base cut by input features the group is the
-    tensor-parallel one: ``lora_a`` is cut like the base, ``lora_b`` replicated with a partial
-    gradient, and both parts of the output are summed in one all-reduce.
+    ``input weight^T + scale (dropout(input) lora_a^T) lora_b^T``: the adapter's part is added in
+    the product of the base, and nothing but the input, the weights and [T, r] is kept for backward.
+    For a base cut by output features (rows of the weight) the group is ALONE: ``lora_a`` is
+    replicated, ``lora_b`` cut like the base, and the gradients of the input and of ``lora_a`` are
+    partial sums. For a base cut by input features the group is the tensor-parallel one: ``lora_a``
+    is cut like the base, ``lora_b`` replicated with a partial gradient, and both parts of the
+    output are summed in one all-reduce.
 
     Args:
         input: [..., K], this rank's features where the base is cut by them.
@@ -202,6 +226,7 @@ def lora_linear(
         lora_b: [F, r], same dtype as ``lora_a``; both enter the products in the input's dtype.
         bias: [F] or None; with a group it is replicated and added once.
         scale: of the adapter's part.
+        dropout: of the input of the adapter, or None.
         group: whose partial outputs are summed.
 
     Returns:
@@ -218,8 +243,9 @@ def lora_linear(
         >>> lora_linear(x, w, torch.ones(1, 2), torch.ones(3, 1), scale=0.5)
         tensor([[3., 3., 3.]])
     """
+    p, *counter = dropout or (0.0,)
     return torch.ops.parallel_ext.lora_linear(
-        input, weight, lora_a, lora_b, bias, scale, group.size, group.name
+        input, weight, lora_a, lora_b, bias, scale, p, counter, group.size, group.name
     )
 
 

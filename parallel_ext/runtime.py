@@ -55,6 +55,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if grad:  # it decides which sums a backward has
             arguments["requires_grad"] = [p.requires_grad for p in model.parameters()]
         state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
+    state.clock.begin()
     if state.mesh.tp_size > 1 and (
         arguments.get("output_attentions") or model.config.output_attentions
     ):

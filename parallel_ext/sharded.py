@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel_ext.clock import Clock
 from parallel_ext.layout import TensorLayout
 from parallel_ext.ops import Group
 
@@ -30,7 +31,10 @@ class ShardedModule(nn.Module):
     Attributes:
         layouts: attribute name of a parameter -> where its logical tensor lives.
         group: the tensor-parallel group, whose rank this process is.
+        clock: counts the forwards of the model that it is a part of; None outside of one.
     """
+
+    clock: Clock | None = None
 
     def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:
         super().__init__()
@@ -59,7 +63,7 @@ class ShardedModule(nn.Module):
                 del state_dict[key]
                 error_msgs.append(
                     f"{key}: got shape {shape}; expected the full {layout.shape} or this rank's "
-                    f"shard {local}, {layout.describe(self.group.rank)}"
+                    f"shard {local}, {layout.describe(self.group.rank)} at tp={self.group.size}"
                 )
                 strict = False  # the error above says it; the key is not missing
         super()._load_from_state_dict(

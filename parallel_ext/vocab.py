@@ -41,18 +41,27 @@ class VocabParallelEmbedding(ShardedModule):
         layout: of the table, cut along dimension 0 into one range a rank.
         padding_idx: global id whose row gets no gradient, or None.
         group: the tensor-parallel group.
+        partials: sums the partial gradients of adapters.
+        tied: whether the weight is the head's too.
 
     ``num_embeddings`` is the true vocabulary size. Called with replicated int64 ids [...] it
     returns the replicated [..., H].
     """
 
     def __init__(
-        self, weight: nn.Parameter, layout: TensorLayout, padding_idx: int | None, group: Group
+        self,
+        weight: nn.Parameter,
+        layout: TensorLayout,
+        padding_idx: int | None,
+        group: Group,
+        partials: PartialGradients | None = None,
+        tied: bool = False,
     ) -> None:
         super().__init__({"weight": layout}, group)
         self.num_embeddings, self.embedding_dim = layout.shape
         self.padding_idx = padding_idx
         self.weight = weight
+        self.partials, self.tied = partials, tied
         self.vocab_range: Range = layout.held[group.rank][0]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -75,6 +84,7 @@ class VocabParallelHead(ShardedModule):
         layouts: of ``weight`` and, if there is one, ``bias``.
         group: the tensor-parallel group.
         partials: sums the partial gradients of the model's replicated parameters.
+        tied: whether the weight is the embedding's too.
 
     ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
     returns the replicated logits [..., V], or this rank's columns [..., R] inside
@@ -88,26 +98,33 @@ class VocabParallelHead(ShardedModule):
         layouts: dict[str, TensorLayout],
         group: Group,
         partials: PartialGradients | None,
+        tied: bool = False,
     ) -> None:
         super().__init__(layouts, group)
         self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
-        self.partials = partials
+        self.partials, self.tied = partials, tied
         ranges = [pieces[0] for pieces in layouts["weight"].held]
         self.vocab_range: Range = ranges[group.rank]
         self.sizes = [stop - start for start, stop in ranges]
 
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        """Let the hidden states begin what a backward collects."""
+        return input if self.partials is None else self.partials.open_with(input)
+
+    def leave(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits as the caller wants them: as they are, or gathered."""
+        if _keep_logits_sharded.get():
+            return logits
+        return ops.gather_from_tp(logits, self.sizes, self.group)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.partials is not None:
-            input = self.partials.open_with(input)
         rows = self.sizes[self.group.rank]
         logits = ops.column_linear(
-            input,
+            self.enter(input),
             self.weight,
             self.bias,
             row_stride=-(-rows // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE,
             group=self.group,
         )
-        if _keep_logits_sharded.get():
-            return logits
-        return ops.gather_from_tp(logits, self.sizes, self.group)
+        return self.leave(logits)

@@ -96,20 +96,23 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         ],
         "lora_linear": [
             (_values(3, own), _values(4, own), _values(2, own), _values(4, 2), _values(4), 0.5)
-            + of_group,
-            (_values(2, 3, 4), _values(own, 4), _values(2, 4), _values(own, 2), None, 0.5, 1, ""),
-            (_values(0, 4), _plain(own, 4), _values(2, 4), _values(own, 2), None, 2.0, 1, ""),
+            + (0.0, [], *of_group),
+            (_values(2, 3, 4), _values(own, 4), _values(2, 4), _values(own, 2), None, 0.5)
+            + (0.4, [123456789, 7, 5, 37], 1, ""),
+            (_values(0, 4), _plain(own, 4), _values(2, 4), _values(own, 2), None, 2.0)
+            + (0.4, [123456789, 7, 5, 37], 1, ""),
         ],
         "lora_linear_forward": [
             (_plain(3, own), _plain(4, own), _plain(2, own), _plain(4, 2), _plain(4), 0.5)
-            + of_group,
-            (_plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2), None, 0.5, 1, ""),
+            + (0.4, [123456789, 7, 5, 37], *of_group),
+            (_plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2), None, 0.5)
+            + (0.0, [], 1, ""),
         ],
         "lora_linear_backward": [
             (_plain(3, own), _plain(3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2))
-            + (_plain(3, 2), 0.5, [True] * 5),
+            + (_plain(3, 2), 0.5, 0.0, [], [True] * 5),
             (_plain(2, 3, own), _plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2))
-            + (_plain(6, 2), 0.5, [True, False, True, False, False]),
+            + (_plain(6, 2), 0.5, 0.4, [123456789, 7, 5, 37], [True, False, True, False, False]),
         ],
         "vocab_embedding": [
             (ids, _values(own, 2), 5, start, None, *of_group),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from philox import kept, philox, scale
 from reference_ops import (
     ALL_SIZES,
+    BOTH_PATHS,
     MUTATIONS,
     NOTICED,
     TOLERANCE,
     assert_refused,
+    aten_path,
     doubles,
     grad_outputs,
     on_ranks,
     own_range,
     relative_error,
     share_of,
+    threads,
     with_gradients,
     worst,
 )
@@ -23,7 +28,7 @@ from torch.nn import functional
 
 from parallel_ext import _C
 from parallel_ext.layout import split
-from parallel_ext.ops import ALONE, Group, copy_to_tp, gather_from_tp, lora_linear
+from parallel_ext.ops import ALONE, Dropout, Group, copy_to_tp, gather_from_tp, lora_linear
 
 FP64 = torch.float64
 SCALE = 0.75
@@ -32,11 +37,26 @@ KINDS = pytest.mark.parametrize("kind", ["column", "row"])
 NAMES = ["output", "input", "weight", "lora_a", "lora_b", "bias"]
 
 
+DROPOUT = Dropout(p=0.3, key=0x123456789ABCDEF, step=7, token=5, feature=37)
+
+
 def _plain(
-    x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout: Dropout | None = None,
 ) -> torch.Tensor:
     """What peft's Linear computes with the same dtype everywhere."""
-    return functional.linear(x, w, bias) + functional.linear(functional.linear(x, a), b) * SCALE
+    dropped = x
+    if dropout is not None:
+        tokens = x.numel() // x.shape[-1] if x.numel() else 0
+        mask = kept(tokens, x.shape[-1], *dropout).view(x.shape)
+        dropped = x * mask * scale(dropout.p)
+    return (
+        functional.linear(x, w, bias) + functional.linear(functional.linear(dropped, a), b) * SCALE
+    )
 
 
 def _tensors(
@@ -58,10 +78,15 @@ def _tensors(
 
 
 def _errors_of_one(
-    group: Group, kind: str, tensors: list[torch.Tensor], grad: torch.Tensor, mutation: str = "none"
+    group: Group,
+    kind: str,
+    tensors: list[torch.Tensor],
+    grad: torch.Tensor,
+    mutation: str = "none",
+    dropout: Dropout | None = None,
 ) -> dict[str, float]:
     """Output and gradients of this rank's part against its part of the whole layer's."""
-    expected = with_gradients(lambda *args: _plain(*args), doubles(tensors), grad.double())
+    expected = with_gradients(lambda *args: _plain(*args, dropout), doubles(tensors), grad.double())
     op_group, rank = MUTATIONS[mutation](group)
     x, w, a, b, bias = tensors
     cut, mine = (
@@ -73,7 +98,7 @@ def _errors_of_one(
         def layer(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, *rest: torch.Tensor):
             # The sums that the replicated input and factor get from their surroundings.
             x, a = copy_to_tp(x, op_group), copy_to_tp(a, op_group)
-            return lora_linear(x, w, a, *rest, scale=SCALE)
+            return lora_linear(x, w, a, *rest, scale=SCALE, dropout=dropout)
 
         local = [x, w[cut], a, b[cut], bias[cut]]
         shares: list = [(..., mine), ..., mine, ..., mine, mine]
@@ -81,7 +106,9 @@ def _errors_of_one(
     else:
 
         def layer(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest):
-            return lora_linear(x, w, a, copy_to_tp(b, op_group), *rest, scale=SCALE, group=op_group)
+            part = dropout and dropout._replace(feature=dropout.feature + cut.start)
+            b = copy_to_tp(b, op_group)
+            return lora_linear(x, w, a, b, *rest, scale=SCALE, dropout=part, group=op_group)
 
         local = [x[..., cut], w[:, cut], a[:, cut], b, bias]
         shares = [..., (..., mine), (..., mine), (..., mine), ..., ...]
@@ -96,11 +123,13 @@ def _errors(
     sizes: tuple[int, int, int],
     dtype: torch.dtype = FP64,
     factors: torch.dtype = FP64,
+    dropout: Dropout | None = None,
 ) -> dict[str, float]:
     errors = {}
     for tokens in TOKENS:
         for layout, grad in grad_outputs((*tokens, sizes[1]), dtype).items():
-            found = _errors_of_one(group, kind, _tensors(tokens, sizes, dtype, factors), grad)
+            tensors = _tensors(tokens, sizes, dtype, factors)
+            found = _errors_of_one(group, kind, tensors, grad, dropout=dropout)
             errors.update({f"tokens {tokens}, {layout}: {n}": e for n, e in found.items()})
     return errors
 
@@ -120,7 +149,35 @@ def test_layer_equals_the_whole_one_when_ranks_hold_no_feature(kind, features):
     assert error <= TOLERANCE[FP64], case
 
 
+@ALL_SIZES
 @KINDS
+@BOTH_PATHS
+def test_layer_with_dropout_equals_the_whole_one(kind, aten, size):
+    sizes = (150, 13, 5)  # features over more than one block of the mask
+    error, case = worst(on_ranks(size, _errors, kind, sizes, FP64, FP64, DROPOUT, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+@BOTH_PATHS
+def test_layer_with_dropout_equals_the_whole_one_over_several_stretches_of_rows(aten):
+    tensors = _tensors((40,), (20001, 3, 2), FP64, FP64)  # a stretch has 16 rows
+    with aten_path(aten):
+        errors = _errors_of_one(
+            ALONE, "column", tensors, torch.randn(40, 3, dtype=FP64), dropout=DROPOUT
+        )
+    assert max(errors.values()) <= TOLERANCE[FP64], errors
+
+
+@KINDS
+@pytest.mark.parametrize("p", [0.0, 1e-6, 0.5, 1.0])
+def test_dropout_at_the_ends_of_its_range(kind, p):
+    dropout = DROPOUT._replace(p=p)
+    error, case = worst(on_ranks(2, _errors, kind, (7, 5, 2), FP64, FP64, dropout))
+    assert error <= TOLERANCE[FP64], case
+
+
+@KINDS
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize(
     ("dtype", "factors"),
     [
@@ -131,14 +188,15 @@ def test_layer_equals_the_whole_one_when_ranks_hold_no_feature(kind, features):
     ],
     ids=str,
 )
-def test_layer_is_as_accurate_as_its_base(kind, dtype, factors):
-    error, case = worst(on_ranks(2, _errors, kind, (37, 13, 4), dtype, factors))
+def test_layer_is_as_accurate_as_its_base(kind, dtype, factors, dropout):
+    error, case = worst(on_ranks(2, _errors, kind, (37, 13, 4), dtype, factors, dropout))
     assert error <= 2 * TOLERANCE[dtype], case
 
 
 def _mutated(group: Group, kind: str, mutation: str) -> dict[str, float]:
     tensors = _tensors((3,), (8, 8, 2), FP64, FP64)
-    return _errors_of_one(group, kind, tensors, torch.randn(3, 8, dtype=FP64), mutation)
+    grad = torch.randn(3, 8, dtype=FP64)
+    return _errors_of_one(group, kind, tensors, grad, mutation, DROPOUT)
 
 
 @KINDS
@@ -148,6 +206,71 @@ def test_the_comparison_notices_broken_layers(kind):
         assert worst(on_ranks(2, _mutated, kind, mutation))[0] > NOTICED, mutation
 
 
+def _mask(tokens: int, features: int, dropout: Dropout, dtype: torch.dtype = FP64) -> torch.Tensor:
+    """The mask times its scale, out of a layer that lets nothing else through."""
+    one = torch.eye(features, dtype=dtype)
+    ones = torch.ones(tokens, features, dtype=dtype)
+    return lora_linear(ones, torch.zeros_like(one), one, one, dropout=dropout)
+
+
+def test_the_generator_is_philox():
+    # The known answers that come with the generator's reference implementation (Random123).
+    counter = np.array([[0] * 4, [0xFFFFFFFF] * 4], np.uint64)
+    zero, ones = philox(counter, 0)[0], philox(counter, 2**64 - 1)[1]
+    assert [hex(w) for w in zero] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    assert [hex(w) for w in ones] == ["0x408f276d", "0x41c83b0e", "0xa20bc7c6", "0x6d5451fd"]
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("feature", [0, 1, 37, 127, 128, 1000])
+@pytest.mark.parametrize("dtype", [FP64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_mask_is_a_function_of_token_and_feature_alone(dtype, feature, aten):
+    dropout = DROPOUT._replace(feature=feature)
+    with aten_path(aten):
+        mask = _mask(9, 300, dropout, dtype)
+    expected = kept(9, 300, *dropout)
+    assert torch.equal(mask != 0, expected)
+    assert torch.allclose(
+        mask[expected].double(), torch.tensor(scale(dropout.p), dtype=FP64), rtol=4e-3
+    )
+
+
+def test_the_mask_drops_as_many_as_it_should_and_changes_with_every_part_of_its_counter():
+    masks = {
+        name: _mask(500, 200, DROPOUT._replace(**change)) != 0
+        for name, change in {
+            "as it is": {},
+            "key": {"key": DROPOUT.key ^ 1},
+            "upper half of the key": {"key": DROPOUT.key ^ (1 << 40)},
+            "step": {"step": 8},
+            "token": {"token": 505},
+            "feature": {"feature": 237},
+        }.items()
+    }
+    for name, mask in masks.items():
+        assert mask.double().mean().item() == pytest.approx(0.7, abs=0.006), name
+        assert mask.double().mean(0).std().item() == pytest.approx((0.21 / 500) ** 0.5, rel=0.2)
+        if name != "as it is":
+            agreement = (mask == masks["as it is"]).double().mean().item()
+            assert agreement == pytest.approx(0.58, abs=0.01), name
+
+
+def test_dropout_does_not_depend_on_the_threads():
+    tensors = _tensors((300,), (200, 60, 4), torch.float32, torch.float32)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append(_mask(300, 200, DROPOUT))
+            results.append(
+                with_gradients(
+                    lambda *t: lora_linear(*t, dropout=DROPOUT), tensors, torch.ones(300, 60)
+                )[3]
+            )
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[0], results[4])
+    assert torch.allclose(results[1], results[3]), "the gradient of A"
+
+
 def _gradcheck(group: Group, kind: str) -> None:
     sizes = [stop - start for start, stop in split(3, group.size)]
 
@@ -155,11 +278,14 @@ def _gradcheck(group: Group, kind: str) -> None:
         cut = (share_of(each, 0, group) for each in (w, b, bias))
         w, b, bias = cut
         x, a = copy_to_tp(x, group), copy_to_tp(a, group)
-        return gather_from_tp(lora_linear(x, w, a, b, bias, scale=SCALE), sizes, group)
+        output = lora_linear(x, w, a, b, bias, scale=SCALE, dropout=DROPOUT)
+        return gather_from_tp(output, sizes, group)
 
     def row(x, w, a, b, bias):
         x, w, a = (share_of(each, each.dim() - 1, group) for each in (x, w, a))
-        return lora_linear(x, w, a, copy_to_tp(b, group), bias, scale=SCALE, group=group)
+        part = DROPOUT._replace(feature=own_range(3, group)[0])
+        b = copy_to_tp(b, group)
+        return lora_linear(x, w, a, b, bias, scale=SCALE, dropout=part, group=group)
 
     shapes = ((2, 2, 3), (3, 3), (2, 3), (3, 2), (3,))
     assert torch.autograd.gradcheck(
@@ -188,13 +314,14 @@ def test_a_frozen_tensor_gets_no_gradient_and_changes_no_other(frozen):
             assert relative_error(tensor.grad, everything[index]) <= TOLERANCE[FP64]
 
 
-def test_only_the_input_and_the_small_product_are_kept_for_backward():
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])
+def test_only_the_input_and_the_small_product_are_kept_for_backward(dropout):
     x, w, a, b, bias = _tensors((6,), (8, 9, 2), FP64, FP64)
     x, w = x.requires_grad_(), w.requires_grad_(False)
     a.requires_grad_()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        lora_linear(x, w, a, b, bias, scale=SCALE)
+        lora_linear(x, w, a, b, bias, scale=SCALE, dropout=dropout)
     places = {t.data_ptr() for t in (x, w, a, b)}
     own = [t for t in kept if t.data_ptr() not in places]
     assert [tuple(t.shape) for t in own] == [(6, 2)]
@@ -238,6 +365,12 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
+def _dropped(group: Group, dropout: Dropout) -> torch.Tensor:
+    return lora_linear(
+        _ones(2, 3), _ones(4, 3), _ones(2, 3), _ones(4, 2), dropout=dropout, group=group
+    )
+
+
 REFUSALS = {
     "input of another width": (
         lambda group: lora_linear(_ones(2, 3), _ones(4, 5), _ones(2, 5), _ones(4, 2), group=group),
@@ -262,6 +395,31 @@ REFUSALS = {
         ),
         "TypeError",
         "lora_linear: lora_b is Double but lora_a is Float; cast one of them",
+    ),
+    "dropout above 1": (
+        lambda group: _dropped(group, Dropout(1.5, 1, 1)),
+        "ValueError",
+        "lora_linear: dropout must be in [0, 1], got 1.5",
+    ),
+    "dropout that is no number": (
+        lambda group: _dropped(group, Dropout(float("nan"), 1, 1)),
+        "ValueError",
+        "lora_linear: dropout must be in [0, 1], got nan",
+    ),
+    "step too large for its word": (
+        lambda group: _dropped(group, Dropout(0.5, 1, 2**32)),
+        "ValueError",
+        "lora_linear: step 4294967296 of dropout_counter is outside [0, 2^32)",
+    ),
+    "tokens that leave their word": (
+        lambda group: _dropped(group, Dropout(0.5, 1, 1, 2**32 - 1)),
+        "ValueError",
+        "lora_linear: the tokens from 4294967295 of dropout_counter on, 2 of them, leave [0, 2^32)",
+    ),
+    "negative feature": (
+        lambda group: _dropped(group, Dropout(0.5, 1, 1, 0, -1)),
+        "ValueError",
+        "lora_linear: feature -1 of dropout_counter is negative",
     ),
     "integer factor": (
         lambda group: lora_linear(

@@ -1,93 +1,78 @@
-"""LoRA on a parallel model against PEFT on the single-process model."""
+"""LoRA on a parallel model trains as PEFT does on the single-process model."""
 
 from __future__ import annotations
 
-import json
+import copy
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import Raised, pool
 from reference import Tiny, batch, exact, mesh_of, parallel, worst
-from safetensors.torch import load_file
+from reference_lora import (
+    ALL,
+    TINY,
+    adapted,
+    config,
+    gradient_errors,
+    plain,
+    share_masks,
+    train,
+)
 
 import parallel_ext as px
-from parallel_ext import _C
-from parallel_ext.sharded import named_shards, take
+from parallel_ext import _C, ops
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TINY = Tiny()
-FILE = "adapter_model.safetensors"
-
-
-def _config(**changes: Any) -> px.LoraConfig:
-    options = {"r": 5, "lora_alpha": 7, "target_modules": ALL, "init_lora_weights": False}
-    return px.LoraConfig(**{**options, **changes})
-
-
-def _adapted(tiny: Tiny, **changes: Any) -> peft.PeftModel:
-    model = parallel(tiny.model(), mesh_of())  # seeds
-    torch.manual_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))  # unlike on ranks
-    return peft.get_peft_model(model, _config(**changes))
-
-
-def _train(model: Any, clip: Any, one: dict[str, Any]) -> tuple[list[float], list[float]]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses, norms = [], []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(**one).loss
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(float(clip(model)))
-        optimizer.step()
-    return losses, norms
+EVERYWHERE = [*ALL, "lm_head", "embed_tokens"]
+STEPS = 3
 
 
 def _parity(
-    directory: Path, tiny: Tiny, changes: dict[str, Any], skip_sum: bool = False, how: str = ""
-) -> dict[str, Any]:
+    directory: Path, tiny: Tiny, changes: dict[str, Any], break_it: str = "", how: str = ""
+) -> dict[str, float]:
     """Differences of gradients, losses and norms from PEFT's on the same adapter."""
-    model, one = _adapted(tiny, **changes), batch(tiny.vocab_size)
+    model, data = adapted(tiny, **changes), [batch(tiny.vocab_size)] * STEPS
     if how == "two adapters":
-        model.add_adapter("second", _config(r=2))
+        model.add_adapter("second", config(r=2))
     model.save_pretrained(directory)
-    reference = peft.PeftModel.from_pretrained(
-        exact(tiny.model()),
-        directory,
-        is_trainable=True,
-        config=peft.LoraConfig.from_pretrained(directory),
-    )
+    reference = plain(directory, tiny)
     if how == "two adapters":
         reference.load_adapter(directory / "second", "second", is_trainable=True)
         for each in (model, reference):
             each.base_model.set_adapter(["default", "second"])
-    elif how:
+    elif how in ("reentrant", "checkpoints"):
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant checkpoints"})
-    if skip_sum:
-        for module in model.modules():
-            if hasattr(module, "partials"):
-                module.partials = None
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    elif how == "copy":
+        model = copy.deepcopy(model)
+    elif how:  # a part of the names of what is frozen
+        for each in (model, reference):
+            for name, parameter in each.named_parameters():
+                if how in name:
+                    parameter.requires_grad_(False)
+    step = share_masks(reference, model)
+    _break(model, break_it)
     for each in (model, reference):
         each.train()
-        each(**one).loss.backward()
+        step[0] = 1
+        each(**data[0]).loss.backward()
     gradients = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
-    found = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert sorted(found) == sorted(gradients)
-    errors = _gradient_errors(model, gradients)
-    if skip_sum:
+    errors = gradient_errors(model, gradients)
+    if break_it:
         return {"gradients": worst(errors)[0]}
-    losses, norms = _train(model, lambda m: px.clip_grad_norm_(m, 1.0), one)
-    expected_losses, expected_norms = _train(
-        reference, lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0), one
+    losses, norms = train(model, lambda m: px.clip_grad_norm_(m, 1.0), data, step, 2)
+    expected_losses, expected_norms = train(
+        reference,
+        lambda m: torch.nn.utils.clip_grad_norm_(
+            [p for p in m.parameters() if p.requires_grad], 1.0
+        ),
+        data,
+        step,
+        2,
     )
     return {
         "gradients": worst(errors)[0],
@@ -96,24 +81,28 @@ def _parity(
     }
 
 
-def _gradient_errors(model: Any, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-    errors = {}
-    for name, parameter, layout in named_shards(model):
-        if parameter.requires_grad:
-            full = gradients[name]
-            own = take(full, layout, mesh_of().tp_rank)
-            scale = full.abs().max().clamp_min(1e-30)
-            errors[name] = (
-                ((parameter.grad - own).abs().max() / scale).item() if own.numel() else 0.0
-            )
-    return errors
+def _break(model: Any, what: str) -> None:
+    """Break one thing that the comparison must notice."""
+    for module in model.modules():
+        if what == "no sum" and hasattr(module, "partials"):
+            module.partials = None
+        elif what == "other masks" and hasattr(module, "_mask_keys"):
+            module._mask_keys["default"] += mesh_of().tp_rank
+        elif what == "other scale" and hasattr(module, "lora_A"):
+            module.scaling["default"] *= 1 + 1e-2
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"r": 40, "use_rslora": True}, {"target_modules": ["o_proj", "q_proj"], "r": 1}],
-    ids=["all linears", "rank above a shard, rslora", "rank 1"],
+    [
+        {},
+        {"r": 40, "use_rslora": True},
+        {"target_modules": ["o_proj", "q_proj"], "r": 1},
+        {"lora_dropout": 0.3},
+        {"target_modules": EVERYWHERE, "lora_dropout": 0.1},
+    ],
+    ids=["all linears", "rank above a shard, rslora", "rank 1", "dropout", "head and embedding"],
 )
 def test_gradients_norm_and_steps_are_those_of_peft(
     tmp_path: Path, tp: int, changes: dict[str, Any]
@@ -123,120 +112,255 @@ def test_gradients_norm_and_steps_are_those_of_peft(
         assert max(errors.values()) < 1e-9, errors
 
 
-@pytest.mark.parametrize("how", ["two adapters", "reentrant checkpoints", "checkpoints"])
-def test_other_ways_to_train_are_those_of_peft(tmp_path: Path, how: str) -> None:
-    changes = {"rank_pattern": {"q_proj": 3, "down_proj": 9}, "alpha_pattern": {"v_proj": 4}}
-    for errors in pool(2).run(_parity, tmp_path, TINY, changes, False, how):
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "biases of adapters": ({"lora_bias": True}, {}),
+    "biases of adapters, base without": ({"lora_bias": True, "lora_dropout": 0.2}, {"bias": False}),
+    "all biases": ({"bias": "all"}, {}),
+    "biases of adapted modules": (
+        {"bias": "lora_only", "target_modules": ["k_proj", "o_proj"]},
+        {},
+    ),
+    "whole head and norm beside": ({"modules_to_save": ["lm_head", "norm"]}, {}),
+    "whole embedding beside": ({"modules_to_save": ["embed_tokens"]}, {}),
+    "head of a tied model": ({"target_modules": ["lm_head"]}, {"tied": True}),
+    "embedding of a tied model": ({"target_modules": ["embed_tokens"]}, {"tied": True}),
+    "other ranks for some": ({"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 4}}, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_train_as_in_peft(tmp_path: Path, option: str, tp: int) -> None:
+    changes, of_model = OPTIONS[option]
+    tiny = Tiny(**{"bias": True, **of_model})
+    for errors in pool(tp).run(_parity, tmp_path, tiny, changes):
         assert max(errors.values()) < 1e-9, errors
 
 
-def test_the_comparison_notices_a_missing_sum(tmp_path: Path) -> None:
-    for errors in pool(2).run(_parity, tmp_path, TINY, {}, True):
-        assert errors["gradients"] > 1e-2
+@pytest.mark.parametrize(
+    "how", ["two adapters", "reentrant", "checkpoints", "copy", "lora_A", "lora_B", "layers.0"]
+)
+def test_other_ways_to_train_are_those_of_peft(tmp_path: Path, how: str) -> None:
+    changes: dict[str, Any] = {"rank_pattern": {"q_proj": 3, "down_proj": 9}}
+    if how != "two adapters":
+        changes |= {"lora_dropout": 0.25, "target_modules": [*ALL, "lm_head"]}
+    for errors in pool(2).run(_parity, tmp_path, TINY, changes, "", how):
+        assert max(errors.values()) < 1e-9, errors
 
 
-def _save(directory: Path, changes: dict[str, Any]) -> None:
-    _adapted(TINY, **changes).save_pretrained(directory)
+@pytest.mark.parametrize("what", ["no sum", "other masks", "other scale"])
+def test_the_comparison_notices(tmp_path: Path, what: str) -> None:
+    found = pool(2).run(_parity, tmp_path, TINY, {"lora_dropout": 0.3}, what)
+    assert max(errors["gradients"] for errors in found) > 3e-3
 
 
-def test_the_adapter_does_not_depend_on_tp_and_its_files_are_those_of_peft(tmp_path: Path) -> None:
-    for tp in (1, 2, 3):
-        pool(tp).run(
-            _save, tmp_path / str(tp), {"init_lora_weights": True, "base_model_name_or_path": "x"}
-        )
-    one = load_file(tmp_path / "1" / FILE)
-    for tp in (2, 3):
-        other = load_file(tmp_path / str(tp) / FILE)
-        assert other.keys() == one.keys()
-        assert all(torch.equal(other[name], one[name]) for name in one)
-    plain = peft.get_peft_model(
-        TINY.model(),
-        peft.LoraConfig(r=5, lora_alpha=7, target_modules=ALL, base_model_name_or_path="x"),
+# Lower precision: adapters in fp32 over a bf16 base are PEFT's default.
+
+
+def _low_precision(directory: Path, changes: dict[str, Any], autocast: bool) -> dict[str, Any]:
+    """Our gradients' and the single process' own distance from those in fp64."""
+    low = Tiny(dtype=torch.bfloat16)
+    model = parallel(low.model(), mesh_of())
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, config(**changes), autocast_adapter_dtype=autocast)
+    dtypes = {str(p.dtype) for n, p in model.named_parameters() if "lora_" in n}
+    model.save_pretrained(directory)
+    one = batch(low.vocab_size)
+    single = peft.PeftModel.from_pretrained(
+        low.model(),
+        directory,
+        is_trainable=True,
+        autocast_adapter_dtype=autocast,
+        config=peft.LoraConfig.from_pretrained(directory),
     )
-    plain.save_pretrained(tmp_path / "peft")
-    expected = load_file(tmp_path / "peft" / FILE)
-    assert {n: (t.shape, t.dtype) for n, t in one.items()} == {
-        n: (t.shape, t.dtype) for n, t in expected.items()
+    truth = peft.PeftModel.from_pretrained(
+        exact(low.model().double()),
+        directory,
+        is_trainable=True,
+        config=peft.LoraConfig.from_pretrained(directory),
+    ).double()
+    for each in (model, single, truth):
+        each.train()(**one).loss.backward()
+    expected = {n: p.grad for n, p in truth.named_parameters() if p.requires_grad}
+    theirs = {
+        name: ((p.grad.double() - expected[name]).abs().max() / expected[name].abs().max()).item()
+        for name, p in single.named_parameters()
+        if p.requires_grad
     }
-    for name, value in one.items():
-        if "lora_A" in name:
-            assert value.abs().max() <= value.shape[1] ** -0.5
-            assert value.std() == pytest.approx((value.shape[1] * 3) ** -0.5, rel=0.15)
-        else:
-            assert not value.any()
-    configs = [
-        json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("2", "peft")
-    ]
-    for config in configs:
-        config["target_modules"].sort()
-    assert configs[0] == configs[1]
+    return {"ours": gradient_errors(model, expected), "theirs": theirs, "dtypes": dtypes}
 
 
-def _load(directory: Path) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, int]]]:
-    """Logits with the adapter, after merging it, and the collectives of a step."""
-    model = peft.PeftModel.from_pretrained(
-        parallel(TINY.model(), mesh_of()), directory, is_trainable=True
-    )
-    one = batch(TINY.vocab_size)
-    counts = []
-    for each in (parallel(TINY.model(), mesh_of()).train(), model.train()):
-        if each is not model:
-            each.requires_grad_(False)
-            each.model.norm.weight.requires_grad_()
+@pytest.mark.parametrize("autocast", [True, False], ids=["fp32 adapters", "bf16 adapters"])
+def test_gradients_over_a_bf16_base_are_as_exact_as_the_single_process(
+    tmp_path: Path, autocast: bool
+) -> None:
+    for found in pool(2).run(_low_precision, tmp_path, {}, autocast):
+        assert found["dtypes"] == {"torch.float32" if autocast else "torch.bfloat16"}
+        for name, error in found["ours"].items():
+            assert error <= max(2 * found["theirs"][name], 2e-2), name
+
+
+# The step of a mask.
+
+
+def _micro_batches(directory: Path, checkpoints: str) -> dict[str, float]:
+    """Two forwards, an evaluation, then their backwards, later one first."""
+    model = adapted(lora_dropout=0.4)
+    model.save_pretrained(directory)
+    reference = plain(directory)
+    step = share_masks(reference, model)
+    if checkpoints:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
+    ones = [batch(TINY.vocab_size, seed=seed) for seed in (3, 4)]
+    for each in (model, reference):
+        each.train()
+        losses = []
+        for number, one in enumerate(ones, start=1):
+            step[0] = number
+            losses.append(each(**one).loss)
+        with torch.no_grad():
+            each.eval()(**ones[0])
+        each.train()
+        losses[1].backward()
+        losses[0].backward()
+    gradients = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+    return gradient_errors(model, gradients)
+
+
+@pytest.mark.parametrize("checkpoints", ["", "not reentrant", "reentrant"])
+def test_a_recomputed_layer_draws_the_mask_of_its_own_forward(
+    tmp_path: Path, checkpoints: str
+) -> None:
+    for errors in pool(2).run(_micro_batches, tmp_path, checkpoints):
+        assert worst(errors)[0] < 1e-9, worst(errors)
+
+
+def _masks_in_time() -> list[list[float]]:
+    """Losses of repeated forwards: in training, in evaluation, with dropout alone in training."""
+    model, one = adapted(lora_dropout=0.4), batch(TINY.vocab_size)
+    losses = []
+    with torch.no_grad():
+        losses.append([model.train()(**one).loss.item() for _ in range(3)])
+        losses.append([model.eval()(**one).loss.item() for _ in range(3)])
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.train()
+        losses.append([model(**one).loss.item() for _ in range(3)])
+    return losses
+
+
+def test_every_forward_in_training_has_its_own_masks() -> None:
+    for train_losses, eval_losses, sampled in pool(2).run(_masks_in_time):
+        assert len({*train_losses, *sampled}) == 6
+        assert len(set(eval_losses)) == 1
+
+
+def _replicas_of_tokens() -> list[torch.Tensor]:
+    """Adapted outputs of ones on both of two dp ranks."""
+    model = parallel(TINY.model(), mesh_of(tp=1))
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, config(lora_dropout=0.5)).train()
+    model(**batch(TINY.vocab_size))
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    mask = layer._dropout("default", torch.ones(2, 9, 72), 0)
+    ones, eye = torch.ones(2, 9, 72), torch.eye(72)
+    return [ops.lora_linear(ones, torch.zeros(72, 72), eye, eye, dropout=mask)]
+
+
+def test_dp_ranks_draw_the_masks_of_their_own_tokens() -> None:
+    (first,), (second,) = pool(2).run(_replicas_of_tokens)
+    assert 0.3 < (first == second).double().mean().item() < 0.7
+
+
+# What is sent, and what is not supported.
+
+
+def _sent(directory: Path) -> list[tuple[int, int]]:
+    """All-reduces of a forward and of a backward, without adapter and with it."""
+    model = adapted(lora_dropout=0.1, target_modules=EVERYWHERE, lora_bias=False)
+    one, counts = batch(TINY.vocab_size), []
+    base = parallel(TINY.model(), mesh_of()).train()
+    base.requires_grad_(False)
+    base.model.embed_tokens.weight.requires_grad_()
+    for each in (base, model.train()):
         _C.reset_collective_counts()
         loss = each(**one).loss
         forward = _C.collective_counts().get("all_reduce", 0)
         _C.reset_collective_counts()
         loss.backward()
         counts.append((forward, _C.collective_counts().get("all_reduce", 0)))
-    model.eval()
-    with torch.no_grad():
-        logits = model(**{k: v for k, v in one.items() if k != "labels"}).logits
-        with model.disable_adapter():
-            base = model(input_ids=one["input_ids"]).logits
-        plain = parallel(TINY.model(), mesh_of()).eval()(input_ids=one["input_ids"]).logits
-        assert torch.equal(base, plain)
-        merged = model.merge_and_unload()
-        merged_logits = merged(**{k: v for k, v in one.items() if k != "labels"}).logits
-    return logits, merged_logits, counts
+    return counts
 
 
-def test_an_adapter_loads_at_any_tp_merges_and_sends_nothing_more(tmp_path: Path) -> None:
-    pool(2).run(_save, tmp_path, {})
-    reference = peft.PeftModel.from_pretrained(exact(TINY.model()), tmp_path).eval()
-    one = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
-    with torch.no_grad():
-        expected = reference(**one).logits
-    for tp in (2, 3):
-        for logits, merged, counts in pool(tp).run(_load, tmp_path):
-            assert (logits - expected).abs().max() < 1e-9 * expected.abs().max()
-            assert (merged - expected).abs().max() < 1e-9 * expected.abs().max()
-            (base_forward, _), (forward, backward) = counts
-            assert forward == base_forward
-            # Per layer the input of the attention and of the MLP, but the first layer's, which
-            # needs none; the head's; and one for all replicated factors.
-            assert backward == 2 * TINY.layers - 1 + 1 + 1
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_step_sends_one_sum_more_than_that_of_the_base(tmp_path: Path, tp: int) -> None:
+    for (base_forward, base_backward), (forward, backward) in pool(tp).run(_sent, tmp_path):
+        assert forward == base_forward
+        assert backward == base_backward + 1  # all replicated factors
 
 
 REFUSED = {
-    "lora_dropout=0.1": {"lora_dropout": 0.1},
     "use_dora=True": {"use_dora": True},
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
-    "bias='all'": {"bias": "all"},
-    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
+    "layer_replication=[(0, 2)]": {"layer_replication": [(0, 2)]},
+    "trainable_token_indices=[1]": {"trainable_token_indices": [1]},
 }
 
 
 def _refused(case: str) -> None:
-    _adapted(TINY, **REFUSED[case])
+    adapted(**REFUSED[case])
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", ["use_dora=True", "init_lora_weights='pissa'"])
 def test_what_is_not_supported_is_refused_by_name(case: str) -> None:
     for raised in pool(2).run_raising(_refused, case):
         assert isinstance(raised, Raised), raised
         assert raised.type == "NotImplementedError"
         assert f"does not support {case}" in raised.text
+
+
+def _several_with_dropout() -> None:
+    model = adapted(lora_dropout=0.1)
+    model.add_adapter("second", config(r=2))
+    model.base_model.set_adapter(["default", "second"])
+    model.train()(**batch(TINY.vocab_size))
+
+
+def test_several_adapters_with_dropout_are_refused_together() -> None:
+    for raised in pool(2).run_raising(_several_with_dropout):
+        assert isinstance(raised, Raised), raised
+        assert "default, second together with lora_dropout is not supported" in raised.text
+
+
+def _both_ends() -> None:
+    adapted(Tiny(tied=True), target_modules=["lm_head", "embed_tokens"])
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_adapters_on_both_ends_of_tied_weights_are_refused() -> None:
+    for raised in pool(2).run_raising(_both_ends):
+        assert isinstance(raised, Raised), raised
+        assert raised.type == "ValueError"
+        assert "its weight is tied to that of another module with LoRA" in raised.text
+
+
+# PEFT's own classes on parallel and on plain models.
+
+
+def _plain_config() -> tuple[list[str], tuple[int, int]]:
+    model = parallel(TINY.model(), mesh_of())
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    model.print_trainable_parameters()
+    return sorted(model.peft_config["default"].target_modules), model.get_nb_trainable_parameters()
+
+
+def test_a_plain_config_and_all_linear_serve_a_parallel_model() -> None:
+    expected = peft.get_peft_model(TINY.model(), peft.LoraConfig(r=2, target_modules="all-linear"))
+    for targets, counts in pool(2).run(_plain_config):
+        assert targets == sorted(expected.peft_config["default"].target_modules) == sorted(ALL)
+        assert counts == expected.get_nb_trainable_parameters()
 
 
 def test_a_plain_model_is_left_to_peft(tmp_path: Path) -> None:

@@ -42,7 +42,12 @@ def local_values(model: nn.Module, layout: ModelLayout, tp_rank: int) -> dict[st
         ("holds, unknown to its layout,", values.keys() - layout.tensors.keys()),
     ):
         if names:
-            raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}")
+            hint = (
+                "; it has adapters: merge_and_unload() them, or save them by save_pretrained"
+                if any(".base_layer." in name or "lora_" in name for name in values)
+                else ""
+            )
+            raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}{hint}")
     for name, value in values.items():
         expected = layout[name].local_shape(tp_rank)
         if tuple(value.shape) != expected or value.is_meta:

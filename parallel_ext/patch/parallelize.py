@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext import ops, runtime
 from parallel_ext.agreement import Agreement
+from parallel_ext.clock import Clock, EnterLayer
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.mesh import Mesh
@@ -29,7 +31,7 @@ from parallel_ext.patch.checks import (
     check_servable,
     table_for,
 )
-from parallel_ext.sharded import take
+from parallel_ext.sharded import ShardedModule, take
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -109,6 +111,8 @@ def parallelize(
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
     mesh.meet("parallelize")
+    if importlib.util.find_spec("peft"):  # whose classes then serve this model
+        importlib.import_module("parallel_ext.lora")
 
     def prepare() -> tuple[ModelTable, ModelLayout]:
         table = table_for(model)
@@ -119,7 +123,8 @@ def parallelize(
 
     table, layout = mesh.together("parallelize", prepare)
     check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
-    partials = _replace_modules(model, table, layout, mesh)
+    clock = Clock(mesh.dp_rank)
+    partials = _replace_modules(model, table, layout, mesh, clock)
     embedding = layout[f"{table.embedding}.weight"]
     checks = None
     if agreement and mesh.tp_size > 1:
@@ -128,7 +133,7 @@ def parallelize(
     _attach(
         model,
         table,
-        ParallelState(mesh, layout, vocab_ranges, checks, training_logits, partials),
+        ParallelState(mesh, layout, vocab_ranges, checks, training_logits, partials, clock),
     )
     _warn_of_uneven_vocabulary(embedding, mesh)
     return model
@@ -177,8 +182,10 @@ class _Replacer:
         layout: ModelLayout,
         mesh: Mesh,
         partials: PartialGradients | None,
+        clock: Clock,
     ) -> None:
-        self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
+        self.model, self.layout, self.mesh = model, layout, mesh
+        self.partials, self.clock = partials, clock
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
 
     def _shards(
@@ -198,19 +205,27 @@ class _Replacer:
             cut.append(old)
         return *cut, layouts
 
-    def _put(self, path: str, module: nn.Module) -> None:
+    def _tied(self, path: str) -> bool:
+        tied = self.layout.tied
+        return f"{path}.weight" in {*tied, *tied.values()}
+
+    def _put(self, path: str, module: ShardedModule) -> None:
+        module.clock = self.clock
         module.train(self.model.get_submodule(path).training)
         self.model.set_submodule(path, module)
 
     def embedding(self, path: str) -> None:
         weight, _, layouts = self._shards(path)
         padding_idx = self.model.get_submodule(path).padding_idx
+        tp, tied = self.mesh.tp, self._tied(path)
         self._put(
-            path, VocabParallelEmbedding(weight, layouts["weight"], padding_idx, self.mesh.tp)
+            path,
+            VocabParallelEmbedding(weight, layouts["weight"], padding_idx, tp, self.partials, tied),
         )
 
     def head(self, path: str) -> None:
-        self._put(path, VocabParallelHead(*self._shards(path), self.mesh.tp, self.partials))
+        shards, tied = self._shards(path), self._tied(path)
+        self._put(path, VocabParallelHead(*shards, self.mesh.tp, self.partials, tied))
 
     def column(self, path: str, replicas: Group = ops.ALONE) -> None:
         shards = self._shards(path)
@@ -221,7 +236,7 @@ class _Replacer:
 
 
 def _replace_modules(
-    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
+    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh, clock: Clock
 ) -> PartialGradients | None:
     """Replace all modules that the table names; returns what sums the partial gradients, if any."""
     num_layers = len(model.get_submodule(table.layers))
@@ -231,7 +246,7 @@ def _replace_modules(
         partition = sorted({key.holders(rank) for rank in range(mesh.tp_size)})
         if len(partition) < mesh.tp_size:
             replicas = mesh.tp_subgroup(partition)
-    replace = _Replacer(model, layout, mesh, partials)
+    replace = _Replacer(model, layout, mesh, partials, clock)
     replace.embedding(table.embedding)
     for index in range(num_layers):
         attention = f"{table.layers}.{index}.{table.attention}"
@@ -272,6 +287,9 @@ def _attach(
     model.loss_function = MethodType(runtime.loss_function, model)
     for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
         setattr(model, name, MethodType(_in_place_of(type(model), name), model))
+    for layer in model.get_submodule(table.layers):  # recomputation runs no hook of its own layer
+        enter = EnterLayer(state.clock, table.shared_input)
+        layer.get_submodule(table.attention).register_forward_pre_hook(enter, with_kwargs=True)
     if mesh.tp_size > 1:
         model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(mesh.tp_size)
         for layer in model.get_submodule(table.layers):

@@ -1,0 +1,104 @@
+"""Adapters on the small Llama, and PEFT's own answers for the single-process model."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from philox import kept, scale
+from reference import Tiny, exact, mesh_of, parallel
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext.lora.layers import _LoraLinear
+from parallel_ext.sharded import named_shards, take
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TINY = Tiny()
+FILE = "adapter_model.safetensors"
+
+
+def config(**changes: Any) -> px.LoraConfig:
+    """An adapter that changes the model from the start."""
+    options = {"r": 5, "lora_alpha": 7, "target_modules": ALL, "init_lora_weights": False}
+    return px.LoraConfig(**{**options, **changes})
+
+
+def adapted(tiny: Tiny = TINY, **changes: Any) -> peft.PeftModel:
+    """A parallel model with an adapter, made by ranks that are seeded unlike."""
+    model = parallel(tiny.model(), mesh_of())  # seeds
+    torch.manual_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))
+    return peft.get_peft_model(model, config(**changes))
+
+
+def plain(directory: Path, tiny: Tiny = TINY) -> peft.PeftModel:
+    """The single-process model with the adapter in ``directory``, by PEFT alone."""
+    model = tiny.model()
+    return peft.PeftModel.from_pretrained(
+        exact(model) if tiny.dtype == torch.float64 else model,
+        directory,
+        is_trainable=True,
+        config=peft.LoraConfig.from_pretrained(directory),
+    )
+
+
+class Masked(nn.Module):
+    """Dropout by the masks of the parallel model's forward number ``step``."""
+
+    def __init__(self, p: float, key: int, step: list[int]) -> None:
+        super().__init__()
+        self.p, self.key, self.step = p, key, step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        tokens = x.numel() // x.shape[-1]
+        mask = kept(tokens, x.shape[-1], self.p, self.key, self.step[0]).view(x.shape)
+        return x * mask * scale(self.p)
+
+
+def share_masks(reference: nn.Module, model: nn.Module) -> list[int]:
+    """Give ``reference`` the masks of ``model``; returns the cell that holds its step."""
+    step = [0]
+    for path, module in model.named_modules():
+        if isinstance(module, _LoraLinear):
+            dropouts = reference.get_submodule(path).lora_dropout
+            for adapter, layer in dropouts.items():
+                if isinstance(layer, nn.Dropout):
+                    dropouts[adapter] = Masked(layer.p, module._mask_keys[adapter], step)
+    return step
+
+
+def train(
+    model: Any, clip: Any, data: list[dict[str, Any]], step: list[int], first: int
+) -> tuple[list[float], list[float]]:
+    """AdamW steps: the losses, and the gradient norms before clipping."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses, norms = [], []
+    for number, batch in zip(itertools.count(first), data, strict=False):
+        step[0] = number
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(clip(model)))
+        optimizer.step()
+    return losses, norms
+
+
+def gradient_errors(model: Any, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of every trained parameter's shard, relative to the largest element of the whole."""
+    errors = {}
+    for name, parameter, layout in named_shards(model):
+        if parameter.requires_grad:
+            full = gradients[name]
+            own = take(full, layout, mesh_of().tp_rank)
+            largest = full.abs().max().clamp_min(1e-30)
+            difference = (parameter.grad - own).abs()
+            errors[name] = (difference.max() / largest).item() if own.numel() else 0.0
+    return errors
