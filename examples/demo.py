@@ -42,19 +42,19 @@ def run(command: list[Any], threads: int) -> float:
     return time.perf_counter() - start
 
 
-def finetune(model: Path, tp: int, report: Path, *options: Any) -> tuple[dict[str, Any], float]:
-    """examples/finetune_llama.py on ``tp`` ranks: its report, and the seconds it took."""
+def finetune(
+    script: str, model: Path, tp: int, report: Path, *options: Any
+) -> tuple[dict[str, Any], float]:
+    """A fine-tuning example on ``tp`` ranks: its report, and the seconds it took."""
     print(f"\n== {tp} ranks, parallel_ext ==", flush=True)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", tp]
-    script = [HERE / "finetune_llama.py", model, "--tp", tp, "--report", report]
-    common = ["--prompt", PROMPT, "--learning-rate", LEARNING_RATE]
-    seconds = run([*launch, *script, *common, *options], threads=1)
+    common = [model, "--tp", tp, "--report", report, "--prompt", PROMPT]
+    seconds = run([*launch, HERE / script, *common, *options], threads=1)
     return json.loads(report.read_text()), seconds
 
 
-def single_process(model_path: Path, steps: int, report: Path) -> None:
-    """The same training with plain transformers; what the others are held against."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+def single_process(model: Any, model_path: Path, steps: int, learning_rate: float) -> dict:
+    """The same training with a plain model; what the others are held against."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
     data = batches(tokenizer, default_text(), 1, 128, steps + MORE_STEPS)
 
@@ -62,11 +62,18 @@ def single_process(model_path: Path, steps: int, report: Path) -> None:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     result: dict[str, Any] = {"tokens": continuation(model, tokenizer, PROMPT)}
-    result |= train(model, data[:steps], LEARNING_RATE, clip, quiet=False)
+    result |= train(model, data[:steps], learning_rate, clip, quiet=False)
     result["tokens after"] = continuation(model, tokenizer, PROMPT)
-    more = train(model, data[steps:], LEARNING_RATE, clip, quiet=False)
-    result["more loss"], result["peak MiB"] = more["loss"], [peak_mib()]
-    report.write_text(json.dumps(result))
+    more = train(model, data[steps:], learning_rate, clip, quiet=False)
+    result["more loss"], result["more norm"] = more["loss"], more["norm"]
+    result["peak MiB"] = [peak_mib()]
+    return result
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    """The largest difference, relative to the largest of ``theirs``."""
+    a, b = torch.tensor(ours), torch.tensor(theirs)
+    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def reload(directory: Path, steps: int, trained: dict[str, Any]) -> dict[str, Any]:
@@ -75,23 +82,20 @@ def reload(directory: Path, steps: int, trained: dict[str, Any]) -> dict[str, An
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     ids = batches(tokenizer, default_text(), 1, 128, steps)[0]["input_ids"]
-    ours, theirs = torch.tensor(trained["logits"]), torch.tensor(last_logits(model, ids))
     rows = {}
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             rows |= {name: opened.get_slice(name).get_shape()[0] for name in opened.keys()}  # noqa: SIM118
     return {
-        "logits": ((ours - theirs).abs().max() / theirs.abs().max()).item(),
+        "logits": relative(trained["logits"], last_logits(model, ids)),
         "rows": rows["model.embed_tokens.weight"],
         "config rows": model.config.vocab_size,
         "tokens": continuation(model, tokenizer, PROMPT),
     }
 
 
-def table(
-    single: dict, two: dict, reloaded: dict, three: dict, seconds: dict[str, float]
-) -> list[str]:
-    """The lines that the demo ends with."""
+def loss_lines(single: dict, two: dict, three: dict) -> list[str]:
+    """The losses of each step side by side."""
     lines = ["", f"{'step':>6}{'one process':>14}{'parallel_ext':>14}{'difference':>12}  ranks"]
     losses = [*zip(single["loss"], two["loss"], strict=True)]
     more = [*zip(single["more loss"], three["loss"], strict=True)]
@@ -99,9 +103,24 @@ def table(
         ranks = 2 if step < len(losses) else 3
         gap = abs(got - expected) / expected
         lines.append(f"{step:>6}{expected:>14.6f}{got:>14.6f}{gap:>12.1e}  {ranks}")
+    return lines
+
+
+def cost_lines(runs: dict[str, tuple[dict, float]]) -> list[str]:
+    """The time and memory of each run."""
+    lines = ["", f"{'':14}{'s a step':>10}{'s in all':>10}  peak MiB of each process"]
+    for title, (result, seconds) in runs.items():
+        step = sorted(result["seconds"])[len(result["seconds"]) // 2]
+        peaks = ", ".join(f"{peak:.0f}" for peak in result["peak MiB"])
+        lines.append(f"{title:14}{step:>10.2f}{seconds:>10.0f}  {peaks}")
+    return lines
+
+
+def result_lines(single: dict, two: dict, reloaded: dict) -> list[str]:
+    """What else was compared."""
     name, difference = two["gradients"]
     same = {True: "equal", False: "DIFFERENT"}
-    lines += [
+    return [
         "",
         f"largest relative gradient difference  {difference:.1e}  ({name})",
         f"rows of the vocabulary on disk        {reloaded['rows']} of {reloaded['config rows']}",
@@ -112,18 +131,7 @@ def table(
         f"{same[two['tokens after'] == single['tokens after']]} to one process",
         "tokens generated after reload         "
         f"{same[reloaded['tokens'] == two['tokens after']]} to the 2 ranks",
-        "",
-        f"{'':14}{'s a step':>10}{'s in all':>10}  peak MiB of each process",
     ]
-    for title, key, result in (
-        ("one process", "single", single),
-        ("2 ranks", "two", two),
-        ("3 ranks", "three", three),
-    ):
-        step = sorted(result["seconds"])[len(result["seconds"]) // 2]
-        peaks = ", ".join(f"{peak:.0f}" for peak in result["peak MiB"])
-        lines.append(f"{title:14}{step:>10.2f}{seconds[key]:>10.0f}  {peaks}")
-    return lines
 
 
 def main() -> None:
@@ -135,21 +143,28 @@ def main() -> None:
     work, steps = options.work, options.steps
     model = work / "smollm2"
     if options.single_process:
-        single_process(model, steps, options.single_process)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        result = single_process(plain, model, steps, LEARNING_RATE)
+        options.single_process.write_text(json.dumps(result))
         return
-    seconds = {"prepare": run([HERE / "prepare_smollm2.py", model], threads=2)}
+    run([HERE / "prepare_smollm2.py", model], threads=2)
     print("\n== one process, plain transformers ==", flush=True)
     own = [__file__, "--work", work, "--steps", steps, "--single-process", work / "single.json"]
-    seconds["single"] = run(own, threads=2)
+    single_seconds = run(own, threads=2)
     single = json.loads((work / "single.json").read_text())
-    two, seconds["two"] = finetune(
-        model, 2, work / "two.json", "--steps", steps, "--out", work / "two", "--check-gradients"
-    )
+    script, rate = "finetune_llama.py", ["--learning-rate", LEARNING_RATE]
+    first = ["--steps", steps, "--out", work / "two", "--check-gradients"]
+    two, two_seconds = finetune(script, model, 2, work / "two.json", *rate, *first)
     reloaded = reload(work / "two", steps, two)
-    three, seconds["three"] = finetune(
-        work / "two", 3, work / "three.json", "--steps", MORE_STEPS, "--first", steps
-    )
-    print("\n".join(table(single, two, reloaded, three, seconds)))
+    more = ["--steps", MORE_STEPS, "--first", steps]
+    three, three_seconds = finetune(script, work / "two", 3, work / "three.json", *rate, *more)
+    lines = loss_lines(single, two, three) + result_lines(single, two, reloaded)
+    runs = {
+        "one process": (single, single_seconds),
+        "2 ranks": (two, two_seconds),
+        "3 ranks": (three, three_seconds),
+    }
+    print("\n".join(lines + cost_lines(runs)))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def batches(
 
 def train(model: Any, data: list[dict], learning_rate: float, clip: Any, quiet: bool) -> dict:
     """AdamW steps with clipping; losses, gradient norms and seconds of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=learning_rate)
     record: dict[str, list[float]] = {"loss": [], "norm": [], "seconds": []}
     model.train()
     for batch in (bar := tqdm(data, disable=quiet, unit="step")):
@@ -79,8 +80,9 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def common_parser(description: str) -> argparse.ArgumentParser:
+    """The options of every fine-tuning example."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", help="HuggingFace directory or hub id")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share one model")
     parser.add_argument("--text", type=Path, help="a text file; Python's reference by default")
@@ -90,17 +92,38 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, help="directory to save the model to")
+    parser.add_argument("--out", type=Path, help="directory to save to")
     parser.add_argument("--prompt", default="An assignment statement evaluates")
-    parser.add_argument("--check-gradients", action="store_true", help="against one process")
     parser.add_argument("--report", type=Path, help="JSON file for what happened")
-    options = parser.parse_args()
+    return parser
 
+
+def start(options: argparse.Namespace) -> tuple[px.Mesh, Any, Any, list[dict[str, torch.Tensor]]]:
+    """The mesh, the parallel model, its tokenizer and the batches that the options ask for."""
     mesh = px.init_mesh(tp=options.tp, dp=1)
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     text = options.text.read_text() if options.text else default_text()
     data = batches(tokenizer, text, options.rows, options.tokens, options.steps, options.first)
+    return mesh, model, tokenizer, data
+
+
+def finish(options: argparse.Namespace, mesh: px.Mesh, report: dict[str, Any]) -> None:
+    """Print and write the report, and end the job."""
+    if mesh.rank == 0:
+        print(f"loss {report['loss'][0]:.4f} -> {report['loss'][-1]:.4f}")
+        if options.report:
+            options.report.write_text(json.dumps(report))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = common_parser(__doc__.splitlines()[0])
+    parser.add_argument("--check-gradients", action="store_true", help="against one process")
+    options = parser.parse_args()
+
+    mesh, model, tokenizer, data = start(options)
     report: dict[str, Any] = {"tokens": continuation(model, tokenizer, options.prompt)}
     if options.check_gradients:
         model.train()
@@ -113,12 +136,7 @@ def main() -> None:
             tokenizer.save_pretrained(options.out)
     report["peak MiB"] = mesh.gather_objects(peak_mib())
     report["logits"] = last_logits(model, data[0]["input_ids"])
-    if mesh.rank == 0:
-        print(f"loss {report['loss'][0]:.4f} -> {report['loss'][-1]:.4f}")
-        if options.report:
-            options.report.write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    finish(options, mesh, report)
 
 
 if __name__ == "__main__":
