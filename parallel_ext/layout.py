@@ -9,8 +9,9 @@ nothing else says where a tensor is: no shape of a shard is ever interpreted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from parallel_ext import _C
 
@@ -121,6 +122,44 @@ class TensorLayout:
 def cut(name: str, shape: tuple[int, ...], dim: int, ranges: tuple[Range, ...]) -> TensorLayout:
     """The layout of a tensor of which each tp rank holds one range along ``dim``."""
     return TensorLayout(name, shape, dim, tuple((piece,) for piece in ranges))
+
+
+def cut_blocks(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    blocks: Sequence[int],
+    tp: int,
+    multiple_of: int = 1,
+) -> TensorLayout:
+    """The layout of a tensor that joins several along ``dim``: each rank holds a range of each.
+
+    Args:
+        name: of the tensor, for example a fused query, key and value.
+        shape: of the tensor.
+        dim: along which it was joined.
+        blocks: sizes of the joined tensors; they may differ, as with fewer key-value heads.
+        tp: number of ranks.
+        multiple_of: boundaries inside a block are multiples of this, for example of the head size.
+
+    Raises:
+        ValueError: the blocks do not add up to the tensor.
+
+    Example:
+        >>> cut_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).held
+        (((0, 4), (8, 9), (10, 11)), ((4, 8), (9, 10), (11, 12)))
+    """
+    if sum(blocks) != shape[dim]:
+        raise ValueError(
+            f"{name}: blocks {tuple(blocks)} add up to {sum(blocks)}, but dimension {dim} of "
+            f"{shape} is {shape[dim]}"
+        )
+    starts = accumulate(blocks, initial=0)
+    ranges = [
+        tuple((start + a, start + b) for a, b in split(size, tp, multiple_of))
+        for start, size in zip(starts, blocks, strict=False)
+    ]
+    return TensorLayout(name, shape, dim, tuple(zip(*ranges, strict=True)))
 
 
 @dataclass(frozen=True)

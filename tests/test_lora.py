@@ -359,7 +359,7 @@ def _plain_config() -> tuple[list[str], tuple[int, int]]:
 def test_a_plain_config_and_all_linear_serve_a_parallel_model() -> None:
     expected = peft.get_peft_model(TINY.model(), peft.LoraConfig(r=2, target_modules="all-linear"))
     for targets, counts in pool(2).run(_plain_config):
-        assert targets == sorted(expected.peft_config["default"].target_modules) == sorted(ALL)
+        assert targets == sorted(expected.peft_config["default"].target_modules)
         assert counts == expected.get_nb_trainable_parameters()
 
 

@@ -14,15 +14,16 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from parallel_ext.checkpoint import SafetensorsFile, gather_in_step
+from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.config import LAYERS
 from parallel_ext.mesh import DisagreementError
 from parallel_ext.sharded import ShardedModule, named_shards
 from parallel_ext.state import ParallelState, state_of
+from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
-_FILE = "adapter_model.safetensors"
+_FILE, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 _COMBINABLE = ("linear", "cat")  # element by element, so a rank can do its own part
 
 
@@ -86,6 +87,12 @@ def _count_parameters(
     return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
 
 
+def _is_embedding(plain: Callable[[nn.Module], bool], layer: nn.Module) -> bool:
+    """Of which PEFT saves the base beside the adapter."""
+    base = getattr(layer, "base_layer", None)
+    return isinstance(base, (VocabParallelEmbedding, VocabParallelHead)) or plain(layer)
+
+
 def _save_pretrained(
     plain: Callable[..., None], self: peft.PeftModel, save_directory: str, *args: Any, **kwargs: Any
 ) -> None:
@@ -129,9 +136,11 @@ def _load_adapter(
     state.mesh.meet(what)
 
     def look() -> None:
-        file = Path(model_id, kwargs.get("subfolder") or "", _FILE)
-        if file.exists():  # else PEFT looks for other formats, or on the hub
-            SafetensorsFile(file).close()
+        folder = Path(model_id, kwargs.get("subfolder") or "")
+        if (folder / _FILE).exists():
+            SafetensorsFile(folder / _FILE).close()
+        elif folder.is_dir() and not (folder / _PICKLE).exists():  # else PEFT looks on the hub
+            raise CheckpointError(f"{folder} holds no {_FILE}")
 
     state.mesh.together(what, look)
     return plain(self, model_id, *args, **kwargs)
@@ -270,6 +279,7 @@ def extend_peft() -> None:
     _extend(peft.PeftModel, "get_nb_trainable_parameters", _count_parameters)
     _extend(peft.PeftModel, "save_pretrained", _save_pretrained)
     _extend(peft.PeftModel, "load_adapter", _load_adapter)
+    _extend(peft.utils.save_and_load, "has_valid_embedding_base_layer", _is_embedding)
     _extend(peft.peft_model, "set_peft_model_state_dict", _set_state_dict)
     for name in ("merge_adapter", "merge_and_unload"):
         _extend(peft.LoraModel, name, _merging)

@@ -1,0 +1,351 @@
+"""Adapter files: those of PEFT, at any tp; merging; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from ranks import Raised, pool
+from reference import Tiny, batch, exact, mesh_of, parallel
+from reference_lora import ALL, FILE, TINY, adapted, config, plain
+from safetensors.torch import load_file, save_file
+
+import parallel_ext as px
+from parallel_ext import checkpoint
+
+INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
+EVERYTHING: dict[str, Any] = {
+    "target_modules": [*ALL, "lm_head"],
+    "lora_bias": True,
+    "bias": "all",
+    "modules_to_save": ["embed_tokens", "norm"],
+}
+BIASED = Tiny(bias=True)
+
+
+def _save(directory: Path, tiny: Tiny, changes: dict[str, Any]) -> None:
+    adapted(tiny, **changes).save_pretrained(directory)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**INPUTS).logits
+
+
+# Saving and loading.
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiny"),
+    [({}, TINY), (EVERYTHING, BIASED), ({"target_modules": ["embed_tokens", "k_proj"]}, TINY)],
+    ids=["all linears", "everything", "embedding"],
+)
+def test_an_adapter_does_not_depend_on_tp_and_its_files_are_those_of_peft(
+    tmp_path: Path, changes: dict[str, Any], tiny: Tiny
+) -> None:
+    changes = {**changes, "init_lora_weights": True, "base_model_name_or_path": "x"}
+    for tp in (1, 2, 3):
+        pool(tp).run(_save, tmp_path / str(tp), tiny, changes)
+    one = load_file(tmp_path / "1" / FILE)
+    for tp in (2, 3):
+        other = load_file(tmp_path / str(tp) / FILE)
+        assert other.keys() == one.keys()
+        assert all(torch.equal(other[name], one[name]) for name in one)
+    by_peft = peft.get_peft_model(
+        tiny.model(),
+        peft.LoraConfig(r=5, lora_alpha=7, **{"target_modules": ALL, **changes}),
+    )
+    by_peft.save_pretrained(tmp_path / "peft")
+    expected = load_file(tmp_path / "peft" / FILE)
+    assert {n: (t.shape, t.dtype) for n, t in one.items()} == {
+        n: (t.shape, t.dtype) for n, t in expected.items()
+    }
+    for name, value in one.items():
+        if "lora_A" in name:
+            assert value.abs().max() <= value.shape[1] ** -0.5
+            assert value.std() == pytest.approx((value.shape[1] * 3) ** -0.5, rel=0.15)
+        elif "lora_embedding_B" in name:
+            assert value.std() == pytest.approx(1, rel=0.15)
+        elif "lora_" in name:
+            assert not value.any()
+        else:
+            assert torch.equal(value, expected[name]), name
+    configs = [
+        json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("2", "peft")
+    ]
+    for each in configs:
+        each["target_modules"].sort()
+    assert configs[0] == configs[1]
+
+
+def _load(directory: Path, tiny: Tiny) -> dict[str, torch.Tensor]:
+    """Logits with the adapter, without, merged, and put back."""
+    base = parallel(tiny.model(), mesh_of())
+    found = {"base": _logits(base)}
+    model = peft.PeftModel.from_pretrained(base, directory)
+    found["adapted"] = _logits(model)
+    with model.disable_adapter():
+        found["disabled"] = _logits(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.merge_adapter(safe_merge=True)
+    found["merged"] = _logits(model)
+    with model.disable_adapter():
+        found["unmerged by disabling"] = _logits(model)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    found["unmerged"] = _logits(model)
+    assert not [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+    found["unloaded"] = _logits(model.merge_and_unload())
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("changes", "tiny"), [({}, TINY), (EVERYTHING, BIASED)], ids=["all linears", "everything"]
+)
+def test_an_adapter_loads_at_any_tp_and_merges(
+    tmp_path: Path, changes: dict[str, Any], tiny: Tiny, tp: int
+) -> None:
+    pool(2).run(_save, tmp_path, tiny, {"lora_dropout": 0.1, **changes})
+    if "lora_bias" in changes:  # the head has no bias that could take the adapter's
+        names = [*ALL, "lm_head"]
+        edited = json.loads((tmp_path / "adapter_config.json").read_text())
+        edited["target_modules"] = [name for name in names if name != "lm_head"]
+        (tmp_path / "adapter_config.json").write_text(json.dumps(edited))
+        tensors = load_file(tmp_path / FILE)
+        kept = {name: value for name, value in tensors.items() if "lm_head" not in name}
+        save_file(kept, tmp_path / FILE)
+    expected = _logits(plain(tmp_path, tiny))
+    largest = expected.abs().max()
+    for found in pool(tp).run(_load, tmp_path, tiny):
+        for name in ("adapted", "merged", "unloaded"):
+            assert (found[name] - expected).abs().max() < 1e-9 * largest, name
+        assert torch.equal(found["unmerged"], found["adapted"])
+        assert torch.equal(found["unmerged by disabling"], found["disabled"])
+        if not changes:
+            assert torch.equal(found["disabled"], found["base"])
+        assert (found["disabled"] - expected).abs().max() > 1e-3 * largest
+
+
+def _merged_files(directory: Path) -> None:
+    model = peft.PeftModel.from_pretrained(parallel(TINY.model(), mesh_of()), directory / "adapter")
+    model.merge_and_unload().save_pretrained(directory / "merged")
+
+
+def test_a_merged_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    pool(2).run(_save, tmp_path / "adapter", TINY, {})
+    pool(3).run(_merged_files, tmp_path)
+    found = exact(type(TINY.model()).from_pretrained(tmp_path / "merged", dtype=torch.float64))
+    expected = _logits(plain(tmp_path / "adapter"))
+    assert (_logits(found) - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+def _bf16_merge() -> list[str]:
+    """Names of what a merge and an unmerge in bf16 did not put back."""
+    model = parallel(Tiny(dtype=torch.bfloat16).model(), mesh_of())
+    model = peft.get_peft_model(model, config())
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.merge_adapter()
+    assert not torch.equal(
+        before["base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"],
+        model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight,
+    )
+    model.unmerge_adapter()
+    return [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+
+
+def test_unmerging_restores_every_bit_in_bf16() -> None:
+    assert pool(2).run(_bf16_merge) == [[], []]
+
+
+# What is refused, by one error on all ranks.
+
+
+def _unequal_factor(factor: str, action: str) -> None:
+    model = adapted()
+    layer = model.base_model.model.model.layers[1].mlp
+    linear = layer.up_proj if factor == "lora_A" else layer.down_proj
+    with torch.no_grad():
+        getattr(linear, factor)["default"].weight[0, 0] += mesh_of().tp_rank
+    getattr(model, action)()
+
+
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("action", ["merge_adapter", "merge_and_unload"])
+def test_a_merge_refuses_factors_that_differ_between_ranks(factor: str, action: str) -> None:
+    for raised in pool(2).run_raising(_unequal_factor, factor, action):
+        assert isinstance(raised, Raised), raised
+        assert raised.type == "DisagreementError"
+        linear = "up_proj" if factor == "lora_A" else "down_proj"
+        assert f"layers.1.mlp.{linear}.{factor}.default.weight differs" in raised.text
+        assert "between tp ranks 0 and 1" in raised.text
+
+
+def _merge(changes: dict[str, Any], of_model: dict[str, Any], safe: bool, value: float) -> None:
+    model = adapted(Tiny(**of_model), **changes)
+    if value:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(value)
+    model.merge_adapter(safe_merge=safe)
+
+
+CANNOT_MERGE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tied head": (
+        ({"target_modules": ["lm_head"]}, {"tied": True}, False, 0.0),
+        "embedding and head share this weight",
+    ),
+    "tied embedding": (
+        ({"target_modules": ["embed_tokens"]}, {"tied": True}, False, 0.0),
+        "embedding and head share this weight",
+    ),
+    "NaN": (({}, {}, True, float("nan")), "NaN or infinite values in the merged weights: default"),
+    "bias without a place": (
+        ({"lora_bias": True}, {}, False, 0.0),
+        "lora_bias=True cannot be merged into a base without a bias",
+    ),
+    "whole head beside a tied embedding": (
+        ({"modules_to_save": ["lm_head"]}, {"tied": True}, False, 0.0),
+        "was trained whole (modules_to_save)",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.parametrize("case", CANNOT_MERGE)
+def test_a_merge_that_would_be_wrong_is_refused(case: str) -> None:
+    arguments, text = CANNOT_MERGE[case]
+    for raised in pool(2).run_raising(_merge, *arguments):
+        assert isinstance(raised, Raised), raised
+        assert text in raised.text
+
+
+def _cut(directory: Path, size: int) -> None:
+    content = (directory / FILE).read_bytes()
+    (directory / FILE).write_bytes(content[:size] if size > 0 else content[: len(content) + size])
+
+
+def _edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / FILE)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / FILE)
+
+
+def _configure(directory: Path, **changes: Any) -> None:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+PREFIX = "base_model.model.model.layers.0."
+UP_A, DOWN_A = f"{PREFIX}mlp.up_proj.lora_A.weight", f"{PREFIX}mlp.down_proj.lora_A.weight"
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated header": (lambda d: _cut(d, 20), FILE),
+    "truncated data": (lambda d: _cut(d, -8), FILE),
+    "empty file": (lambda d: (d / FILE).write_bytes(b""), FILE),
+    "missing tensor": (lambda d: _edit(d, lambda t: t.pop(UP_A)), f"it lacks {UP_A}"),
+    "further tensor": (
+        lambda d: _edit(
+            d, lambda t: t.update({"base_model.model.other.lora_A.weight": t[UP_A] + 1})
+        ),
+        "it holds base_model.model.other.lora_A.weight, unknown here",
+    ),
+    "another rank": (
+        lambda d: _configure(d, r=6),
+        f"{DOWN_A} has the shape (5, 97), but that of the model, cut over tp=2, has the whole "
+        "shape (6, 97)",
+    ),
+    "A of a shard": (
+        lambda d: _edit(d, lambda t: t.update({DOWN_A: t[DOWN_A][:, :49]})),
+        f"{DOWN_A} has the shape (5, 49), but that of the model, cut over tp=2, has the whole "
+        "shape (5, 97)",
+    ),
+    "another target": (
+        lambda d: _configure(d, target_modules=["wo"]),
+        "Target modules {'wo'} not found in the base model",
+    ),
+    "one target less": (
+        lambda d: _configure(d, target_modules=ALL[1:]),
+        f"it holds {PREFIX}self_attn.q_proj.lora_A.weight, unknown here",
+    ),
+    "no configuration": (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
+    "broken configuration": (
+        lambda d: (d / "adapter_config.json").write_text("{"),
+        "line 1 column 2",
+    ),
+    "no weights": (lambda d: (d / FILE).unlink(), "adapter_model"),
+}
+
+
+def _load_bad(directory: Path) -> None:
+    peft.PeftModel.from_pretrained(parallel(TINY.model(), mesh_of()), directory)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_adapter_is_one_error_on_all_ranks(tmp_path: Path, case: str) -> None:
+    pool(2).run(_save, tmp_path, TINY, {})
+    BAD[case][0](tmp_path)
+    for raised in pool(2).run_raising(_load_bad, tmp_path):
+        assert isinstance(raised, Raised), raised
+        assert BAD[case][1] in raised.text, raised
+
+
+def _load_other_base(directory: Path) -> None:
+    model = parallel(Tiny(inner=96).model(), mesh_of())
+    peft.PeftModel.from_pretrained(model, directory)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    pool(2).run(_save, tmp_path, TINY, {})
+    for raised in pool(2).run_raising(_load_other_base, tmp_path):
+        assert isinstance(raised, Raised), raised
+        assert f"{DOWN_A} has the shape (5, 97)" in raised.text
+        assert "whole shape (5, 96)" in raised.text
+
+
+def _load_with(directory: Path, options: dict[str, Any]) -> None:
+    model = adapted()
+    model.load_adapter(directory, "second", **options)
+
+
+def test_mismatched_sizes_are_never_ignored(tmp_path: Path) -> None:
+    pool(2).run(_save, tmp_path, TINY, {})
+    for raised in pool(2).run_raising(_load_with, tmp_path, {"ignore_mismatched_sizes": True}):
+        assert isinstance(raised, Raised), raised
+        assert "would ignore every factor that is cut" in raised.text
+
+
+def _combine(kind: str) -> torch.Tensor:
+    model = adapted()
+    model.add_adapter("second", config(r=5))
+    model.base_model.add_weighted_adapter(["default", "second"], [0.3, 0.7], "both", kind)
+    model.set_adapter("both")
+    return _logits(model)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cat"])
+def test_adapters_combine_as_on_one_rank(kind: str) -> None:
+    (expected,) = pool(1).run(_combine, kind)
+    for found in pool(3).run(_combine, kind):
+        assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+def test_a_combination_that_needs_whole_factors_is_refused() -> None:
+    for raised in pool(2).run_raising(_combine, "svd"):
+        assert isinstance(raised, Raised), raised
+        assert "combination_type='svd') at tp=2 needs whole factors" in raised.text
+
+
+def _whole_state() -> None:
+    px.full_state_dict(adapted())
+
+
+def test_the_whole_state_of_an_adapted_model_is_refused_with_advice() -> None:
+    for raised in pool(2).run_raising(_whole_state):
+        assert isinstance(raised, Raised), raised
+        assert raised.type == checkpoint.CheckpointError.__name__
+        assert "it has adapters: merge_and_unload() them" in raised.text

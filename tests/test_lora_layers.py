@@ -1,0 +1,191 @@
+"""Single adapted layers: fused bases of several blocks, and sizes of the whole layer at any tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from peft.tuners.lora.layer import Linear as PeftLinear
+from ranks import pool
+from reference import difference
+from reference_lora import config
+from torch import nn
+
+from parallel_ext import _C
+from parallel_ext.clock import Clock
+from parallel_ext.layout import TensorLayout, cut, cut_blocks, split
+from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.lora.layers import LoraColumnLinear, LoraRowLinear
+from parallel_ext.ops import Group, copy_to_tp
+from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.sharded import take
+
+BLOCKS = {
+    "one": (31,),
+    "fused query, key, value": (12, 12, 12),
+    "fewer key-value heads": (40, 8, 8),
+    "gate and up": (13, 13),
+    "more ranks than features": (2, 1, 2),
+}
+IN, R = 11, 3
+
+
+def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, Any]:
+    """An adapted fused base, and PEFT's around the whole one, with the same factors."""
+    torch.manual_seed(5)
+    whole = nn.Linear(IN, sum(blocks), dtype=torch.float64)
+    layouts = {
+        "weight": cut_blocks("fused.weight", (sum(blocks), IN), 0, blocks, group.size),
+        "bias": cut_blocks("fused.bias", (sum(blocks),), 0, blocks, group.size),
+    }
+    weight, bias = (
+        nn.Parameter(take(getattr(whole, name).data, layout, group.rank), requires_grad=False)
+        for name, layout in layouts.items()
+    )
+    partials = PartialGradients() if group.size > 1 else None
+    base = ColumnParallelLinear(weight, bias, layouts, group, partials=partials)
+    base.clock = Clock(0)
+    options = config(r=R, lora_bias=True)
+    ours = LoraColumnLinear(base, "default", options, R, 4, target_name="fused")
+    theirs = PeftLinear(whole, "default", options, R, 4).double()
+    held = layouts["weight"].held[group.rank]
+    factor = ours.lora_B["default"]
+    with torch.no_grad():
+        # PEFT's B is drawn elsewhere; give it ours, piece by piece at the global places.
+        full_b = torch.zeros(sum(blocks), R, dtype=torch.float64)
+        full_bias = torch.zeros(sum(blocks), dtype=torch.float64)
+        row = 0
+        for start, stop in reversed(held) if reverse else held:
+            full_b[start:stop] = factor.weight[row : row + stop - start]
+            full_bias[start:stop] = factor.bias[row : row + stop - start]
+            row += stop - start
+        if group.size > 1:
+            for tensor in (full_b, full_bias):
+                dist.all_reduce(tensor)
+        theirs.lora_A["default"].weight.copy_(ours.lora_A["default"].weight)
+        theirs.lora_B["default"].weight.copy_(full_b)
+        theirs.lora_B["default"].bias.copy_(full_bias)
+    return ours, theirs
+
+
+def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
+    """The largest difference of outputs and gradients."""
+    group = Group.of(dist.group.WORLD)
+    ours, theirs = _column(blocks, group, reverse)
+    layout = ours.get_base_layer().layouts["weight"]
+    x = torch.randn(2, 4, IN, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(2, 4, sum(blocks), dtype=torch.float64)
+    columns = TensorLayout("output", (2, 4, sum(blocks)), 2, layout.held)
+    output = ours(copy_to_tp(x, group))
+    output.backward(take(grad, columns, group.rank))
+    own = [output, x.grad, ours.lora_A["default"].weight.grad, ours.lora_B["default"].weight.grad]
+    own.append(ours.lora_B["default"].bias.grad)
+    x.grad = None
+    expected = theirs(x)
+    expected.backward(grad)
+    b, a = theirs.lora_B["default"], theirs.lora_A["default"]
+    wanted = [take(expected.detach(), columns, group.rank), x.grad, a.weight.grad]
+    wanted += [
+        take(tensor, ours.lora_B["default"].layouts[name], group.rank)
+        for name, tensor in (("weight", b.weight.grad), ("bias", b.bias.grad))
+    ]
+    return max(difference(p.detach(), q) for p, q in zip(own, wanted, strict=True))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_an_adapter_on_a_fused_base_is_that_of_peft(blocks: str, tp: int) -> None:
+    assert max(pool(tp).run(_fused, BLOCKS[blocks])) < 1e-10
+
+
+def test_the_comparison_notices_swapped_blocks() -> None:
+    assert max(pool(2).run(_fused, BLOCKS["fewer key-value heads"], True)) > 1e-2
+
+
+def test_blocks_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"qkv: blocks \(8, 2\) add up to 10, but dimension 0"):
+        cut_blocks("qkv", (12, 5), 0, (8, 2), 2)
+
+
+# CogVLM #268: adapters of CogAgent's cross attention were sized 16 by 128 under model parallelism.
+
+CROSS_HIDDEN, HIDDEN = 1024, 4096
+
+
+def _cross_attention(tp: int, rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the factors of this rank's cross attention, as CogAgent has it."""
+    group = Group("", tp, rank)
+
+    def built(kind: type, cls: type, layout: TensorLayout) -> Any:
+        weight = nn.Parameter(torch.empty(layout.local_shape(rank), device="meta"))
+        base = kind(weight, None, {"weight": layout}, group)
+        layer = cls(base, "default", peft.LoraConfig(r=16), 16, 16, target_name=layout.name)
+        return layer.lora_A["default"].weight.shape, layer.lora_B["default"].weight.shape
+
+    query = cut("query.weight", (CROSS_HIDDEN, HIDDEN), 0, split(CROSS_HIDDEN, tp, 32))
+    fused = (2 * CROSS_HIDDEN, CROSS_HIDDEN)
+    key_value = cut_blocks("key_value.weight", fused, 0, (CROSS_HIDDEN,) * 2, tp, 32)
+    dense = cut("dense.weight", (HIDDEN, CROSS_HIDDEN), 1, split(CROSS_HIDDEN, tp, 32))
+    return {
+        "query": built(ColumnParallelLinear, LoraColumnLinear, query),
+        "key_value": built(ColumnParallelLinear, LoraColumnLinear, key_value),
+        "dense": built(RowParallelLinear, LoraRowLinear, dense),
+    }
+
+
+@pytest.mark.parametrize(("tp", "columns"), [(2, 512), (4, 256), (8, 128)])
+def test_factors_have_the_sizes_of_the_whole_layer_cut_as_its_base(tp: int, columns: int) -> None:
+    for rank in range(tp):
+        assert _cross_attention(tp, rank) == {
+            "query": ((16, HIDDEN), (columns, 16)),
+            "key_value": ((16, CROSS_HIDDEN), (2 * columns, 16)),
+            "dense": ((16, columns), (HIDDEN, 16)),
+        }
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_factor_of_a_shard_is_refused_with_module_sizes_and_tp(tp: int) -> None:
+    layout = cut("cross.dense.weight", (64, 32), 1, split(32, tp))
+    weight = nn.Parameter(torch.zeros(layout.local_shape(1)))
+    base = RowParallelLinear(weight, None, {"weight": layout}, Group("", tp, 1))
+    layer = LoraRowLinear(base, "default", peft.LoraConfig(r=4), 4, 4, target_name="cross.dense")
+    state = {
+        "lora_A.default.weight": torch.zeros(4, 3),
+        "lora_B.default.weight": torch.zeros(64, 4),
+    }
+    with pytest.raises(RuntimeError) as raised:
+        layer.load_state_dict(state, strict=False)
+    start = 32 // tp
+    assert (
+        "lora_A.default.weight: got shape (4, 3); expected the full (4, 32) or this rank's shard "
+        f"(4, {start}), dimension 1 [{start}, {2 * start}) of (4, 32) at tp={tp}"
+    ) in str(raised.value)
+
+
+def test_dropout_outside_of_a_parallel_model_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(4, 3))
+    layout = cut("weight", (4, 3), 0, split(4, 1))
+    base = ColumnParallelLinear(weight, None, {"weight": layout}, Group("", 1, 0))
+    layer = LoraColumnLinear(base, "default", peft.LoraConfig(r=2, lora_dropout=0.1), 2, 2)
+    with pytest.raises(RuntimeError, match="lora_dropout needs a module of a model"):
+        layer(torch.ones(1, 3))
+    assert torch.equal(layer.eval()(torch.ones(1, 3)), torch.zeros(1, 4))
+
+
+def _sums(tp_blocks: tuple[int, ...]) -> dict[str, int]:
+    """The collectives of a fused layer's backward."""
+    group = Group.of(dist.group.WORLD)
+    ours, _ = _column(tp_blocks, group, False)
+    output = ours(torch.randn(3, IN, dtype=torch.float64))
+    _C.reset_collective_counts()
+    output.sum().backward()
+    return _C.collective_counts()
+
+
+def test_a_backward_sums_the_replicated_factor_once_in_fp64() -> None:
+    for counts in pool(2).run(_sums, (4, 4)):
+        assert counts["all_reduce"] == 1
+        assert counts["all_reduce_bytes"] == R * IN * 8
