@@ -7,34 +7,28 @@ What is measured and how is in README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import harness
-import torch
 from checkpoint_ranks import OURS
-from transformers import LlamaConfig, LlamaForCausalLM
 
 RANKS = Path(__file__).with_name("checkpoint_ranks.py")
 
 
 def save_weights(directory: str) -> float:
     """The model that all load and save; returns its size in MiB."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
+    model = harness.save_llama(
+        directory,
         vocab_size=32000,
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=12,
         num_attention_heads=12,
         num_key_value_heads=6,
-        max_position_embeddings=512,
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(directory)
     return sum(p.nbytes for p in model.parameters()) / 2**20
 
 
@@ -44,36 +38,26 @@ def table(kind: str, answers: dict[str, Any], size: float) -> str:
     header += ["written / model"] * (kind == "save") + ["disturbed"]
     rows = []
     for malloc, answer in answers.items():
-        rounds, growth = answer[kind]["rounds"], answer[kind]["growth_mib"]
-        seconds = {name: [each["seconds"][name][0] for each in rounds] for name in growth}
-        for name, values in seconds.items():
+        rounds = [harness.Round(**values) for values in answer[kind]["rounds"]]
+        seconds, growth = harness.seconds(rounds), answer[kind]["growth_mib"]
+        for name in growth:
+            values = seconds[name]
             ratio = statistics.median(seconds[OURS]) / statistics.median(values)
             row = [f"{name}, {malloc}", harness.spread(values, 2), f"{ratio:.2f}"]
             row.append(f"{growth[name]:.0f}")
             if kind == "save":
                 row.append(f"{answer[kind]['written_mib'][name] / size:.2f}")
-            rows.append([*row, f"{max(each['disturbance'] for each in rounds):.0%}"])
+            rows.append([*row, f"{harness.disturbance(rounds):.0%}"])
     return harness.markdown_table(header, rows)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--malloc", choices=[*harness.MALLOC_MODES, "all"], default="all")
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--update-readme", action="store_true", help="put the tables into README")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = parse_arguments()
-    mallocs = list(harness.MALLOC_MODES) if options.malloc == "all" else [options.malloc]
+    options = harness.parser(__doc__, repetitions=9).parse_args()
     answers = {}
     with tempfile.TemporaryDirectory() as scratch:
         source = str(Path(scratch, "source"))
         size = save_weights(source)
-        for malloc in mallocs:
+        for malloc in harness.chosen(options.malloc, harness.MALLOC_MODES):
             request = {
                 "source": source,
                 "scratch": scratch,
@@ -83,9 +67,7 @@ def main() -> None:
     shard = next(iter(answers.values()))["shard_mib"]
     about = f"{harness.machine()}. Model {size:.0f} MiB, shard of rank 0 {shard:.0f} MiB."
     text = "\n\n".join([about, table("save", answers, size), table("load", answers, size)])
-    print(text)
-    if options.update_readme:
-        harness.replace_in_readme("checkpoint", text)
+    harness.publish("checkpoint", text, options)
 
 
 if __name__ == "__main__":

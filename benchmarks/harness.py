@@ -1,7 +1,8 @@
-"""What the benchmarks share: starting rank processes, fair timing, memory, profiles, tables."""
+"""What the benchmarks share: options, rank processes, fair timing, memory, profiles, tables."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 README = Path(__file__).with_name("README.md")
 
@@ -33,6 +35,33 @@ _QUIET = 0.03  # a round counts as undisturbed when others used less of the mach
 # Functional collectives call the process group beneath, which the profiler shows under c10d too.
 _COLLECTIVES, _NO_COLLECTIVES = "c10d::", ("barrier", "barrier_")
 _RESULT_VARIABLE = "PARALLEL_EXT_BENCHMARK_RESULT"
+
+
+# What a benchmark is asked, and what all of its competitors load.
+
+
+def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; ``repetitions`` is the default of that option."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default="all")
+    options.add_argument("--repetitions", type=int, default=repetitions)
+    options.add_argument("--update-readme", action="store_true", help="put the tables into README")
+    return options
+
+
+def chosen(option: str, choices: Iterable[str]) -> list[str]:
+    """The choices that an option names: one or ``all``."""
+    return list(choices) if option == "all" else [option]
+
+
+def save_llama(directory: str, **sizes: int) -> LlamaForCausalLM:
+    """Save a Llama of these sizes with random weights, the same in each run, and return it."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=512, **sizes))
+    model.save_pretrained(directory)
+    return model
 
 
 # Processes.
@@ -59,6 +88,7 @@ def run_ranks(
     environment = {k: v for k, v in os.environ.items() if k not in MALLOC_MODES["tuned"]}
     environment |= MALLOC_MODES[malloc]
     environment |= {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+    environment["KINETO_LOG_LEVEL"] = "99"  # else the profiler says when it starts and stops
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "result.json")
         environment[_RESULT_VARIABLE] = str(result)
@@ -164,6 +194,20 @@ def interleaved(
     return sorted(rounds[warm_up:], key=lambda r: r.disturbance)[:repetitions]
 
 
+def seconds(rounds: Iterable[Round], phase: int = 0) -> dict[str, list[float]]:
+    """Competitor -> its times of one phase, one for each round."""
+    by_name: dict[str, list[float]] = {}
+    for each in rounds:
+        for name, phases in each.seconds.items():
+            by_name.setdefault(name, []).append(phases[phase])
+    return by_name
+
+
+def disturbance(rounds: Iterable[Round]) -> float:
+    """That of the worst round."""
+    return max(each.disturbance for each in rounds)
+
+
 # Memory.
 
 
@@ -246,8 +290,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def replace_in_readme(section: str, text: str) -> None:
-    """Put ``text`` between the markers of ``section`` in README.md."""
+def verdict(met: bool) -> str:
+    """What a table says of a target."""
+    return "met" if met else "**missed**"
+
+
+def publish(section: str, text: str, options: argparse.Namespace) -> None:
+    """Print ``text``; if so asked, put it between the markers of ``section`` in README.md too."""
+    print(text)
+    if not options.update_readme:
+        return
     begin, end = f"<!-- {section}: begin -->\n", f"<!-- {section}: end -->\n"
     before, rest = README.read_text().split(begin)
     _, after = rest.split(end)

@@ -1,16 +1,17 @@
-"""What the processes of ``train_step.py`` run: building the competitors, timing, measuring."""
+"""What the processes of a training benchmark run: building the competitors, timing, measuring."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -24,8 +25,13 @@ ONE_PROCESS = "one process"
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 32000
 
 
-def build(competitor: str, directory: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The model of a competitor with the weights in ``directory``, ready for training."""
+Build = Callable[[str, Mapping[str, Any]], nn.Module]
+"""Competitor and request -> its model, ready for training."""
+
+
+def build(competitor: str, request: Mapping[str, Any]) -> LlamaForCausalLM:
+    """The model of a competitor with the weights and in the dtype that the request names."""
+    directory, dtype = request["weights"], getattr(torch, request["dtype"])
     if competitor == TRANSFORMERS_TP:
         parallel = DistributedConfig(tp_size=dist.get_world_size())
         model = LlamaForCausalLM.from_pretrained(
@@ -45,10 +51,11 @@ class Trainer:
         losses: of all steps so far.
     """
 
-    def __init__(self, competitor: str, directory: str, dtype: torch.dtype) -> None:
-        self.model = build(competitor, directory, dtype)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        trained = [p for p in model.parameters() if p.requires_grad]
         # On CPUs AdamW runs without foreach by default too; DTensor parameters do not allow it.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=False)
         self.ids = torch.randint(
             0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(3)
         )
@@ -69,10 +76,9 @@ class Trainer:
         return [middle - start, stop - middle, stop - start]
 
 
-def time_steps(request: Mapping[str, Any]) -> dict[str, Any]:
+def time_steps(request: Mapping[str, Any], build: Build) -> dict[str, Any]:
     """Time the requested competitors, all alive in this process, in turn."""
-    dtype = getattr(torch, request["dtype"])
-    trainers = {name: Trainer(name, request["weights"], dtype) for name in request["competitors"]}
+    trainers = {name: Trainer(build(name, request)) for name in request["competitors"]}
     rounds = harness.interleaved(trainers, request["repetitions"], request["warm_up"])
     return {
         "rounds": [asdict(each) for each in rounds],
@@ -80,11 +86,11 @@ def time_steps(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure_alone(request: Mapping[str, Any]) -> dict[str, Any]:
+def measure_alone(request: Mapping[str, Any], build: Build) -> dict[str, Any]:
     """Memory, collectives and profiles of the only competitor in this process."""
     (competitor,) = request["competitors"]
     empty = harness.resident_anonymous()
-    trainer = Trainer(competitor, request["weights"], getattr(torch, request["dtype"]))
+    trainer = Trainer(build(competitor, request))
     loaded = harness.resident_anonymous() - empty
     for _ in range(request["warm_up"]):
         trainer()
@@ -109,15 +115,19 @@ def measure_alone(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    request = harness.arguments()
-    torch.manual_seed(0)
+def answer(request: Mapping[str, Any], build: Build) -> None:
+    """Do what ``train_step.measure`` requests, with the models that ``build`` makes."""
     if request["ranks"] > 1:
         dist.init_process_group("gloo")
-    harness.report({"time": time_steps, "alone": measure_alone}[request["task"]](request))
+    harness.report({"time": time_steps, "alone": measure_alone}[request["task"]](request, build))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    answer(harness.arguments(), build)
 
 
 if __name__ == "__main__":
