@@ -59,6 +59,7 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed
 	$(ENV) $(PY) benchmarks/train_step.py
 	$(ENV) $(PY) benchmarks/checkpoint.py
+	$(ENV) $(PY) benchmarks/lora.py
 
 clean:
 	rm -rf $(WORK) build dist *.egg-info $(VENV)/installed

@@ -1,0 +1,245 @@
+"""What the processes of ``lora.py`` run: one LoRA linear, or training steps with adapters."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import harness
+import peft
+import torch
+import train_step_ranks
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from train_step_ranks import OURS, TRANSFORMERS_TP
+
+import parallel_ext as px
+from parallel_ext.layout import TensorLayout
+from parallel_ext.linear import ColumnParallelLinear
+from parallel_ext.ops import ALONE
+
+FROZEN = "frozen linear"
+OURS_IN_DTYPE = "parallel_ext, factors in the base's dtype"
+OURS_DROPOUT = "parallel_ext, dropout"
+PEFT = "PEFT"
+PEFT_IN_DTYPE = "PEFT, factors in the base's dtype"
+PEFT_DROPOUT = "PEFT, dropout"
+PEFT_TP = "PEFT on transformers TP"
+
+COMPETITORS = (
+    FROZEN,
+    OURS,
+    OURS_IN_DTYPE,
+    PEFT,
+    PEFT_IN_DTYPE,
+    # OURS_DROPOUT,  # when parallel linears take lora_dropout
+    PEFT_DROPOUT,
+)
+IN_DTYPE = (OURS_IN_DTYPE, PEFT_IN_DTYPE)  # the same as without it over a base in fp32
+WITH_DROPOUT = (OURS_DROPOUT, PEFT_DROPOUT)
+
+ALPHA, DROPOUT = 32, 0.05
+TOKENS = 2048
+CALLS = 3  # of a competitor's turn: it shall last long against the clock that sees others at work
+
+
+# One linear layer.
+
+
+class _Holder(nn.Module):
+    """The smallest model that PEFT wraps."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tensors of one shape: what all competitors compute with.
+
+    Attributes:
+        x, grad: [T, K] and [T, F], in the dtype of the base.
+        weight: [F, K], frozen.
+        lora_a, lora_b: [r, K] and [F, r] in fp32, with values that bf16 holds as well.
+    """
+
+    x: torch.Tensor
+    grad: torch.Tensor
+    weight: torch.Tensor
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+    @classmethod
+    def random(cls, in_features: int, out_features: int, r: int, dtype: torch.dtype) -> Case:
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+        factors = (draw(r, in_features), draw(out_features, r))
+        return cls(
+            draw(TOKENS, in_features).to(dtype).requires_grad_(),
+            draw(TOKENS, out_features).to(dtype),
+            draw(out_features, in_features).to(dtype),
+            *(factor.bfloat16().float() for factor in factors),
+        )
+
+    @property
+    def scale(self) -> float:
+        return ALPHA / self.lora_a.size(0)
+
+    def expected(self) -> list[torch.Tensor]:
+        """Output and gradients of x, lora_a and lora_b in fp64, by plain formulas."""
+        x, grad, weight, a, b = (t.detach().double() for t in vars(self).values())
+        low, grad_low = x @ a.T * self.scale, grad @ b * self.scale
+        return [
+            x @ weight.T + low @ b.T,
+            grad @ weight + grad_low @ a,
+            grad_low.T @ x,
+            grad.T @ low,
+        ]
+
+    def model(self, competitor: str) -> nn.Module:
+        """The module that a user would train: a wrapped linear, or the frozen one."""
+        weight = nn.Parameter(self.weight, requires_grad=False)
+        if competitor.startswith(OURS):
+            layouts = {"weight": TensorLayout("linear.weight", tuple(weight.shape))}
+            base: nn.Module = ColumnParallelLinear(weight, None, layouts, ALONE)
+            config = px.LoraConfig
+        else:
+            base = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")
+            base.weight = weight
+            config = peft.LoraConfig
+        if competitor == FROZEN:
+            return _Holder(base)
+        wrapped = peft.get_peft_model(
+            _Holder(base),
+            config(
+                r=self.lora_a.size(0),
+                lora_alpha=ALPHA,
+                target_modules=["linear"],
+                lora_dropout=DROPOUT if competitor in WITH_DROPOUT else 0.0,
+            ),
+            autocast_adapter_dtype=competitor not in IN_DTYPE,
+        )
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(self.lora_a if "lora_A" in name else self.lora_b)
+        return wrapped.train()
+
+
+class Layer:
+    """One competitor on one case; called, it returns the seconds of forward and backward."""
+
+    def __init__(self, competitor: str, case: Case) -> None:
+        self.case, self.model = case, case.model(competitor)
+        self.factors = [p for p in self.model.parameters() if p.requires_grad]
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        for tensor in (self.case.x, *self.factors):
+            tensor.grad = None
+
+    def forward_backward(self) -> torch.Tensor:
+        self.forget()
+        output = self.model(self.case.x)
+        output.backward(self.case.grad)
+        return output
+
+    def __call__(self) -> list[float]:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            self.forward_backward()
+        return [(time.perf_counter() - start) / CALLS]
+
+    def error(self, expected: list[torch.Tensor]) -> float:
+        """The worst relative difference of output and gradients from those expected."""
+        output = self.forward_backward()
+        found = [output, *(tensor.grad for tensor in (self.case.x, *self.factors))]
+        return max(
+            ((a.detach().double() - b).abs().max() / b.abs().max()).item()
+            for a, b in zip(found, expected, strict=True)
+        )
+
+
+def measure_linear(
+    features: tuple[int, int], r: int, dtype: torch.dtype, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Times, memory, errors and profiles of all competitors on one shape."""
+    case = Case.random(*features, r, dtype)
+    names = [n for n in COMPETITORS if dtype != torch.float32 or n not in IN_DTYPE]
+    layers = {name: Layer(name, case) for name in names}
+    expected = case.expected()
+    comparable = [n for n in names if n != FROZEN and n not in WITH_DROPOUT]
+    errors = {name: layers[name].error(expected) for name in comparable}
+    rounds = harness.interleaved(layers, request["repetitions"], warm_up=2)
+    growth, profiles = {}, {}
+    for name, layer in layers.items():
+        for each in layers.values():
+            each.forget()
+        growth[name] = harness.peak_growth(layer.forward_backward)
+        if request["profile"]:
+            profiles[name] = harness.profile(layer.forward_backward).top(12)
+    return {
+        "rounds": [asdict(each) for each in rounds],
+        "growth_mib": growth,
+        "errors": errors,
+        "profile": profiles,
+    }
+
+
+def measure_linears(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One answer for each of the shapes, in their order."""
+    dtype = getattr(torch, request["dtype"])
+    return [measure_linear(features, r, dtype, request) for features, r in request["shapes"]]
+
+
+# A whole training step.
+
+
+def load_adapted(competitor: str, request: Mapping[str, Any]) -> nn.Module:
+    """The Llama of a competitor with the adapter that all read, ready for training."""
+    base = TRANSFORMERS_TP if competitor == PEFT_TP else competitor
+    model = peft.PeftModel.from_pretrained(
+        train_step_ranks.build(base, request),
+        request["adapter"],
+        is_trainable=True,
+        config=(px if competitor == OURS else peft).LoraConfig.from_pretrained(request["adapter"]),
+    )
+    if competitor == PEFT_TP:
+        _correct_in_features(model)
+    return model.train()
+
+
+def _correct_in_features(model: nn.Module) -> None:
+    """Let PEFT train on layers that transformers cuts by columns.
+
+    PEFT gives their first factor the rank's number of features; transformers 5.21 and later take
+    it for the global one and cut again, so that the first forward of a training fails.
+    """
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for factor in module.lora_A.values():
+                factor.in_features = factor.weight.shape[1]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    request = harness.arguments()
+    torch.manual_seed(0)
+    if request["task"] == "linear":
+        harness.report(measure_linears(request))
+    else:
+        train_step_ranks.answer(request, load_adapted)
+
+
+if __name__ == "__main__":
+    main()
