@@ -17,6 +17,7 @@ from torch import nn
 from train_step_ranks import OURS, TRANSFORMERS_TP
 
 import parallel_ext as px
+from parallel_ext.clock import Clock
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.ops import ALONE
@@ -29,15 +30,7 @@ PEFT_IN_DTYPE = "PEFT, factors in the base's dtype"
 PEFT_DROPOUT = "PEFT, dropout"
 PEFT_TP = "PEFT on transformers TP"
 
-COMPETITORS = (
-    FROZEN,
-    OURS,
-    OURS_IN_DTYPE,
-    PEFT,
-    PEFT_IN_DTYPE,
-    # OURS_DROPOUT,  # when parallel linears take lora_dropout
-    PEFT_DROPOUT,
-)
+COMPETITORS = (FROZEN, OURS, OURS_IN_DTYPE, PEFT, PEFT_IN_DTYPE, OURS_DROPOUT, PEFT_DROPOUT)
 IN_DTYPE = (OURS_IN_DTYPE, PEFT_IN_DTYPE)  # the same as without it over a base in fp32
 WITH_DROPOUT = (OURS_DROPOUT, PEFT_DROPOUT)
 
@@ -112,6 +105,7 @@ class Case:
         if competitor.startswith(OURS):
             layouts = {"weight": TensorLayout("linear.weight", tuple(weight.shape))}
             base: nn.Module = ColumnParallelLinear(weight, None, layouts, ALONE)
+            base.clock = Clock(0)
             config = px.LoraConfig
         else:
             base = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")
