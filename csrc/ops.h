@@ -111,4 +111,26 @@ at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::T
                                         int64_t vocab_start, int64_t ignore_index,
                                         const std::string& reduction);
 
+// --- moe_route.cpp, moe_rows.cpp: E experts, each token chooses top_k of them ---
+
+// expert_ids [T, top_k] in [0, E) -> counts [E]: rows of each expert; slots [T, top_k]: the place
+// of each choice among all rows, in the order of (expert, token, choice); sources [T * top_k]: the
+// choice, token * top_k + its number, in each place. int64; no gradient.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_route_plan(const at::Tensor& expert_ids,
+                                                              int64_t num_experts);
+
+// input [T, H] -> [T * top_k, H]: each token's row in its slots. Backward: moe_combine.
+at::Tensor moe_dispatch(const at::Tensor& input, const at::Tensor& slots);
+
+// rows [T * top_k, H] -> [T, H]: the sum of each token's rows times its weights [T, top_k], or
+// unweighted; in fp32 or wider, in the order of the choices, rounded once.
+at::Tensor moe_combine(const at::Tensor& rows, const at::Tensor& slots,
+                       const std::optional<at::Tensor>& weights);
+
+// grad_output [T, H] -> gradients of rows and weights.
+std::tuple<at::Tensor, at::Tensor> moe_combine_backward(const at::Tensor& grad_output,
+                                                        const at::Tensor& rows,
+                                                        const at::Tensor& slots,
+                                                        const at::Tensor& weights);
+
 }  // namespace parallel_ext

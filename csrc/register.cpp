@@ -59,4 +59,11 @@ TORCH_LIBRARY(parallel_ext, m) {
       "vocab_cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor labels, "
       "Tensor normalizer, int vocab_start, int ignore_index, str reduction) -> Tensor",
       tags);
+  m.def("moe_route_plan(Tensor expert_ids, int num_experts) -> (Tensor, Tensor, Tensor)", tags);
+  m.def("moe_dispatch(Tensor input, Tensor slots) -> Tensor", tags);
+  m.def("moe_combine(Tensor rows, Tensor slots, Tensor? weights) -> Tensor", tags);
+  m.def(
+      "moe_combine_backward(Tensor grad_output, Tensor rows, Tensor slots, Tensor weights) -> "
+      "(Tensor, Tensor)",
+      tags);
 }

@@ -18,6 +18,7 @@ from parallel_ext.ops import (
     ALONE,
     Group,
     column_linear,
+    moe_route_plan,
     row_linear,
     vocab_cross_entropy,
     vocab_embedding,
@@ -51,6 +52,8 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     own = stop - start
     sizes = [last - first for first, last in split(5, group.size)]
     ids, labels = torch.tensor([[0, 4, 2], [4, 4, 0]]), torch.tensor([0, 4, IGNORED, 2])
+    choices = torch.tensor([[0, 4], [4, 2], [1, 0], [4, 3]])
+    slots = moe_route_plan(choices, 5).slots
     loss_ends = [(5, start, stop, IGNORED, kind, *of_group) for kind in ("mean", "sum", "none")]
     whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *of_group)
     width_of_whole = 5 if group.rank == 0 else 0
@@ -139,6 +142,22 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             ),
             (_plain(), _plain(own, 4).T, labels, _plain(2, 4), start, IGNORED, "sum"),
             (_plain(), _plain(4, 4, 8)[:, :1, 0], labels, _plain(2, 4), start, IGNORED, "sum"),
+        ],
+        "moe_route_plan": [(choices, 5), (choices[:0], 1), (choices.T, 5)],
+        "moe_dispatch": [
+            (_values(4, 3), slots),
+            (_values(3, 4, dtype=bf16).T, slots),
+            (_values(0, 3), slots[:0]),
+        ],
+        "moe_combine": [
+            (_values(8, 3), slots, _values(4, 2)),
+            (_values(3, 8, dtype=bf16).T, slots, _values(2, 4).T),
+            (_values(8, 3), slots, None),
+            (_values(0, 3), slots[:0], _values(0, 2)),
+        ],
+        "moe_combine_backward": [
+            (_plain(4, 3), _plain(8, 3), slots, _plain(4, 2)),
+            (_plain(3).expand(4, 3), _plain(3, 8).T, slots, _plain(2, 4).T),
         ],
     }
 
