@@ -1,0 +1,30 @@
+"""Typed Python entry points of the C++ ops.
+
+Shapes: T tokens, H hidden, V the true vocabulary size. *Replicated* means equal on all ranks of the
+group, *sharded* that each rank holds its range, *partial* that the sum over the ranks is the value.
+Every rank of the group must call an op, with shapes that agree, in the same order.
+"""
+
+from parallel_ext.ops.group import ALONE, Group
+from parallel_ext.ops.linear import Dropout, column_linear, lora_linear, row_linear
+from parallel_ext.ops.moe import RoutePlan, moe_combine, moe_dispatch, moe_route_plan
+from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
+from parallel_ext.ops.vocab import vocab_cross_entropy, vocab_embedding
+
+__all__ = [
+    "ALONE",
+    "Dropout",
+    "Group",
+    "RoutePlan",
+    "column_linear",
+    "copy_to_tp",
+    "gather_from_tp",
+    "lora_linear",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_route_plan",
+    "reduce_from_tp",
+    "row_linear",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+]

@@ -1,0 +1,30 @@
+"""A process group as the ops take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class Group(NamedTuple):
+    """A process group as the ops take it: plain data, so that modules copy and pickle.
+
+    Attributes:
+        name: what ``torch.distributed`` registered the group as; unused for a group of one.
+        size: number of ranks.
+        rank: this process's position.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> Group:
+        """The handle of a live process group."""
+        return cls(process_group.group_name, process_group.size(), process_group.rank())
+
+
+ALONE = Group("", 1, 0)
+"""The group of one process: the ops communicate nothing."""

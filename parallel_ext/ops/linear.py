@@ -1,0 +1,149 @@
+"""Linear layers whose weight is cut over the ranks, with and without adapter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from parallel_ext.ops.group import ALONE, Group
+
+
+class Dropout(NamedTuple):
+    """Dropout of an input [T, K] whose mask can be drawn again, by any rank, in any part.
+
+    The random bits of an element are those of Philox4x32-10 for the counter of its global token and
+    feature (``csrc/dropout.cpp``), so the mask depends neither on how the input is cut nor on what
+    was drawn before.
+
+    Attributes:
+        p: probability of a zero, in [0, 1]; in effect the nearest multiple of 2^-16.
+        key: of the layer's masks: 63 bits.
+        step: of training, in [0, 2^32).
+        token: global index of the first token, the last one below 2^32.
+        feature: global index of the first feature.
+    """
+
+    p: float
+    key: int
+    step: int
+    token: int = 0
+    feature: int = 0
+
+
+def column_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    row_stride: int | None = None,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Linear layer of which a rank holds some output features (rows of the weight).
+
+    Args:
+        input: [..., K], replicated.
+        weight: [F, K], this rank's rows, same dtype.
+        bias: [F], this rank's part, or None.
+        row_stride: elements from one row of the output to the next, at least F (default F): aligned
+            rows for the passes over the logits. What lies between the rows is never read.
+        group: with the tensor-parallel group the gradient of ``input`` is summed over it, while the
+            weight's gradient is computed. With ALONE that sum is left to :func:`copy_to_tp`, so
+            that several layers on one input share it.
+
+    Returns:
+        [..., F], sharded. Under autocast in its lower precision, as ``torch.nn.functional.linear``.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
+
+    Source: Megatron-LM (arXiv 1909.08053), section 3.
+
+    Example:
+        >>> column_linear(torch.ones(1, 2), torch.ones(3, 2))
+        tensor([[2., 2., 2.]])
+    """
+    stride = weight.size(0) if row_stride is None else row_stride
+    return torch.ops.parallel_ext.column_linear(input, weight, bias, stride, group.size, group.name)
+
+
+def row_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Linear layer of which a rank holds some input features (columns of the weight).
+
+    Args:
+        input: [..., K], this rank's features of it (sharded).
+        weight: [F, K], this rank's columns, same dtype.
+        bias: [F], replicated, or None; added once, after the sum.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., F], replicated: one all-reduce in forward, nothing in backward. Under autocast in its
+        lower precision, as ``torch.nn.functional.linear``.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
+
+    Source: Megatron-LM (arXiv 1909.08053), section 3.
+
+    Example:
+        >>> row_linear(torch.ones(1, 2), torch.ones(3, 2))
+        tensor([[2., 2., 2.]])
+    """
+    return torch.ops.parallel_ext.row_linear(input, weight, bias, group.size, group.name)
+
+
+def lora_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    dropout: Dropout | None = None,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """A linear layer and its low-rank adapter in one.
+
+    ``input weight^T + scale (dropout(input) lora_a^T) lora_b^T``: the adapter's part is added in
+    the product of the base, and nothing but the input, the weights and [T, r] is kept for backward.
+    For a base cut by output features (rows of the weight) the group is ALONE: ``lora_a`` is
+    replicated, ``lora_b`` cut like the base, and the gradients of the input and of ``lora_a`` are
+    partial sums. For a base cut by input features the group is the tensor-parallel one: ``lora_a``
+    is cut like the base, ``lora_b`` replicated with a partial gradient, and both parts of the
+    output are summed in one all-reduce.
+
+    Args:
+        input: [..., K], this rank's features where the base is cut by them.
+        weight: [F, K], this rank's part, same dtype as ``input``.
+        lora_a: [r, K].
+        lora_b: [F, r], same dtype as ``lora_a``; both enter the products in the input's dtype.
+        bias: [F] or None; with a group it is replicated and added once.
+        scale: of the adapter's part.
+        dropout: of the input of the adapter, or None.
+        group: whose partial outputs are summed.
+
+    Returns:
+        [..., F]: sharded without a group, replicated with one. Under autocast in its lower
+        precision. Gradients of ``lora_a`` and ``lora_b`` are in their own dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
+
+    Source: LoRA (arXiv 2106.09685), section 4.1.
+
+    Example:
+        >>> x, w = torch.ones(1, 2), torch.ones(3, 2)
+        >>> lora_linear(x, w, torch.ones(1, 2), torch.ones(3, 1), scale=0.5)
+        tensor([[3., 3., 3.]])
+    """
+    p, *counter = dropout or (0.0,)
+    return torch.ops.parallel_ext.lora_linear(
+        input, weight, lora_a, lora_b, bias, scale, p, counter, group.size, group.name
+    )

@@ -1,0 +1,79 @@
+"""The borders of a tensor-parallel region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel_ext.ops.group import ALONE, Group  # noqa: F401 (an example)
+
+
+def reduce_from_tp(partial: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum the ranks' partial results; the border where a tensor-parallel region ends.
+
+    Args:
+        partial: [..., H], floating point; this rank's addend.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., H], the sum, replicated. Its gradient passes through unchanged, because every rank
+        already holds the gradient of the replicated value.
+
+    Raises:
+        TypeError: ``partial`` is not floating point.
+
+    Source: Megatron-LM (arXiv 1909.08053), section 3, operator g.
+
+    Example:
+        >>> reduce_from_tp(torch.ones(2), ALONE)
+        tensor([1., 1.])
+    """
+    return torch.ops.parallel_ext.reduce_from_tp(partial, group.size, group.name)
+
+
+def copy_to_tp(input: torch.Tensor, group: Group) -> torch.Tensor:
+    """Let a replicated input enter a tensor-parallel region; its gradient is summed there.
+
+    Args:
+        input: [..., H], floating point, replicated.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., H], replicated. In backward every rank contributes the partial gradient of its shard
+        and receives the sum.
+
+    Raises:
+        TypeError: ``input`` is not floating point.
+
+    Source: Megatron-LM (arXiv 1909.08053), section 3, operator f.
+
+    Example:
+        >>> copy_to_tp(torch.ones(2), ALONE)
+        tensor([1., 1.])
+    """
+    return torch.ops.parallel_ext.copy_to_tp(input, group.size, group.name)
+
+
+def gather_from_tp(shard: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
+    """Join the ranks' columns; the border where sharded outputs become replicated.
+
+    Args:
+        shard: [..., sizes[group.rank]], any dtype; this rank's columns.
+        sizes: columns of every rank, zeros allowed.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., sum(sizes)], replicated; its gradient, which every rank holds whole, is cut to the
+        own columns.
+
+    Raises:
+        ValueError: ``shard`` does not have this rank's columns, or the sizes are not one a rank.
+
+    Example:
+        >>> gather_from_tp(torch.ones(2, 3), [3], ALONE).shape
+        torch.Size([2, 3])
+    """
+    return torch.ops.parallel_ext.gather_from_tp(
+        shard, list(sizes), group.rank, group.size, group.name
+    )
