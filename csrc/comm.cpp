@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -164,9 +165,9 @@ double timeout_of(const Group& group) {
       .count();
 }
 
-void count_in_shared_memory() {
+void count(const char* what, int64_t number) {
   std::lock_guard<std::mutex> lock(state_mutex);
-  counts["in_shared_memory"] += 1;
+  counts[what] += number;
 }
 
 // What comes before every collective: the optional order check, then the counters.
@@ -189,7 +190,7 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
   Group group = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group_size, group_name);
   auto memory = tensor.is_cpu() ? shared_memory_of(group) : nullptr;
   if (memory && can_sum_in_rank_order(tensor.scalar_type())) {
-    count_in_shared_memory();
+    count("in_shared_memory", 1);
     // The dtype too must be equal on all ranks.
     const std::string kind = std::string("all_reduce ") + c10::toString(tensor.scalar_type());
     memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(), timeout_of(group));
@@ -213,7 +214,7 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size
   Group group = begin(op, "all_gather", part.nbytes(), part.device(), group_size, group_name);
   auto memory = part.is_cpu() ? shared_memory_of(group) : nullptr;
   if (!memory) return gather_into_new(group, part);
-  count_in_shared_memory();
+  count("in_shared_memory", 1);
   at::Tensor all = empty_for_all(group, part);
   memory->start(op, "all_gather", part.const_data_ptr(), part.nbytes(), timeout_of(group));
   memory->finish_gather(all.mutable_data_ptr());
@@ -239,13 +240,18 @@ std::vector<std::string> exchange_bytes(const std::string& record, int64_t group
 
 void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
                 const std::vector<std::vector<Span>>& incoming, int64_t group_size,
-                const std::string& group_name, double timeout_s) {
+                const std::string& group_name, std::optional<double> own_timeout_s) {
   if (group_size == 1) return;
-  // Its bytes differ from rank to rank.
+  // The order check compares the bytes, which here differ from rank to rank.
   Group group = begin(op, "swap", 0, at::kCPU, group_size, group_name);
+  const double timeout_s = own_timeout_s.value_or(timeout_of(group));
+  for (int64_t peer = 0; peer < group_size; ++peer) {
+    if (peer == group->getRank()) continue;
+    for (const Span& span : outgoing[peer]) count("swap_bytes", span.bytes);
+  }
   const auto memory = shared_memory_of(group);
   if (memory) {
-    count_in_shared_memory();
+    count("in_shared_memory", 1);
     memory->swap(op, outgoing, incoming, timeout_s);
     return;
   }
@@ -263,6 +269,25 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   post(outgoing, [&](auto& bytes, int peer) { return group->send(bytes, peer, 0); });
   const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
   for (const auto& work : works) work->wait(timeout);
+}
+
+at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::vector<int64_t>& sent,
+                           const std::vector<int64_t>& received, int64_t group_size,
+                           const std::string& group_name) {
+  if (group_size == 1) return rows;
+  Group group = begin(op, "all_to_all", 0, rows.device(), group_size, group_name);
+  const int64_t num_rows = std::accumulate(received.begin(), received.end(), int64_t{0});
+  at::Tensor output = at::empty({num_rows, rows.size(1)}, rows.options());
+  const int64_t row_bytes = rows.size(1) * rows.element_size();
+  count("all_to_all_bytes", (rows.size(0) - sent[group->getRank()]) * row_bytes);
+  if (row_bytes == 0) return output;
+  at::Tensor in = rows.view(at::kByte), out = output.view(at::kByte);  // every dtype travels
+  auto out_splits = received, in_splits = sent;
+#pragma GCC diagnostic push  // its newer name is missing in the oldest torch that is supported
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  group->alltoall_base(out, in, out_splits, in_splits)->wait();
+#pragma GCC diagnostic pop
+  return output;
 }
 
 std::map<std::string, int64_t> collective_counts() {

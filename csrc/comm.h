@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,10 +37,16 @@ std::vector<std::string> exchange_bytes(const std::string& record, int64_t group
 
 // Brings the bytes of `outgoing[r]` to rank r and fills `incoming[r]` with what rank r sends; CPU
 // memory. The spans of two ranks for each other must be alike, one by one. `timeout_s` bounds the
-// wait for a rank that does not come.
+// wait for a rank that does not come; without it the group's own time does.
 void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
                 const std::vector<std::vector<Span>>& incoming, int64_t group_size,
-                const std::string& group_name, double timeout_s);
+                const std::string& group_name, std::optional<double> timeout_s = {});
+
+// Contiguous `rows` [N, H], the first sent[0] of them for rank 0 and so on -> received[0] rows of
+// rank 0 and so on; any dtype, any device.
+at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::vector<int64_t>& sent,
+                           const std::vector<int64_t>& received, int64_t group_size,
+                           const std::string& group_name);
 
 // Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank;
 // "in_shared_memory" how many of them no process group carried.

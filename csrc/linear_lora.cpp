@@ -61,14 +61,14 @@ void for_tiles(const at::Tensor& rows, const Use& use) {
   }
 }
 
-// dropout(rows) lora_a^T without the dropout's scale: [T, r].
+// lora_a dropout(rows)^T without the dropout's scale: [r, T]. What is small lies in rows of T
+// elements: CPU products with the long side inside take about half of the time.
 at::Tensor low_of(const at::Tensor& rows, const at::Tensor& lora_a, const Dropout& dropout) {
-  if (dropout.p == 0) return at::mm(rows, lora_a.t());
-  at::Tensor low = at::empty({rows.size(0), lora_a.size(0)}, rows.options());
+  if (dropout.p == 0) return at::mm(lora_a, rows.t());
+  at::Tensor low = at::empty({lora_a.size(0), rows.size(0)}, rows.options());
   for_tiles(rows, [&](int64_t first, const at::Tensor& input, const at::Tensor& dropped) {
     drop(dropout, first, input, dropped);
-    at::Tensor out = low.narrow(0, first, input.size(0));
-    at::mm_out(out, dropped, lora_a.t());
+    low.narrow(1, first, input.size(0)).copy_(at::mm(lora_a, dropped.t()));
   });
   return low;
 }
@@ -90,7 +90,7 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_kernel(
   at::Tensor low = low_of(rows, lora_a.to(dtype), dropout);
   at::Tensor output =
       bias && group_size == 1 ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
-  output.addmm_(low, lora_b.to(dtype).t(), 1, scale * dropout.scale());
+  output.addmm_(low.t(), lora_b.to(dtype).t(), 1, scale * dropout.scale());
   if (group_size > 1) {
     all_reduce_sum(op, output, group_size, group_name);  // numel(output), every rank
     if (bias) output.add_(*bias);
@@ -109,13 +109,13 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_meta(
   for (size_t dim = 0; dim + 1 < shape.size(); ++dim) num_tokens = num_tokens * shape[dim];
   shape.back() = weight.sym_size(0);
   return {at::empty_symint(shape, input.options()),
-          at::empty_symint({num_tokens, lora_a.sym_size(0)}, input.options())};
+          at::empty_symint({lora_a.sym_size(0), num_tokens}, input.options())};
 }
 
 using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// Adds scale * mask * (grad_low lora_a) to grad_input, if that is given, and returns
-// grad_low^T dropout(rows), both for the mask of the forward, which is drawn again.
+// Adds scale * mask * (grad_low^T lora_a) to grad_input, if that is given, and returns
+// grad_low dropout(rows), both for the mask of the forward, which is drawn again.
 at::Tensor through_dropout(const at::Tensor& rows, const at::Tensor& grad_low,
                            const at::Tensor& lora_a, const Dropout& dropout, double scale,
                            const at::Tensor& grad_input) {
@@ -123,14 +123,14 @@ at::Tensor through_dropout(const at::Tensor& rows, const at::Tensor& grad_low,
   const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor grad_a = at::zeros(lora_a.sizes(), lora_a.options().dtype(wide));
   for_tiles(rows, [&](int64_t first, const at::Tensor& input, const at::Tensor& dropped) {
-    const at::Tensor grads = grad_low.narrow(0, first, input.size(0));
+    const at::Tensor grads = grad_low.narrow(1, first, input.size(0));
     if (grad_input.defined()) {
-      drop_and_add(dropout, first, input, dropped, at::mm(grads, lora_a), scale,
+      drop_and_add(dropout, first, input, dropped, at::mm(grads.t(), lora_a), scale,
                    grad_input.narrow(0, first, input.size(0)));
     } else {
       drop(dropout, first, input, dropped);
     }
-    grad_a.add_(at::mm(grads.t(), dropped));
+    grad_a.add_(at::mm(grads, dropped));
   });
   return grad_a;
 }
@@ -153,20 +153,24 @@ FiveTensors lora_linear_backward_kernel(const at::Tensor& grad_output, const at:
   if (needed[0]) grad_input = at::mm(grad_rows, weight);
   if (needed[0] || needed[2]) {
     const at::Tensor factor_a = lora_a.to(dtype);
-    const at::Tensor grad_low = at::mm(grad_rows, lora_b.to(dtype));  // without the scale
+    // [r, T], without the scale
+    const at::Tensor grad_low = at::mm(lora_b.to(dtype).t(), grad_rows.t());
     if (dropout.p > 0) {
       grad_a = through_dropout(rows, grad_low, factor_a, dropout, scale,
                                needed[0] ? grad_input : at::Tensor());
     } else {
-      if (needed[0]) grad_input.addmm_(grad_low, factor_a, 1, scale);
-      if (needed[2]) grad_a = at::mm(grad_low.t(), rows);
+      if (needed[0]) grad_input.addmm_(grad_low.t(), factor_a, 1, scale);
+      if (needed[2]) grad_a = at::mm(grad_low, rows);
     }
   }
   if (needed[0]) grad_input = grad_input.view(input.sizes());
   if (needed[1]) grad_weight = at::mm(grad_rows.t(), rows);
   if (needed[4]) grad_bias = grad_rows.sum(0);
   grad_a = needed[2] ? grad_a.to(lora_a.scalar_type()).mul_(scale) : nothing(lora_a);
-  if (needed[3]) grad_b = at::mm(grad_rows.t(), low).to(lora_b.scalar_type()).mul_(scale);
+  if (needed[3]) {
+    grad_b = at::empty(lora_b.sizes(), lora_b.options());
+    grad_b.copy_(at::mm(low, grad_rows).t()).mul_(scale);
+  }
   return {grad_input, grad_weight, grad_a, grad_b, grad_bias};
 }
 
@@ -184,7 +188,7 @@ FiveTensors lora_linear_backward_meta(const at::Tensor&, const at::Tensor& input
           grad_of(lora_b, needed[3]), grad_bias};
 }
 
-// Autograd. The input is saved once, and [T, r] of its product with lora_a.
+// Autograd. The input is saved once, and [r, T] of its product with lora_a.
 
 class LoraLinear : public torch::autograd::Function<LoraLinear> {
  public:

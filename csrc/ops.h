@@ -61,7 +61,7 @@ at::Tensor lora_linear(const at::Tensor& input, const at::Tensor& weight, const 
                        double scale, double dropout, at::IntArrayRef dropout_counter,
                        int64_t group_size, const std::string& group_name);
 
-// -> the output, and dropout(input) lora_a^T, not scaled, as [T, r] for backward.
+// -> the output, and lora_a dropout(input)^T, not scaled, as [r, T] for backward.
 std::tuple<at::Tensor, at::Tensor> lora_linear_forward(
     const at::Tensor& input, const at::Tensor& weight, const at::Tensor& lora_a,
     const at::Tensor& lora_b, const std::optional<at::Tensor>& bias, double scale, double dropout,
@@ -132,5 +132,27 @@ std::tuple<at::Tensor, at::Tensor> moe_combine_backward(const at::Tensor& grad_o
                                                         const at::Tensor& rows,
                                                         const at::Tensor& slots,
                                                         const at::Tensor& weights);
+
+// --- moe_exchange.cpp, moe_linear.cpp: experts on the ranks of a group, any number on each ---
+
+// rows in expert order, send_counts[E] of them for each expert -> the rows of this rank's experts
+// in the order of (expert, rank, row), receive_counts[rank * own experts + expert] from each rank;
+// or back again, where not `to_experts`. `experts_per_rank` says how the experts lie on the ranks.
+// Backward: the way back.
+at::Tensor moe_exchange(const at::Tensor& rows, at::IntArrayRef send_counts,
+                        at::IntArrayRef receive_counts, at::IntArrayRef experts_per_rank,
+                        bool to_experts, int64_t rank, int64_t group_size,
+                        const std::string& group_name);
+
+// rows [N, K] in expert order, counts[e] for each of the weights [e, F, K] -> [N, F]: each row
+// times the weight of its expert.
+at::Tensor moe_linear(const at::Tensor& rows, const at::Tensor& weight, at::IntArrayRef counts);
+
+// -> gradients of rows and weight, zeros for an expert without rows; [0] where not `needed`.
+std::tuple<at::Tensor, at::Tensor> moe_linear_backward(const at::Tensor& grad_output,
+                                                       const at::Tensor& rows,
+                                                       const at::Tensor& weight,
+                                                       at::IntArrayRef counts,
+                                                       std::array<bool, 2> needed);
 
 }  // namespace parallel_ext

@@ -66,4 +66,13 @@ TORCH_LIBRARY(parallel_ext, m) {
       "moe_combine_backward(Tensor grad_output, Tensor rows, Tensor slots, Tensor weights) -> "
       "(Tensor, Tensor)",
       tags);
+  m.def(
+      "moe_exchange(Tensor rows, int[] send_counts, int[] receive_counts, int[] experts_per_rank, "
+      "bool to_experts, int rank, int group_size, str group_name) -> Tensor",
+      tags);
+  m.def("moe_linear(Tensor rows, Tensor weight, int[] counts) -> Tensor", tags);
+  m.def(
+      "moe_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, int[] counts, "
+      "bool[2] needed) -> (Tensor, Tensor)",
+      tags);
 }

@@ -54,6 +54,9 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     ids, labels = torch.tensor([[0, 4, 2], [4, 4, 0]]), torch.tensor([0, 4, IGNORED, 2])
     choices = torch.tensor([[0, 4], [4, 2], [1, 0], [4, 3]])
     slots = moe_route_plan(choices, 5).slots
+    rows_of_experts = [1, 2, 3, 4, 0]
+    exchange = (rows_of_experts, rows_of_experts[start:stop] * group.size, sizes)
+    received = sum(exchange[1])
     loss_ends = [(5, start, stop, IGNORED, kind, *of_group) for kind in ("mean", "sum", "none")]
     whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *of_group)
     width_of_whole = 5 if group.rank == 0 else 0
@@ -113,9 +116,9 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         ],
         "lora_linear_backward": [
             (_plain(3, own), _plain(3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2))
-            + (_plain(3, 2), 0.5, 0.0, [], [True] * 5),
+            + (_plain(2, 3), 0.5, 0.0, [], [True] * 5),
             (_plain(2, 3, own), _plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(own, 2))
-            + (_plain(6, 2), 0.5, 0.4, [123456789, 7, 5, 37], [True, False, True, False, False]),
+            + (_plain(2, 6), 0.5, 0.4, [123456789, 7, 5, 37], [True, False, True, False, False]),
         ],
         "vocab_embedding": [
             (ids, _values(own, 2), 5, start, None, *of_group),
@@ -158,6 +161,21 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         "moe_combine_backward": [
             (_plain(4, 3), _plain(8, 3), slots, _plain(4, 2)),
             (_plain(3).expand(4, 3), _plain(3, 8).T, slots, _plain(2, 4).T),
+        ],
+        "moe_exchange": [
+            (_values(10, 3), *exchange, True, group.rank, *of_group),
+            (_values(3, received, dtype=bf16).T, *exchange, False, group.rank, *of_group),
+            (_values(0, 3), *([0] * len(each) for each in exchange[:2]), sizes, True, group.rank)
+            + of_group,
+        ],
+        "moe_linear": [
+            (_values(5, 3), _values(3, 2, 3), [2, 0, 3]),
+            (_values(3, 5).T, _values(3, 4, 2).transpose(0, 2), [5, 0]),
+            (_values(0, 3), _values(2, 2, 3), [0, 0]),
+        ],
+        "moe_linear_backward": [
+            (_plain(5, 2), _plain(5, 3), _plain(3, 2, 3), [2, 0, 3], [True, True]),
+            (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), [2, 0, 3], [True, False]),
         ],
     }
 

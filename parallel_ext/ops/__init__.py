@@ -7,13 +7,22 @@ Every rank of the group must call an op, with shapes that agree, in the same ord
 
 from parallel_ext.ops.group import ALONE, Group
 from parallel_ext.ops.linear import Dropout, column_linear, lora_linear, row_linear
-from parallel_ext.ops.moe import RoutePlan, moe_combine, moe_dispatch, moe_route_plan
+from parallel_ext.ops.moe import (
+    ExchangePlan,
+    RoutePlan,
+    moe_combine,
+    moe_dispatch,
+    moe_exchange,
+    moe_linear,
+    moe_route_plan,
+)
 from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
 from parallel_ext.ops.vocab import vocab_cross_entropy, vocab_embedding
 
 __all__ = [
     "ALONE",
     "Dropout",
+    "ExchangePlan",
     "Group",
     "RoutePlan",
     "column_linear",
@@ -22,6 +31,8 @@ __all__ = [
     "lora_linear",
     "moe_combine",
     "moe_dispatch",
+    "moe_exchange",
+    "moe_linear",
     "moe_route_plan",
     "reduce_from_tp",
     "row_linear",

@@ -112,7 +112,7 @@ def lora_linear(
     """A linear layer and its low-rank adapter in one.
 
     ``input weight^T + scale (dropout(input) lora_a^T) lora_b^T``: the adapter's part is added in
-    the product of the base, and nothing but the input, the weights and [T, r] is kept for backward.
+    the product of the base, and nothing but the input, the weights and [r, T] is kept for backward.
     For a base cut by output features (rows of the weight) the group is ALONE: ``lora_a`` is
     replicated, ``lora_b`` cut like the base, and the gradients of the input and of ``lora_a`` are
     partial sums. For a base cut by input features the group is the tensor-parallel one: ``lora_a``

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from parallel_ext.ops.group import ALONE, Group
 
 
 class RoutePlan(NamedTuple):
@@ -87,3 +90,73 @@ def moe_combine(
         tensor([[1.2500]])
     """
     return torch.ops.parallel_ext.moe_combine(rows, slots, weights)
+
+
+class ExchangePlan(NamedTuple):
+    """How many rows of a mixture of experts go where; plain numbers, the same for the way back.
+
+    Attributes:
+        send_counts: [E]; rows of this rank for each expert.
+        receive_counts: [ranks * own experts]; rows from each rank for each of this rank's experts.
+        experts_per_rank: [ranks]; rank r holds so many experts after those of rank r - 1.
+    """
+
+    send_counts: list[int]
+    receive_counts: list[int]
+    experts_per_rank: list[int]
+
+    def rows_per_expert(self, rank: int) -> list[int]:
+        """Rows of each expert that ``rank``, whose plan this is, holds."""
+        own = self.experts_per_rank[rank]
+        return [sum(self.receive_counts[expert::own]) for expert in range(own)]
+
+
+def moe_exchange(
+    rows: torch.Tensor, plan: ExchangePlan, *, back: bool = False, group: Group = ALONE
+) -> torch.Tensor:
+    """Bring rows to the ranks that hold their experts, or the results back.
+
+    Args:
+        rows: [N, H], floating point, in expert order; with ``back`` in the order that it returned.
+        plan: of this rank.
+        back: whether the rows return to the ranks that they came from.
+        group: the expert-parallel group.
+
+    Returns:
+        The rows of this rank's experts in the order of (expert, rank, row), those of one expert
+        side by side; with ``back`` this rank's own rows in expert order. Every rank takes part,
+        whatever it sends or holds. In backward the gradients travel the other way, by the same
+        counts.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or counts do not fit.
+
+    Example:
+        >>> moe_exchange(torch.ones(3, 2), ExchangePlan([1, 2], [1, 2], [2])).shape
+        torch.Size([3, 2])
+    """
+    return torch.ops.parallel_ext.moe_exchange(
+        rows, *plan, not back, group.rank, group.size, group.name
+    )
+
+
+def moe_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """A linear layer of each expert on its own rows.
+
+    Args:
+        rows: [N, K], floating point; the rows of one expert lie side by side.
+        weight: [e, F, K], same dtype.
+        counts: e numbers; rows of each expert, zeros allowed.
+
+    Returns:
+        [N, F]. The gradient of the weight of an expert without rows is zero.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or counts do not fit.
+
+    Example:
+        >>> moe_linear(torch.ones(2, 3), torch.ones(2, 1, 3), [2, 0])
+        tensor([[3.],
+                [3.]])
+    """
+    return torch.ops.parallel_ext.moe_linear(rows, weight, list(counts))

@@ -1,0 +1,159 @@
+// A linear layer of each expert, on the rows that are its own.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <numeric>
+
+#include "check.h"
+#include "dispatch.h"
+#include "ops.h"
+
+namespace parallel_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+
+void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
+                      at::IntArrayRef counts) {
+  check_floating(op, "rows", rows);
+  check_same_dtype(op, "weight", weight, "rows", rows);
+  check_dim(op, "rows", rows, 2);
+  check_dim(op, "weight", weight, 3);
+  TORCH_CHECK_VALUE(rows.size(1) == weight.size(2), op, ": rows of shape ", rows.sizes(),
+                    " do not fit weights of shape ", weight.sizes(),
+                    "; their last dimensions must be equal");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(counts.size()) == weight.size(0), op, ": ", counts.size(),
+                    " counts are not one for each of the ", weight.size(0), " experts");
+  int64_t total = 0;
+  for (const int64_t count : counts) {
+    TORCH_CHECK_VALUE(count >= 0, op, ": a count is negative: ", counts);
+    total += count;
+  }
+  TORCH_CHECK_VALUE(total == rows.size(0), op, ": the counts ", counts, " add up to ", total,
+                    ", but there are ", rows.size(0), " rows");
+}
+
+// Calls use(expert, first row, rows) for every expert, those without rows included. Products go
+// into slices of one output, of which they write every element: one of no inner size writes zeros.
+template <typename Use>
+void for_experts(at::IntArrayRef counts, const Use& use) {
+  int64_t first = 0;
+  for (size_t expert = 0; expert < counts.size(); ++expert) {
+    use(static_cast<int64_t>(expert), first, counts[expert]);
+    first += counts[expert];
+  }
+}
+
+at::Tensor moe_linear_kernel(const at::Tensor& rows, const at::Tensor& weight,
+                             at::IntArrayRef counts) {
+  check_moe_linear("moe_linear", rows, weight, counts);
+  at::Tensor output = at::empty({rows.size(0), weight.size(1)}, rows.options());
+  for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
+    at::Tensor out = output.narrow(0, first, count);
+    at::mm_out(out, rows.narrow(0, first, count), weight.select(0, expert).t());
+  });
+  return output;
+}
+
+TwoTensors moe_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& rows,
+                                      const at::Tensor& weight, at::IntArrayRef counts,
+                                      std::array<bool, 2> needed) {
+  at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
+  if (needed[0]) grad_rows = at::empty(rows.sizes(), rows.options());
+  if (needed[1]) grad_weight = at::empty(weight.sizes(), weight.options());
+  for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
+    const at::Tensor grad = grad_output.narrow(0, first, count);
+    if (needed[0]) {
+      at::Tensor out = grad_rows.narrow(0, first, count);
+      at::mm_out(out, grad, weight.select(0, expert));
+    }
+    if (needed[1]) {
+      at::Tensor out = grad_weight.select(0, expert);
+      at::mm_out(out, grad.t(), rows.narrow(0, first, count));
+    }
+  });
+  return {grad_rows, grad_weight};
+}
+
+at::Tensor moe_linear_meta(const at::Tensor& rows, const at::Tensor& weight, at::IntArrayRef) {
+  return at::empty_symint({rows.sym_size(0), weight.sym_size(1)}, rows.options());
+}
+
+TwoTensors moe_linear_backward_meta(const at::Tensor&, const at::Tensor& rows,
+                                    const at::Tensor& weight, at::IntArrayRef,
+                                    std::array<bool, 2> needed) {
+  const at::Tensor none = at::empty({0}, rows.options());
+  return {
+      needed[0] ? at::empty_symint(rows.sym_sizes(), rows.options()) : none,
+      needed[1] ? at::empty_symint(weight.sym_sizes(), weight.options()) : at::empty_like(none)};
+}
+
+class MoeLinear : public torch::autograd::Function<MoeLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weight,
+                            at::IntArrayRef counts) {
+    ctx->save_for_backward({rows, weight});
+    ctx->saved_data["counts"] = counts.vec();
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return moe_linear(rows, weight, counts);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const std::array<bool, 2> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
+    auto [grad_rows, grad_weight] = moe_linear_backward(
+        grad_outputs[0], saved[0], saved[1], ctx->saved_data["counts"].toIntVector(), needed);
+    return {needed[0] ? grad_rows : Variable(), needed[1] ? grad_weight : Variable(), Variable()};
+  }
+};
+
+at::Tensor moe_linear_autograd(const at::Tensor& rows, const at::Tensor& weight,
+                               at::IntArrayRef counts) {
+  return MoeLinear::apply(rows, weight, counts);
+}
+
+TwoTensors moe_linear_backward_autograd(const at::Tensor& grad_output, const at::Tensor& rows,
+                                        const at::Tensor& weight, at::IntArrayRef counts,
+                                        std::array<bool, 2> needed) {
+  refuse_second_derivative("moe_linear", {grad_output, rows, weight});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return moe_linear_backward(grad_output, rows, weight, counts, needed);
+}
+
+}  // namespace
+
+at::Tensor moe_linear(const at::Tensor& rows, const at::Tensor& weight, at::IntArrayRef counts) {
+  static auto op = op_handle<decltype(moe_linear)>("parallel_ext::moe_linear");
+  return op.call(rows, weight, counts);
+}
+
+std::tuple<at::Tensor, at::Tensor> moe_linear_backward(const at::Tensor& grad_output,
+                                                       const at::Tensor& rows,
+                                                       const at::Tensor& weight,
+                                                       at::IntArrayRef counts,
+                                                       std::array<bool, 2> needed) {
+  static auto op = op_handle<decltype(moe_linear_backward)>("parallel_ext::moe_linear_backward");
+  return op.call(grad_output, rows, weight, counts, needed);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
+  m.impl("moe_linear", moe_linear_kernel);
+  m.impl("moe_linear_backward", moe_linear_backward_kernel);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
+  m.impl("moe_linear", moe_linear_meta);
+  m.impl("moe_linear_backward", moe_linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
+  m.impl("moe_linear", moe_linear_autograd);
+  m.impl("moe_linear_backward", moe_linear_backward_autograd);
+}
+
+}  // namespace parallel_ext
