@@ -54,7 +54,7 @@ test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks setup.py
 	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks setup.py
-	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cpp csrc/*.cu csrc/*.h
 
 bench: $(VENV)/installed
 	$(ENV) $(PY) benchmarks/train_step.py

@@ -1,5 +1,6 @@
 """Builds parallel_ext._C against the torch of the running environment."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from setuptools import setup
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
 try:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError:
     sys.exit(
         "parallel_ext compiles against the torch that will run it, and torch is not importable "
@@ -17,17 +19,51 @@ except ImportError:
 
 ROOT = Path(__file__).parent
 
+
+def with_cuda() -> bool:
+    """Whether to compile the CUDA kernels: by torch and nvcc, since a GPU may come later."""
+    wanted = os.environ.get("FORCE_CUDA") or None
+    if wanted not in (None, "0", "1"):
+        sys.exit(f"FORCE_CUDA must be 0 (no CUDA kernels) or 1 (fail without them), got {wanted!r}")
+    if wanted == "0":
+        return False
+    if torch.version.cuda is None:
+        missing = f"torch {torch.__version__} is not built for CUDA"
+    elif CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists():
+        missing = f"there is no nvcc in the bin folder of CUDA_HOME, which is {CUDA_HOME}"
+    else:
+        return True
+    if wanted == "1":
+        sys.exit(f"FORCE_CUDA=1, but {missing}")
+    if torch.version.cuda is not None:
+        print(f"parallel_ext is built without CUDA kernels: {missing}", file=sys.stderr)
+    return False
+
+
+def csrc(ending: str) -> list[str]:
+    """The files of csrc with that ending."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/*{ending}"))
+
+
+CUDA = with_cuda()
+
 setup(
     ext_modules=[
-        CppExtension(
+        (CUDAExtension if CUDA else CppExtension)(
             "parallel_ext._C",
-            sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
-            depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.h")),
-            # No -std (torch picks it) and no -march (the hot loops are compiled for several).
-            extra_compile_args=[
-                *("-O3", "-fno-math-errno", "-fno-trapping-math"),
-                *("-Wall", "-Wextra", "-Wno-unused-parameter"),
-            ],
+            csrc(".cpp") + (csrc(".cu") if CUDA else []),
+            # An sdist holds what stands here: of a machine without CUDA, the kernels too.
+            depends=csrc(".h") + csrc(".cu"),
+            define_macros=[("PARALLEL_EXT_WITH_CUDA", None)] if CUDA else [],
+            # No -std (torch picks it) and no -march (the hot loops are compiled for several). The
+            # GPUs are those of TORCH_CUDA_ARCH_LIST, or what torch picks.
+            extra_compile_args={
+                "cxx": [
+                    *("-O3", "-fno-math-errno", "-fno-trapping-math"),
+                    *("-Wall", "-Wextra", "-Wno-unused-parameter"),
+                ],
+                "nvcc": ["-O3"],
+            },
         )
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -1,5 +1,5 @@
-// Which kernel serves a CPU tensor: ours, compiled for several instruction sets, or the path of
-// plain ATen calls that serves every other device.
+// Which kernel serves a tensor: loops for the CPU, compiled for several instruction sets, CUDA
+// kernels where the build has them, or the path of plain ATen calls that serves every other device.
 #pragma once
 
 // One build holds a loop for AVX-512, for AVX2 and for any x86-64; the loader takes the best one.
@@ -13,6 +13,13 @@
 #endif
 
 namespace parallel_ext {
+
+// setup.py defines it where it compiles the .cu files.
+#ifdef PARALLEL_EXT_WITH_CUDA
+inline constexpr bool kWithCudaKernels = true;
+#else
+inline constexpr bool kWithCudaKernels = false;
+#endif
 
 // Off by default; the tests switch it on to run the other devices' path on a CPU.
 bool aten_path_on_cpu();

@@ -20,6 +20,7 @@ py::dict build_info() {
   info["compiler"] = __VERSION__;
   info["cxx_standard"] = static_cast<int64_t>(__cplusplus);
   info["multiversion"] = PARALLEL_EXT_HAS_MULTIVERSION;
+  info["cuda_kernels"] = parallel_ext::kWithCudaKernels;
   return info;
 }
 

@@ -1,4 +1,5 @@
-// Conversions that a loop can inline and vectorize: c10's own call out of line or branch.
+// Conversions that a loop can inline and vectorize: c10's own call out of line or branch. For CPU
+// and CUDA.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -7,7 +8,21 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __CUDACC__
+#define PARALLEL_EXT_INLINE __host__ __device__ __forceinline__
+#else
 #define PARALLEL_EXT_INLINE inline __attribute__((always_inline))
+#endif
+
+// Before a short loop of constant length. Each compiler warns of the other's words, and nvcc's pass
+// for the host of both.
+#if defined(__CUDA_ARCH__)
+#define PARALLEL_EXT_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define PARALLEL_EXT_UNROLL
+#else
+#define PARALLEL_EXT_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace parallel_ext {
 
@@ -19,6 +34,13 @@ PARALLEL_EXT_INLINE float to_float(c10::BFloat16 x) {
   return value;
 }
 PARALLEL_EXT_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
+
+// The type in which sums are made.
+PARALLEL_EXT_INLINE double widen(double x) { return x; }
+template <typename scalar_t>
+PARALLEL_EXT_INLINE float widen(scalar_t x) {
+  return to_float(x);
+}
 
 PARALLEL_EXT_INLINE void store(float value, float* out) { *out = value; }
 PARALLEL_EXT_INLINE void store(float value, c10::BFloat16* out) {

@@ -9,8 +9,9 @@
 
 namespace parallel_ext {
 
-inline constexpr uint32_t kPhiloxMultiplier[2] = {0xD2511F53u, 0xCD9E8D57u};
-inline constexpr uint32_t kPhiloxKeyStep[2] = {0x9E3779B9u, 0xBB67AE85u};
+// Not arrays: device code cannot read an array of the host.
+inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
 inline constexpr int kPhiloxRounds = 10;
 
 struct Philox {
@@ -18,14 +19,14 @@ struct Philox {
 };
 
 PARALLEL_EXT_INLINE Philox philox(Philox x, uint32_t key0, uint32_t key1) {
-#pragma GCC unroll 10
+  PARALLEL_EXT_UNROLL
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t a = uint64_t{kPhiloxMultiplier[0]} * x.word[0];
-    const uint64_t b = uint64_t{kPhiloxMultiplier[1]} * x.word[2];
+    const uint64_t a = uint64_t{kPhiloxMultiplier0} * x.word[0];
+    const uint64_t b = uint64_t{kPhiloxMultiplier1} * x.word[2];
     x = {static_cast<uint32_t>(b >> 32) ^ x.word[1] ^ key0, static_cast<uint32_t>(b),
          static_cast<uint32_t>(a >> 32) ^ x.word[3] ^ key1, static_cast<uint32_t>(a)};
-    key0 += kPhiloxKeyStep[0];
-    key1 += kPhiloxKeyStep[1];
+    key0 += kPhiloxKeyStep0;
+    key1 += kPhiloxKeyStep1;
   }
   return x;
 }

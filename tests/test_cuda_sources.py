@@ -1,0 +1,322 @@
+"""CUDA sources on a machine without a GPU: they compile, and their threads do what they must."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+import torch
+from torch.utils import cpp_extension
+
+from parallel_ext import _C
+from parallel_ext.ops import Dropout, lora_linear
+
+SOURCE = Path(__file__).parents[1]
+CSRC = SOURCE / "csrc"
+KERNELS = sorted(path.name for path in CSRC.glob("*.cu"))
+TORCH_INCLUDE = Path(torch.__file__).parent / "include"
+STANDARD = f"-std=c++{_C.build_info()['cxx_standard'] // 100 % 100}"
+
+# A wheel of torch for the CPU has all that the kernels include but this file, which CMake makes.
+CMAKE_MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
+
+
+needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="there is no nvcc on PATH or in CUDA_HOME")
+
+
+def _nvcc_errors(source: Path, folder: Path) -> str:
+    """What nvcc says against a source; nothing where it makes an object of it."""
+    macros = folder / CMAKE_MACROS
+    macros.parent.mkdir(parents=True)
+    macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    command = [
+        *(_nvcc(), "-c", source, "-o", folder / "object.o", STANDARD, "-O3"),
+        *cpp_extension.COMMON_NVCC_FLAGS,
+        *("-gencode", "arch=compute_80,code=sm_80"),
+        *("-gencode", "arch=compute_90a,code=sm_90a"),
+        # A call of a host function by the device, for one, is only a warning otherwise.
+        *("-Werror", "all-warnings", "-Xcompiler", "-fPIC"),
+        *("-I", CSRC, "-I", folder, "-isystem", TORCH_INCLUDE),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout + result.stderr if result.returncode else ""
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_without_a_gpu_and_with_a_torch_for_the_cpu(name, tmp_path):
+    assert _nvcc_errors(CSRC / name, tmp_path) == ""
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("return nowhere;", 'identifier "nowhere" is undefined'),
+        ("return on_host();", "calling a __host__ function"),
+    ],
+)
+def test_an_error_in_a_kernel_is_noticed(body, error, tmp_path):
+    broken = tmp_path / "broken.cu"
+    text = (CSRC / KERNELS[0]).read_text()
+    kernel = f"__global__ void broken(int* x) {{ *x = [] {{ {body} }}(); }}"
+    broken.write_text(f"{text}\nint on_host() {{ return *new int(1); }}\n{kernel}\n")
+    assert error in _nvcc_errors(broken, tmp_path)
+
+
+LIGHT = re.compile(
+    r"<(c10/(cuda|macros)/\w+\.h|c10/util/(BFloat16|Half|Exception)\.h"  # of torch
+    r"|cu(da|b/)[\w/]*\.c?u?h|[a-z_]+)>"  # of CUDA and C++
+)
+
+
+def _heavy_includes(name: str) -> list[str]:
+    """What a file of csrc, and what it includes of csrc, include that kernels should not."""
+    heavy: list[str] = []
+    for include in re.findall(r"^\s*#\s*include\s+(\S+)", (CSRC / name).read_text(), re.MULTILINE):
+        if include.startswith('"'):
+            heavy += _heavy_includes(include.strip('"'))
+        elif not LIGHT.fullmatch(include):
+            heavy.append(f"{name}: {include}")
+    return heavy
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_include_nothing_heavy(name):
+    assert _heavy_includes(name) == []
+
+
+def test_heavy_includes_are_noticed():
+    assert "dropout.h: <ATen/core/Tensor.h>" in _heavy_includes("dropout.cpp")
+    assert "comm.cpp: <torch/csrc/distributed/c10d/GroupRegistry.hpp>" in _heavy_includes(
+        "comm.cpp"
+    )
+
+
+def test_no_two_sources_have_the_same_stem():
+    """They would compile into the same object."""
+    stems = Counter(path.stem for path in CSRC.iterdir() if path.suffix in (".cpp", ".cu"))
+    assert stems.most_common(1)[0][1] == 1
+
+
+# What the threads of the dropout kernels do, run one after the other on the CPU.
+
+
+class _MaskPart(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("key0", "key1", "step", "threshold", "token")),
+        *((name, ctypes.c_int64) for name in ("feature", "rows", "size")),
+    ]
+
+
+# Runs a grid of num_x by num_y threads.
+GRID = """
+#include "dropout_mask.h"
+
+#define DEFINE(name, scalar_t)                                                              \\
+  extern "C" void name(const parallel_ext::MaskPart* part, int64_t num_x, int64_t num_y,    \\
+                       const scalar_t* input, scalar_t* output, const scalar_t* addend,     \\
+                       double factor, scalar_t* target) {                                   \\
+    for (int64_t x = 0; x < num_x; ++x) {                                                   \\
+      for (int64_t y = 0; y < num_y; ++y) {                                                 \\
+        const parallel_ext::GridThread thread{x, y, num_x, num_y};                          \\
+        if (target == nullptr) {                                                            \\
+          parallel_ext::drop_in_thread(*part, thread, input, output);                       \\
+        } else {                                                                            \\
+          parallel_ext::drop_and_add_in_thread(*part, thread, input, output, addend, factor, \\
+                                               target);                                     \\
+        }                                                                                   \\
+      }                                                                                     \\
+    }                                                                                       \\
+  }
+
+DEFINE(float32, float)
+DEFINE(float64, double)
+DEFINE(bfloat16, c10::BFloat16)
+DEFINE(float16, c10::Half)
+"""
+
+
+def _grid(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
+    source, library = folder / "grid.cpp", folder / "grid.so"
+    source.write_text(GRID)
+    compiler = os.environ.get("CXX", "c++")
+    include = [f"-I{csrc}", f"-isystem{TORCH_INCLUDE}"]
+    command = [compiler, "-shared", "-fPIC", "-O1", STANDARD, *include, source, "-o", library]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return _grid(tmp_path_factory.mktemp("grid"))
+
+
+FP64 = torch.float64
+ROWS, FACTOR = 5, 0.75
+DROPOUT = Dropout(p=0.3, key=0x123456789ABCDEF, step=7, token=2**32 - ROWS, feature=37)
+GRIDS = [(16, 1), (48, 2), (512, 8)]  # fewer threads than there is work, and more
+
+
+def _mask(size: int, dropout: Dropout) -> torch.Tensor:
+    """Of the loops for the CPU: True where they keep an element."""
+    eye = torch.eye(size, dtype=FP64)
+    ones = torch.ones(ROWS, size, dtype=FP64)
+    return lora_linear(ones, torch.zeros_like(eye), eye, eye, dropout=dropout) != 0
+
+
+def _wrong_elements(
+    grid: ctypes.CDLL,
+    dtype: torch.dtype,
+    size: int,
+    dropout: Dropout,
+    threads: tuple[int, int],
+    add: bool = False,
+) -> int:
+    """How many elements the threads make otherwise than the CPU does."""
+    torch.manual_seed(0)
+    values, addend, before = (torch.randn(ROWS, size).to(dtype) for _ in range(3))
+    output, target = torch.full_like(values, torch.nan), before.clone()
+    part = _MaskPart(
+        *(dropout.key & 0xFFFFFFFF, dropout.key >> 32, dropout.step, round(dropout.p * 65536)),
+        *(dropout.token, dropout.feature, ROWS, size),
+    )
+    tensors = [ctypes.c_void_p(t.data_ptr()) for t in (values, output, addend, target)]
+    function = getattr(grid, str(dtype).removeprefix("torch."))
+    function(
+        *(ctypes.byref(part), *map(ctypes.c_int64, threads), *tensors[:3]),
+        *(ctypes.c_double(FACTOR), tensors[3] if add else None),
+    )
+    kept = _mask(size, dropout)
+    wrong = output != values.masked_fill(~kept, 0)
+    # FACTOR is a power of two times three: in the wider type only the sum is rounded.
+    wide = torch.promote_types(dtype, torch.float32)
+    total = (before.to(wide) + FACTOR * addend.to(wide)).to(dtype)
+    expected = torch.where(kept, total, before) if add else before
+    return int((wrong | ~torch.isclose(target, expected, rtol=1e-6)).sum())
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["drop", "drop_and_add"])
+@pytest.mark.parametrize("feature", [0, 1, 37, 127, 128, 1000])
+@pytest.mark.parametrize("dtype", [FP64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_threads_of_any_grid_make_what_the_cpu_makes(grid, dtype, feature, add):
+    dropout = DROPOUT._replace(feature=feature)
+    for size in (1, 16, 129, 300):
+        for threads in GRIDS:
+            wrong = _wrong_elements(grid, dtype, size, dropout, threads, add)
+            assert wrong == 0, f"{size} features, {threads} threads"
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-6, 1.0])
+def test_threads_keep_and_drop_everything_as_the_cpu_does(grid, p):
+    # The op leaves the mask out where p is 0, so that the CPU's is that of the smallest threshold.
+    assert _wrong_elements(grid, FP64, 300, DROPOUT._replace(p=p), GRIDS[1], True) == 0
+
+
+MUTATIONS = {
+    "another lane": ("{{first, token", "{{first ^ 1, token"),
+    "another token": ("part.token +", "part.token + 1 +"),
+    "the other half of a word": ("s % 2));", "1 - s % 2));"),
+    "another word": ("bits.word[s / 2]", "bits.word[3 - s / 2]"),
+    "neighbours that are not neighbours": ("s * kMaskLanes + lane", "lane * kMaskHalves + s"),
+    "a part that starts with its block": ("lane - inside", "lane"),
+    "a row too few": ("row < part.rows", "row < part.rows - 1"),
+    "work done twice": ("x += thread.num_x", "x += thread.num_x / 2"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_notices_broken_threads(mutation, tmp_path):
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    header = tmp_path / "csrc" / "dropout_mask.h"
+    text = header.read_text()
+    assert text.count(MUTATIONS[mutation][0]) == 1
+    header.write_text(text.replace(*MUTATIONS[mutation]))
+    broken = _grid(tmp_path, tmp_path / "csrc")
+    assert _wrong_elements(broken, FP64, 300, DROPOUT, GRIDS[1], True) > 0
+
+
+# The choice of setup.py, with torches and toolkits that are not there.
+
+
+def _extension(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, home: Path | None, force: str | None = None
+) -> Any:
+    """What setup.py would build with torch for this CUDA and the toolkit in ``home``."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", asked.update)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home and str(home))
+    if force is None:
+        monkeypatch.delenv("FORCE_CUDA", raising=False)
+    else:
+        monkeypatch.setenv("FORCE_CUDA", force)
+    runpy.run_path(str(SOURCE / "setup.py"))
+    return asked["ext_modules"][0]
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A folder that looks like one with nvcc."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    return tmp_path
+
+
+def _has_kernels(extension: Any) -> bool:
+    kernels = {f"csrc/{name}" for name in KERNELS}
+    found = kernels & set(extension.sources)
+    assert found in (set(), kernels)
+    for sign in (
+        "PARALLEL_EXT_WITH_CUDA" in dict(extension.define_macros),
+        "cudart" in (extension.libraries),
+    ):
+        assert sign == bool(found)
+    return bool(found)
+
+
+def test_setup_takes_the_kernels_where_torch_and_nvcc_do(monkeypatch, toolkit):
+    assert not torch.cuda.is_available() or torch.version.cuda
+    assert _has_kernels(_extension(monkeypatch, "13.0", toolkit))
+    assert _has_kernels(_extension(monkeypatch, "13.0", toolkit, force="1"))
+    for cuda, home, force in [
+        ("13.0", toolkit, "0"),
+        ("13.0", None, None),
+        ("13.0", toolkit / "elsewhere", None),
+        (None, toolkit, None),
+        (None, None, ""),
+    ]:
+        assert not _has_kernels(_extension(monkeypatch, cuda, home, force))
+
+
+def test_setup_refuses_what_it_cannot_do(monkeypatch, toolkit):
+    with pytest.raises(SystemExit, match=r"FORCE_CUDA=1, but torch .* is not built for CUDA"):
+        _extension(monkeypatch, None, None, "1")
+    with pytest.raises(SystemExit, match="FORCE_CUDA=1, but there is no nvcc in .*elsewhere"):
+        _extension(monkeypatch, "13.0", toolkit / "elsewhere", "1")
+    with pytest.raises(SystemExit, match="FORCE_CUDA must be 0 .* or 1 .*, got 'yes'"):
+        _extension(monkeypatch, "13.0", toolkit, "yes")
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_an_sdist_holds_all_sources_wherever_it_is_made(monkeypatch, toolkit, cuda):
+    extension = _extension(monkeypatch, cuda, toolkit)
+    assert {*extension.sources, *extension.depends} == {f"csrc/{p.name}" for p in CSRC.iterdir()}
+
+
+def test_build_info_tells_whether_the_kernels_are_in():
+    assert _C.build_info()["cuda_kernels"] in (False, torch.version.cuda is not None)
