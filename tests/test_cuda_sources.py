@@ -31,11 +31,11 @@ CMAKE_MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
 
 
 def _nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")]))
 
 
-needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="there is no nvcc on PATH or in CUDA_HOME")
+needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="there is no nvcc in CUDA_HOME or on PATH")
 
 
 def _nvcc_errors(source: Path, folder: Path) -> str:
@@ -167,7 +167,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 FP64 = torch.float64
-ROWS, FACTOR = 5, 0.75
+ROWS, FACTOR = 5, 0.5  # a factor whose products are exact: only the sum rounds, fused or not
 DROPOUT = Dropout(p=0.3, key=0x123456789ABCDEF, step=7, token=2**32 - ROWS, feature=37)
 GRIDS = [(16, 1), (48, 2), (512, 8)]  # fewer threads than there is work, and more
 
@@ -203,11 +203,10 @@ def _wrong_elements(
     )
     kept = _mask(size, dropout)
     wrong = output != values.masked_fill(~kept, 0)
-    # FACTOR is a power of two times three: in the wider type only the sum is rounded.
     wide = torch.promote_types(dtype, torch.float32)
     total = (before.to(wide) + FACTOR * addend.to(wide)).to(dtype)
     expected = torch.where(kept, total, before) if add else before
-    return int((wrong | ~torch.isclose(target, expected, rtol=1e-6)).sum())
+    return int((wrong | (target != expected)).sum())
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["drop", "drop_and_add"])
@@ -223,7 +222,6 @@ def test_threads_of_any_grid_make_what_the_cpu_makes(grid, dtype, feature, add):
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 1.0])
 def test_threads_keep_and_drop_everything_as_the_cpu_does(grid, p):
-    # The op leaves the mask out where p is 0, so that the CPU's is that of the smallest threshold.
     assert _wrong_elements(grid, FP64, 300, DROPOUT._replace(p=p), GRIDS[1], True) == 0
 
 
@@ -261,6 +259,7 @@ def _extension(
     monkeypatch.setattr(setuptools, "setup", asked.update)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", home and str(home))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for a GPU"))
     if force is None:
         monkeypatch.delenv("FORCE_CUDA", raising=False)
     else:
@@ -279,18 +278,14 @@ def toolkit(tmp_path: Path) -> Path:
 
 def _has_kernels(extension: Any) -> bool:
     kernels = {f"csrc/{name}" for name in KERNELS}
-    found = kernels & set(extension.sources)
-    assert found in (set(), kernels)
-    for sign in (
-        "PARALLEL_EXT_WITH_CUDA" in dict(extension.define_macros),
-        "cudart" in (extension.libraries),
-    ):
-        assert sign == bool(found)
-    return bool(found)
+    has = kernels <= set(extension.sources)
+    assert has or not kernels & set(extension.sources)
+    assert has == ("PARALLEL_EXT_WITH_CUDA" in dict(extension.define_macros))
+    assert has == ("cudart" in extension.libraries)
+    return has
 
 
 def test_setup_takes_the_kernels_where_torch_and_nvcc_do(monkeypatch, toolkit):
-    assert not torch.cuda.is_available() or torch.version.cuda
     assert _has_kernels(_extension(monkeypatch, "13.0", toolkit))
     assert _has_kernels(_extension(monkeypatch, "13.0", toolkit, force="1"))
     for cuda, home, force in [
