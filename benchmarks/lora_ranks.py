@@ -17,7 +17,6 @@ from torch import nn
 from train_step_ranks import OURS, TRANSFORMERS_TP
 
 import parallel_ext as px
-from parallel_ext.clock import Clock
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.ops import ALONE
@@ -105,7 +104,6 @@ class Case:
         if competitor.startswith(OURS):
             layouts = {"weight": TensorLayout("linear.weight", tuple(weight.shape))}
             base: nn.Module = ColumnParallelLinear(weight, None, layouts, ALONE)
-            base.clock = Clock(0)
             config = px.LoraConfig
         else:
             base = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")

@@ -42,7 +42,20 @@ void check_lora_linear(const char* op, const at::Tensor& input, const at::Tensor
                     "; it must be [", weight.size(0), ", ", lora_a.size(0), "]");
 }
 
-// The factors enter the products in the dtype of the base, in which the result is rounded anyway.
+// The factors enter the products in the dtype of the base, in which the result is rounded anyway;
+// but fp16 has no room for small gradients and large sums, so there the adapter works in fp32.
+c10::ScalarType dtype_of_adapter(const at::Tensor& input) {
+  return input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type();
+}
+
+// sum += scale * a b
+void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, double scale) {
+  if (sum.scalar_type() == a.scalar_type()) {
+    sum.addmm_(a, b, 1, scale);
+  } else {
+    sum.add_(at::mm(a, b), scale);
+  }
+}
 
 constexpr int64_t kTileBytes = 1 << 20;  // dropped inputs are made in stretches that stay in cache
 
@@ -86,11 +99,11 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_kernel(
   check_lora_linear(op, input, weight, lora_a, lora_b, bias);
   const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, as_matrix(input).size(0));
   const at::Tensor rows = rows_of(input, dropout);
-  const auto dtype = input.scalar_type();
-  at::Tensor low = low_of(rows, lora_a.to(dtype), dropout);
+  const auto dtype = dtype_of_adapter(input);
+  at::Tensor low = low_of(rows.to(dtype), lora_a.to(dtype), dropout);
   at::Tensor output =
       bias && group_size == 1 ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
-  output.addmm_(low.t(), lora_b.to(dtype).t(), 1, scale * dropout.scale());
+  add_product(output, low.t(), lora_b.to(dtype).t(), scale * dropout.scale());
   if (group_size > 1) {
     all_reduce_sum(op, output, group_size, group_name);  // numel(output), every rank
     if (bias) output.add_(*bias);
@@ -109,7 +122,8 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_meta(
   for (size_t dim = 0; dim + 1 < shape.size(); ++dim) num_tokens = num_tokens * shape[dim];
   shape.back() = weight.sym_size(0);
   return {at::empty_symint(shape, input.options()),
-          at::empty_symint({lora_a.sym_size(0), num_tokens}, input.options())};
+          at::empty_symint({lora_a.sym_size(0), num_tokens},
+                           input.options().dtype(dtype_of_adapter(input)))};
 }
 
 using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
@@ -144,32 +158,33 @@ FiveTensors lora_linear_backward_kernel(const at::Tensor& grad_output, const at:
   const auto dropout =
       Dropout::parse("lora_linear_backward", dropout_p, dropout_counter, as_matrix(input).size(0));
   const at::Tensor grad_rows = as_matrix(grad_output), rows = rows_of(input, dropout);
-  const auto dtype = input.scalar_type();
   const auto nothing = [](const at::Tensor& like) { return at::empty({0}, like.options()); };
   at::Tensor grad_input = nothing(input), grad_weight = nothing(weight),
              grad_bias = nothing(weight);
   at::Tensor grad_a = nothing(lora_a), grad_b = nothing(lora_b);
+  const auto dtype = dtype_of_adapter(input);
+  const at::Tensor wide_rows = rows.to(dtype), wide_grads = grad_rows.to(dtype);
   scale *= dropout.scale();
-  if (needed[0]) grad_input = at::mm(grad_rows, weight);
+  if (needed[0]) grad_input = at::mm(grad_rows, weight).to(dtype);
   if (needed[0] || needed[2]) {
     const at::Tensor factor_a = lora_a.to(dtype);
     // [r, T], without the scale
-    const at::Tensor grad_low = at::mm(lora_b.to(dtype).t(), grad_rows.t());
+    const at::Tensor grad_low = at::mm(lora_b.to(dtype).t(), wide_grads.t());
     if (dropout.p > 0) {
-      grad_a = through_dropout(rows, grad_low, factor_a, dropout, scale,
+      grad_a = through_dropout(wide_rows, grad_low, factor_a, dropout, scale,
                                needed[0] ? grad_input : at::Tensor());
     } else {
       if (needed[0]) grad_input.addmm_(grad_low.t(), factor_a, 1, scale);
-      if (needed[2]) grad_a = at::mm(grad_low, rows);
+      if (needed[2]) grad_a = at::mm(grad_low, wide_rows);
     }
   }
-  if (needed[0]) grad_input = grad_input.view(input.sizes());
+  if (needed[0]) grad_input = grad_input.to(input.scalar_type()).view(input.sizes());
   if (needed[1]) grad_weight = at::mm(grad_rows.t(), rows);
   if (needed[4]) grad_bias = grad_rows.sum(0);
   grad_a = needed[2] ? grad_a.to(lora_a.scalar_type()).mul_(scale) : nothing(lora_a);
   if (needed[3]) {
     grad_b = at::empty(lora_b.sizes(), lora_b.options());
-    grad_b.copy_(at::mm(low, grad_rows).t()).mul_(scale);
+    grad_b.copy_(at::mm(low, wide_grads).t()).mul_(scale);
   }
   return {grad_input, grad_weight, grad_a, grad_b, grad_bias};
 }

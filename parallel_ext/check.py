@@ -72,9 +72,15 @@ def check_gradients(
 
     Raises:
         TypeError: the model was not parallelized.
+        NotImplementedError: the model has adapters.
         CollectiveTimeout: not all ranks called it.
     """
     own, state = model_of(model), state_of(model)
+    if any(".base_layer." in name for name, _ in own.named_parameters()):
+        raise NotImplementedError(
+            "check_gradients of a model with adapters is not supported: check the model before "
+            "they are added, or after merge_and_unload"
+        )
     mesh = state.mesh
     mesh.meet("check_gradients")
     with _first_layers(own, layers), _own_gradients_aside(own, state.partials):

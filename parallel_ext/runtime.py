@@ -54,8 +54,13 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
         if grad:  # it decides which sums a backward has
             arguments["requires_grad"] = [p.requires_grad for p in model.parameters()]
+        if state.adapted:
+            arguments["adapters"] = [
+                module.for_agreement()
+                for module in model.modules()
+                if hasattr(module, "for_agreement")
+            ]
         state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
-    state.clock.begin()
     if state.mesh.tp_size > 1 and (
         arguments.get("output_attentions") or model.config.output_attentions
     ):

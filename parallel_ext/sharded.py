@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.clock import Clock
 from parallel_ext.layout import TensorLayout
 from parallel_ext.ops import Group
 
@@ -31,10 +30,7 @@ class ShardedModule(nn.Module):
     Attributes:
         layouts: attribute name of a parameter -> where its logical tensor lives.
         group: the tensor-parallel group, whose rank this process is.
-        clock: counts the forwards of the model that it is a part of; None outside of one.
     """
-
-    clock: Clock | None = None
 
     def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:
         super().__init__()

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from parallel_ext.agreement import Agreement
-from parallel_ext.clock import Clock
 from parallel_ext.layout import ModelLayout, Range
 from parallel_ext.mesh import Mesh
 from parallel_ext.partial_gradients import PartialGradients
@@ -31,7 +30,7 @@ class ParallelState(nn.Module):
         agreement: compares inputs before a forward; None when switched off or not needed.
         training_logits: whether training with labels returns logits.
         partials: sums the partial gradients of replicated parameters; None with one tp rank.
-        clock: counts the forwards, for dropout.
+        adapted: whether LoRA was added; its modules then join the agreement.
     """
 
     def __init__(
@@ -42,14 +41,14 @@ class ParallelState(nn.Module):
         agreement: Agreement | None,
         training_logits: bool,
         partials: PartialGradients | None,
-        clock: Clock,
     ) -> None:
         super().__init__()
         self.mesh, self.layout = mesh, layout
         self.vocab_range = vocab_ranges[mesh.tp_rank]
         self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
         self.agreement, self.training_logits = agreement, training_logits
-        self.partials, self.clock = partials, clock
+        self.partials = partials
+        self.adapted = False
 
     def get_extra_state(self) -> dict[str, int]:
         return {"tp_rank": self.mesh.tp_rank, "tp_size": self.mesh.tp_size}

@@ -91,6 +91,8 @@ class VocabParallelHead(ShardedModule):
     ``sharded_logits(True)``.
     """
 
+    replicas = ops.ALONE  # no two ranks hold the same rows
+
     def __init__(
         self,
         weight: nn.Parameter,

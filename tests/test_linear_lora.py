@@ -193,6 +193,21 @@ def test_layer_is_as_accurate_as_its_base(kind, dtype, factors, dropout):
     assert error <= 2 * TOLERANCE[dtype], case
 
 
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("size", [1e-6, 1e-4])
+def test_gradients_in_fp16_do_not_underflow_nor_sums_overflow(size, dropout):
+    tensors = _tensors((40,), (512, 30, 4), torch.float16, torch.float32)
+    tensors[3] *= size
+    grad = (torch.randn(40, 30) * 1e-2).half()
+    expected = with_gradients(lambda *t: _plain(*t, dropout), doubles(tensors), grad.double())
+    actual = with_gradients(lambda *t: lora_linear(*t, scale=SCALE, dropout=dropout), tensors, grad)
+    for name, ours, theirs in zip(NAMES, actual, expected, strict=True):
+        assert relative_error(ours, theirs) <= TOLERANCE[torch.float16], name
+    many = [torch.full((4, 512), 200.0).half(), torch.zeros(8, 512).half(), torch.ones(4, 512)]
+    output = lora_linear(*many, torch.full((8, 4), 1e-3))
+    assert output[0, 0].item() == pytest.approx(512 * 200 * 4 * 1e-3, rel=1e-3)
+
+
 def _mutated(group: Group, kind: str, mutation: str) -> dict[str, float]:
     tensors = _tensors((3,), (8, 8, 2), FP64, FP64)
     grad = torch.randn(3, 8, dtype=FP64)

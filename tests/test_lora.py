@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,7 @@ REFUSED = {
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
     "layer_replication=[(0, 2)]": {"layer_replication": [(0, 2)]},
     "trainable_token_indices=[1]": {"trainable_token_indices": [1]},
+    "target_parameters=['mlp.weight']": {"target_parameters": ["mlp.weight"]},
 }
 
 
@@ -313,12 +315,23 @@ def _refused(case: str) -> None:
     adapted(**REFUSED[case])
 
 
-@pytest.mark.parametrize("case", ["use_dora=True", "init_lora_weights='pissa'"])
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(case: str) -> None:
     for raised in pool(2).run_raising(_refused, case):
         assert isinstance(raised, Raised), raised
         assert raised.type == "NotImplementedError"
         assert f"does not support {case}" in raised.text
+
+
+def _replicated_layers() -> int:
+    model = parallel(TINY.model(), mesh_of())
+    with contextlib.suppress(NotImplementedError):
+        peft.get_peft_model(model, config(layer_replication=[(0, 2), (0, 2)]))
+    return len(model.model.layers)
+
+
+def test_a_refused_option_leaves_the_model_as_it_was() -> None:
+    assert pool(2).run(_replicated_layers) == [TINY.layers] * 2
 
 
 def _several_with_dropout() -> None:
@@ -343,7 +356,7 @@ def test_adapters_on_both_ends_of_tied_weights_are_refused() -> None:
     for raised in pool(2).run_raising(_both_ends):
         assert isinstance(raised, Raised), raised
         assert raised.type == "ValueError"
-        assert "its weight is tied to that of another module with LoRA" in raised.text
+        assert "adapters on both ends cannot share it" in raised.text
 
 
 # PEFT's own classes on parallel and on plain models.

@@ -15,7 +15,6 @@ from reference_lora import config
 from torch import nn
 
 from parallel_ext import _C
-from parallel_ext.clock import Clock
 from parallel_ext.layout import TensorLayout, cut, cut_blocks, split
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.layers import LoraColumnLinear, LoraRowLinear
@@ -47,7 +46,6 @@ def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, 
     )
     partials = PartialGradients() if group.size > 1 else None
     base = ColumnParallelLinear(weight, bias, layouts, group, partials=partials)
-    base.clock = Clock(0)
     options = config(r=R, lora_bias=True)
     ours = LoraColumnLinear(base, "default", options, R, 4, target_name="fused")
     theirs = PeftLinear(whole, "default", options, R, 4).double()
@@ -163,16 +161,6 @@ def test_a_factor_of_a_shard_is_refused_with_module_sizes_and_tp(tp: int) -> Non
         "lora_A.default.weight: got shape (4, 3); expected the full (4, 32) or this rank's shard "
         f"(4, {start}), dimension 1 [{start}, {2 * start}) of (4, 32) at tp={tp}"
     ) in str(raised.value)
-
-
-def test_dropout_outside_of_a_parallel_model_is_refused() -> None:
-    weight = nn.Parameter(torch.zeros(4, 3))
-    layout = cut("weight", (4, 3), 0, split(4, 1))
-    base = ColumnParallelLinear(weight, None, {"weight": layout}, Group("", 1, 0))
-    layer = LoraColumnLinear(base, "default", peft.LoraConfig(r=2, lora_dropout=0.1), 2, 2)
-    with pytest.raises(RuntimeError, match="lora_dropout needs a module of a model"):
-        layer(torch.ones(1, 3))
-    assert torch.equal(layer.eval()(torch.ones(1, 3)), torch.zeros(1, 4))
 
 
 def _sums(tp_blocks: tuple[int, ...]) -> dict[str, int]:

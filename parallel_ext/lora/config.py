@@ -1,36 +1,28 @@
-"""``px.LoraConfig``: a ``peft.LoraConfig`` that brings the layers of a parallel model."""
+"""``px.LoraConfig``, and what of a configuration a parallel model can serve."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import peft
 
-from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ext.lora.layers import (
-    LoraColumnLinear,
-    LoraRowLinear,
-    LoraVocabEmbedding,
-    LoraVocabHead,
-)
-from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
-
-LAYERS = {
-    ColumnParallelLinear: LoraColumnLinear,
-    RowParallelLinear: LoraRowLinear,
-    VocabParallelHead: LoraVocabHead,
-    VocabParallelEmbedding: LoraVocabEmbedding,
+# Everything else must be as PEFT's default.
+_SUPPORTED = {
+    *("r", "lora_alpha", "use_rslora", "init_lora_weights", "rank_pattern", "alpha_pattern"),
+    *("lora_dropout", "bias", "lora_bias", "modules_to_save"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode"),
+    *("base_model_name_or_path", "revision", "runtime_config"),
 }
-"""Module of a parallel model -> what PEFT puts around it."""
 
 
 class LoraConfig(peft.LoraConfig):
-    """``peft.LoraConfig`` whose adapters also fit a parallel model.
+    """``peft.LoraConfig``, by the name that reads best beside ``px.parallelize``.
 
     Everything is as in PEFT; on a parallel model each rank holds its part of the factors, and what
-    is not supported there is refused by name. A plain ``peft.LoraConfig`` serves as well once
-    ``px.parallelize`` or ``px.from_pretrained`` has run.
+    is not supported there is refused by name. A plain ``peft.LoraConfig`` serves as well.
 
     Example:
         >>> config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "o_proj"])
@@ -38,13 +30,50 @@ class LoraConfig(peft.LoraConfig):
         8
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._register_custom_module(LAYERS)
-
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> LoraConfig:
         """As PEFT's, returning this class."""
         config = peft.LoraConfig.from_pretrained(*args, **kwargs)
         fields = (field.name for field in dataclasses.fields(peft.LoraConfig) if field.init)
         return cls(**{name: getattr(config, name) for name in fields})
+
+
+def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
+    """Raise unless a parallel model can serve ``config``.
+
+    Raises:
+        NotImplementedError: names each option that is not supported.
+        ValueError: a number is out of range.
+    """
+    if not isinstance(config, peft.LoraConfig):
+        raise NotImplementedError(
+            f"{what}: only LoRA is supported on a parallel model, not {type(config).__name__}"
+        )
+    default = peft.LoraConfig()
+    given = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(peft.LoraConfig)
+        if field.name not in _SUPPORTED
+        and getattr(config, field.name) != getattr(default, field.name)
+    ]
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        given.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if given:
+        raise NotImplementedError(
+            f"{what}: LoRA on a parallel model does not support {', '.join(given)}"
+        )
+    for name, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
+        if type(rank) is not int or rank < 1:
+            raise ValueError(
+                f"{what}: the rank must be an integer of at least 1, got {name}={rank!r}"
+            )
+    for name, alpha in {"lora_alpha": config.lora_alpha, **(config.alpha_pattern or {})}.items():
+        if (
+            isinstance(alpha, bool)
+            or not isinstance(alpha, (int, float))
+            or not math.isfinite(alpha)
+        ):
+            raise ValueError(f"{what}: lora_alpha must be a finite number, got {name}={alpha!r}")
+    p = config.lora_dropout
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        raise ValueError(f"{what}: lora_dropout must be in [0, 1], got {p!r}")

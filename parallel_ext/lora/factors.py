@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from parallel_ext import ops
 from parallel_ext.layout import TensorLayout
 from parallel_ext.ops import Group
 from parallel_ext.sharded import ShardedModule, take
+
+_seed: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
 
 
 class Factor(ShardedModule):
@@ -40,26 +44,30 @@ class EmbeddingFactors(ShardedModule, nn.ParameterDict):
         self.layouts[adapter] = layout
         self[adapter] = nn.Parameter(torch.zeros(layout.local_shape(self.group.rank)))
 
-
-def common_seed() -> int:
-    """Rank 0's seed, so that the ranks need not be seeded alike."""
-    seed = torch.tensor([[torch.initial_seed() & (2**62 - 1)]])
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return int(seed)
-    everyone = Group.of(dist.group.WORLD)
-    if "nccl" in str(dist.get_backend()):
-        seed = seed.cuda()
-    return int(ops.gather_from_tp(seed, [1] * everyone.size, everyone)[0, 0])
+    def __delitem__(self, adapter: str) -> None:
+        super().__delitem__(adapter)
+        del self.layouts[adapter]
 
 
-def key_of(seed: int, name: str) -> int:
-    """63 bits for the random numbers of what is called ``name``."""
+@contextmanager
+def seeded_by(seed: int) -> Iterator[None]:
+    """Inside, new adapters draw from ``seed``, which the ranks have agreed upon."""
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def key_of(name: str) -> int:
+    """63 bits for the random numbers of what is called ``name``, by the seed in force."""
+    seed = torch.initial_seed() if _seed.get() is None else _seed.get()
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
 
 
 @torch.no_grad()
 def draw(
-    parameter: nn.Parameter, layout: TensorLayout, rank: int, seed: int, spread: tuple[str, float]
+    parameter: nn.Parameter, layout: TensorLayout, rank: int, spread: tuple[str, float]
 ) -> None:
     """Fill a shard with its part of random numbers that depend on seed and name alone.
 
@@ -67,10 +75,9 @@ def draw(
         parameter: the shard of ``rank``.
         layout: its layout, whose name counts.
         rank: tp rank.
-        seed: the same on all ranks.
         spread: ("uniform", bound) or ("normal", standard deviation).
     """
-    generator = torch.Generator().manual_seed(key_of(seed, layout.name))
+    generator = torch.Generator().manual_seed(key_of(layout.name))
     full, (distribution, size) = torch.empty(layout.shape), spread
     if distribution == "uniform":
         full.uniform_(-size, size, generator=generator)

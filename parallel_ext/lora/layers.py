@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from typing import Any
 
 import peft
 import torch
-from peft.tuners.lora.layer import LoraLayer
-from peft.tuners.tuners_utils import check_adapters_to_merge
+import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext import ops
 from parallel_ext.layout import TensorLayout
-from parallel_ext.lora.factors import EmbeddingFactors, Factor, common_seed, draw, key_of
+from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
+from parallel_ext.lora.masks import ForwardCounter
+from parallel_ext.lora.merging import Mergeable
 from parallel_ext.ops import Group
 from parallel_ext.sharded import ShardedModule
-
-# What a configuration may say of a parallel module; everything else must be as PEFT's default.
-_SUPPORTED = {
-    *("r", "lora_alpha", "use_rslora", "init_lora_weights", "rank_pattern", "alpha_pattern"),
-    *("lora_dropout", "bias", "lora_bias", "modules_to_save"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode"),
-    *("base_model_name_or_path", "revision", "runtime_config"),
-}
-
-# Weight of a base -> the module that adapts it, to find adapters on both ends of tied weights.
-_adapted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
 
-def _refuse_unsupported(config: peft.LoraConfig, where: str) -> None:
-    default = peft.LoraConfig()
-    given = [
-        f"{field.name}={getattr(config, field.name)!r}"
-        for field in dataclasses.fields(peft.LoraConfig)
-        if field.name not in _SUPPORTED
-        and getattr(config, field.name) != getattr(default, field.name)
-    ]
-    if config.init_lora_weights not in (True, False, "gaussian"):
-        given.append(f"init_lora_weights={config.init_lora_weights!r}")
-    if given:
-        raise NotImplementedError(
-            f"{where}: LoRA on a parallel module does not support {', '.join(given)}"
-        )
-
-
-class _Adapted(nn.Module, LoraLayer):
-    """What all kinds share: PEFT's bookkeeping, and merging on shards."""
+class _Adapted(nn.Module, Mergeable):
+    """What all kinds share: PEFT's bookkeeping."""
 
     def __init__(
         self,
@@ -62,11 +35,11 @@ class _Adapted(nn.Module, LoraLayer):
         **kwargs: Any,
     ) -> None:
         nn.Module.__init__(self)
-        LoraLayer.__init__(self, base_layer)
+        Mergeable.__init__(self, base_layer)
         self.fan_in_fan_out = False
         self._active_adapter = adapter_name
         self._mask_keys: dict[str, int] = {}
-        self._unmerged: dict[str, torch.Tensor] = {}  # base parameters as they were
+        self._forwards = ForwardCounter()
         self._prepare(base_layer)
         self.update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
@@ -83,39 +56,21 @@ class _Adapted(nn.Module, LoraLayer):
         **kwargs: Any,
     ) -> None:
         """Add an adapter: called by PEFT for each target module."""
-        _refuse_unsupported(config, target_name)
-        if r <= 0:
-            raise ValueError(f"{target_name}: r must be at least 1, got {r}")
-        self._refuse_both_ends(target_name)
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name] = config.use_rslora
         self.use_dora[adapter_name] = False
         self.lora_bias[adapter_name] = config.lora_bias
-        seed = common_seed()
-        self._mask_keys[adapter_name] = key_of(seed, f"{target_name} {adapter_name} dropout")
+        self._mask_keys[adapter_name] = key_of(f"{target_name} {adapter_name} dropout")
         self.lora_dropout[adapter_name] = (
             nn.Dropout(config.lora_dropout) if config.lora_dropout > 0 else nn.Identity()
         )
-        self._add_factors(adapter_name, target_name, r, config, seed)
+        self._add_factors(adapter_name, target_name, r, config)
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def _add_factors(
-        self, adapter: str, target: str, r: int, config: peft.LoraConfig, seed: int
-    ) -> None:
+    def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
         raise NotImplementedError
-
-    def _refuse_both_ends(self, target_name: str) -> None:
-        weight = self.get_base_layer().weight
-        other = _adapted.get(weight, lambda: None)()
-        if other not in (None, self):
-            raise ValueError(
-                f"{target_name}: its weight is tied to that of another module with LoRA "
-                f"({type(other).__name__}); two adapters cannot share one base weight. Target one "
-                "of the two, or untie them"
-            )
-        _adapted[weight] = weakref.ref(self)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         out_features, in_features = module.layouts["weight"].shape
@@ -128,9 +83,17 @@ class _Adapted(nn.Module, LoraLayer):
             return parameter
         return partials.catch(parameter, name, group)
 
-    def _here(self, names: list[str]) -> list[str]:
-        """Those of the adapters that this module has."""
-        return [name for name in names if name in self.scaling]
+    def for_agreement(self) -> str:
+        """What must be equal on all tp ranks before a forward."""
+        active = self.here(self.active_adapters)
+        if self.disable_adapters:
+            return "disabled"
+        if self.merged:
+            return f"merged {', '.join(self.merged_adapters)}"
+        states = [
+            f"{name} times {self.scaling[name]:g}, {self.lora_dropout[name]}" for name in active
+        ]
+        return f"{'; '.join(states) or 'none'} (forwards with dropout: {self._forwards.count})"
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The base and its active adapters."""
@@ -138,86 +101,13 @@ class _Adapted(nn.Module, LoraLayer):
             raise NotImplementedError("batches of several adapters are not supported here")
         if self.disable_adapters and self.merged:
             self.unmerge()
-        active = self._here(self.active_adapters)
+        active = self.here(self.active_adapters)
         if self.disable_adapters or self.merged or not active:
             return self.base_layer(x, *args, **kwargs)
         return self._adapted_forward(x, active)
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         raise NotImplementedError
-
-    # Merging.
-
-    def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's A [r, in] and B [out, r]."""
-        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
-
-    def _delta(self, adapter: str) -> torch.Tensor:
-        """What the adapter adds to this rank's part of the base weight, in fp32 or wider."""
-        factor_a, factor_b = self._factor_pair(adapter)
-        wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
-        return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * self.scaling[adapter]
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """What merging adds to the base weight, as PEFT's; only where one rank holds all of it."""
-        group = self.get_base_layer().group
-        if group.size > 1:
-            raise NotImplementedError(
-                f"get_delta_weight at tp={group.size}: a rank holds only a part of the factors"
-            )
-        return self._delta(adapter)
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to this rank's part of the base, of which a copy is kept for ``unmerge``.
-
-        The sum is rounded once. ``safe_merge`` refuses a result that is not finite.
-        """
-        self._merge(safe_merge, adapter_names, keep=True)
-
-    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
-        names = self._here(check_adapters_to_merge(self, adapter_names))
-        if not names:
-            return
-        base = self.get_base_layer()
-        if getattr(base, "tied", False):
-            raise ValueError(
-                f"merge into {base.layouts['weight'].name}: embedding and head share this weight, "
-                "and merging into one would change both; untie them first"
-            )
-        added = {"weight": sum(self._delta(name) for name in names)}
-        biased = [name for name in names if self.lora_bias[name]]
-        if biased:
-            if base.bias is None:
-                raise RuntimeError("lora_bias=True cannot be merged into a base without a bias")
-            added["bias"] = sum(self.lora_B[n].bias.detach() * self.scaling[n] for n in biased)
-        merged = {
-            n: (getattr(base, n).detach() + d).to(base.weight.dtype) for n, d in added.items()
-        }
-        if safe_merge and not all(value.isfinite().all() for value in merged.values()):
-            raise ValueError(
-                f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
-            )
-        for name, value in merged.items():
-            parameter = getattr(base, name).data
-            if keep and name not in self._unmerged:
-                self._unmerged[name] = parameter.clone()
-            parameter.copy_(value)
-        self.merged_adapters += names
-
-    def unmerge(self) -> None:
-        """Put the base back, bit for bit."""
-        for name, value in self._unmerged.items():
-            getattr(self.get_base_layer(), name).data.copy_(value)
-        self._unmerged = {}
-        self.merged_adapters.clear()
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """The base, with the adapters merged into it if ``merge``; called by PEFT."""
-        if merge:
-            self._merge(safe_merge, adapter_names, keep=False)
-        return self.get_base_layer()
 
 
 class _LoraLinear(_Adapted):
@@ -228,9 +118,7 @@ class _LoraLinear(_Adapted):
     ) -> tuple[TensorLayout, TensorLayout]:
         raise NotImplementedError
 
-    def _add_factors(
-        self, adapter: str, target: str, r: int, config: peft.LoraConfig, seed: int
-    ) -> None:
+    def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
         base = self.get_base_layer()
         layout_a, layout_b = self._factor_layouts(
             f"{target}.lora_A.{adapter}.weight", f"{target}.lora_B.{adapter}.weight", r
@@ -242,30 +130,29 @@ class _LoraLinear(_Adapted):
             )
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)
-        # As nn.Linear's own, by the global fan-in; False makes the adapter change the model.
-        drawn = {("A", layout_a): (factor_a.weight, ("uniform", base.in_features**-0.5))}
-        if config.init_lora_weights == "gaussian":
-            drawn = {("A", layout_a): (factor_a.weight, ("normal", 1 / r))}
-        elif config.init_lora_weights is False:
-            drawn["B", layout_b] = factor_b.weight, ("uniform", r**-0.5)
+        # The usual one is nn.Linear's own, by the global fan-in; False changes the model at once.
+        gaussian = config.init_lora_weights == "gaussian"
+        spread_a = ("normal", 1 / r) if gaussian else ("uniform", base.in_features**-0.5)
+        drawn = [(factor_a.weight, layout_a, spread_a)]
+        if config.init_lora_weights is False:
+            drawn.append((factor_b.weight, layout_b, ("uniform", r**-0.5)))
             if bias:
-                drawn["bias", bias] = factor_b.bias, ("uniform", r**-0.5)
-        for (_, layout), (parameter, spread) in drawn.items():
-            draw(parameter, layout, base.group.rank, seed, spread)
+                drawn.append((factor_b.bias, bias, ("uniform", r**-0.5)))
+        for parameter, layout, spread in drawn:
+            draw(parameter, layout, base.group.rank, spread)
 
     def _dropout(self, adapter: str, x: torch.Tensor, feature: int) -> ops.Dropout | None:
         """Of the adapter's input, in the current forward."""
         layer = self.lora_dropout[adapter]
         if not isinstance(layer, nn.Dropout) or not layer.training:
             return None
-        clock = self.get_base_layer().clock
-        if clock is None:
-            raise RuntimeError(
-                "lora_dropout needs a module of a model that px.parallelize cut: its masks depend "
-                "on the step, which the model counts"
-            )
-        token = clock.replica * (x.numel() // x.size(-1) if x.size(-1) else 0)
-        return ops.Dropout(layer.p, self._mask_keys[adapter], clock.step, token, feature)
+        # The tokens of a dp rank come after those of the lower ones.
+        replica = (
+            dist.get_rank() // self.get_base_layer().group.size if dist.is_initialized() else 0
+        )
+        token = replica * (x.numel() // x.size(-1) if x.size(-1) else 0)
+        key, step = self._mask_keys[adapter], self._forwards.number()
+        return ops.Dropout(layer.p, key, step, token, feature)
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """A, B and the bias of B, their gradients summed where they are partial."""
@@ -322,13 +209,10 @@ class LoraColumnLinear(_LoraLinear):
         )
         return TensorLayout(name_a, (r, base.in_features)), like_base
 
-    def _replicas(self) -> Group:
-        """The ranks that hold the same part of B."""
-        return self.get_base_layer().replicas
-
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         factor_a, factor_b = self.lora_A[adapter], self.lora_B[adapter]
-        everyone, replicas = self.get_base_layer().group, self._replicas()
+        base = self.get_base_layer()
+        everyone, replicas = base.group, base.replicas
         bias = factor_b.bias
         if bias is not None:
             bias = self._caught(bias, factor_b.layouts["bias"].name, replicas)
@@ -344,9 +228,6 @@ class LoraColumnLinear(_LoraLinear):
 
 class LoraVocabHead(LoraColumnLinear):
     """An adapter on the output head: A is replicated, B cut by vocabulary."""
-
-    def _replicas(self) -> Group:
-        return ops.ALONE
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
@@ -392,9 +273,7 @@ class LoraVocabEmbedding(_Adapted):
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim
 
-    def _add_factors(
-        self, adapter: str, target: str, r: int, config: peft.LoraConfig, seed: int
-    ) -> None:
+    def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
         if config.lora_bias:
             raise ValueError(f"{target}: lora_bias=True is not supported on an embedding")
         base = self.get_base_layer()
@@ -409,7 +288,7 @@ class LoraVocabEmbedding(_Adapted):
         if config.init_lora_weights is False:
             factors.append((self.lora_embedding_A[adapter], columns))
         for parameter, layout in factors:
-            draw(parameter, layout, base.group.rank, seed, ("normal", 1.0))
+            draw(parameter, layout, base.group.rank, ("normal", 1.0))
 
     def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self.lora_embedding_A[adapter], self.lora_embedding_B[adapter]
@@ -434,3 +313,12 @@ class LoraVocabEmbedding(_Adapted):
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
         return ops.reduce_from_tp(partial, base.group)
+
+
+LAYERS = {
+    ColumnParallelLinear: LoraColumnLinear,
+    RowParallelLinear: LoraRowLinear,
+    VocabParallelHead: LoraVocabHead,
+    VocabParallelEmbedding: LoraVocabEmbedding,
+}
+"""Module of a parallel model -> what PEFT puts around it."""

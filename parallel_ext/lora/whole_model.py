@@ -17,9 +17,12 @@ from torch import nn
 from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ext.lora.config import LAYERS
+from parallel_ext.lora.config import refuse_unsupported
+from parallel_ext.lora.factors import seeded_by
+from parallel_ext.lora.layers import LAYERS
+from parallel_ext.lora.merging import Mergeable
 from parallel_ext.mesh import DisagreementError
-from parallel_ext.sharded import ShardedModule, named_shards
+from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState, state_of
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -65,16 +68,94 @@ def _inject_adapter(
     **kwargs: Any,
 ) -> None:
     """Any configuration gets the layers of a parallel model; "all-linear" means its linears too."""
-    config = self.peft_config[adapter_name]
+    state, config = _state(model), self.peft_config[adapter_name]
+    if state is None:
+        plain(self, model, adapter_name, *args, **kwargs)
+        return
+    what = f"adding adapter {adapter_name!r}"
+    state.mesh.meet(what)
+    state.mesh.together(what, lambda: refuse_unsupported(config, what))
+    seed = _agree_on(config, what, state)
+    config._register_custom_module(LAYERS)
+    if str(config.target_modules).lower() == "all-linear":
+        config.target_modules = {
+            path.removesuffix(".base_layer")
+            for path, module in model.named_modules()
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        }
+    with seeded_by(seed):
+        plain(self, model, adapter_name, *args, **kwargs)
+    state.adapted = True
+    _refuse_both_ends(model, adapter_name)
+
+
+def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:
+    """Raise where the ranks' configurations differ; else rank 0's seed, for all of them."""
+    own = {
+        name: repr(sorted(value) if isinstance(value, set) else value)
+        for name, value in config.to_dict().items()
+        if name not in ("base_model_name_or_path", "revision")  # may differ from host to host
+    }
+    everyone = state.mesh.gather_objects((own, torch.initial_seed()))
+    configs, seeds = zip(*everyone, strict=True)
+    for rank, other in enumerate(configs):
+        for name in own:
+            if other[name] != configs[0][name]:
+                raise DisagreementError(
+                    f"{what}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
+                    f"{rank}; all ranks must be given the same configuration"
+                )
+    return seeds[0]
+
+
+def _refuse_both_ends(model: nn.Module, adapter: str) -> None:
+    ends = [
+        module
+        for module in model.modules()
+        if isinstance(module, Mergeable)
+        and getattr(module.get_base_layer(), "tied", False)
+        and module.scaling
+    ]
+    if len(ends) < 2:
+        return
+    for module in ends:
+        if adapter in module.scaling:
+            module.delete_adapter(adapter)
+    names = " and ".join(module.get_base_layer().layouts["weight"].name for module in ends)
+    raise ValueError(
+        f"adding adapter {adapter!r}: embedding and head ({names}) share one weight, and adapters "
+        "on both ends cannot share it; target one of the two, or untie them"
+    )
+
+
+def _start_model(
+    plain: Callable[..., None],
+    self: peft.PeftModel,
+    model: nn.Module,
+    peft_config: peft.PeftConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """What is not LoRA is refused before PEFT changes a parallel model."""
     if _state(model) is not None:
-        config._register_custom_module(LAYERS)
-        if str(config.target_modules).lower() == "all-linear":
-            config.target_modules = {
-                path.removesuffix(".base_layer")
-                for path, module in model.named_modules()
-                if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-            }
-    plain(self, model, adapter_name, *args, **kwargs)
+        refuse_unsupported(peft_config, "get_peft_model")
+    plain(self, model, peft_config, *args, **kwargs)
+
+
+def _adapter_state_dict(
+    plain: Callable[..., dict[str, torch.Tensor]],
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, torch.Tensor]:
+    """Shards under the names of whole tensors are not given out."""
+    if state_dict is None and _state(model) is not None:
+        raise NotImplementedError(
+            "get_peft_model_state_dict of a parallel model would hold this rank's shards only; "
+            "save_pretrained gathers them, on all ranks"
+        )
+    return plain(model, state_dict, *args, **kwargs)
 
 
 def _count_parameters(
@@ -107,11 +188,20 @@ def _save_pretrained(
     options = {k: kwargs[k] for k in ("save_embedding_layers",) if k in kwargs}
 
     def choose() -> dict[str, tuple[torch.Tensor, TensorLayout]]:
+        for refused in ("state_dict", "path_initial_model_for_weight_conversion"):
+            if kwargs.get(refused) is not None:
+                raise NotImplementedError(f"{what}: {refused} is not supported here")
         adapters = kwargs.get("selected_adapters") or list(self.peft_config)
+        unknown = set(adapters) - self.peft_config.keys()
+        if unknown:
+            raise ValueError(f"{what}: there is no adapter {', '.join(sorted(unknown))}")
         wanted = {n for a in adapters for n in _saved_tensors(self, a, **options).values()}
         return {name: at for name, at in _layouts(self).items() if name in wanted}
 
-    full = gather_in_step(mesh.together(what, choose), mesh, what)
+    chosen = mesh.together(what, choose)
+    if len({tuple(names) for names in mesh.gather_objects(list(chosen))}) > 1:
+        raise DisagreementError(f"{what}: the ranks want to save different tensors")
+    full = gather_in_step(chosen, mesh, what)
 
     def write() -> None:
         if mesh.rank == 0:
@@ -159,6 +249,17 @@ def _set_state_dict(
         return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
     what = f"loading adapter {adapter_name!r}"
 
+    digest = xxhash.xxh3_128()
+    for name in sorted(state_dict):
+        digest.update(name.encode())
+        digest.update(_bytes_of(state_dict[name]))
+    found = state.mesh.gather_objects(digest.digest())
+    if len(set(found)) > 1:
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise DisagreementError(
+            f"{what}: ranks 0 and {other} read different tensors; give all ranks the same files"
+        )
+
     def load() -> Any:
         _check_fits(model, state_dict, adapter_name, state)
         return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
@@ -189,56 +290,81 @@ def _check_fits(
         raise ValueError(f"adapter {adapter!r} does not fit the model: {shown}{more}")
 
 
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
 def _check_replicas(model: nn.Module, state: ParallelState, what: str) -> None:
-    """What several tp ranks hold of the adapters must be the same bits on all of them."""
-    if state.mesh.tp_size == 1:
-        return
-    names, layouts, own = [], [], []
-    for path, module in model.named_modules():
-        inside = set(path.split(".")) & set(LoraLayer.adapter_layer_names)
-        if not inside or not isinstance(module, ShardedModule):
-            continue
-        for attribute, layout in sorted(module.layouts.items()):
-            names.append(f"{path}.{attribute}")
-            layouts.append(layout)
-            value = getattr(module, attribute).detach().cpu().contiguous()
-            own.append(xxhash.xxh3_128_digest(value.flatten().view(torch.uint8).numpy()))
-    digests = state.mesh.gather_objects_on_tp(own)
-    for index, (name, layout) in enumerate(zip(names, layouts, strict=True)):
-        for rank, theirs in enumerate(digests):
-            first = 0 if layout.dim is None else layout.holders(rank)[0]
-            if theirs[index] != digests[first][index]:
+    """What several ranks hold of the adapters must be the same bits on all of them."""
+    mesh = state.mesh
+    trained = {
+        name: (parameter, layout)
+        for name, parameter, layout in named_shards(model)
+        if set(name.split(".")) & {*LoraLayer.adapter_layer_names, "modules_to_save"}
+    }
+    own = [xxhash.xxh3_128_digest(_bytes_of(parameter)) for parameter, _ in trained.values()]
+    everyone = mesh.gather_objects(own)
+    for index, (name, (_, layout)) in enumerate(trained.items()):
+        for rank, theirs in enumerate(everyone):
+            first = 0 if layout.dim is None else layout.holders(rank % mesh.tp_size)[0]
+            if theirs[index] != everyone[first][index]:
                 raise DisagreementError(
-                    f"{what}: {name} differs between tp ranks {first} and {rank}, which must hold "
+                    f"{what}: {name} differs between ranks {first} and {rank}, which must hold "
                     "the same; load the adapter anew, and change it on all ranks alike"
                 )
 
 
-def _check_merge(model: nn.Module) -> None:
-    """Before anything is merged into a parallel model, on all ranks."""
-    state = _state(model)
-    if state is None:
-        return
-    what = "merging adapters"
-    state.mesh.meet(what)
-    tied = {name.rpartition(".")[0] for name in {*state.layout.tied, *state.layout.tied.values()}}
-    for path, module in model.named_modules():
-        kept = isinstance(module, ModulesToSaveWrapper) and getattr(
-            module.original_module, "tied", False
+def _merging(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    *args: Any,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Whatever speaks against a merge is found on all ranks before anything is changed."""
+    state, what = _state(self.model), "merging adapters"
+    if state is not None:
+        state.mesh.meet(what)
+
+        def check() -> None:
+            for path, module in self.model.named_modules():
+                if isinstance(module, Mergeable):
+                    module.check_merge(safe_merge, adapter_names)
+                elif isinstance(module, ModulesToSaveWrapper):
+                    _refuse_kept_end(path, module)
+
+        state.mesh.together(what, check)
+        _check_replicas(self.model, state, what)
+    return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs)
+
+
+def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:
+    if getattr(module.original_module, "tied", False):
+        raise NotImplementedError(
+            f"merging adapters: {path} was trained whole (modules_to_save), while embedding and "
+            "head shared one weight when the model was cut; save the adapter and merge it with "
+            "PEFT in one process"
         )
-        if kept:
-            raise NotImplementedError(
-                f"{what}: {path} was trained whole (modules_to_save), while embedding and head "
-                f"({', '.join(sorted(tied))}) shared one weight when the model was cut; save the "
-                "adapter and merge it with PEFT in one process"
-            )
-    _check_replicas(model, state, what)
 
 
-def _merging(plain: Callable[..., Any], self: peft.LoraModel, *args: Any, **kwargs: Any) -> Any:
-    """Refuses to merge factors of which ranks hold different copies."""
-    _check_merge(self.model)
-    return plain(self, *args, **kwargs)
+def _merge_adapter(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    adapter_names: list[str] | None = None,
+    safe_merge: bool = False,
+) -> Any:
+    return _merging(plain, self, safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+def _merge_and_unload(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> Any:
+    return _merging(plain, self, progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
 
 
 def _add_weighted_adapter(
@@ -275,12 +401,15 @@ def _bound(extension: Callable[..., Any], plain: Callable[..., Any]) -> Callable
 
 def extend_peft() -> None:
     """Let PEFT's classes serve parallel models too; what they do to others stays as it is."""
+    _extend(peft.PeftModel, "__init__", _start_model)
     _extend(peft.LoraModel, "inject_adapter", _inject_adapter)
     _extend(peft.PeftModel, "get_nb_trainable_parameters", _count_parameters)
     _extend(peft.PeftModel, "save_pretrained", _save_pretrained)
     _extend(peft.PeftModel, "load_adapter", _load_adapter)
     _extend(peft.utils.save_and_load, "has_valid_embedding_base_layer", _is_embedding)
-    _extend(peft.peft_model, "set_peft_model_state_dict", _set_state_dict)
-    for name in ("merge_adapter", "merge_and_unload"):
-        _extend(peft.LoraModel, name, _merging)
+    for owner in (peft, peft.peft_model):
+        _extend(owner, "set_peft_model_state_dict", _set_state_dict)
+        _extend(owner, "get_peft_model_state_dict", _adapter_state_dict)
+    _extend(peft.LoraModel, "merge_adapter", _merge_adapter)
+    _extend(peft.LoraModel, "merge_and_unload", _merge_and_unload)
     _extend(peft.LoraModel, "add_weighted_adapter", _add_weighted_adapter)

@@ -15,5 +15,4 @@ LLAMA = ModelTable(
     mlp="mlp",
     mlp_inputs=("gate_proj", "up_proj"),
     mlp_output="down_proj",
-    shared_input="position_embeddings",
 )

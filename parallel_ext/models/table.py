@@ -30,8 +30,6 @@ class ModelTable:
         mlp: name in a layer.
         mlp_inputs: names in the MLP; cut by output features, anywhere.
         mlp_output: name in the MLP; cut by input features.
-        shared_input: argument of the attention by which every forward of the model hands all
-            layers a tensor that it made; a checkpointed layer is given the same one again.
     """
 
     model_type: str
@@ -46,7 +44,6 @@ class ModelTable:
     mlp: str
     mlp_inputs: tuple[str, ...]
     mlp_output: str
-    shared_input: str
 
     def modules(self, num_layers: int) -> tuple[str, ...]:
         """Paths of all modules that are replaced or given a hook."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import transformers
 from torch import nn
 
@@ -81,8 +79,6 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
         if attention not in missing:
             owner = model.get_submodule(attention)
             missing += [f"{attention}.{n}" for n in _ATTENTION_ATTRIBUTES if not hasattr(owner, n)]
-            if table.shared_input not in inspect.signature(owner.forward).parameters:
-                missing.append(f"{attention}.forward({table.shared_input}=)")
     if missing:
         raise ValueError(
             f"parallelize: {type(model).__name__} of transformers {transformers.__version__} "

@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext import ops, runtime
 from parallel_ext.agreement import Agreement
-from parallel_ext.clock import Clock, EnterLayer
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.mesh import Mesh
@@ -31,7 +30,7 @@ from parallel_ext.patch.checks import (
     check_servable,
     table_for,
 )
-from parallel_ext.sharded import ShardedModule, take
+from parallel_ext.sharded import take
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -123,8 +122,7 @@ def parallelize(
 
     table, layout = mesh.together("parallelize", prepare)
     check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
-    clock = Clock(mesh.dp_rank)
-    partials = _replace_modules(model, table, layout, mesh, clock)
+    partials = _replace_modules(model, table, layout, mesh)
     embedding = layout[f"{table.embedding}.weight"]
     checks = None
     if agreement and mesh.tp_size > 1:
@@ -133,7 +131,7 @@ def parallelize(
     _attach(
         model,
         table,
-        ParallelState(mesh, layout, vocab_ranges, checks, training_logits, partials, clock),
+        ParallelState(mesh, layout, vocab_ranges, checks, training_logits, partials),
     )
     _warn_of_uneven_vocabulary(embedding, mesh)
     return model
@@ -182,10 +180,8 @@ class _Replacer:
         layout: ModelLayout,
         mesh: Mesh,
         partials: PartialGradients | None,
-        clock: Clock,
     ) -> None:
-        self.model, self.layout, self.mesh = model, layout, mesh
-        self.partials, self.clock = partials, clock
+        self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
 
     def _shards(
@@ -209,8 +205,7 @@ class _Replacer:
         tied = self.layout.tied
         return f"{path}.weight" in {*tied, *tied.values()}
 
-    def _put(self, path: str, module: ShardedModule) -> None:
-        module.clock = self.clock
+    def _put(self, path: str, module: nn.Module) -> None:
         module.train(self.model.get_submodule(path).training)
         self.model.set_submodule(path, module)
 
@@ -236,7 +231,7 @@ class _Replacer:
 
 
 def _replace_modules(
-    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh, clock: Clock
+    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
 ) -> PartialGradients | None:
     """Replace all modules that the table names; returns what sums the partial gradients, if any."""
     num_layers = len(model.get_submodule(table.layers))
@@ -246,7 +241,7 @@ def _replace_modules(
         partition = sorted({key.holders(rank) for rank in range(mesh.tp_size)})
         if len(partition) < mesh.tp_size:
             replicas = mesh.tp_subgroup(partition)
-    replace = _Replacer(model, layout, mesh, partials, clock)
+    replace = _Replacer(model, layout, mesh, partials)
     replace.embedding(table.embedding)
     for index in range(num_layers):
         attention = f"{table.layers}.{index}.{table.attention}"
@@ -287,9 +282,6 @@ def _attach(
     model.loss_function = MethodType(runtime.loss_function, model)
     for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
         setattr(model, name, MethodType(_in_place_of(type(model), name), model))
-    for layer in model.get_submodule(table.layers):  # recomputation runs no hook of its own layer
-        enter = EnterLayer(state.clock, table.shared_input)
-        layer.get_submodule(table.attention).register_forward_pre_hook(enter, with_kwargs=True)
     if mesh.tp_size > 1:
         model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(mesh.tp_size)
         for layer in model.get_submodule(table.layers):

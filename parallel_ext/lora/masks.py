@@ -1,0 +1,42 @@
+"""Which of a layer's forwards a dropout mask belongs to, also when the forward is recomputed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+_REMEMBERED = 4096  # forwards of a layer that a backward may still recompute
+
+
+class ForwardCounter:
+    """Numbers the forwards of one layer from 1 on, and knows one that is recomputed.
+
+    Each forward takes a random number out of torch's generator. Checkpointing puts the generator
+    back before it recomputes, so that the same number comes up again and finds its forward; no
+    other random number depends on it, and ranks need not be seeded alike.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._number_of: OrderedDict[int, int] = OrderedDict()
+
+    def number(self) -> int:
+        """The number of the forward that is running.
+
+        Raises:
+            RuntimeError: a backward recomputes a forward whose random state was not kept.
+        """
+        drawn = int(torch.randint(2**63 - 1, ()))
+        if drawn not in self._number_of:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "lora_dropout: a layer is recomputed in backward with another random state "
+                    "than in its forward, so its mask would differ; checkpoint with "
+                    "preserve_rng_state=True, which is the default"
+                )
+            self.count += 1
+            self._number_of[drawn] = self.count
+            if len(self._number_of) > _REMEMBERED:
+                self._number_of.popitem(last=False)
+        return self._number_of[drawn]

@@ -1,0 +1,113 @@
+"""Merging adapters into a base of which a rank holds a part, and putting the base back."""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import nn
+
+
+class Mergeable(LoraLayer):
+    """The part of an adapted module that merges; works on shards, without communication."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self._unmerged: dict[str, torch.Tensor] = {}  # parameters of the base as they were
+        self._versions: dict[str, int] = {}  # of those parameters after the merge
+
+    def here(self, names: list[str]) -> list[str]:
+        """Those of the adapters that this module has."""
+        return [name for name in names if name in self.scaling]
+
+    def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's A [r, in] and B [out, r]."""
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
+    def _delta(self, adapter: str) -> torch.Tensor:
+        """What the adapter adds to this rank's part of the base weight, in fp32 or wider."""
+        factor_a, factor_b = self._factor_pair(adapter)
+        wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
+        return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * self.scaling[adapter]
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """What merging adds to the base weight, as PEFT's; only where one rank holds all of it."""
+        group = self.get_base_layer().group
+        if group.size > 1:
+            raise NotImplementedError(
+                f"get_delta_weight at tp={group.size}: a rank holds only a part of the factors"
+            )
+        return self._delta(adapter)
+
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
+        """Raise what ``merge`` would raise, without changing anything."""
+        names = self.here(check_adapters_to_merge(self, adapter_names))
+        base = self.get_base_layer()
+        if names and getattr(base, "tied", False):
+            raise ValueError(
+                f"merge into {base.layouts['weight'].name}: embedding and head share this weight, "
+                "and merging into one would change both; untie them first"
+            )
+        if any(self.lora_bias[name] for name in names) and base.bias is None:
+            raise RuntimeError("lora_bias=True cannot be merged into a base without a bias")
+        if safe_merge and names:
+            merged = self._merged(names)
+            if not all(value.isfinite().all() for value in merged.values()):
+                raise ValueError(
+                    f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
+                )
+
+    def _merged(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """The base's parameters with the adapters in them, rounded once."""
+        base = self.get_base_layer()
+        added = {"weight": sum(self._delta(name) for name in names)}
+        biased = [name for name in names if self.lora_bias[name]]
+        if biased:
+            added["bias"] = sum(self.lora_B[n].bias.detach() * self.scaling[n] for n in biased)
+        return {n: (getattr(base, n).detach() + d).to(base.weight.dtype) for n, d in added.items()}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to this rank's part of the base, of which a copy is kept for ``unmerge``.
+
+        ``safe_merge`` refuses a result that is not finite.
+        """
+        self._merge(safe_merge, adapter_names, keep=True)
+
+    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
+        self.check_merge(safe_merge, adapter_names)
+        names = self.here(check_adapters_to_merge(self, adapter_names))
+        if not names:
+            return
+        for name, value in self._merged(names).items():
+            parameter = getattr(self.get_base_layer(), name)
+            if keep and name not in self._unmerged:
+                self._unmerged[name] = parameter.detach().clone()
+            parameter.data.copy_(value)
+            self._versions[name] = parameter._version
+        self.merged_adapters += names
+
+    def unmerge(self) -> None:
+        """Put the base back, bit for bit.
+
+        Raises:
+            RuntimeError: the base was changed since it was merged, which would be lost.
+        """
+        base = self.get_base_layer()
+        for name in self._unmerged:
+            if getattr(base, name)._version != self._versions[name]:
+                raise RuntimeError(
+                    f"unmerge: {base.layouts[name].name} was changed after the merge, and putting "
+                    "it back would lose that; change the base before merging"
+                )
+        for name, value in self._unmerged.items():
+            getattr(base, name).data.copy_(value)
+        self._unmerged, self._versions = {}, {}
+        self.merged_adapters.clear()
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The base, with the adapters merged into it if ``merge``; called by PEFT."""
+        if merge:
+            self._merge(safe_merge, adapter_names, keep=False)
+        return self.get_base_layer()
