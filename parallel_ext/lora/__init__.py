@@ -6,7 +6,7 @@ Importing it lets PEFT's own classes serve parallel models; ``px.parallelize`` d
 import peft
 
 from parallel_ext.lora.config import LoraConfig
-from parallel_ext.lora.whole_model import extend_peft
+from parallel_ext.lora.extension import extend_peft
 
 extend_peft()
 peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.LORA] = LoraConfig

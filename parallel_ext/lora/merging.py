@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import peft
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
+
+from parallel_ext.lora.replicas import check_replicas, parallel_state
 
 
 class Mergeable(LoraLayer):
@@ -111,3 +118,59 @@ class Mergeable(LoraLayer):
         if merge:
             self._merge(safe_merge, adapter_names, keep=False)
         return self.get_base_layer()
+
+
+# Of a whole model.
+
+
+def _merging(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    *args: Any,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Whatever speaks against a merge is found on all ranks before anything is changed."""
+    state, what = parallel_state(self.model), "merging adapters"
+    if state is not None:
+        state.mesh.meet(what)
+
+        def check() -> None:
+            for path, module in self.model.named_modules():
+                if isinstance(module, Mergeable):
+                    module.check_merge(safe_merge, adapter_names)
+                elif isinstance(module, ModulesToSaveWrapper):
+                    _refuse_kept_end(path, module)
+
+        state.mesh.together(what, check)
+        check_replicas(self.model, state, what)
+    return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs)
+
+
+def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:
+    if getattr(module.original_module, "tied", False):
+        raise NotImplementedError(
+            f"merging adapters: {path} was trained whole (modules_to_save), while embedding and "
+            "head shared one weight when the model was cut; save the adapter and merge it with "
+            "PEFT in one process"
+        )
+
+
+def merge_adapter(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    adapter_names: list[str] | None = None,
+    safe_merge: bool = False,
+) -> Any:
+    return _merging(plain, self, safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+def merge_and_unload(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> Any:
+    return _merging(plain, self, progressbar, safe_merge=safe_merge, adapter_names=adapter_names)

@@ -1,0 +1,134 @@
+"""Adding adapters to a parallel model, new ones and combinations of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.lora.config import refuse_unsupported
+from parallel_ext.lora.factors import seeded_by
+from parallel_ext.lora.layers import LAYERS
+from parallel_ext.lora.merging import Mergeable
+from parallel_ext.lora.replicas import parallel_state
+from parallel_ext.mesh import DisagreementError
+from parallel_ext.sharded import named_shards
+from parallel_ext.state import ParallelState
+
+_COMBINABLE = ("linear", "cat")  # element by element, so a rank can do its own part
+
+
+def start_model(
+    plain: Callable[..., None],
+    self: peft.PeftModel,
+    model: nn.Module,
+    peft_config: peft.PeftConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """What is not LoRA is refused before PEFT changes a parallel model."""
+    if parallel_state(model) is not None:
+        refuse_unsupported(peft_config, "get_peft_model")
+    plain(self, model, peft_config, *args, **kwargs)
+
+
+def inject_adapter(
+    plain: Callable[..., None],
+    self: peft.LoraModel,
+    model: nn.Module,
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Any configuration gets the layers of a parallel model; "all-linear" means its linears too."""
+    state, config = parallel_state(model), self.peft_config[adapter_name]
+    if state is None:
+        plain(self, model, adapter_name, *args, **kwargs)
+        return
+    what = f"adding adapter {adapter_name!r}"
+    state.mesh.meet(what)
+    state.mesh.together(what, lambda: refuse_unsupported(config, what))
+    seed = _agree_on(config, what, state)
+    config._register_custom_module(LAYERS)
+    if str(config.target_modules).lower() == "all-linear":
+        config.target_modules = {
+            path.removesuffix(".base_layer")
+            for path, module in model.named_modules()
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        }
+    with seeded_by(seed):
+        plain(self, model, adapter_name, *args, **kwargs)
+    state.adapted = True
+    _refuse_both_ends(model, adapter_name)
+
+
+def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:
+    """Raise where the ranks' configurations differ; else rank 0's seed, for all of them."""
+    own = {
+        name: repr(sorted(value) if isinstance(value, set) else value)
+        for name, value in config.to_dict().items()
+        if name not in ("base_model_name_or_path", "revision")  # may differ from host to host
+    }
+    everyone = state.mesh.gather_objects((own, torch.initial_seed()))
+    configs, seeds = zip(*everyone, strict=True)
+    for rank, other in enumerate(configs):
+        for name in own:
+            if other[name] != configs[0][name]:
+                raise DisagreementError(
+                    f"{what}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
+                    f"{rank}; all ranks must be given the same configuration"
+                )
+    return seeds[0]
+
+
+def _refuse_both_ends(model: nn.Module, adapter: str) -> None:
+    ends = [
+        module
+        for module in model.modules()
+        if isinstance(module, Mergeable)
+        and getattr(module.get_base_layer(), "tied", False)
+        and module.scaling
+    ]
+    if len(ends) < 2:
+        return
+    for module in ends:
+        if adapter in module.scaling:
+            module.delete_adapter(adapter)
+    names = " and ".join(module.get_base_layer().layouts["weight"].name for module in ends)
+    raise ValueError(
+        f"adding adapter {adapter!r}: embedding and head ({names}) share one weight, and adapters "
+        "on both ends cannot share it; target one of the two, or untie them"
+    )
+
+
+def count_parameters(
+    plain: Callable[..., tuple[int, int]], self: peft.PeftModel
+) -> tuple[int, int]:
+    """Of a parallel model: the parameters of the whole model, not those of this rank."""
+    if parallel_state(self) is None:
+        return plain(self)
+    sizes = [(p.requires_grad, layout.numel) for _, p, layout in named_shards(self)]
+    return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
+
+
+def add_weighted_adapter(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    adapters: list[str],
+    weights: list[float],
+    adapter_name: str,
+    combination_type: str = "svd",
+    **kwargs: Any,
+) -> Any:
+    """On shards only what works element by element."""
+    state = parallel_state(self.model)
+    if state is not None and state.mesh.tp_size > 1 and combination_type not in _COMBINABLE:
+        raise NotImplementedError(
+            f"add_weighted_adapter(combination_type={combination_type!r}) at "
+            f"tp={state.mesh.tp_size} needs whole factors; use {' or '.join(_COMBINABLE)}"
+        )
+    return plain(self, adapters, weights, adapter_name, combination_type, **kwargs)

@@ -1,0 +1,182 @@
+"""Saving the adapters of a parallel model, and loading them, by PEFT's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import xxhash
+from torch import nn
+
+from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
+from parallel_ext.layout import TensorLayout
+from parallel_ext.lora.replicas import bytes_of, check_replicas, parallel_state
+from parallel_ext.mesh import DisagreementError
+from parallel_ext.sharded import named_shards
+from parallel_ext.state import ParallelState
+from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
+
+_FILE, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+
+
+def _saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
+    """Name in an adapter's file -> name of the parameter in the model, by PEFT's own choice."""
+    names: dict[int, str] = {}
+    logical: dict[str, torch.Tensor] = {}
+    for name, (parameter, layout) in _layouts(model).items():
+        logical[name] = torch.empty(layout.shape, dtype=parameter.dtype, device="meta")
+        names[id(logical[name])] = name
+    chosen = peft.get_peft_model_state_dict(
+        model, state_dict=logical, adapter_name=adapter, **options
+    )
+    return {saved: names[id(tensor)] for saved, tensor in chosen.items()}
+
+
+def _layouts(model: nn.Module) -> dict[str, tuple[nn.Parameter, TensorLayout]]:
+    """Every name of every parameter -> the parameter and its layout."""
+    layouts = {id(parameter): layout for _, parameter, layout in named_shards(model)}
+    return {
+        name: (parameter, layouts[id(parameter)])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def is_embedding(plain: Callable[[nn.Module], bool], layer: nn.Module) -> bool:
+    """Of which PEFT saves the base beside the adapter."""
+    base = getattr(layer, "base_layer", None)
+    return isinstance(base, (VocabParallelEmbedding, VocabParallelHead)) or plain(layer)
+
+
+def adapter_state_dict(
+    plain: Callable[..., dict[str, torch.Tensor]],
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, torch.Tensor]:
+    """Shards under the names of whole tensors are not given out."""
+    if state_dict is None and parallel_state(model) is not None:
+        raise NotImplementedError(
+            "get_peft_model_state_dict of a parallel model would hold this rank's shards only; "
+            "save_pretrained gathers them, on all ranks"
+        )
+    return plain(model, state_dict, *args, **kwargs)
+
+
+def save_pretrained(
+    plain: Callable[..., None], self: peft.PeftModel, save_directory: str, *args: Any, **kwargs: Any
+) -> None:
+    """On a parallel model all ranks call it: what PEFT saves is gathered, and rank 0 writes it."""
+    state = parallel_state(self)
+    if state is None:
+        plain(self, save_directory, *args, **kwargs)
+        return
+    mesh, what = state.mesh, f"save_pretrained of an adapter to {save_directory}"
+    mesh.meet(what)
+    kwargs.pop("is_main_process", None)
+    options = {k: kwargs[k] for k in ("save_embedding_layers",) if k in kwargs}
+
+    def choose() -> dict[str, tuple[torch.Tensor, TensorLayout]]:
+        for refused in ("state_dict", "path_initial_model_for_weight_conversion"):
+            if kwargs.get(refused) is not None:
+                raise NotImplementedError(f"{what}: {refused} is not supported here")
+        adapters = kwargs.get("selected_adapters") or list(self.peft_config)
+        unknown = set(adapters) - self.peft_config.keys()
+        if unknown:
+            raise ValueError(f"{what}: there is no adapter {', '.join(sorted(unknown))}")
+        wanted = {n for a in adapters for n in _saved_tensors(self, a, **options).values()}
+        return {name: at for name, at in _layouts(self).items() if name in wanted}
+
+    chosen = mesh.together(what, choose)
+    if len({tuple(names) for names in mesh.gather_objects(list(chosen))}) > 1:
+        raise DisagreementError(f"{what}: the ranks want to save different tensors")
+    full = gather_in_step(chosen, mesh, what)
+
+    def write() -> None:
+        if mesh.rank == 0:
+            plain(self, save_directory, *args, state_dict=full, **kwargs)
+
+    mesh.together(what, write)
+
+
+def load_adapter(
+    plain: Callable[..., Any], self: peft.PeftModel, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """On a parallel model all ranks call it; a damaged file is one error on all of them."""
+    state = parallel_state(self)
+    if state is None:
+        return plain(self, model_id, *args, **kwargs)
+    what = f"load_adapter of {model_id}"
+    if kwargs.get("ignore_mismatched_sizes"):
+        raise NotImplementedError(
+            f"{what}: ignore_mismatched_sizes on a parallel model would ignore every factor that "
+            "is cut; load an adapter of the right sizes"
+        )
+    state.mesh.meet(what)
+
+    def look() -> None:
+        folder = Path(model_id, kwargs.get("subfolder") or "")
+        if (folder / _FILE).exists():
+            SafetensorsFile(folder / _FILE).close()
+        elif folder.is_dir() and not (folder / _PICKLE).exists():  # else PEFT looks on the hub
+            raise CheckpointError(f"{folder} holds no {_FILE}")
+
+    state.mesh.together(what, look)
+    return plain(self, model_id, *args, **kwargs)
+
+
+def set_state_dict(
+    plain: Callable[..., Any],
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    adapter_name: str = "default",
+    **kwargs: Any,
+) -> Any:
+    """What PEFT loads adapters by; a parallel model takes exactly the tensors of its adapter."""
+    state = parallel_state(model)
+    if state is None:
+        return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
+    what = f"loading adapter {adapter_name!r}"
+
+    digest = xxhash.xxh3_128()
+    for name in sorted(state_dict):
+        digest.update(name.encode())
+        digest.update(bytes_of(state_dict[name]))
+    found = state.mesh.gather_objects(digest.digest())
+    if len(set(found)) > 1:
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise DisagreementError(
+            f"{what}: ranks 0 and {other} read different tensors; give all ranks the same files"
+        )
+
+    def load() -> Any:
+        _check_fits(model, state_dict, adapter_name, state)
+        return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
+
+    result = state.mesh.together(what, load)
+    check_replicas(model, state, what)
+    return result
+
+
+def _check_fits(
+    model: nn.Module, found: dict[str, torch.Tensor], adapter: str, state: ParallelState
+) -> None:
+    layouts = _layouts(model)
+    needed = _saved_tensors(model, adapter, save_embedding_layers=False)
+    known = _saved_tensors(model, adapter, save_embedding_layers=True)
+    problems = [f"it lacks {name}" for name in sorted(needed.keys() - found.keys())]
+    problems += [f"it holds {name}, unknown here" for name in sorted(found.keys() - known.keys())]
+    for name in sorted(known.keys() & found.keys()):
+        _, layout = layouts[known[name]]
+        if tuple(found[name].shape) != layout.shape:
+            problems.append(
+                f"{name} has the shape {tuple(found[name].shape)}, but that of the model, cut over "
+                f"tp={state.mesh.tp_size}, has the whole shape {layout.shape}"
+            )
+    if problems:
+        shown = "; ".join(problems[:4])
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ValueError(f"adapter {adapter!r} does not fit the model: {shown}{more}")
