@@ -19,6 +19,7 @@ from train_step_ranks import OURS, TRANSFORMERS_TP
 import parallel_ext as px
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
+from parallel_ext.lora.layers import LAYERS
 from parallel_ext.ops import ALONE
 
 FROZEN = "frozen linear"
@@ -104,22 +105,20 @@ class Case:
         if competitor.startswith(OURS):
             layouts = {"weight": TensorLayout("linear.weight", tuple(weight.shape))}
             base: nn.Module = ColumnParallelLinear(weight, None, layouts, ALONE)
-            config = px.LoraConfig
         else:
             base = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")
             base.weight = weight
-            config = peft.LoraConfig
         if competitor == FROZEN:
             return _Holder(base)
+        config = peft.LoraConfig(
+            r=self.lora_a.size(0),
+            lora_alpha=ALPHA,
+            target_modules=["linear"],
+            lora_dropout=DROPOUT if competitor in WITH_DROPOUT else 0.0,
+        )
+        config._register_custom_module(LAYERS)  # as parallelize would have it for a whole model
         wrapped = peft.get_peft_model(
-            _Holder(base),
-            config(
-                r=self.lora_a.size(0),
-                lora_alpha=ALPHA,
-                target_modules=["linear"],
-                lora_dropout=DROPOUT if competitor in WITH_DROPOUT else 0.0,
-            ),
-            autocast_adapter_dtype=competitor not in IN_DTYPE,
+            _Holder(base), config, autocast_adapter_dtype=competitor not in IN_DTYPE
         )
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():

@@ -8,7 +8,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.layout import TensorLayout
 from parallel_ext.ops import Group
-from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.partial_gradients import PartialGradients, for_use
 from parallel_ext.sharded import ShardedModule
 
 
@@ -44,9 +44,9 @@ class ColumnParallelLinear(ShardedModule):
 
     def _for_use(self, attribute: str) -> torch.Tensor | None:
         parameter = getattr(self, attribute)
-        if parameter is None or self.replicas.size == 1 or not parameter.requires_grad:
-            return parameter
-        return self.partials.catch(parameter, self.layouts[attribute].name, self.replicas)
+        if parameter is None:
+            return None
+        return for_use(parameter, self.layouts[attribute].name, self.replicas, self.partials)
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias for a forward; gradients of replicated rows are summed."""

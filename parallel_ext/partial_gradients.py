@@ -178,6 +178,15 @@ class PartialGradients:
             self._pending, self._synchronize = kept, synchronize
 
 
+def for_use(
+    parameter: nn.Parameter, name: str, group: Group, partials: PartialGradients | None
+) -> torch.Tensor:
+    """A parameter for a forward in which its gradient is partial over ``group``, if it gets one."""
+    if group.size == 1 or partials is None or not parameter.requires_grad:
+        return parameter
+    return partials.catch(parameter, name, group)
+
+
 def _sum_and_add(entries: list[_Entry], group: Group) -> None:
     wide = any(entry.partial.dtype == torch.float64 for entry in entries)
     dtype = torch.float64 if wide else torch.float32

@@ -38,7 +38,8 @@ ALLOWED = {
     "state": {"agreement", "layout", "mesh", "partial_gradients"},
     "gradients": {"ops", "sharded", "state"},
     "lora": {
-        *("checkpoint", "layout", "linear", "mesh", "ops", "sharded", "state", "vocab"),
+        *("checkpoint", "layout", "linear", "mesh", "ops", "partial_gradients"),
+        *("sharded", "state", "vocab"),
     },
     "version": set(),
     "runtime": {"checkpoint", "loss", "mesh", "ops", "state", "version", "vocab"},

@@ -18,6 +18,7 @@ from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
 from parallel_ext.lora.masks import ForwardCounter
 from parallel_ext.lora.merging import Mergeable
 from parallel_ext.ops import Group
+from parallel_ext.partial_gradients import for_use
 from parallel_ext.sharded import ShardedModule
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -78,10 +79,7 @@ class _Adapted(nn.Module, Mergeable):
 
     def _caught(self, parameter: nn.Parameter, name: str, group: Group) -> torch.Tensor:
         """A parameter for use in a forward, whose gradient is partial over ``group``."""
-        partials = self.get_base_layer().partials
-        if group.size == 1 or partials is None or not parameter.requires_grad:
-            return parameter
-        return partials.catch(parameter, name, group)
+        return for_use(parameter, name, group, self.get_base_layer().partials)
 
     def for_agreement(self) -> str:
         """What must be equal on all tp ranks before a forward."""
