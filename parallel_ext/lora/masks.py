@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-_REMEMBERED = 4096  # forwards of a layer that a backward may still recompute
+_REMEMBERED = 128  # forwards of a layer that a backward may still recompute
 
 
 class ForwardCounter:
