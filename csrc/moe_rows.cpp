@@ -99,7 +99,7 @@ at::Tensor moe_dispatch_aten(const at::Tensor& input, const at::Tensor& slots) {
 // Combine: sums in fp32 (or fp64) in the order of the choices, and rounds once.
 
 // total += weight * row
-#define PARALLEL_EXT_MOE_LOOPS(scalar_t, wide_t, widen)                                        \
+#define PARALLEL_EXT_MOE_LOOPS(scalar_t, wide_t)                                               \
   PARALLEL_EXT_MULTIVERSION void add_row(const scalar_t* row, wide_t weight, int64_t size,     \
                                          wide_t* total) {                                      \
     for (int64_t i = 0; i < size; ++i) total[i] += weight * widen(row[i]);                     \
@@ -130,10 +130,10 @@ at::Tensor moe_dispatch_aten(const at::Tensor& input, const at::Tensor& slots) {
     return sum;                                                                                \
   }
 
-PARALLEL_EXT_MOE_LOOPS(float, float, to_float)
-PARALLEL_EXT_MOE_LOOPS(c10::BFloat16, float, to_float)
-PARALLEL_EXT_MOE_LOOPS(c10::Half, float, to_float)
-PARALLEL_EXT_MOE_LOOPS(double, double, double)
+PARALLEL_EXT_MOE_LOOPS(float, float)
+PARALLEL_EXT_MOE_LOOPS(c10::BFloat16, float)
+PARALLEL_EXT_MOE_LOOPS(c10::Half, float)
+PARALLEL_EXT_MOE_LOOPS(double, double)
 
 template <typename scalar_t>
 using wide_of = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;

@@ -3,7 +3,7 @@
 from parallel_ext.checkpoint.full_state import full_state_dict, gather_in_step
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
-from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.checkpoint.save import save_directory
 
@@ -13,6 +13,7 @@ __all__ = [
     "SafetensorsFile",
     "SafetensorsWriter",
     "TensorSpec",
+    "bytes_of",
     "full_state_dict",
     "gather_in_step",
     "gather_tensor",

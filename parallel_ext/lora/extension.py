@@ -13,15 +13,12 @@ from parallel_ext.lora import adding, files, merging
 
 def _extend(owner: Any, name: str, extension: Callable[..., Any]) -> None:
     plain = getattr(owner, name)
-    setattr(owner, name, wraps(plain)(_bound(extension, plain)))
 
-
-def _bound(extension: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    # A function and no partial, so that it becomes a method where it stands in a class.
+    @wraps(plain)  # a function and no partial, so that it becomes a method where it is in a class
     def extended(*args: Any, **kwargs: Any) -> Any:
         return extension(plain, *args, **kwargs)
 
-    return extended
+    setattr(owner, name, extended)
 
 
 def extend_peft() -> None:

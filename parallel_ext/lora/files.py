@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
 from parallel_ext.layout import TensorLayout
-from parallel_ext.lora.replicas import bytes_of, check_replicas, parallel_state
+from parallel_ext.lora.replicas import bits_of, check_replicas, parallel_state
 from parallel_ext.mesh import DisagreementError
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState
@@ -144,7 +144,7 @@ def set_state_dict(
     digest = xxhash.xxh3_128()
     for name in sorted(state_dict):
         digest.update(name.encode())
-        digest.update(bytes_of(state_dict[name]))
+        digest.update(bits_of(state_dict[name]))
     found = state.mesh.gather_objects(digest.digest())
     if len(set(found)) > 1:
         other = next(rank for rank, each in enumerate(found) if each != found[0])

@@ -58,20 +58,22 @@ class Mergeable(LoraLayer):
         if any(self.lora_bias[name] for name in names) and base.bias is None:
             raise RuntimeError("lora_bias=True cannot be merged into a base without a bias")
         if safe_merge and names:
-            merged = self._merged(names)
-            if not all(value.isfinite().all() for value in merged.values()):
-                raise ValueError(
-                    f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
-                )
+            self._merged(names, safe_merge)
 
-    def _merged(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def _merged(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
         """The base's parameters with the adapters in them, rounded once."""
         base = self.get_base_layer()
         added = {"weight": sum(self._delta(name) for name in names)}
         biased = [name for name in names if self.lora_bias[name]]
         if biased:
             added["bias"] = sum(self.lora_B[n].bias.detach() * self.scaling[n] for n in biased)
-        return {n: (getattr(base, n).detach() + d).to(base.weight.dtype) for n, d in added.items()}
+        dtype = base.weight.dtype
+        merged = {n: (getattr(base, n).detach() + d).to(dtype) for n, d in added.items()}
+        if safe_merge and not all(value.isfinite().all() for value in merged.values()):
+            raise ValueError(
+                f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
+            )
+        return merged
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters to this rank's part of the base, of which a copy is kept for ``unmerge``.
@@ -81,11 +83,11 @@ class Mergeable(LoraLayer):
         self._merge(safe_merge, adapter_names, keep=True)
 
     def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
-        self.check_merge(safe_merge, adapter_names)
+        self.check_merge(False, adapter_names)
         names = self.here(check_adapters_to_merge(self, adapter_names))
         if not names:
             return
-        for name, value in self._merged(names).items():
+        for name, value in self._merged(names, safe_merge).items():
             parameter = getattr(self.get_base_layer(), name)
             if keep and name not in self._unmerged:
                 self._unmerged[name] = parameter.detach().clone()

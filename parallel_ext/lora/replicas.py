@@ -7,6 +7,7 @@ import xxhash
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from parallel_ext.checkpoint import bytes_of
 from parallel_ext.mesh import DisagreementError
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState, state_of
@@ -20,9 +21,9 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
         return None
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bits of a tensor, for a digest."""
-    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+def bits_of(tensor: torch.Tensor) -> memoryview:
+    """Those of any tensor, for a digest."""
+    return bytes_of(tensor.cpu().contiguous())
 
 
 def check_replicas(model: nn.Module, state: ParallelState, what: str) -> None:
@@ -33,7 +34,7 @@ def check_replicas(model: nn.Module, state: ParallelState, what: str) -> None:
         for name, parameter, layout in named_shards(model)
         if set(name.split(".")) & {*LoraLayer.adapter_layer_names, "modules_to_save"}
     }
-    own = [xxhash.xxh3_128_digest(bytes_of(parameter)) for parameter, _ in trained.values()]
+    own = [xxhash.xxh3_128_digest(bits_of(parameter)) for parameter, _ in trained.values()]
     everyone = mesh.gather_objects(own)
     for index, (name, (_, layout)) in enumerate(trained.items()):
         for rank, theirs in enumerate(everyone):
