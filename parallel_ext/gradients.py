@@ -72,7 +72,7 @@ def clip_grad_norm_(
         gradients.append(parameter.grad)
         if parameter.numel() == 0:
             continue
-        if layout.dim is not None and layout.holders(mesh.tp_rank)[0] != mesh.tp_rank:
+        if layout.dim is not None and layout.holders(mesh.rank)[0] != mesh.rank % layout.period:
             continue  # another rank holds the same shard and counts it
         part = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=torch.float64)
         which = int(layout.dim is None)

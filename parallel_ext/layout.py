@@ -2,15 +2,16 @@
 
 A *logical tensor* is a parameter of the unsharded HuggingFace model: its name and its full,
 unpadded shape. A *range* is half-open, ``(start, stop)``; a *box* is one range per dimension. A
-rank holds the boxes that :class:`TensorLayout` lists for it, joined along the cut dimension, and
+rank holds the boxes that :class:`TensorLayout` lists for it, joined along one dimension, and
 nothing else says where a tensor is: no shape of a shard is ever interpreted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from parallel_ext import _C
@@ -56,72 +57,143 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where one logical tensor lives on the ranks of a tensor-parallel group.
+    """Where one logical tensor lives on the ranks of a job.
+
+    The ranks that share a copy of a tensor are consecutive (tp and ep are the innermost sides of
+    their grids), so what rank r of the job holds is what rank ``r % period`` holds.
 
     Attributes:
         name: the HuggingFace name, for example ``model.embed_tokens.weight``.
         shape: the logical shape, never padded.
-        dim: the dimension that is cut; None when every rank holds all of it.
-        held: for each tp rank its ranges along ``dim``, in the order in which they lie in its
-            shard; empty when ``dim`` is None. Ranges of several ranks may coincide (replicated
-            key-value heads), but never overlap in part.
+        dim: the dimension along which a rank's boxes are joined; None when every rank holds all.
+        held: for each of ``period`` ranks its boxes, in the order in which they lie in its shard;
+            empty when ``dim`` is None. Boxes of several ranks may coincide (replicated key-value
+            heads), but never overlap in part.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None = None
-    held: tuple[tuple[Range, ...], ...] = ()
+    held: tuple[tuple[Box, ...], ...] = ()
 
-    def boxes(self, tp_rank: int) -> tuple[Box, ...]:
-        """The boxes that ``tp_rank`` holds, in the order in which they lie in its shard."""
-        whole = tuple((0, size) for size in self.shape)
-        if self.dim is None:
-            return (whole,)
-        return tuple(
-            (*whole[: self.dim], piece, *whole[self.dim + 1 :]) for piece in self.held[tp_rank]
-        )
+    @property
+    def period(self) -> int:
+        """The number of consecutive ranks that hold one copy."""
+        return max(1, len(self.held))
 
-    def local_shape(self, tp_rank: int) -> tuple[int, ...]:
-        """The shape of ``tp_rank``'s shard: its boxes joined along ``dim``."""
+    @property
+    def whole(self) -> Box:
+        """The box of the whole tensor."""
+        return tuple((0, size) for size in self.shape)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that ``rank`` holds, in the order in which they lie in its shard."""
+        return (self.whole,) if self.dim is None else self.held[rank % self.period]
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """The ranges of its boxes along ``dim``."""
+        return () if self.dim is None else tuple(box[self.dim] for box in self.boxes(rank))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of ``rank``'s shard: its boxes joined along ``dim``."""
         if self.dim is None:
             return self.shape
-        rows = sum(stop - start for start, stop in self.held[tp_rank])
-        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+        boxes = self.boxes(rank)
+        shape = list(box_shape(boxes[0]) if boxes else self.shape)
+        shape[self.dim] = sum(stop - start for start, stop in self.ranges(rank))
+        return tuple(shape)
+
+    @cached_property
+    def _owners(self) -> dict[Box, int]:
+        owners: dict[Box, int] = {}
+        for rank in range(self.period):
+            for box in self.boxes(rank):
+                owners.setdefault(box, rank)
+        return owners
 
     def owner(self, box: Box) -> int:
-        """The lowest tp rank that holds ``box``: it alone counts and sends its elements."""
-        if self.dim is None:
-            return 0
-        piece = box[self.dim]
-        return next(rank for rank, pieces in enumerate(self.held) if piece in pieces)
+        """The lowest rank that holds ``box``: it alone counts and sends its elements."""
+        return self._owners[box]
 
-    def owned(self, tp_rank: int) -> tuple[Box, ...]:
-        """The boxes of ``tp_rank`` that no lower rank holds; over all ranks each element once."""
-        return tuple(box for box in self.boxes(tp_rank) if self.owner(box) == tp_rank)
+    def owned(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of ``rank`` that no lower rank holds; over all ranks each element once."""
+        if rank >= self.period:
+            return ()
+        return tuple(box for box in self.boxes(rank) if self.owner(box) == rank)
 
-    def holders(self, tp_rank: int) -> tuple[int, ...]:
-        """The ranks whose shard equals that of ``tp_rank``, itself included."""
-        if self.dim is None:
-            raise ValueError(f"{self.name} is not cut; all ranks hold it")
-        own = self.held[tp_rank]
-        return tuple(rank for rank, pieces in enumerate(self.held) if pieces == own)
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """The ranks below ``period`` whose shard equals that of ``rank``."""
+        own = self.boxes(rank)
+        return tuple(other for other in range(self.period) if self.boxes(other) == own)
 
     @property
     def numel(self) -> int:
         """The number of elements of the logical tensor."""
         return math.prod(self.shape)
 
-    def describe(self, tp_rank: int) -> str:
-        """The shard in words, for messages: ``rows [32768, 65535) of (65535, 1024)``."""
+    def describe(self, rank: int) -> str:
+        """The shard in words, for messages: ``dimension 0 [32768, 65535) of (65535, 1024)``."""
         if self.dim is None:
             return f"all of {self.shape}"
-        pieces = ", ".join(f"[{start}, {stop})" for start, stop in self.held[tp_rank])
-        return f"dimension {self.dim} {pieces} of {self.shape}"
+        pieces = ", ".join(f"[{start}, {stop})" for start, stop in self.ranges(rank))
+        return f"dimension {self.dim} {pieces or 'nothing'} of {self.shape}"
+
+    def cut_rows_again(self, groups: Sequence[Sequence[int]]) -> TensorLayout:
+        """The layout after the rows of each shard were dealt to the ranks that hold it alike.
+
+        As ``torch.chunk`` does, and FSDP by it: rows are indices of the shard's dimension 0, and
+        the last ranks may get fewer or none.
+
+        Args:
+            groups: ranks of the job that deal one shard among them, in order; every rank once.
+        """
+        cut: dict[int, tuple[Box, ...]] = {}
+        for ranks in groups:
+            rows = self.local_shape(ranks[0])[0]
+            at_once = -(-rows // len(ranks))
+            for number, rank in enumerate(ranks):
+                start, stop = (min(n * at_once, rows) for n in (number, number + 1))
+                cut[rank] = self._rows_of(rank, start, stop)
+        held = tuple(cut[rank] for rank in sorted(cut))
+        return TensorLayout(self.name, self.shape, self.dim or 0, held)
+
+    def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
+        """The boxes of some rows of ``rank``'s shard."""
+        boxes, before = [], 0
+        for box in self.boxes(rank):
+            first, last = box[0]
+            inner = tuple(min(max(first + row - before, first), last) for row in (start, stop))
+            if self.dim:  # beside each other: all of them have these rows
+                boxes.append((inner, *box[1:]))
+                continue
+            if inner[0] < inner[1]:
+                boxes.append((inner, *box[1:]))
+            before += last - first
+        return tuple(boxes)
+
+
+def cut_ranges(
+    name: str, shape: tuple[int, ...], dim: int, ranges: Iterable[Iterable[Range]]
+) -> TensorLayout:
+    """The layout of a tensor of which each rank holds some ranges along ``dim``."""
+    whole = tuple((0, size) for size in shape)
+    held = tuple(
+        tuple((*whole[:dim], piece, *whole[dim + 1 :]) for piece in pieces) for pieces in ranges
+    )
+    return TensorLayout(name, shape, dim, held)
 
 
 def cut(name: str, shape: tuple[int, ...], dim: int, ranges: tuple[Range, ...]) -> TensorLayout:
-    """The layout of a tensor of which each tp rank holds one range along ``dim``."""
-    return TensorLayout(name, shape, dim, tuple((piece,) for piece in ranges))
+    """The layout of a tensor of which each rank holds one range along ``dim``."""
+    return cut_ranges(name, shape, dim, ((piece,) for piece in ranges))
+
+
+def cut_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> TensorLayout:
+    """The layout of a tensor that is cut along the same dimension at the same places."""
+    if other.dim is None:
+        return TensorLayout(name, shape)
+    ranges = (other.ranges(rank) for rank in range(other.period))
+    return cut_ranges(name, shape, other.dim, ranges)
 
 
 def cut_blocks(
@@ -146,8 +218,8 @@ def cut_blocks(
         ValueError: the blocks do not add up to the tensor.
 
     Example:
-        >>> cut_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).held
-        (((0, 4), (8, 9), (10, 11)), ((4, 8), (9, 10), (11, 12)))
+        >>> cut_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).ranges(1)
+        ((4, 8), (9, 10), (11, 12))
     """
     if sum(blocks) != shape[dim]:
         raise ValueError(
@@ -159,7 +231,46 @@ def cut_blocks(
         tuple((start + a, start + b) for a, b in split(size, tp, multiple_of))
         for start, size in zip(starts, blocks, strict=False)
     ]
-    return TensorLayout(name, shape, dim, tuple(zip(*ranges, strict=True)))
+    return cut_ranges(name, shape, dim, zip(*ranges, strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file that is one index of a logical tensor, or some rows of one.
+
+    Attributes:
+        name: in the file, for example ``model.layers.0.block_sparse_moe.experts.3.w1.weight``.
+        source: the logical tensor, for example ``model.layers.0.mlp.experts.gate_up_proj``.
+        box: where it lies there.
+        index: whether the first range of ``box`` is one index, of a dimension that the part lacks.
+    """
+
+    name: str
+    source: str
+    box: Box
+    index: bool
+
+    def overlap(self, box: Box) -> Box | None:
+        """What the part has of a box of the logical tensor, in that tensor's numbers."""
+        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.box, box, strict=True))
+        return None if any(start >= stop for start, stop in both) else both
+
+    def inside(self, box: Box) -> Box:
+        """A box that the part has, in the part's own numbers."""
+        moved = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, self.box, strict=True))
+        return moved[1:] if self.index else moved
+
+    def layout(self, source: TensorLayout) -> TensorLayout:
+        """Where the part lives on the ranks."""
+        shape = box_shape(self.box)[self.index :]
+        if source.dim is None:
+            return TensorLayout(self.name, shape)
+        dim = max(0, source.dim - self.index)
+        held = []
+        for rank in range(source.period):
+            overlaps = (self.overlap(box) for box in source.boxes(rank))
+            held.append(tuple(self.inside(box) for box in overlaps if box is not None))
+        return TensorLayout(self.name, shape, dim, tuple(held))
 
 
 @dataclass(frozen=True)
@@ -167,15 +278,31 @@ class ModelLayout(Mapping[str, TensorLayout]):
     """The layouts of all parameters of a model by HuggingFace name, tied aliases left out.
 
     Attributes:
-        tensors: the layout of every logical tensor that a file holds.
+        tensors: the layout of every logical tensor.
         tied: name of an alias -> name of the tensor that it shares, for example
             ``lm_head.weight`` -> ``model.embed_tokens.weight``.
-        tp_size: number of tensor-parallel ranks.
+        parts: name of a tensor -> the tensors of a file that make it up; absent where the file
+            holds it as it is.
     """
 
     tensors: Mapping[str, TensorLayout]
     tied: Mapping[str, str]
-    tp_size: int
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    def parts_of(self, name: str) -> tuple[Part, ...]:
+        """The tensors of a file that make up ``name``; itself where there is no other."""
+        whole = Part(name, name, self[name].whole, index=False)
+        return self.parts.get(name, (whole,))
+
+    def in_files(self) -> ModelLayout:
+        """The same, tensor by tensor of a file."""
+        parts = (part for name in self for part in self.parts_of(name))
+        return ModelLayout({part.name: part.layout(self[part.source]) for part in parts}, self.tied)
+
+    @property
+    def period(self) -> int:
+        """The number of consecutive ranks that hold one copy of everything."""
+        return max(layout.period for layout in self.tensors.values())
 
     def __getitem__(self, name: str) -> TensorLayout:
         return self.tensors[self.tied.get(name, name)]

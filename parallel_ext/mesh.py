@@ -1,4 +1,4 @@
-"""The ranks of a job: its tensor-parallel and data-parallel groups, and how ranks meet safely."""
+"""The ranks of a job: its tp, dp, ep and edp groups, and how ranks meet safely."""
 
 from __future__ import annotations
 
@@ -50,15 +50,24 @@ def _new_groups(ranks_of: Sequence[Sequence[int]], **options: Any) -> dist.Proce
     return own
 
 
+def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows of ``inner`` consecutive ranks, and the columns of the ranks in one place of each."""
+    rows = [list(range(first, first + inner)) for first in range(0, size, inner)]
+    return rows, [list(column) for column in zip(*rows, strict=True)]
+
+
 class Mesh:
     """The ranks of a job as a grid ``(dp, tp)``, tp innermost. Made by :func:`init_mesh`.
+
+    The experts of a mixture see the same ranks as a grid ``(edp, ep)``, ep innermost.
 
     Attributes:
         rank, world_size: of the whole job.
         tp_rank, tp_size: position among the ranks that share a model; they get the same batch.
         dp_rank, dp_size: which replica of the model this is; feed them to a sampler.
-        ep_size: ranks over which the experts of a mixture are dealt.
-        tp, dp: the groups as the ops take them.
+        ep_rank, ep_size: position among the ranks to which the experts are dealt.
+        edp_rank, edp_size: which replica of the experts this is.
+        tp, dp, ep, edp: the groups as the ops take them.
         timeout: seconds after which a rank that does not come is reported.
         device: where the parameters of this rank live.
     """
@@ -69,8 +78,10 @@ class Mesh:
         self.rank, self.world_size = _world()
         self.tp_size, self.dp_size, self.ep_size = tp, dp, ep
         self.dp_rank, self.tp_rank = divmod(self.rank, tp)
+        self.edp_size = self.world_size // ep
+        self.edp_rank, self.ep_rank = divmod(self.rank, ep)
         self.timeout, self.device = timeout, device
-        self.tp = self.dp = self.control = self.tp_control = ALONE
+        self.tp = self.dp = self.ep = self.edp = self.control = self.tp_control = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
         self._meetings = self._long_steps = 0
@@ -79,8 +90,8 @@ class Mesh:
         Mesh._made += 1
         if self.world_size == 1:
             return
-        tp_rows = [[row * tp + column for column in range(tp)] for row in range(dp)]
-        dp_columns = [[row * tp + column for row in range(dp)] for column in range(tp)]
+        tp_rows, dp_columns = _grid(self.world_size, tp)
+        ep_rows, edp_columns = _grid(self.world_size, ep)
         self._wait = timedelta(seconds=timeout)
         everyone = list(range(self.world_size))
         self.control = self._group([everyone], backend="gloo", timeout=self._wait)
@@ -88,11 +99,18 @@ class Mesh:
         if len(set(asked)) > 1:
             seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
             raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
+        made: dict[str, Group] = {}  # of equal ranks one group is enough
+
+        def group_of(rows: list[list[int]]) -> Group:
+            if str(rows) not in made:
+                alone = len(rows[0]) == 1
+                made[str(rows)] = ALONE if alone else self._group(rows, timeout=self._wait)
+            return made[str(rows)]
+
+        self.tp, self.dp = group_of(tp_rows), group_of(dp_columns)
+        self.ep, self.edp = group_of(ep_rows), group_of(edp_columns)
         if tp > 1:
-            self.tp = self._group(tp_rows, timeout=self._wait)
             self.tp_control = self._group(tp_rows, backend="gloo", timeout=self._wait)
-        if dp > 1:
-            self.dp = self._group(dp_columns, timeout=self._wait)
         store = self.process_groups[self.control.name].get_group_store()
         self._store = dist.PrefixStore(f"parallel_ext/{Mesh._made}", store)
 
@@ -234,36 +252,39 @@ class Mesh:
         """``value`` of every rank of the job, in rank order."""
         return self._gather(self.control, value, "an exchange of objects")
 
-    def swap_on_tp(
+    def swap(
         self,
         outgoing: Sequence[tuple[int, memoryview]],
         incoming: Sequence[tuple[int, memoryview]],
     ) -> None:
-        """Send bytes to tp ranks and receive theirs, all at the same time.
+        """Send bytes to other ranks and receive theirs, all at the same time.
 
-        Every tp rank calls it, also with nothing to send or receive.
+        Every rank of the job calls it, also with nothing to send or receive.
 
         Args:
-            outgoing: (tp rank, bytes); two ranks pair theirs in order.
-            incoming: (tp rank, bytes to fill).
+            outgoing: (rank, bytes); two ranks pair theirs in order.
+            incoming: (rank, bytes to fill).
 
         Raises:
             PeerLostError: one of them did not do its part within half of ``timeout``, so that
                 :meth:`together`, in which this belongs, can name it within the other half.
         """
-        if self.tp_size == 1:
+        group = self.control
+        if group.size == 1:
             return
 
         def by_rank(parts: Sequence[tuple[int, memoryview]]) -> list[list[memoryview]]:
-            return [[part for peer, part in parts if peer == rank] for rank in range(self.tp_size)]
+            lists: list[list[memoryview]] = [[] for _ in range(group.size)]
+            for peer, part in parts:
+                lists[peer].append(part)
+            return lists
 
-        group = self.tp_control
         try:
             _C.swap_bytes(
                 by_rank(outgoing), by_rank(incoming), group.size, group.name, self.timeout / 2
             )
         except RuntimeError as error:
-            raise PeerLostError(f"a transfer between tp ranks broke off: {error}") from error
+            raise PeerLostError(f"a transfer between ranks broke off: {error}") from error
 
     def _long_step(self) -> AbstractContextManager[None]:
         self._long_steps += 1
@@ -331,13 +352,14 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
 
     Args:
         tp: ranks that share one model; consecutive ranks.
-        ep: ranks over which the experts of a mixture are dealt; must divide the world size.
+        ep: ranks over which the experts of a mixture are dealt, consecutive ranks; must divide the
+            world size. They may lie within tp groups or span several.
         dp: replicas of the model; ``world_size / tp`` when None.
         timeout: seconds after which a function that only some ranks call raises
             :class:`CollectiveTimeout` on those that did.
 
     Returns:
-        The mesh, on every rank with its own ``tp_rank`` and ``dp_rank``.
+        The mesh, on every rank with its own ``tp_rank``, ``dp_rank``, ``ep_rank``, ``edp_rank``.
 
     Raises:
         ValueError: the sizes do not multiply to the world size.

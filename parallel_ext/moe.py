@@ -43,7 +43,7 @@ class ExpertParallelExperts(ShardedModule):
         self.gate_up_proj, self.down_proj, self.act_fn = gate_up_proj, down_proj, act_fn
         layout = layouts["gate_up_proj"]
         self.num_experts = layout.shape[0]
-        ranges = [pieces[0] for pieces in layout.held] or [(0, self.num_experts)]
+        ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
         self.experts_per_rank = [stop - start for start, stop in ranges]
         self.expert_range = ranges[group.rank]
 

@@ -12,15 +12,17 @@ from parallel_ext.layout import TensorLayout
 from parallel_ext.ops import Group
 
 
-def take(tensor: torch.Tensor, layout: TensorLayout, tp_rank: int) -> torch.Tensor:
-    """Cut ``tp_rank``'s shard out of a tensor of the full logical shape; always a copy."""
+def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
+    """Cut ``rank``'s shard out of a tensor of the full logical shape; always a copy."""
     if tuple(tensor.shape) != layout.shape:
         raise ValueError(
             f"{layout.name}: expected the full shape {layout.shape}, got {tuple(tensor.shape)}"
         )
     if layout.dim is None:
         return tensor.clone()
-    pieces = [tensor.narrow(layout.dim, a, b - a) for a, b in layout.held[tp_rank]]
+    pieces = [tensor[tuple(slice(*piece) for piece in box)] for box in layout.boxes(rank)]
+    if not pieces:
+        return tensor.new_empty(layout.local_shape(rank))
     return torch.cat(pieces, layout.dim).contiguous()
 
 

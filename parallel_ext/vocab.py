@@ -62,7 +62,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.padding_idx = padding_idx
         self.weight = weight
         self.partials, self.tied = partials, tied
-        self.vocab_range: Range = layout.held[group.rank][0]
+        self.vocab_range: Range = layout.ranges(group.rank)[0]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.vocab_embedding(
@@ -106,7 +106,8 @@ class VocabParallelHead(ShardedModule):
         self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
         self.partials, self.tied = partials, tied
-        ranges = [pieces[0] for pieces in layouts["weight"].held]
+        rows = layouts["weight"]
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
         self.vocab_range: Range = ranges[group.rank]
         self.sizes = [stop - start for start, stop in ranges]
 

@@ -23,7 +23,7 @@ from parallel_ext.checkpoint.publish import Publication
 from parallel_ext.checkpoint.safetensors_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.checkpoint.save import parse_size, plan_files, save_directory
-from parallel_ext.layout import ModelLayout, TensorLayout
+from parallel_ext.layout import ModelLayout, TensorLayout, cut_ranges
 from parallel_ext.mesh import Mesh, init_mesh
 from parallel_ext.patch import parallelize
 from parallel_ext.sharded import named_shards, take
@@ -344,10 +344,10 @@ def _gathered_on_each(dtype: torch.dtype) -> list[bool]:
     """Gather something that is no parameter, in stripes, on both ranks in turn."""
     mesh = init_mesh(tp=2, timeout=20)
     cases = [
-        TensorLayout("rows", (11, 6), 0, (((0, 6),), ((6, 11),))),
-        TensorLayout("columns", (7, 10), 1, (((0, 3), (8, 10)), ((3, 8),))),
-        TensorLayout("replicas", (8, 3), 0, (((0, 4),), ((0, 4), (4, 8)))),
-        TensorLayout("nothing", (5, 3), 0, (((0, 0),), ((0, 5),))),
+        cut_ranges("rows", (11, 6), 0, (((0, 6),), ((6, 11),))),
+        cut_ranges("columns", (7, 10), 1, (((0, 3), (8, 10)), ((3, 8),))),
+        cut_ranges("replicas", (8, 3), 0, (((0, 4),), ((0, 4), (4, 8)))),
+        cut_ranges("nothing", (5, 3), 0, (((0, 0),), ((0, 5),))),
         TensorLayout("all", (4,)),
         TensorLayout("scalar", ()),
     ]
@@ -399,7 +399,7 @@ def _load(path: Path, changes: dict[str, Any], dtype: torch.dtype | None) -> lis
     model.model.norm.weight.requires_grad_(False)
     with HFDirectory(path) as directory:
         directory.check(state_of(model).layout)
-        directory.load_into(model, mesh, "load", dtype)
+        directory.load_into(model, mesh, state_of(model).layout, "load", dtype)
     expected, wrong = _model(**changes).state_dict(), []
     for name, parameter, layout in named_shards(model):
         shard = take(expected[name], layout, mesh.tp_rank).to(dtype or torch.float32)
@@ -481,5 +481,5 @@ def test_nothing_changes_when_a_tensor_cannot_be_read(saved: Path) -> None:
     with HFDirectory(saved) as directory:
         os.truncate(saved / "model.safetensors", (saved / "model.safetensors").stat().st_size - 4)
         with pytest.raises(CheckpointError, match="changed while being read"):
-            directory.load_into(model, mesh, "load")
+            directory.load_into(model, mesh, state_of(model).layout, "load")
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -10,18 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_ext.checkpoint.gather import part_views
 from parallel_ext.layout import (
     Box,
     ModelLayout,
+    Part,
     Range,
     TensorLayout,
     box_shape,
     cut,
+    cut_ranges,
     split,
     split_heads,
 )
 from parallel_ext.models.llama import LLAMA
 from parallel_ext.models.table import ModelSizes, plan
+from parallel_ext.sharded import take
 
 # Two busy cores make no promises about time, and a test leaves no files in the checkout.
 settings.register_profile("parallel_ext", deadline=None, database=None)
@@ -138,14 +142,18 @@ def layouts(draw: st.DrawFn) -> tuple[TensorLayout, int]:
     if kind == "fused":
         half = split(size, tp_size)
         held = tuple(((a, b), (size + a, size + b)) for a, b in half)
-        return TensorLayout("weight", _resized(shape, dim, 2 * size), dim, held), tp_size
+        return cut_ranges("weight", _resized(shape, dim, 2 * size), dim, held), tp_size
     pieces = split(size, draw(st.integers(1, tp_size)))
     held = tuple((pieces[rank * len(pieces) // tp_size],) for rank in range(tp_size))
-    return TensorLayout("weight", shape, dim, held), tp_size
+    return cut_ranges("weight", shape, dim, held), tp_size
 
 
 def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _ranges(layout: TensorLayout) -> tuple[tuple[Range, ...], ...]:
+    return tuple(layout.ranges(rank) for rank in range(layout.period))
 
 
 def _index(box: Box) -> tuple[slice, ...]:
@@ -184,8 +192,7 @@ def test_the_local_shape_is_that_of_the_boxes_joined_along_the_cut(drawn):
 def test_holders_are_the_ranks_with_the_same_shard(drawn):
     layout, tp_size = drawn
     if layout.dim is None:
-        with pytest.raises(ValueError, match="weight is not cut"):
-            layout.holders(0)
+        assert layout.holders(tp_size) == (0,)
         return
     for rank in range(tp_size):
         same = [peer for peer in range(tp_size) if layout.boxes(peer) == layout.boxes(rank)]
@@ -194,11 +201,55 @@ def test_holders_are_the_ranks_with_the_same_shard(drawn):
 
 def test_ownership_notices_replicas_that_are_counted_twice():
     pieces = split(6, 2)
-    layout = TensorLayout("k_proj.weight", (6, 2), 0, ((pieces[0],), (pieces[0],), (pieces[1],)))
+    layout = cut_ranges("k_proj.weight", (6, 2), 0, ((pieces[0],), (pieces[0],), (pieces[1],)))
     assert (_times_covered(layout, 3, layout.owned) == 1).all()
     assert (_times_covered(layout, 3, layout.boxes) == 2).any()
     assert layout.holders(1) == (0, 1)
     assert layout.owned(1) == ()
+
+
+@given(layouts(), st.integers(1, 4))
+def test_dealing_the_rows_again_keeps_every_element_once_and_chunks_like_torch(drawn, dp_size):
+    layout, tp_size = drawn
+    columns = [[row * tp_size + rank for row in range(dp_size)] for rank in range(tp_size)]
+    again = layout.cut_rows_again(columns)
+    assert again.period == tp_size * dp_size
+    assert (_times_covered(again, again.period, again.owned) == 1).all()
+    logical = torch.arange(layout.numel).view(layout.shape)
+    for rank in range(again.period):
+        chunks, dp_rank = take(logical, layout, rank).chunk(dp_size), rank // tp_size
+        rows = take(logical, again, rank)
+        assert tuple(rows.shape) == again.local_shape(rank)
+        if dp_rank < len(chunks):
+            assert torch.equal(rows, chunks[dp_rank])
+        else:
+            assert rows.shape[0] == 0
+
+
+@given(layouts(), st.integers(1, 3), st.booleans(), st.data())
+def test_parts_lie_where_the_whole_does(drawn, dp_size, index, data):
+    layout, tp_size = drawn
+    if data.draw(st.booleans()):
+        columns = [[row * tp_size + rank for row in range(dp_size)] for rank in range(tp_size)]
+        layout = layout.cut_rows_again(columns)
+    box = []
+    for number, size in enumerate(layout.shape):
+        start = data.draw(st.integers(0, size - 1))
+        stop = start + 1 if index and number == 0 else data.draw(st.integers(start + 1, size))
+        box.append((start, stop))
+    part = Part("part", "weight", tuple(box), index)
+    assert part.layout(layout).shape == box_shape(part.box)[index:]
+    logical = torch.arange(layout.numel).view(layout.shape)
+    expected = logical[_index(part.box)]
+    expected = expected[0] if index else expected
+    times = torch.zeros(expected.shape, dtype=torch.int64)
+    for rank in range(part.layout(layout).period):
+        shard = take(logical, layout, rank)
+        for inside, view in part_views(shard, layout, part, rank):
+            assert torch.equal(view, expected[_index(inside)])
+        for inside in part.layout(layout).owned(rank):
+            times[_index(inside)] += 1
+    assert (times == 1).all()
 
 
 def test_describe_names_the_dimension_the_range_and_the_full_shape():
@@ -264,7 +315,7 @@ def test_plan_gives_every_logical_element_one_owner(tp_size):
 @ALL_TP
 def test_plan_cuts_only_embedding_and_head_by_vocabulary(tp_size):
     rows = tuple((piece,) for piece in split(SIZES.vocab_size, tp_size))
-    by_vocabulary = {name for name, tensor in _plan(tp_size).items() if tensor.held == rows}
+    by_vocabulary = {name for name, tensor in _plan(tp_size).items() if _ranges(tensor) == rows}
     assert by_vocabulary == BY_VOCABULARY
 
 
@@ -275,7 +326,7 @@ def test_plan_cuts_the_layers_along_the_features_that_the_ranks_keep_to_themselv
         tensors = {name: layout[f"model.layers.{layer}.{name}"] for name in LAYER_SHAPES}
         cuts = {name: tensor.dim for name, tensor in tensors.items() if tensor.dim is not None}
         assert cuts == CUT_DIMENSION
-        held = {name.split(".", 1)[1]: tensors[name].held for name in CUT_DIMENSION}
+        held = {name.split(".", 1)[1]: _ranges(tensors[name]) for name in CUT_DIMENSION}
         assert held["q_proj.weight"] == held["q_proj.bias"] == held["o_proj.weight"]
         assert held["k_proj.weight"] == held["k_proj.bias"] == held["v_proj.weight"]
         assert held["gate_proj.weight"] == held["up_proj.weight"] == held["down_proj.weight"]
@@ -285,7 +336,7 @@ def test_plan_cuts_the_layers_along_the_features_that_the_ranks_keep_to_themselv
 def test_plan_cuts_attention_at_whole_heads(tp_size):
     layout = _plan(tp_size)
     for name in ("q_proj", "k_proj"):
-        held = layout[f"model.layers.0.self_attn.{name}.weight"].held
+        held = _ranges(layout[f"model.layers.0.self_attn.{name}.weight"])
         assert all(boundary % SIZES.head_dim == 0 for (piece,) in held for boundary in piece)
 
 
@@ -297,7 +348,7 @@ def test_plan_gives_a_tied_head_the_layout_of_the_embedding_and_no_entry():
 
 def test_plan_aligns_vocabulary_boundaries_on_request():
     layout = _plan(2, vocab_multiple_of=64)
-    assert layout["lm_head.weight"].held == (((0, 64),), ((64, 101),))
+    assert _ranges(layout["lm_head.weight"]) == (((0, 64),), ((64, 101),))
 
 
 def test_plan_refuses_more_ranks_than_query_heads():

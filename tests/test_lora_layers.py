@@ -15,7 +15,7 @@ from reference_lora import config
 from torch import nn
 
 from parallel_ext import _C
-from parallel_ext.layout import TensorLayout, cut, cut_blocks, split
+from parallel_ext.layout import TensorLayout, cut, cut_blocks, cut_ranges, split
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.layers import LoraColumnLinear, LoraRowLinear
 from parallel_ext.ops import Group, copy_to_tp
@@ -49,7 +49,7 @@ def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, 
     options = config(r=R, lora_bias=True)
     ours = LoraColumnLinear(base, "default", options, R, 4, target_name="fused")
     theirs = PeftLinear(whole, "default", options, R, 4).double()
-    held = layouts["weight"].held[group.rank]
+    held = layouts["weight"].ranges(group.rank)
     factor = ours.lora_B["default"]
     with torch.no_grad():
         # PEFT's B is drawn elsewhere; give it ours, piece by piece at the global places.
@@ -76,7 +76,7 @@ def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
     layout = ours.get_base_layer().layouts["weight"]
     x = torch.randn(2, 4, IN, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(2, 4, sum(blocks), dtype=torch.float64)
-    columns = TensorLayout("output", (2, 4, sum(blocks)), 2, layout.held)
+    columns = cut_ranges("output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.period)))
     output = ours(copy_to_tp(x, group))
     output.backward(take(grad, columns, group.rank))
     own = [output, x.grad, ours.lora_A["default"].weight.grad, ours.lora_B["default"].weight.grad]

@@ -176,7 +176,7 @@ def _plans(draw: Any) -> tuple[ModelLayout, list[TensorSpec], int, int]:
         )
         specs.append(TensorSpec(name, dtype, shape))
     size = draw(st.sampled_from([1000, 10**6, 10**9]))
-    return ModelLayout(layouts, {}, tp), specs, tp, size
+    return ModelLayout(layouts, {}), specs, tp, size
 
 
 @given(_plans())

@@ -15,13 +15,13 @@ from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import named_shards
 
 
-def local_values(model: nn.Module, layout: ModelLayout, tp_rank: int) -> dict[str, torch.Tensor]:
+def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
     """This rank's shard of every tensor of ``layout``, in its order; nothing is copied.
 
     Args:
         model: its parameters and persistent buffers are taken, by HuggingFace name.
-        layout: what a file of the model holds.
-        tp_rank: this rank.
+        layout: of the model.
+        rank: this rank.
 
     Raises:
         CheckpointError: the model does not hold exactly the tensors of ``layout``, in the shapes
@@ -49,11 +49,11 @@ def local_values(model: nn.Module, layout: ModelLayout, tp_rank: int) -> dict[st
             )
             raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}{hint}")
     for name, value in values.items():
-        expected = layout[name].local_shape(tp_rank)
+        expected = layout[name].local_shape(rank)
         if tuple(value.shape) != expected or value.is_meta:
             raise CheckpointError(
                 f"{name}: expected a shard of shape {expected}, "
-                f"{layout[name].describe(tp_rank)}; got {tuple(value.shape)} on {value.device}"
+                f"{layout[name].describe(rank)}; got {tuple(value.shape)} on {value.device}"
             )
     return {name: values[name] for name in layout.tensors}
 
@@ -82,19 +82,16 @@ def gather_in_step(
     Returns:
         Name -> full tensor on the CPU, a copy; empty on ranks that do not receive.
     """
-    takes_part = not writer_only or mesh.dp_rank == 0
-    receivers = (0,) if writer_only else range(mesh.tp_size)
-    receives = takes_part and mesh.tp_rank in receivers
+    receivers = range(1 if writer_only else mesh.world_size)
 
     def room_for(name: str) -> torch.Tensor | None:
-        if not receives:
+        if mesh.rank not in receivers:
             return None
         shard, layout = shards[name]
         return torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
 
     def gather(name: str, out: torch.Tensor | None) -> None:
-        if takes_part:
-            gather_tensor(*shards[name], mesh, receivers, out)
+        gather_tensor(*shards[name], mesh, receivers, out)
 
     full: dict[str, torch.Tensor] = {}
     for name in shards:
@@ -132,7 +129,7 @@ def full_state_dict(
     """
     what = "full_state_dict" if writer_only else "full_state_dict on all ranks"
     mesh.meet(what)
-    values = mesh.together(what, lambda: local_values(model, layout, mesh.tp_rank))
+    values = mesh.together(what, lambda: local_values(model, layout, mesh.rank))
     shards = {name: (value, layout[name]) for name, value in values.items()}
     state = gather_in_step(shards, mesh, what, writer_only)
     for alias, name in layout.tied.items():

@@ -1,4 +1,4 @@
-"""From the shards of the tp ranks to rows of the logical tensors, at the rank that wants them."""
+"""From the shards of the ranks to rows of the logical tensors, at the rank that wants them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, bytes_of
-from parallel_ext.layout import Box, Range, TensorLayout
+from parallel_ext.layout import Box, Part, Range, TensorLayout
 from parallel_ext.mesh import Mesh
 
 
@@ -59,17 +59,38 @@ def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
 
 
 def shard_views(
-    shard: torch.Tensor, layout: TensorLayout, tp_rank: int
+    shard: torch.Tensor, layout: TensorLayout, rank: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes that ``tp_rank`` holds, each with the part of its ``shard`` where it lies."""
+    """The boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
     start = 0
-    for box in layout.boxes(tp_rank):
+    for box in layout.boxes(rank):
         if layout.dim is None:
             yield box, shard
             continue
         size = box[layout.dim][1] - box[layout.dim][0]
         yield box, shard.narrow(layout.dim, start, size)
         start += size
+
+
+def part_views(
+    shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """What ``rank`` holds of a part: boxes of the part, each with its place in the ``shard``."""
+    for box, view in shard_views(shard, layout, rank):
+        if (overlap := part.overlap(box)) is None:
+            continue
+        places = (slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, box, strict=True))
+        place = view[tuple(places)] if box else view
+        yield part.inside(overlap), place[0] if part.index else place
+
+
+def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int) -> torch.Tensor:
+    """``rank``'s shard of a part, inside of its ``shard`` of the whole."""
+    pieces = [view for _, view in part_views(shard, layout, part, rank)]
+    if len(pieces) == 1:
+        return pieces[0]
+    shape = part.layout(layout).local_shape(rank)
+    return torch.cat(pieces, part.layout(layout).dim) if pieces else shard.new_empty(shape)
 
 
 def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
@@ -96,19 +117,19 @@ def _rows_in(block: RowBlock, box: Box, view: torch.Tensor) -> torch.Tensor | No
 
 
 class Swap:
-    """Rows of logical tensors on their way to the tp ranks that want them.
+    """Rows of logical tensors on their way to the ranks that want them.
 
     Making it takes memory and may fail; :meth:`run` communicates. A rank that failed before the
     others run would leave them waiting, so :meth:`Mesh.together` belongs around each of the two.
 
-    Every rank of the tp group makes and runs it with the same ``wanted``. Each element is sent
-    once, or not at all where the rank that wants it holds it.
+    Every rank of the job makes and runs it with the same ``wanted``. Each element is sent once, or
+    not at all where the rank that wants it holds it.
 
     Args:
         values: this rank's shard of every tensor that is wanted, by name; any device.
-        wanted: for each tp rank its blocks.
+        wanted: for each rank its blocks; ranks behind the last want nothing.
         out: contiguous CPU tensors of the shapes of this rank's blocks, to be filled.
-        mesh: the ranks; the groups of different ``dp_rank`` do not communicate.
+        mesh: the ranks.
     """
 
     def __init__(
@@ -125,26 +146,26 @@ class Swap:
         for receiver, blocks in enumerate(wanted):
             for index, block in enumerate(blocks):
                 shard = values[block.layout.name]
-                if receiver == mesh.tp_rank:
+                if receiver == mesh.rank:
                     self._take_own(block, shard, out[index])
                     self._expect(block, out[index])
                 else:
                     self._send(block, shard, receiver)
 
     def _take_own(self, block: RowBlock, shard: torch.Tensor, out: torch.Tensor) -> None:
-        for box, view in shard_views(shard, block.layout, self._mesh.tp_rank):
+        for box, view in shard_views(shard, block.layout, self._mesh.rank):
             if (rows := _rows_in(block, box, view)) is not None:
                 _place(block, box, out).copy_(rows)
 
     def _send(self, block: RowBlock, shard: torch.Tensor, receiver: int) -> None:
-        boxes = _sent(block.layout, self._mesh.tp_rank, receiver)
-        for box, view in shard_views(shard, block.layout, self._mesh.tp_rank):
+        boxes = _sent(block.layout, self._mesh.rank, receiver)
+        for box, view in shard_views(shard, block.layout, self._mesh.rank):
             if box in boxes and (rows := _rows_in(block, box, view)) is not None:
                 self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
 
     def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
-        for sender in range(self._mesh.tp_size):
-            for box in _sent(block.layout, sender, self._mesh.tp_rank):
+        for sender in range(block.layout.period):
+            for box in _sent(block.layout, sender, self._mesh.rank):
                 if (place := _place(block, box, out)) is None:
                     continue
                 received = place if place.is_contiguous() else place.new_empty(place.shape)
@@ -156,9 +177,9 @@ class Swap:
         """Exchange the rows; ``out`` is filled afterwards.
 
         Raises:
-            PeerLostError: a rank did not do its part; see :meth:`Mesh.swap_on_tp`.
+            PeerLostError: a rank did not do its part; see :meth:`Mesh.swap`.
         """
-        self._mesh.swap_on_tp(self._outgoing, self._incoming)
+        self._mesh.swap(self._outgoing, self._incoming)
         for place, received in self._strided:
             place.copy_(received)
 
@@ -170,28 +191,28 @@ def gather_tensor(
     receivers: Collection[int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Assemble one full tensor on some ranks from the shards of its tp group.
+    """Assemble one full tensor on some ranks from the shards.
 
-    Every rank of the tp group calls it, for the same tensors in the same order. The full tensor is
-    the only large memory that a receiver needs.
+    Every rank of the job calls it, for the same tensors in the same order. The full tensor is the
+    only large memory that a receiver needs.
 
     Args:
-        value: this rank's shard of the logical tensor, of ``layout.local_shape(mesh.tp_rank)``;
-            any dtype, the same on all ranks, any device. The parameter, its gradient, or what else
-            has an element for each of its.
+        value: this rank's shard of the logical tensor, of ``layout.local_shape(mesh.rank)``; any
+            dtype, the same on all ranks, any device. The parameter, its gradient, or what else has
+            an element for each of its.
         layout: where the logical tensor lives.
-        mesh: the ranks; the groups of different ``dp_rank`` do not communicate.
-        receivers: the tp ranks that get the tensor.
+        mesh: the ranks.
+        receivers: the ranks that get the tensor.
         out: on a receiver, where to put it: a CPU tensor of ``layout.shape``; a new one when None.
 
     Returns:
         ``out`` on the receivers; None on the others.
     """
     shard, full = value.detach(), None
-    if mesh.tp_rank in receivers:
+    if mesh.rank in receivers:
         full = torch.empty(layout.shape, dtype=shard.dtype, device="cpu") if out is None else out
     for block in row_blocks(layout, shard.element_size()):
-        wanted = [[block] if rank in receivers else [] for rank in range(mesh.tp_size)]
+        wanted = [[block] if rank in receivers else [] for rank in range(mesh.world_size)]
         rows = [] if full is None else [full[block.start : block.stop] if layout.shape else full]
         Swap({layout.name: shard}, wanted, rows, mesh).run()
     return full

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from parallel_ext.checkpoint.gather import shard_views
+from parallel_ext.checkpoint.gather import part_views
 from parallel_ext.checkpoint.safetensors_file import (
     MAX_TENSORS,
     STRIPE_BYTES,
@@ -21,7 +21,7 @@ from parallel_ext.checkpoint.safetensors_file import (
     read_json,
     shown,
 )
-from parallel_ext.layout import ModelLayout, TensorLayout, split
+from parallel_ext.layout import ModelLayout, Part, TensorLayout, split
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import named_shards
 
@@ -31,6 +31,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 _MOST_PROBLEMS_SHOWN = 8
 _STEP_BYTES = 128 << 20  # of full tensors that are read before the ranks meet again
+
+_Wanted = tuple[TensorLayout, Part]  # a tensor of the model, and one of a file that is part of it
 
 
 def _raise_all(where: Path, problems: list[str], hint: str = "") -> None:
@@ -283,6 +285,7 @@ class HFDirectory:
         self,
         model: nn.Module,
         mesh: Mesh,
+        layout: ModelLayout,
         what: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -296,6 +299,7 @@ class HFDirectory:
         Args:
             model: a parallel model, with parameters on ``meta`` or not; the latter are left alone.
             mesh: the ranks; each parameter takes the shape of this rank's shard.
+            layout: of the model; says under which names the files hold its tensors.
             what: what the ranks are doing, for errors.
             dtype: of the floating-point parameters; None keeps that of the file.
             device: of the new parameters; ``mesh.device`` when None.
@@ -305,11 +309,14 @@ class HFDirectory:
             CollectiveTimeout: a rank was killed or stopped.
         """
         wanted = [
-            (parameter, layout) for _, parameter, layout in named_shards(model) if parameter.is_meta
+            (parameter, layout[shard.name])
+            for _, parameter, shard in named_shards(model)
+            if parameter.is_meta
         ]
+        parts = [(whole, part) for _, whole in wanted for part in layout.parts_of(whole.name)]
 
         def check_names() -> None:
-            names = [layout.name for _, layout in wanted]
+            names = [part.name for _, part in parts]
             missing = [f"{name} is missing" for name in names if name not in self.shapes]
             _raise_all(self.path, missing)
 
@@ -320,57 +327,57 @@ class HFDirectory:
             unit="B",
             unit_scale=True,
             disable=None if mesh.rank == 0 else True,  # None: shown on a terminal only
-            total=sum(self._shard_bytes(layout, mesh) for _, layout in wanted),
+            total=sum(self._bytes_of(part, whole, mesh) for whole, part in parts),
         ) as progress:
-            for step in self._steps([layout for _, layout in wanted]):
-                read = partial(self._read_shards, step, mesh, dtype, device or mesh.device)
-                shards |= mesh.together(what, read)
-                progress.update(sum(self._shard_bytes(layout, mesh) for layout in step))
+            for step in self._steps(parts):
+                read = partial(self._read_parts, step, shards, mesh, dtype, device or mesh.device)
+                mesh.together(what, read)
+                progress.update(sum(self._bytes_of(part, whole, mesh) for whole, part in step))
         replacements = {
-            parameter: nn.Parameter(shards[layout.name], parameter.requires_grad)
-            for parameter, layout in wanted
+            parameter: nn.Parameter(shards[whole.name], parameter.requires_grad)
+            for parameter, whole in wanted
         }
         for module in model.modules():
             for attribute, parameter in list(module._parameters.items()):
                 if parameter in replacements:
                     module._parameters[attribute] = replacements[parameter]
 
-    def _shard_bytes(self, layout: TensorLayout, mesh: Mesh) -> int:
-        """Bytes of this rank's shard in the file."""
-        numel = math.prod(layout.local_shape(mesh.tp_rank))
-        return numel * self.dtypes[layout.name].itemsize
+    def _bytes_of(self, part: Part, whole: TensorLayout, mesh: Mesh) -> int:
+        """Bytes that this rank reads of a tensor in the file."""
+        return (
+            math.prod(part.layout(whole).local_shape(mesh.rank)) * self.dtypes[part.name].itemsize
+        )
 
-    def _steps(self, layouts: Sequence[TensorLayout]) -> Iterator[list[TensorLayout]]:
+    def _steps(self, parts: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
         """The tensors in steps of some size, the same on every rank, after which the ranks meet."""
-        step: list[TensorLayout] = []
+        step: list[_Wanted] = []
         num_bytes = 0
-        for layout in layouts:
-            step.append(layout)
-            num_bytes += layout.numel * self.dtypes[layout.name].itemsize
+        for whole, part in parts:
+            step.append((whole, part))
+            num_bytes += math.prod(self.shapes[part.name]) * self.dtypes[part.name].itemsize
             if num_bytes >= _STEP_BYTES:
                 yield step
                 step, num_bytes = [], 0
         if step:
             yield step
 
-    def _read_shards(
+    def _read_parts(
         self,
-        layouts: Sequence[TensorLayout],
+        parts: Sequence[_Wanted],
+        shards: dict[str, torch.Tensor],
         mesh: Mesh,
         dtype: torch.dtype | None,
         device: torch.device,
-    ) -> dict[str, torch.Tensor]:
-        return {
-            layout.name: self._read_shard(layout, mesh.tp_rank, dtype).to(device)
-            for layout in layouts
-        }
-
-    def _read_shard(
-        self, layout: TensorLayout, tp_rank: int, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        file, in_file = self._file_of[layout.name], self.dtypes[layout.name]
-        kept = in_file if dtype is None or not in_file.is_floating_point else dtype
-        shard = torch.empty(layout.local_shape(tp_rank), dtype=kept, device="cpu")
-        for box, view in shard_views(shard, layout, tp_rank):
-            file.read_box(layout.name, box, view)
-        return shard
+    ) -> None:
+        """Read this rank's boxes of some tensors, straight to their places in its shards."""
+        for whole, part in parts:
+            in_file = self.dtypes[part.name]
+            if whole.name not in shards:
+                kept = in_file if dtype is None or not in_file.is_floating_point else dtype
+                shape = whole.local_shape(mesh.rank)
+                shards[whole.name] = torch.empty(shape, dtype=kept, device=device)
+            for box, place in part_views(shards[whole.name], whole, part, mesh.rank):
+                room = place if place.is_cpu else torch.empty_like(place, device="cpu")
+                self._file_of[part.name].read_box(part.name, box, room)
+                if room is not place:
+                    place.copy_(room)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel_ext.checkpoint.full_state import local_values
-from parallel_ext.checkpoint.gather import RowBlock, Swap, row_blocks
+from parallel_ext.checkpoint.gather import RowBlock, Swap, part_value, row_blocks
 from parallel_ext.checkpoint.hf_directory import INDEX_NAME, SINGLE_FILE_NAME
 from parallel_ext.checkpoint.publish import Publication
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
@@ -38,7 +38,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass
 class PlannedFile:
-    """One file of a save: its name, the tp rank that writes it, and its tensors in file order."""
+    """One file of a save: its name, the rank that writes it, and its tensors in file order."""
 
     owner: int
     tensors: list[TensorSpec] = field(default_factory=list)
@@ -157,10 +157,11 @@ def save_directory(
 ) -> None:
     """Write a parallel model as a directory that plain ``from_pretrained`` reads.
 
-    Every rank must call it. The tp ranks of ``dp_rank`` 0 share the tensors out, balanced by bytes;
-    rows stream to the rank that writes them, so that no rank holds more than a few blocks of
-    ``STRIPE_BYTES`` beyond its shard. Everything is written beside ``directory`` and takes its
-    place at the end. What a previous save left there vanishes; other files and subdirectories stay.
+    Every rank must call it. The first ranks, as many as hold one copy of the model, share the
+    tensors out, balanced by bytes; rows stream to the rank that writes them, so that no rank holds
+    more than a few blocks of ``STRIPE_BYTES`` beyond its shard. Everything is written beside
+    ``directory`` and takes its place at the end. What a previous save left there vanishes; other
+    files and subdirectories stay.
     Values that are NaN or infinite are saved as they are, with a warning on rank 0 that counts
     them.
 
@@ -168,7 +169,8 @@ def save_directory(
         model: the parallel model.
         directory: where to; rank 0's path counts, and must be the same place for all ranks.
         mesh: the ranks of the model.
-        layout: where its tensors live; tied aliases are not written.
+        layout: where its tensors live, and under which names files hold them; tied aliases are not
+            written.
         config: written as ``config.json``, with the dtype and the class of ``model``.
         generation_config: written too, if given.
         max_shard_size: bytes of tensors a file, or text such as ``"5GB"``; one larger tensor is
@@ -182,11 +184,16 @@ def save_directory(
     """
     what = f"save_pretrained to {os.fspath(directory)}"
     mesh.meet(what)
+    in_files = layout.in_files()
 
     def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
-        values = local_values(model, layout, mesh.tp_rank)
-        specs = [TensorSpec(name, v.dtype, layout[name].shape) for name, v in values.items()]
-        return values, plan_files(specs, mesh.tp_size, parse_size(max_shard_size))
+        values = {
+            part.name: part_value(value, layout[name], part, mesh.rank)
+            for name, value in local_values(model, layout, mesh.rank).items()
+            for part in layout.parts_of(name)
+        }
+        specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
+        return values, plan_files(specs, in_files.period, parse_size(max_shard_size))
 
     def finish() -> None:
         if publication is not None:
@@ -212,7 +219,7 @@ def save_directory(
         stream = _TensorStream(values, mesh)
         cleanup.callback(stream.abandon)
         mesh.together(what, lambda: stream.open(files, metadata, temporary))
-        for turn in plan_turns(files, layout, mesh.tp_size):
+        for turn in plan_turns(files, in_files, in_files.period):
             mesh.together(what, partial(stream.prepare, turn))
             mesh.together(what, stream.take)
         mesh.together(what, stream.close, patient=True)  # disks may be slow
@@ -237,17 +244,15 @@ class _TensorStream:
     ) -> None:
         """Make all files of this rank, so that a full disk is found before any work."""
         for file in files:
-            if self._mesh.dp_rank == 0 and file.owner == self._mesh.tp_rank:
+            if file.owner == self._mesh.rank:
                 path = directory / file.name
                 self._writers[file.name] = SafetensorsWriter(path, file.tensors, metadata)
 
     def prepare(self, turn: Sequence[Turn | None]) -> None:
         """Everything of a turn that may fail on one rank alone."""
-        if self._mesh.dp_rank != 0:
-            return
         wanted = [[] if part is None else part.blocks for part in turn]
-        self._own = turn[self._mesh.tp_rank]
-        self._rows = self._room_for(wanted[self._mesh.tp_rank])
+        self._own = turn[self._mesh.rank] if self._mesh.rank < len(turn) else None
+        self._rows = self._room_for([] if self._own is None else self._own.blocks)
         self._swap = Swap(self._values, wanted, self._rows, self._mesh)
 
     def take(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.layout import TensorLayout
+from parallel_ext.layout import TensorLayout, cut, cut_like
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
 from parallel_ext.lora.masks import ForwardCounter
@@ -123,9 +122,7 @@ class _LoraLinear(_Adapted):
         )
         bias = None
         if config.lora_bias:
-            bias = dataclasses.replace(
-                layout_b, name=f"{target}.lora_B.{adapter}.bias", shape=(base.out_features,)
-            )
+            bias = cut_like(layout_b, f"{target}.lora_B.{adapter}.bias", (base.out_features,))
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)
         # The usual one is nn.Linear's own, by the global fan-in; False changes the model at once.
@@ -202,9 +199,7 @@ class LoraColumnLinear(_LoraLinear):
         self, name_a: str, name_b: str, r: int
     ) -> tuple[TensorLayout, TensorLayout]:
         base = self.get_base_layer()
-        like_base = dataclasses.replace(
-            base.layouts["weight"], name=name_b, shape=(base.out_features, r)
-        )
+        like_base = cut_like(base.layouts["weight"], name_b, (base.out_features, r))
         return TensorLayout(name_a, (r, base.in_features)), like_base
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -240,9 +235,7 @@ class LoraRowLinear(_LoraLinear):
         self, name_a: str, name_b: str, r: int
     ) -> tuple[TensorLayout, TensorLayout]:
         base = self.get_base_layer()
-        like_base = dataclasses.replace(
-            base.layouts["weight"], name=name_a, shape=(r, base.in_features)
-        )
+        like_base = cut_like(base.layouts["weight"], name_a, (r, base.in_features))
         return like_base, TensorLayout(name_b, (base.out_features, r))
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -253,7 +246,7 @@ class LoraRowLinear(_LoraLinear):
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
-        ((feature, _),) = base.layouts["weight"].held[base.group.rank]
+        ((feature, _),) = base.layouts["weight"].ranges(base.group.rank)
         return self._product(x, base.weight, base.bias, active, base.group, feature)
 
 
@@ -276,8 +269,11 @@ class LoraVocabEmbedding(_Adapted):
             raise ValueError(f"{target}: lora_bias=True is not supported on an embedding")
         base = self.get_base_layer()
         rows = base.layouts["weight"]
-        columns = TensorLayout(
-            f"{target}.lora_embedding_A.{adapter}", (r, rows.shape[0]), 1, rows.held
+        columns = cut(
+            f"{target}.lora_embedding_A.{adapter}",
+            (r, rows.shape[0]),
+            1,
+            tuple(rows.ranges(rank)[0] for rank in range(rows.period)),
         )
         full = TensorLayout(f"{target}.lora_embedding_B.{adapter}", (rows.shape[1], r))
         self.lora_embedding_A.add(adapter, columns)

@@ -38,7 +38,7 @@ def check_replicas(model: nn.Module, state: ParallelState, what: str) -> None:
     everyone = mesh.gather_objects(own)
     for index, (name, (_, layout)) in enumerate(trained.items()):
         for rank, theirs in enumerate(everyone):
-            first = 0 if layout.dim is None else layout.holders(rank % mesh.tp_size)[0]
+            first = layout.holders(rank)[0]
             if theirs[index] != everyone[first][index]:
                 raise DisagreementError(
                     f"{what}: {name} differs between ranks {first} and {rank}, which must hold "

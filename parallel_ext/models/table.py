@@ -131,7 +131,7 @@ def plan(
     for name, shape in shapes.items():
         if name not in tied and name not in tensors:
             tensors[name] = TensorLayout(name, shape)
-    return ModelLayout({name: tensors[name] for name in shapes if name not in tied}, tied, tp_size)
+    return ModelLayout({name: tensors[name] for name in shapes if name not in tied}, tied)
 
 
 def _features(heads: AttentionHeads, head_dim: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:

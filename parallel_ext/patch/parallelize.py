@@ -127,7 +127,7 @@ def parallelize(
     checks = None
     if agreement and mesh.tp_size > 1:
         checks = Agreement(mesh, embedding.shape[0], deferred=mesh.device.type != "cpu")
-    vocab_ranges = tuple(pieces[0] for pieces in embedding.held)
+    vocab_ranges = tuple(embedding.ranges(rank)[0] for rank in range(mesh.tp_size))
     _attach(
         model,
         table,
@@ -238,7 +238,7 @@ def _replace_modules(
     replicas, partials = ops.ALONE, PartialGradients() if mesh.tp_size > 1 else None
     if num_layers:
         key = layout[f"{table.layers}.0.{table.attention}.{table.key}.weight"]
-        partition = sorted({key.holders(rank) for rank in range(mesh.tp_size)})
+        partition = sorted({key.holders(rank) for rank in range(key.period)})
         if len(partition) < mesh.tp_size:
             replicas = mesh.tp_subgroup(partition)
     replace = _Replacer(model, layout, mesh, partials)

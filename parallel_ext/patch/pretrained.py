@@ -72,7 +72,9 @@ def from_pretrained(
         parallelize(model, mesh, **options)
 
         mesh.together(what, lambda: _check(directory, model, vocab_size))
-        directory.load_into(model, mesh, what, dtype or _dtype_of(model, directory), device)
+        layout = state_of(model).layout
+        dtype = dtype or _dtype_of(model, directory)
+        directory.load_into(model, mesh, layout, what, dtype, device)
         mesh.together(what, lambda: _check_complete(model))
     model.to(device)  # the buffers
     model.config.dtype = model.dtype
@@ -158,7 +160,7 @@ def _check(
     ]
     if vocab_size is not None:
         directory.cut_vocabulary(vocabulary, vocab_size)
-    directory.check(state_of(model).layout, vocabulary)
+    directory.check(state_of(model).layout.in_files(), vocabulary)
 
 
 def _dtype_of(
