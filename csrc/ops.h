@@ -146,13 +146,32 @@ at::Tensor moe_exchange(const at::Tensor& rows, at::IntArrayRef send_counts,
 
 // rows [N, K] in expert order, counts[e] for each of the weights [e, F, K] -> [N, F]: each row
 // times the weight of its expert.
-at::Tensor moe_linear(const at::Tensor& rows, const at::Tensor& weight, at::IntArrayRef counts);
+at::Tensor moe_linear(const at::Tensor& rows, const at::Tensor& weight, at::IntArrayRef counts,
+                      double weight_grad_scale);
 
-// -> gradients of rows and weight, zeros for an expert without rows; [0] where not `needed`.
-std::tuple<at::Tensor, at::Tensor> moe_linear_backward(const at::Tensor& grad_output,
-                                                       const at::Tensor& rows,
-                                                       const at::Tensor& weight,
-                                                       at::IntArrayRef counts,
-                                                       std::array<bool, 2> needed);
+// -> gradients of rows and weight, that of the weight times `weight_grad_scale` and zeros for an
+// expert without rows; [0] where not `needed`.
+std::tuple<at::Tensor, at::Tensor> moe_linear_backward(
+    const at::Tensor& grad_output, const at::Tensor& rows, const at::Tensor& weight,
+    at::IntArrayRef counts, std::array<bool, 2> needed, double weight_grad_scale);
+
+// --- moe_tokens.cpp: sizes[rank] of the T = sum(sizes) tokens for each rank of a tp group ---
+
+// replicated input [T, H] and weights [T, top_k] -> sharded [sizes[rank], H] and
+// [sizes[rank], top_k]. Backward: the gradients of all ranks' rows, in one message.
+std::tuple<at::Tensor, at::Tensor> moe_take_tokens(const at::Tensor& input,
+                                                   const at::Tensor& weights, at::IntArrayRef sizes,
+                                                   int64_t rank, int64_t group_size,
+                                                   const std::string& group_name);
+
+// sharded [sizes[rank], H] and [sizes[rank], top_k] -> replicated gradients of input and weights;
+// [0] where not `needed`.
+std::tuple<at::Tensor, at::Tensor> moe_take_tokens_backward(
+    const at::Tensor& grad_input, const at::Tensor& grad_weights, at::IntArrayRef sizes,
+    std::array<bool, 2> needed, int64_t rank, int64_t group_size, const std::string& group_name);
+
+// sharded [sizes[rank], H] -> replicated [T, H]. Backward: this rank's rows.
+at::Tensor moe_gather_tokens(const at::Tensor& slice, at::IntArrayRef sizes, int64_t rank,
+                             int64_t group_size, const std::string& group_name);
 
 }  // namespace parallel_ext

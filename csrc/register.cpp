@@ -70,9 +70,24 @@ TORCH_LIBRARY(parallel_ext, m) {
       "moe_exchange(Tensor rows, int[] send_counts, int[] receive_counts, int[] experts_per_rank, "
       "bool to_experts, int rank, int group_size, str group_name) -> Tensor",
       tags);
-  m.def("moe_linear(Tensor rows, Tensor weight, int[] counts) -> Tensor", tags);
+  m.def(
+      "moe_linear(Tensor rows, Tensor weight, int[] counts, float weight_grad_scale=1.0) -> "
+      "Tensor",
+      tags);
   m.def(
       "moe_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, int[] counts, "
-      "bool[2] needed) -> (Tensor, Tensor)",
+      "bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "moe_take_tokens(Tensor input, Tensor weights, int[] sizes, int rank, int group_size, "
+      "str group_name) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "moe_take_tokens_backward(Tensor grad_input, Tensor grad_weights, int[] sizes, "
+      "bool[2] needed, int rank, int group_size, str group_name) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "moe_gather_tokens(Tensor slice, int[] sizes, int rank, int group_size, str group_name) -> "
+      "Tensor",
       tags);
 }

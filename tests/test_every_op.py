@@ -171,11 +171,27 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         "moe_linear": [
             (_values(5, 3), _values(3, 2, 3), [2, 0, 3]),
             (_values(3, 5).T, _values(3, 4, 2).transpose(0, 2), [5, 0]),
-            (_values(0, 3), _values(2, 2, 3), [0, 0]),
+            (_values(0, 3), _values(2, 2, 3), [0, 0], 0.5),
         ],
         "moe_linear_backward": [
-            (_plain(5, 2), _plain(5, 3), _plain(3, 2, 3), [2, 0, 3], [True, True]),
-            (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), [2, 0, 3], [True, False]),
+            (_plain(5, 2), _plain(5, 3), _plain(3, 2, 3), [2, 0, 3], [True, True], 0.5),
+            (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), [2, 0, 3], [True, False])
+            + (1.0,),
+        ],
+        "moe_take_tokens": [
+            (_values(5, 3), _values(5, 2), sizes, group.rank, *of_group),
+            (_values(3, 5, dtype=bf16).T, _plain(2, 5).T, sizes, group.rank, *of_group),
+            (_values(0, 3), _values(0, 2), [0] * group.size, group.rank, *of_group),
+        ],
+        "moe_take_tokens_backward": [
+            (_plain(own, 3), _plain(own, 2), sizes, [True, True], group.rank, *of_group),
+            (_plain(3, own).T, _plain(2).expand(own, 2), sizes, [0, 1], group.rank, *of_group),
+            (_plain(own, 3), _plain(own, 2), sizes, [False, False], group.rank, *of_group),
+        ],
+        "moe_gather_tokens": [
+            (_values(own, 3), sizes, group.rank, *of_group),
+            (_values(3, 2, dtype=bf16).T, [2] * group.size, group.rank, *of_group),
+            (_values(0, 3), [0] * group.size, group.rank, *of_group),
         ],
     }
 
@@ -205,6 +221,7 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
     "lora_linear": (("all_reduce", 3 * 4 * 4), None),
     "vocab_embedding": (("all_reduce", 6 * 2 * 4), None),
     "vocab_cross_entropy": (("all_gather", 4 * 3 * 4), None),
+    "moe_gather_tokens": (("all_gather", 3 * 3 * 4), None),
 }
 
 

@@ -13,8 +13,10 @@ from parallel_ext.ops.moe import (
     moe_combine,
     moe_dispatch,
     moe_exchange,
+    moe_gather_tokens,
     moe_linear,
     moe_route_plan,
+    moe_take_tokens,
 )
 from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
 from parallel_ext.ops.vocab import vocab_cross_entropy, vocab_embedding
@@ -32,8 +34,10 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_exchange",
+    "moe_gather_tokens",
     "moe_linear",
     "moe_route_plan",
+    "moe_take_tokens",
     "reduce_from_tp",
     "row_linear",
     "vocab_cross_entropy",

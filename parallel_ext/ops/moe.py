@@ -140,13 +140,20 @@ def moe_exchange(
     )
 
 
-def moe_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def moe_linear(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    counts: Sequence[int],
+    weight_grad_scale: float = 1.0,
+) -> torch.Tensor:
     """A linear layer of each expert on its own rows.
 
     Args:
         rows: [N, K], floating point; the rows of one expert lie side by side.
         weight: [e, F, K], same dtype.
         counts: e numbers; rows of each expert, zeros allowed.
+        weight_grad_scale: multiplies the gradient of the weight, before it is rounded; that of the
+            rows is left as it is.
 
     Returns:
         [N, F]. The gradient of the weight of an expert without rows is zero.
@@ -159,4 +166,55 @@ def moe_linear(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) 
         tensor([[3.],
                 [3.]])
     """
-    return torch.ops.parallel_ext.moe_linear(rows, weight, list(counts))
+    return torch.ops.parallel_ext.moe_linear(rows, weight, list(counts), weight_grad_scale)
+
+
+def moe_take_tokens(
+    input: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int], group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take this rank's share of the tokens that all ranks hold.
+
+    Args:
+        input: [T, H], floating point, replicated.
+        weights: [T, top_k], floating point, of the choices, replicated; its dtype may be another.
+        sizes: tokens of every rank, zeros allowed; T in all.
+        group: the tensor-parallel group.
+
+    Returns:
+        [sizes[group.rank], H] and [sizes[group.rank], top_k], copies of this rank's rows. In
+        backward one message brings the gradients of all ranks' rows to every rank, replicated: of
+        both, or of the one that requires a gradient, which must be the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or sizes do not fit.
+
+    Example:
+        >>> moe_take_tokens(torch.ones(3, 2), torch.ones(3, 1), [3], ALONE)[0].shape
+        torch.Size([3, 2])
+    """
+    return torch.ops.parallel_ext.moe_take_tokens(
+        input, weights, list(sizes), group.rank, group.size, group.name
+    )
+
+
+def moe_gather_tokens(slice: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
+    """Join the ranks' shares of the tokens.
+
+    Args:
+        slice: [sizes[group.rank], H], floating point; this rank's rows.
+        sizes: tokens of every rank, zeros allowed; T in all.
+        group: the tensor-parallel group.
+
+    Returns:
+        [T, H], replicated; its gradient, which every rank holds whole, is cut to the own rows.
+
+    Raises:
+        TypeError, ValueError: dtype, shape or sizes do not fit.
+
+    Example:
+        >>> moe_gather_tokens(torch.ones(3, 2), [3], ALONE).shape
+        torch.Size([3, 2])
+    """
+    return torch.ops.parallel_ext.moe_gather_tokens(
+        slice, list(sizes), group.rank, group.size, group.name
+    )

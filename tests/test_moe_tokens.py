@@ -1,0 +1,358 @@
+"""Tokens that tp ranks share out before the experts and join after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference_ops import (
+    ALL_DTYPES,
+    ALL_SIZES,
+    NOTICED,
+    TOLERANCE,
+    assert_refused,
+    data_bytes,
+    grad_outputs,
+    on_ranks,
+    relative_error,
+    worst,
+)
+
+from parallel_ext import _C
+from parallel_ext.layout import split
+from parallel_ext.ops import ALONE, Group, copy_to_tp, moe_gather_tokens, moe_take_tokens
+
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+HIDDEN, TOP_K = 7, 3  # odd, so that the gradients of a message lie at odd bytes
+
+SIZES: dict[str, Callable[[int], list[int]]] = {
+    "equal": lambda ranks: [3] * ranks,
+    "unequal": lambda ranks: [stop - start for start, stop in split(4 * ranks + 1, ranks)],
+    "the last has most": lambda ranks: [1 + 2 * rank for rank in range(ranks)],
+    "the first has none": lambda ranks: [0] + [2] * (ranks - 1),
+    "one token": lambda ranks: [1] + [0] * (ranks - 1),
+    "no tokens": lambda ranks: [0] * ranks,
+}
+ALL_KINDS = pytest.mark.parametrize("kind", SIZES)
+PAIRS = [(FP64, FP64), (FP32, FP32), (BF16, BF16), (BF16, FP32), (FP32, BF16), (BF16, FP64)]
+ALL_PAIRS = pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+ALL_NEEDS = pytest.mark.parametrize("needed", [(1, 1), (1, 0), (0, 1), (0, 0)], ids=str)
+
+
+def _own(sizes: list[int], group: Group) -> slice:
+    start = sum(sizes[: group.rank])
+    return slice(start, start + sizes[group.rank])
+
+
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return (actual.dtype, actual.shape) == (expected.dtype, expected.shape) and (
+        data_bytes(actual.contiguous()) == data_bytes(expected.contiguous())
+    )
+
+
+def _tokens(kind: str, group: Group, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...]:
+    sizes = SIZES[kind](group.size)
+    input = torch.randn(sum(sizes), HIDDEN, dtype=dtypes[0])
+    return sizes, input, torch.randn(TOP_K, sum(sizes), dtype=dtypes[1]).T
+
+
+def _taken(group: Group, kind: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    sizes, input, weights = _tokens(kind, group, dtypes)
+    own = _own(sizes, group)
+    grads = zip(
+        grad_outputs(input.shape, dtypes[0]).items(),
+        grad_outputs(weights.shape, dtypes[1]).values(),
+        strict=True,
+    )
+    for (layout, grad_input), grad_weights in grads:
+        leaves = [input.requires_grad_(), weights.requires_grad_()]
+        outputs = moe_take_tokens(*leaves, sizes, group)
+        for output, leaf in zip(outputs, leaves, strict=True):
+            assert _same(output, leaf[own])
+            storages = {tensor.untyped_storage().data_ptr() for tensor in (output, leaf)}
+            assert len(storages) == 2 or leaf.numel() == 0
+        found = torch.autograd.grad(outputs, leaves, [grad_input[own], grad_weights[own]])
+        assert _same(found[0], grad_input), layout
+        assert _same(found[1], grad_weights), layout
+
+
+@ALL_SIZES
+@ALL_KINDS
+@ALL_PAIRS
+def test_a_rank_takes_its_rows_and_holds_the_gradients_of_all(kind, dtypes, size):
+    on_ranks(size, _taken, kind, dtypes)
+
+
+def _joined(group: Group, kind: str, dtype: torch.dtype) -> None:
+    sizes, full, _ = _tokens(kind, group, (dtype, dtype))
+    own = _own(sizes, group)
+    for layout, grad in grad_outputs(full.shape, dtype).items():
+        part = full[own].requires_grad_()
+        output = moe_gather_tokens(part, sizes, group)
+        assert _same(output, full)
+        assert _same(torch.autograd.grad(output, part, grad)[0], grad[own]), layout
+    columns = torch.randn(HIDDEN, sum(sizes), dtype=dtype).T
+    assert _same(moe_gather_tokens(columns[own], sizes, group), columns)
+
+
+@ALL_SIZES
+@ALL_KINDS
+@ALL_DTYPES
+def test_gather_joins_the_rows_and_cuts_the_gradient(kind, dtype, size):
+    on_ranks(size, _joined, kind, dtype)
+
+
+def _through_the_group(group: Group, kind: str) -> None:
+    _C.set_shared_memory(False)
+    try:
+        _taken(group, kind, (BF16, FP32))
+        _joined(group, kind, BF16)
+    finally:
+        _C.set_shared_memory(True)
+
+
+@ALL_KINDS
+def test_rows_travel_through_the_group_where_no_memory_is_shared(kind):
+    on_ranks(3, _through_the_group, kind)
+
+
+def _single_numbers(group: Group) -> None:
+    """A gradient of one element may have any strides and still count as contiguous."""
+    sizes, number = [1] * group.size, torch.full((), 3.0)
+    leaves = [torch.ones(group.size, 1, requires_grad=True) for _ in range(2)]
+    outputs = moe_take_tokens(*leaves, sizes, group)
+    for found in torch.autograd.grad(outputs, leaves, [number.expand(1, 1)] * 2):
+        assert _same(found, torch.full((group.size, 1), 3.0))
+    assert _same(moe_gather_tokens(number.expand(1, 1), sizes, group), found)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_single_numbers_of_any_strides_travel(size):
+    on_ranks(size, _single_numbers)
+
+
+# A layer on slices, against the same on all tokens. The gate sees all of them on every rank.
+
+Take = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+BORDERS: dict[str, tuple[Take, Callable[..., torch.Tensor]]] = {
+    "whole": (moe_take_tokens, moe_gather_tokens),
+    "no exchange in backward": (
+        lambda input, weights, sizes, group: (
+            input[_own(sizes, group)],
+            weights[_own(sizes, group)],
+        ),
+        moe_gather_tokens,
+    ),
+    "gradients summed in backward": (
+        lambda input, weights, sizes, group: moe_take_tokens(
+            copy_to_tp(input, group), copy_to_tp(weights, group), sizes, group
+        ),
+        moe_gather_tokens,
+    ),
+}
+
+
+def _plain_layer(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return rows.tanh() * weights.square().sum(-1, keepdim=True)
+
+
+def _layer_errors(group: Group, kind: str, borders: str) -> dict[str, float]:
+    take, join = BORDERS[borders]
+    sizes, input, _ = _tokens(kind, group, (FP64, FP64))
+    gate, grad = torch.randn(TOP_K, HIDDEN, dtype=FP64), torch.randn(sum(sizes), HIDDEN, dtype=FP64)
+
+    def answers(layer: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [input.detach().requires_grad_(), gate.detach().requires_grad_()]
+        output = layer(leaves[0], (leaves[0] @ leaves[1].T).softmax(-1))
+        return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+    expected = answers(_plain_layer)
+    actual = answers(
+        lambda input, weights: join(_plain_layer(*take(input, weights, sizes, group)), sizes, group)
+    )
+    names = ("output", "gradient of the input", "gradient of the gate")
+    return dict(zip(names, map(relative_error, actual, expected), strict=True))
+
+
+@ALL_SIZES
+@ALL_KINDS
+def test_a_layer_on_slices_equals_one_on_all_tokens(kind, size):
+    error, case = worst(on_ranks(size, _layer_errors, kind, "whole"))
+    assert error <= TOLERANCE[FP64], case
+
+
+@pytest.mark.parametrize("borders", [name for name in BORDERS if name != "whole"])
+def test_the_comparison_notices_wrong_borders(borders):
+    assert worst(on_ranks(2, _layer_errors, "unequal", borders))[0] > NOTICED
+
+
+# What is sent.
+
+
+def _counts_of(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    _C.reset_collective_counts()
+    return function(), _C.collective_counts()
+
+
+def _sent(group: Group, kind: str, needed: tuple[int, int]) -> list[dict[str, int]]:
+    sizes, input, weights = _tokens(kind, group, (BF16, FP32))
+    leaves = [input.requires_grad_(needed[0] == 1), weights.requires_grad_(needed[1] == 1)]
+    taken, forward = _counts_of(lambda: moe_take_tokens(*leaves, sizes, group))
+    assert [output.requires_grad for output in taken] == [bool(on) for on in needed]
+    if not any(needed):
+        return [forward, {}]
+    loss = (2 * taken[0]).sum() + (3 * taken[1]).sum()
+    _, backward = _counts_of(loss.backward)
+    for leaf, on, value in zip(leaves, needed, (2, 3), strict=True):
+        assert _same(leaf.grad, torch.full_like(leaf, value)) if on else leaf.grad is None
+    return [forward, backward]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["equal", "unequal", "the first has none"])
+@ALL_NEEDS
+def test_one_message_brings_the_gradients_that_are_needed(kind, needed, size):
+    bytes_sent = max(SIZES[kind](size)) * (needed[0] * HIDDEN * 2 + needed[1] * TOP_K * 4)
+    expected = {"all_gather": 1, "all_gather_bytes": bytes_sent, "in_shared_memory": 1}
+    if size == 1 or not any(needed):
+        expected = {}
+    assert on_ranks(size, _sent, kind, needed) == [[{}, expected]] * size
+
+
+def _sent_by_gather(group: Group, kind: str) -> list[dict[str, int]]:
+    sizes, full, _ = _tokens(kind, group, (BF16, FP32))
+    part = full[_own(sizes, group)].requires_grad_()
+    output, forward = _counts_of(lambda: moe_gather_tokens(part, sizes, group))
+    return [forward, _counts_of(output.sum().backward)[1]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@ALL_KINDS
+def test_gather_sends_one_message_and_nothing_in_backward(kind, size):
+    bytes_sent = max(SIZES[kind](size)) * HIDDEN * 2
+    expected = {"all_gather": 1, "all_gather_bytes": bytes_sent, "in_shared_memory": 1}
+    assert on_ranks(size, _sent_by_gather, kind) == [[expected if size > 1 else {}, {}]] * size
+
+
+def _one_output_used(group: Group, used: int) -> None:
+    sizes, *leaves = _tokens("unequal", group, (BF16, FP32))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    (2 * moe_take_tokens(*leaves, sizes, group)[used]).sum().backward()
+    for number, leaf in enumerate(leaves):
+        assert _same(leaf.grad, torch.full_like(leaf, 2.0 if number == used else 0.0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_is_not_used_has_a_gradient_of_zeros(used, size):
+    on_ranks(size, _one_output_used, used)
+
+
+def _under_autocast(group: Group) -> None:
+    with torch.autocast("cpu", BF16):
+        _taken(group, "unequal", (FP32, BF16))
+        _joined(group, "unequal", FP32)
+
+
+def test_autocast_changes_no_dtype():
+    on_ranks(2, _under_autocast)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_second_derivative_is_refused(number):
+    x = torch.randn(3, 2, dtype=FP64, requires_grad=True)
+    taken = moe_take_tokens(x, x, [3], ALONE)
+    output = (*taken, moe_gather_tokens(x, [3], ALONE))[number]
+    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+        torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+
+
+# Errors.
+
+
+def _take(tokens: int, sizes: list[int], **other: Any) -> Callable[[Group], Any]:
+    input = other.get("input", torch.ones(tokens, 2))
+    return lambda group: moe_take_tokens(
+        input, other.get("weights", torch.ones(tokens, 1)), sizes, group
+    )
+
+
+REFUSALS = {
+    "sizes of another group": (
+        _take(3, [1, 1, 1]),
+        "ValueError",
+        "moe_take_tokens: 3 sizes were given for a group of 2 ranks",
+    ),
+    "sizes that do not add up": (
+        _take(4, [2, 1]),
+        "ValueError",
+        "moe_take_tokens: the sizes [2, 1] add up to 3, but there are 4 tokens",
+    ),
+    "a negative size": (
+        _take(3, [4, -1]),
+        "ValueError",
+        "moe_take_tokens: a size is negative: [4, -1]",
+    ),
+    "a rank outside of the group": (
+        lambda group: _take(3, [2, 1])(group._replace(rank=2)),
+        "ValueError",
+        "moe_take_tokens: rank 2 is not in [0, 2)",
+    ),
+    "weights of other tokens": (
+        _take(3, [2, 1], weights=torch.ones(4, 1)),
+        "ValueError",
+        "moe_take_tokens: input of shape [3, 2] and weights of shape [4, 1] are not of the same",
+    ),
+    "an input of three dimensions": (
+        _take(3, [2, 1], input=torch.ones(1, 3, 2)),
+        "ValueError",
+        "moe_take_tokens: expected 2 dimensions in input, got shape [1, 3, 2]",
+    ),
+    "weights of one dimension": (
+        _take(3, [2, 1], weights=torch.ones(3)),
+        "ValueError",
+        "moe_take_tokens: expected 2 dimensions in weights, got shape [3]",
+    ),
+    "an input of integers": (
+        _take(3, [2, 1], input=torch.ones(3, 2, dtype=torch.int64)),
+        "TypeError",
+        "moe_take_tokens: input must be floating point, got Long",
+    ),
+    "weights of integers": (
+        _take(3, [2, 1], weights=torch.ones(3, 1, dtype=torch.int64)),
+        "TypeError",
+        "moe_take_tokens: weights must be floating point, got Long",
+    ),
+    "gather: sizes of another group": (
+        lambda group: moe_gather_tokens(torch.ones(3, 2), [3], group),
+        "ValueError",
+        "moe_gather_tokens: 1 sizes were given for a group of 2 ranks",
+    ),
+    "gather: a negative size": (
+        lambda group: moe_gather_tokens(torch.ones(3, 2), [3, -3], group),
+        "ValueError",
+        "moe_gather_tokens: a size is negative: [3, -3]",
+    ),
+    "gather: rows of another rank": (
+        lambda group: moe_gather_tokens(torch.ones(2 + group.rank, 2), [3, 2], group),
+        "ValueError",
+        "rows of slice, got shape",
+    ),
+    "gather: a slice of integers": (
+        lambda group: moe_gather_tokens(torch.ones(3, 2, dtype=torch.int64), [3, 3], group),
+        "TypeError",
+        "moe_gather_tokens: slice must be floating point, got Long",
+    ),
+    "gather: a slice of one dimension": (
+        lambda group: moe_gather_tokens(torch.ones(3), [3, 3], group),
+        "ValueError",
+        "moe_gather_tokens: expected 2 dimensions in slice, got shape [3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_every_rank_refuses(case):
+    assert_refused(__name__, case)
