@@ -15,9 +15,8 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.checkpoint import gather_tensor
 from parallel_ext.mesh import Mesh
-from parallel_ext.models import TABLES
 from parallel_ext.partial_gradients import PartialGradients
-from parallel_ext.sharded import named_shards
+from parallel_ext.sharded import local_part, named_shards, to_shards
 from parallel_ext.state import ParallelState, model_of, state_of
 
 _log = logging.getLogger("parallel_ext")
@@ -83,16 +82,18 @@ def check_gradients(
         )
     mesh = state.mesh
     mesh.meet("check_gradients")
+    to_shards(own)
     with _first_layers(own, layers), _own_gradients_aside(own, state.partials):
         loss = own(**batch).loss
         loss.backward()
-        ours = _gather(own, state, partial(_mean_gradient, mesh=mesh))
+        to_shards(own)
+        ours = _gather(own, state, partial(_gradient_of_job, state=state))
         loss = _mean_over_dp(loss.detach(), mesh).item()
         needed = sum(layout.numel for _, _, layout in named_shards(own))
         if mesh.rank == 0:
             size = 2 * needed * next(own.parameters()).element_size() / 2**30
             _log.warning("check_gradients: rank 0 needs %.1f GiB for the whole model", size)
-        weights = _gather(own, state, lambda parameter: parameter.detach())
+        weights = _gather(own, state, lambda parameter: local_part(parameter.detach()))
         batches = mesh.gather_objects(dict(batch) if mesh.tp_rank == 0 else None)
 
         def compare() -> GradientReport | None:
@@ -159,8 +160,12 @@ def _mean_over_dp(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return ops.reduce_from_tp(tensor, mesh.dp) / mesh.dp_size
 
 
-def _mean_gradient(parameter: nn.Parameter, mesh: Mesh) -> torch.Tensor | None:
-    return None if parameter.grad is None else _mean_over_dp(parameter.grad, mesh)
+def _gradient_of_job(parameter: nn.Parameter, state: ParallelState) -> torch.Tensor | None:
+    if parameter.grad is None:
+        return None
+    if state.zero is not None:
+        return local_part(parameter.grad)
+    return _mean_over_dp(parameter.grad, state.mesh)
 
 
 def _gather(
@@ -196,7 +201,7 @@ def _own_gradients_aside(model: nn.Module, partials: PartialGradients | None) ->
 @contextmanager
 def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
     """Leave only the first ``count`` decoder layers in the model."""
-    path = TABLES[model.config.model_type].layers
+    path = state_of(model).table.layers
     layers = model.get_submodule(path)
     if count is None:
         count = len(layers)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.sharded import named_shards
-from parallel_ext.state import state_of
+from parallel_ext.sharded import local_part, named_shards, to_shards
+from parallel_ext.state import model_of, state_of
 
 
 @contextmanager
@@ -21,16 +21,24 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     the backwards the ``.grad`` of replicated parameters with partial gradients is incomplete.
 
     Args:
-        model: a parallel model; one without such parameters is left as it is.
+        model: a parallel model. After ``data_parallel`` the sums over its ranks wait as well, and
+            the gradients of whole parameters are kept meanwhile.
 
     Example:
         >>> with no_sync(model):  # doctest: +SKIP
         ...     model(**first_half).loss.backward()
         >>> model(**second_half).loss.backward()  # doctest: +SKIP
     """
-    partials = state_of(model).partials
-    with nullcontext() if partials is None else partials.no_sync():
-        yield
+    state, own = state_of(model), model_of(model)
+    sharded = hasattr(own, "set_requires_gradient_sync")  # FSDP's
+    if sharded:
+        own.set_requires_gradient_sync(False)
+    try:
+        with nullcontext() if state.partials is None else state.partials.no_sync():
+            yield
+    finally:
+        if sharded:
+            own.set_requires_gradient_sync(True)
 
 
 @torch.no_grad()
@@ -42,7 +50,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of a parallel model by the norm that the single-process model has.
 
-    Every rank calls it. A shard counts its own elements, a replicated tensor counts once.
+    Every rank calls it. Of what several ranks hold alike, the lowest of them counts it; with dp > 1
+    that is right after ``data_parallel``, or once the gradients were averaged.
 
     Args:
         model: a parallel model, wrapped or not.
@@ -51,7 +60,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise instead of scaling by NaN or infinity.
 
     Returns:
-        The norm before clipping, a scalar; the same bits on every rank of a tp group.
+        The norm before clipping, a scalar; the same bits on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
@@ -63,28 +72,22 @@ def clip_grad_norm_(
     mesh.meet("clip_grad_norm_")
     norm_type = float(norm_type)
     infinite = norm_type == float("inf")
-    # [of the shards that this rank owns, of the replicated tensors]; norms to the norm_type.
-    parts = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    own = torch.zeros(1, dtype=torch.float64, device=mesh.device)  # the norm to its own power
     gradients = []
+    to_shards(model)
     for _, parameter, layout in named_shards(model):
         if parameter.grad is None:
             continue
-        gradients.append(parameter.grad)
-        if parameter.numel() == 0:
+        gradient = local_part(parameter.grad)
+        gradients.append(gradient)
+        if gradient.numel() == 0 or not layout.owned(mesh.rank):
             continue
-        if layout.dim is not None and layout.holders(mesh.rank)[0] != mesh.rank % layout.period:
-            continue  # another rank holds the same shard and counts it
-        part = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=torch.float64)
-        which = int(layout.dim is None)
-        if infinite:
-            parts[which] = torch.maximum(parts[which], part)
-        else:
-            parts[which] += part**norm_type
-    ranks = ops.gather_from_tp(parts, [2] * mesh.tp_size, mesh.tp).view(mesh.tp_size, 2)
-    if infinite:
-        norm = torch.maximum(ranks[:, 0].max(), ranks[0, 1])
-    else:
-        norm = (ranks[:, 0].sum() + ranks[0, 1]) ** (1.0 / norm_type)
+        part = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+        own = torch.maximum(own, part) if infinite else own + part**norm_type
+    for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
+        ranks = ops.gather_from_tp(own, [1] * group.size, group)
+        own = ranks.amax(0, keepdim=True) if infinite else ranks.sum(0, keepdim=True)
+    norm = own[0] if infinite else own[0] ** (1.0 / norm_type)
     wide = any(gradient.dtype == torch.float64 for gradient in gradients)
     norm = norm.to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):

@@ -1,7 +1,8 @@
-"""The training loss of a causal language model whose logits are cut by vocabulary."""
+"""The training loss of a causal language model: of logits cut by vocabulary, and of a router."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,52 @@ def causal_lm_loss(
     if isinstance(count, torch.Tensor):
         count = count.to(local_sum)
     return local_sum * mesh.dp_size / count
+
+
+def balance_loss(
+    router_logits: Sequence[torch.Tensor],
+    top_k: int,
+    attention_mask: torch.Tensor | None,
+    mesh: Mesh,
+) -> torch.Tensor:
+    """This dp rank's share of the load balancing loss of the whole batch.
+
+    E times the sum over the experts of (choices per token) times (mean probability), both over all
+    layers and tokens of all dp ranks; one all-gather of E + 1 numbers over dp.
+
+    Args:
+        router_logits: of each layer [tokens, E], replicated over tp.
+        top_k: experts that a token chooses.
+        attention_mask: [batch, sequence], zero for padding, which does not count; or None.
+        mesh: the ranks.
+
+    Returns:
+        A scalar, equal on the tp ranks; the mean over the dp ranks is the loss of the job, and the
+        mean of their gradients is its gradient.
+
+    Source: equations 4 to 6 of Switch Transformers (arXiv 2101.03961) as HuggingFace computes them:
+    with top_k choices a token, so that perfect balance gives top_k.
+    """
+    first = router_logits[0]
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    num_experts = first.size(-1)
+    valid = None
+    if attention_mask is not None:
+        valid = attention_mask.reshape(-1).to(first.device, wide)
+    chosen = first.new_zeros(num_experts, dtype=wide)
+    probability, tokens = torch.zeros_like(chosen), chosen.new_zeros(1)
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        choices = probabilities.topk(top_k, -1).indices
+        weight = logits.new_ones(len(logits), dtype=wide) if valid is None else valid
+        chosen.scatter_add_(0, choices.flatten(), weight.repeat_interleave(top_k))
+        probability = probability + weight @ probabilities.to(wide)
+        tokens += weight.sum()
+    own = torch.cat([chosen, tokens])
+    everyone = ops.gather_from_tp(own, [len(own)] * mesh.dp_size, mesh.dp).view(-1, len(own))
+    total = everyone.sum(0)
+    chosen, tokens = total[:-1] / total[-1], total[-1]
+    return mesh.dp_size * num_experts * (chosen @ probability) / tokens
 
 
 def _count_over_dp(valid: torch.Tensor, mesh: Mesh) -> torch.Tensor:

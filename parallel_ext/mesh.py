@@ -83,6 +83,7 @@ class Mesh:
         self.timeout, self.device = timeout, device
         self.tp = self.dp = self.ep = self.edp = self.control = self.tp_control = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
+        self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
         self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
         self._meetings = self._long_steps = 0
         self._calls: Counter[str] = Counter()  # on a control group, by its name
@@ -99,20 +100,20 @@ class Mesh:
         if len(set(asked)) > 1:
             seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
             raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
-        made: dict[str, Group] = {}  # of equal ranks one group is enough
-
-        def group_of(rows: list[list[int]]) -> Group:
-            if str(rows) not in made:
-                alone = len(rows[0]) == 1
-                made[str(rows)] = ALONE if alone else self._group(rows, timeout=self._wait)
-            return made[str(rows)]
-
-        self.tp, self.dp = group_of(tp_rows), group_of(dp_columns)
-        self.ep, self.edp = group_of(ep_rows), group_of(edp_columns)
+        self.tp, self.dp = self._group_of(tp_rows), self._group_of(dp_columns)
+        self.ep, self.edp = self._group_of(ep_rows), self._group_of(edp_columns)
         if tp > 1:
             self.tp_control = self._group(tp_rows, backend="gloo", timeout=self._wait)
         store = self.process_groups[self.control.name].get_group_store()
         self._store = dist.PrefixStore(f"parallel_ext/{Mesh._made}", store)
+
+    def _group_of(self, ranks_of: list[list[int]]) -> Group:
+        """One group for all that is asked of the same ranks; none for single ranks."""
+        if len(ranks_of[0]) == 1:
+            return ALONE
+        if str(ranks_of) not in self._made_of:
+            self._made_of[str(ranks_of)] = self._group(ranks_of, timeout=self._wait)
+        return self._made_of[str(ranks_of)]
 
     def _group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
         process_group = _new_groups(ranks_of, **options)
@@ -130,6 +131,17 @@ class Mesh:
             f"Mesh(dp={self.dp_size}, tp={self.tp_size}, ep={self.ep_size}: rank {self.rank} is "
             f"dp_rank {self.dp_rank}, tp_rank {self.tp_rank} on {self.device})"
         )
+
+    def columns(self, inner: int) -> list[list[int]]:
+        """The ranks in one place of each ``inner`` consecutive ones, for every place."""
+        return _grid(self.world_size, inner)[1]
+
+    def process_group_of_columns(self, inner: int) -> dist.ProcessGroup:
+        """The group of this rank's column of :meth:`columns`; every rank of the job calls it."""
+        columns = self.columns(inner)
+        if str(columns) not in self._made_of:
+            self._made_of[str(columns)] = self._group(columns, timeout=self._wait)
+        return self.process_groups[self._made_of[str(columns)].name]
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """The group of this rank when the tp ranks are partitioned as given.

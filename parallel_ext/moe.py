@@ -1,16 +1,111 @@
-"""The experts of a mixture, dealt to the ranks of an expert-parallel group."""
+"""The experts of a mixture, dealt to the ranks of an expert-parallel group, and their router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from parallel_ext import ops
-from parallel_ext.layout import TensorLayout
+from parallel_ext.forwards import REMEMBERED, ForwardCounter
+from parallel_ext.layout import TensorLayout, split
+from parallel_ext.mesh import DisagreementError
 from parallel_ext.ops import ExchangePlan, Group
+from parallel_ext.partial_gradients import PartialGradients, for_use
 from parallel_ext.sharded import ShardedModule
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Choice:
+    """The experts that one forward has chosen."""
+
+    def __init__(self, expert_ids: torch.Tensor) -> None:
+        self.expert_ids = expert_ids
+        self.plan: ExchangePlan | None = None  # of the same forward, once it is known
+
+
+class Routing:
+    """Chooses the experts of one layer: of equal scores the lower id, the same when recomputed.
+
+    Attributes:
+        saves: whether choices are kept for a backward that recomputes the layer.
+        choice: that of the forward that is running, if it is kept.
+    """
+
+    def __init__(self) -> None:
+        self.saves = False
+        self.choice: _Choice | None = None
+        self._forwards = ForwardCounter()
+        self._choices: OrderedDict[int, _Choice] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
+        return Routing()
+
+    def forward(self, router: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The router's own forward, which chooses by ``torch.topk``."""
+        with _TopK(self._choose):
+            return type(router).forward(router, *args, **kwargs)
+
+    def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        self.choice = None
+        if not self.saves:
+            return top_k_lowest(scores, top_k)
+        number = self._forwards.number("the choice of experts")
+        self.choice = self._choices.pop(number, None)
+        if self.choice is None:
+            self.choice = self._choices[number] = _Choice(top_k_lowest(scores, top_k))
+            if len(self._choices) > REMEMBERED:
+                self._choices.popitem(last=False)
+        return self.choice.expert_ids
+
+
+def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The indices of the largest scores, largest first; of equal ones the lower index first.
+
+    Args:
+        scores: [T, E].
+        top_k: how many.
+
+    Returns:
+        [T, top_k], int64.
+
+    Example:
+        >>> top_k_lowest(torch.tensor([[0.2, 0.3, 0.3, 0.2]]), 3)
+        tensor([[1, 2, 0]])
+    """
+    left, chosen = scores.detach().clone(), []
+    for _ in range(top_k):
+        chosen.append(left.argmax(-1, keepdim=True))  # the first of equal ones
+        left.scatter_(-1, chosen[-1], float("-inf"))
+    return torch.cat(chosen, -1)
+
+
+class _TopK(TorchFunctionMode):
+    """Inside, ``torch.topk`` of each row takes the indices that ``choose`` gives."""
+
+    def __init__(self, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return self._top_k(*args, **(kwargs or {}))
+
+    def _top_k(
+        self, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if dim not in (-1, input.dim() - 1) or not largest:
+            raise NotImplementedError(f"a router that takes topk(dim={dim}, largest={largest})")
+        chosen = self._choose(input, k)
+        return input.gather(-1, chosen), chosen
 
 
 class ExpertParallelExperts(ShardedModule):
@@ -23,12 +118,22 @@ class ExpertParallelExperts(ShardedModule):
             into one range a rank, which may be empty.
         act_fn: between the two.
         group: the expert-parallel group; each of its ranks brings tokens of its own.
+        tp: the tensor-parallel group, whose ranks bring the same tokens; each works on its slice.
+        grad_scale: the gradients of the experts are multiplied by this.
+        replicas: the ranks that hold the same experts, if their gradients are summed at the end of
+            a backward; required with ``partials``, which does that.
+        routing: of the router in front.
 
     Called with ``hidden_states`` [T, H], ``top_k_index`` [T, top_k] (int64) and ``top_k_weights``
     [T, top_k], all of this rank's own tokens, it returns [T, H] for them. T may differ between
-    ranks and be 0. Every call takes one gather of counts and two exchanges of rows in forward, two
-    exchanges in backward. A gradient of an expert is the sum over the tokens of all ranks of the
-    group, zeros for an expert without tokens.
+    ranks (but not between tp ranks) and be 0. Every call takes one gather of counts and two
+    exchanges of rows in forward, two exchanges in backward; under tp one gather of tokens more in
+    each. A gradient of an expert is the sum over the tokens of all ranks of the group, zeros for an
+    expert without tokens.
+
+    Raises:
+        IndexError: an expert id is out of range on some rank; a RuntimeError on the others.
+        DisagreementError: the ranks' hidden sizes, dtypes or needs of gradients differ.
     """
 
     def __init__(
@@ -38,33 +143,112 @@ class ExpertParallelExperts(ShardedModule):
         layouts: dict[str, TensorLayout],
         act_fn: Callable[[torch.Tensor], torch.Tensor],
         group: Group,
+        *,
+        tp: Group = ops.ALONE,
+        grad_scale: float = 1.0,
+        replicas: Group = ops.ALONE,
+        partials: PartialGradients | None = None,
+        routing: Routing | None = None,
     ) -> None:
         super().__init__(layouts, group)
         self.gate_up_proj, self.down_proj, self.act_fn = gate_up_proj, down_proj, act_fn
+        self.tp, self.grad_scale = tp, grad_scale
+        self.replicas, self.partials, self.routing = replicas, partials, routing
         layout = layouts["gate_up_proj"]
         self.num_experts = layout.shape[0]
         ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
         self.experts_per_rank = [stop - start for start, stop in ranges]
         self.expert_range = ranges[group.rank]
 
-    def _exchange_plan(self, counts: torch.Tensor) -> ExchangePlan:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if self.tp.size == 1:
+            return self._own_tokens(hidden_states, top_k_index, top_k_weights)
+        slices = split(hidden_states.size(0), self.tp.size)
+        sizes = [stop - start for start, stop in slices]
+        tokens, weights = ops.moe_take_tokens(hidden_states, top_k_weights, sizes, self.tp)
+        choices = top_k_index[slice(*slices[self.tp.rank])]
+        return ops.moe_gather_tokens(self._own_tokens(tokens, choices, weights), sizes, self.tp)
+
+    def _own_tokens(
+        self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        slots, plan = self._route(tokens, choices, weights)
+        rows = ops.moe_dispatch(tokens, slots)
+        rows = ops.moe_exchange(rows, plan, group=self.group)
+        gate, up = self._linear(rows, "gate_up_proj", plan).chunk(2, dim=-1)
+        rows = self._linear(self.act_fn(gate) * up, "down_proj", plan)
+        rows = ops.moe_exchange(rows, plan, back=True, group=self.group)
+        return ops.moe_combine(rows, slots, weights)
+
+    def _linear(self, rows: torch.Tensor, attribute: str, plan: ExchangePlan) -> torch.Tensor:
+        weight = for_use(
+            getattr(self, attribute), self.layouts[attribute].name, self.replicas, self.partials
+        )
+        return ops.moe_linear(rows, weight, plan.rows_per_expert(self.group.rank), self.grad_scale)
+
+    def _route(
+        self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ExchangePlan]:
+        """The places of the rows, and how many go where; that of the first forward, if kept."""
+        failure, route = None, None
+        try:
+            route = ops.moe_route_plan(choices, self.num_experts)
+        except Exception as error:  # the others must hear of it before they wait for rows
+            failure = error
+        choice = self.routing.choice if self.routing is not None else None
+        if choice is not None and choice.plan is not None and route is not None:
+            return route.slots, choice.plan
+        counts = route.counts if route is not None else choices.new_zeros(self.num_experts)
+        plan = self._exchange_plan(counts, self._header(tokens, weights, failure), failure)
+        if choice is not None:
+            choice.plan = plan
+        return route.slots, plan
+
+    def _header(
+        self, tokens: torch.Tensor, weights: torch.Tensor, failure: Exception | None
+    ) -> list[int]:
+        """What must be equal on all ranks, as numbers, and whether this one has failed."""
+        dtype = _DTYPES.index(tokens.dtype) if tokens.dtype in _DTYPES else -1
+        grads = 2 * tokens.requires_grad + weights.requires_grad if torch.is_grad_enabled() else 4
+        return [int(failure is not None), tokens.size(-1), dtype, grads]
+
+    def _exchange_plan(
+        self, counts: torch.Tensor, header: list[int], failure: Exception | None
+    ) -> ExchangePlan:
         """Every rank's counts, read by the host once."""
         size = self.group.size
-        everyone = ops.gather_from_tp(counts.unsqueeze(0), [self.num_experts] * size, self.group)
-        of_rank = everyone.view(size, self.num_experts).tolist()
+        message = torch.cat([counts.new_tensor(header), counts])
+        width = message.numel()
+        everyone = ops.gather_from_tp(message.unsqueeze(0), [width] * size, self.group)
+        of_rank = everyone.view(size, width).tolist()
+        self._check([message[: len(header)] for message in of_rank], failure)
+        of_rank = [message[len(header) :] for message in of_rank]
         start, stop = self.expert_range
         received = [count for counts in of_rank for count in counts[start:stop]]
         return ExchangePlan(of_rank[self.group.rank], received, self.experts_per_rank)
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        route = ops.moe_route_plan(top_k_index, self.num_experts)
-        plan = self._exchange_plan(route.counts)
-        rows = ops.moe_dispatch(hidden_states, route.slots)
-        rows = ops.moe_exchange(rows, plan, group=self.group)
-        counts = plan.rows_per_expert(self.group.rank)
-        gate, up = ops.moe_linear(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
-        rows = ops.moe_linear(self.act_fn(gate) * up, self.down_proj, counts)
-        rows = ops.moe_exchange(rows, plan, back=True, group=self.group)
-        return ops.moe_combine(rows, route.slots, top_k_weights)
+    def _check(self, headers: Sequence[Sequence[int]], failure: Exception | None) -> None:
+        name = self.layouts["gate_up_proj"].name.rpartition(".")[0]
+        if failure is not None:
+            raise failure
+        failed = [str(rank) for rank, header in enumerate(headers) if header[0]]
+        if failed:
+            raise RuntimeError(
+                f"{name}: ep rank {', '.join(failed)} could not route its tokens; its own error "
+                "says why"
+            )
+        if any(header != headers[0] for header in headers):
+            words = (
+                f"ep rank {rank}: hidden size {hidden}, "
+                f"{_DTYPES[dtype] if dtype >= 0 else 'another dtype'}, "
+                + ("no gradients" if grads == 4 else f"gradients of {_NEEDS[grads]}")
+                for rank, (_, hidden, dtype, grads) in enumerate(headers)
+            )
+            raise DisagreementError(
+                f"{name}: the ranks must agree, but are given {'; '.join(words)}"
+            )
+
+
+_NEEDS = ("the experts alone", "the weights", "the tokens", "tokens and weights")

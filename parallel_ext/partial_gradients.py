@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,9 @@ class PartialGradients:
         self._pending: dict[str, _Entry] = {}
         self._synchronize = True
         self._used = False
+        self._at_once: frozenset[str] = frozenset()
+        self._averaged: list[tuple[str, nn.Parameter]] = []
+        self._replicas = ops.ALONE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
         return PartialGradients()
@@ -100,17 +103,33 @@ class PartialGradients:
             name: its logical name, the same on those ranks.
             group: the ranks whose parts add up to the gradient.
         """
+        if name in self._at_once:
+            return ops.copy_to_tp(weight, group)
         self._used = True
         return _Catch.apply(weight, self, name, group)
+
+    def sum_at_once(self, names: Iterable[str]) -> None:
+        """From now on the gradients of these parameters are summed where they arise."""
+        self._at_once |= frozenset(names)
+
+    def average(self, parameters: Iterable[tuple[str, nn.Parameter]], group: Group) -> None:
+        """From now on a backward ends with the mean over ``group`` of these gradients.
+
+        Args:
+            parameters: with their names, by which all ranks order them.
+            group: the data-parallel group, whose ranks hold them alike.
+        """
+        self._averaged, self._replicas = sorted(parameters, key=lambda item: item[0]), group
 
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
 
         Without it the sums would still be right, but under reentrant checkpointing each layer's
-        inner backward would end with a collective of its own. It does nothing while nothing was
-        caught, as in a model without replicated parameters.
+        inner backward would end with a collective of its own. It does nothing while there is
+        nothing to sum, as in a model without replicated parameters.
         """
-        return _OpenSession.apply(hidden, self) if self._used else hidden
+        needed = self._used or self._averaged
+        return _OpenSession.apply(hidden, self) if needed else hidden
 
     def _current(self) -> _Session | None:
         return self._session() if self._session is not None else None
@@ -151,6 +170,7 @@ class PartialGradients:
         self._pending = {}
         for group, entries in sorted(groups.items()):
             _sum_and_add(entries, group)
+        _average([p.grad for _, p in self._averaged if p.grad is not None], self._replicas)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -187,11 +207,25 @@ def for_use(
     return partials.catch(parameter, name, group)
 
 
-def _sum_and_add(entries: list[_Entry], group: Group) -> None:
-    wide = any(entry.partial.dtype == torch.float64 for entry in entries)
+def _average(gradients: list[torch.Tensor], group: Group) -> None:
+    """In place. What earlier backwards have averaged is equal on all ranks and stays as it is."""
+    if not gradients:
+        return
+    flat = ops.reduce_from_tp(_flat(gradients), group) / group.size
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All of them in one, in fp32 or wider."""
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
-    flat = torch.cat([entry.partial.reshape(-1).to(dtype) for entry in entries])
-    flat = ops.reduce_from_tp(flat, group)
+    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+
+
+def _sum_and_add(entries: list[_Entry], group: Group) -> None:
+    flat = ops.reduce_from_tp(_flat([entry.partial for entry in entries]), group)
     sizes = [entry.partial.numel() for entry in entries]
     for entry, total in zip(entries, flat.split(sizes), strict=True):
         parameter = entry.parameter

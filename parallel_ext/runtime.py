@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import checkpoint, ops
-from parallel_ext.loss import causal_lm_loss
+from parallel_ext.loss import balance_loss, causal_lm_loss
 from parallel_ext.mesh import Mesh
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.version import VERSION
@@ -49,6 +49,12 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     state: ParallelState = getattr(model, STATE_NAME)
     arguments = _arguments(model, "forward", args, kwargs)
+    if _trains_apart(model, state):
+        raise RuntimeError(
+            f"a mixture of experts at dp={state.mesh.dp_size}, tp={state.mesh.tp_size}, "
+            f"ep={state.mesh.ep_size} needs px.data_parallel(model) before it is trained: without "
+            "it the gradients of experts would be parts that nobody sums"
+        )
     if state.agreement is not None:
         grad = torch.is_grad_enabled()
         mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
@@ -60,6 +66,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 for module in model.modules()
                 if hasattr(module, "for_agreement")
             ]
+        if _draws_jitter(model, state):  # the tp ranks must draw the same noise
+            arguments["random state"] = _random_state(state.mesh)
         state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
     if state.mesh.tp_size > 1 and (
         arguments.get("output_attentions") or model.config.output_attentions
@@ -71,15 +79,72 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if want_dict is None:
         want_dict = model.config.return_dict
     with_labels = arguments.get("labels") is not None
-    with sharded_logits(with_labels):
+    if state.routings:
+        layers = model.get_submodule(state.table.layers)
+        saves = model.training and any(layer.gradient_checkpointing for layer in layers)
+        for routing in state.routings:
+            routing.saves = saves
+    balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
+    with sharded_logits(with_labels), _balance_aside(model) if balanced else nullcontext():
         output = type(model).forward(model, *args, return_dict=True, **kwargs)
     if with_labels:
         fields = dict(output.items())
+        if balanced:
+            share = balance_loss(
+                output.router_logits,
+                model.num_experts_per_tok,
+                arguments.get("attention_mask"),
+                state.mesh,
+            )
+            fields["aux_loss"] = share
+            fields["loss"] = fields["loss"] + model.router_aux_loss_coef * share
         logits = fields.pop("logits")
         if state.training_logits or not model.training:
             fields["logits"] = ops.gather_from_tp(logits, state.vocab_sizes, state.mesh.tp)
         output = type(output)(**fields)
     return output if want_dict else output.to_tuple()
+
+
+def _trains_apart(model: nn.Module, state: ParallelState) -> bool:
+    """Whether gradients of experts would need a sum over dp ranks that is not there."""
+    mesh = state.mesh
+    return (
+        bool(state.routings)
+        and mesh.dp_size > 1
+        and (mesh.ep_size > 1 or mesh.tp_size > 1)
+        and state.zero is None
+        and model.training
+        and torch.is_grad_enabled()
+    )
+
+
+def _draws_jitter(model: nn.Module, state: ParallelState) -> bool:
+    mixture = state.table.mixture
+    return model.training and mixture is not None and getattr(model.config, mixture.jitter) > 0
+
+
+def _random_state(mesh: Mesh) -> torch.Tensor:
+    """Of the generator that noise is drawn from; nothing waits for a device."""
+    return torch.cuda.get_rng_state() if mesh.device.type == "cuda" else torch.get_rng_state()
+
+
+def _wants_balance(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> bool:
+    """Whether the class's forward adds a load balancing loss."""
+    if state.table.mixture is None:
+        return False
+    asked = arguments.get("output_router_logits")
+    return bool(model.config.output_router_logits if asked is None else asked)
+
+
+@contextmanager
+def _balance_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, HuggingFace's load balancing loss, which knows only own tokens, is not added."""
+    coefficient = model.router_aux_loss_coef
+    model.router_aux_loss_coef = 0.0
+    try:
+        yield
+    finally:
+        model.router_aux_loss_coef = coefficient
 
 
 def loss_function(
@@ -100,6 +165,8 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     state: ParallelState = getattr(model, STATE_NAME)
     mesh = state.mesh
+    if mesh.dp_size > 1 and (mesh.ep_size > 1 or state.zero is not None):
+        kwargs.setdefault("synced_gpus", True)  # dp ranks take part in each other's forwards
     if mesh.tp_size == 1:
         return type(model).generate(model, *args, **kwargs)
     arguments = _arguments(model, "generate", args, kwargs)
@@ -168,6 +235,7 @@ def save_pretrained(
             "version": VERSION,
             "vocab_size": model.config.vocab_size,
             "tp": state.mesh.tp_size,
+            "ep": state.mesh.ep_size,
             "dp": state.mesh.dp_size,
         },
     )
@@ -184,12 +252,12 @@ def resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoRe
 class RefusesDDP:
     """Stands where DistributedDataParallel looks for the parameters that it shall leave alone."""
 
-    def __init__(self, tp_size: int) -> None:
-        self.tp_size = tp_size
+    def __init__(self, cut: str) -> None:
+        self.cut = cut
 
     def __iter__(self) -> NoReturn:
         raise RuntimeError(
-            f"this model is cut over tp={self.tp_size} ranks, and DistributedDataParallel would "
-            "overwrite every rank's shard by rank 0's. HuggingFace's Trainer wraps in it, so it "
-            "is not supported with tp > 1 either: write the training loop yourself"
+            f"this model is cut over {self.cut} ranks, and DistributedDataParallel would overwrite "
+            "every rank's shard by rank 0's; use px.data_parallel. HuggingFace's Trainer wraps in "
+            "it, so it is not supported either: write the training loop yourself"
         )

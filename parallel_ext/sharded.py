@@ -80,6 +80,8 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
     """Every parameter of ``model`` once, with its name in the model and its layout.
 
     A parameter of a plain module is replicated. Tied parameters come once, under their first name.
+    Of a parameter that FSDP has sharded, the layout says which rows of it this rank has; its name
+    is the logical one.
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -89,5 +91,17 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
                 continue
             seen.add(id(parameter))
             name = f"{path}.{attribute}" if path else attribute
-            layout = layouts.get(attribute)
+            layout = getattr(parameter, "dealt_layout", None) or layouts.get(attribute)
             yield name, parameter, layout or TensorLayout(name, tuple(parameter.shape))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or gradient: of a DTensor its local tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def to_shards(model: nn.Module) -> None:
+    """Free what FSDP has gathered, so that the parameters of ``model`` are this rank's shards."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()

@@ -9,6 +9,8 @@ from torch import nn
 from parallel_ext.agreement import Agreement
 from parallel_ext.layout import ModelLayout, Range
 from parallel_ext.mesh import Mesh
+from parallel_ext.models.table import ModelTable
+from parallel_ext.moe import Routing
 from parallel_ext.partial_gradients import PartialGradients
 
 STATE_NAME = "parallel_ext_local_shards"
@@ -24,34 +26,44 @@ class ParallelState(nn.Module):
 
     Attributes:
         mesh: the ranks.
+        table: the names of its modules.
         layout: where every parameter lives.
         vocab_range: the ids of this rank.
         vocab_sizes: number of ids of every tp rank.
         agreement: compares inputs before a forward; None when switched off or not needed.
         training_logits: whether training with labels returns logits.
-        partials: sums the partial gradients of replicated parameters; None with one tp rank.
+        partials: sums the partial gradients of replicated parameters; None with one rank.
+        routings: those of the layers with a mixture of experts.
         adapted: whether LoRA was added; its modules then join the agreement.
+        zero: the stage that ``data_parallel`` was given; None before.
     """
 
     def __init__(
         self,
         mesh: Mesh,
+        table: ModelTable,
         layout: ModelLayout,
         vocab_ranges: tuple[Range, ...],
         agreement: Agreement | None,
         training_logits: bool,
         partials: PartialGradients | None,
+        routings: list[Routing],
     ) -> None:
         super().__init__()
-        self.mesh, self.layout = mesh, layout
+        self.mesh, self.table, self.layout = mesh, table, layout
         self.vocab_range = vocab_ranges[mesh.tp_rank]
         self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
         self.agreement, self.training_logits = agreement, training_logits
-        self.partials = partials
+        self.partials, self.routings = partials, routings
         self.adapted = False
+        self.zero: int | None = None
 
     def get_extra_state(self) -> dict[str, int]:
-        return {"tp_rank": self.mesh.tp_rank, "tp_size": self.mesh.tp_size}
+        mesh = self.mesh
+        state = {"tp_rank": mesh.tp_rank, "tp_size": mesh.tp_size}
+        if self.table.mixture:
+            state |= {"ep_rank": mesh.ep_rank, "ep_size": mesh.ep_size}
+        return state
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         if state != self.get_extra_state():
@@ -62,6 +74,8 @@ class ParallelState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A full state_dict, which no parallel model wrote, loads as well.
+        if self.zero is not None and self.mesh.dp_size > 1:
+            raise RuntimeError("load the state_dict before px.data_parallel shards the parameters")
         key = prefix + "_extra_state"
         if key in state_dict:
             self.set_extra_state(state_dict[key])

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.sharded import named_shards, take
+from parallel_ext.sharded import local_part, named_shards, take, to_shards
 from parallel_ext.state import state_of
 
 # Our error may be this large, relative to the largest element of the full tensor. In the lower
@@ -65,19 +65,19 @@ class Tiny:
 
 
 def exact_norms(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """Let the norms of a fp64 Llama compute in fp64; HuggingFace's go by fp32."""
+    """Let the norms of a fp64 model compute in fp64; HuggingFace's go by fp32."""
 
     def norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
 
     for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__ in ("LlamaRMSNorm", "MixtralRMSNorm"):
             module.forward = MethodType(norm, module)
     return model
 
 
 def exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """Let a plain fp64 Llama compute in fp64 throughout, its loss included."""
+    """Let a plain fp64 model compute in fp64 throughout, its loss included."""
 
     def loss(self: nn.Module, logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
@@ -88,12 +88,12 @@ def exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 
 @lru_cache
-def mesh_of(tp: int | None = None) -> px.Mesh:
+def mesh_of(tp: int | None = None, ep: int = 1) -> px.Mesh:
     """A mesh over the pool's ranks; one tp group of all of them unless said otherwise.
 
     One for all tests of a process, since groups and their threads stay.
     """
-    return px.init_mesh(tp=dist.get_world_size() if tp is None else tp, timeout=60.0)
+    return px.init_mesh(tp=dist.get_world_size() if tp is None else tp, ep=ep, timeout=60.0)
 
 
 def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:
@@ -130,13 +130,15 @@ def shard_differences(
     model: nn.Module, full: dict[str, torch.Tensor], gradients: bool
 ) -> dict[str, float]:
     """The difference of every shard of ``model`` (or of its gradient) from the full tensors."""
-    tp_rank = state_of(model).mesh.tp_rank
+    rank = state_of(model).mesh.rank
     differences = {}
+    to_shards(model)
     for name, parameter, layout in named_shards(model):
         ours = parameter.grad if gradients else parameter.detach()
         if ours is None:
             raise AssertionError(f"{name} has no gradient")
-        differences[name] = difference(ours, take(full[name], layout, tp_rank), full[name])
+        theirs = take(full[name], layout, rank)
+        differences[name] = difference(local_part(ours), theirs, full[name])
     return differences
 
 

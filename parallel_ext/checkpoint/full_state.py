@@ -12,7 +12,7 @@ from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.safetensors_file import CheckpointError
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
-from parallel_ext.sharded import named_shards
+from parallel_ext.sharded import local_part, named_shards, to_shards
 
 
 def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
@@ -28,6 +28,7 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
             of this rank's shards.
     """
     values: dict[str, torch.Tensor] = {}
+    to_shards(model)
     for own_name, parameter, shard in named_shards(model):
         name = layout.tied.get(shard.name, shard.name)
         if name in values:
@@ -35,7 +36,7 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
                 f"{own_name} was tied to {name} when the model was made parallel, but is a "
                 "parameter of its own now; call model.tie_weights()"
             )
-        values[name] = parameter.detach()
+        values[name] = local_part(parameter.detach())
     values.update(_persistent_buffers(model))
     for kind, names in (
         ("lacks", layout.tensors.keys() - values.keys()),
@@ -91,7 +92,8 @@ def gather_in_step(
         return torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
 
     def gather(name: str, out: torch.Tensor | None) -> None:
-        gather_tensor(*shards[name], mesh, receivers, out)
+        shard, layout = shards[name]
+        gather_tensor(local_part(shard), layout, mesh, receivers, out)
 
     full: dict[str, torch.Tensor] = {}
     for name in shards:

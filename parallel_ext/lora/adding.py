@@ -51,7 +51,13 @@ def inject_adapter(
         return
     what = f"adding adapter {adapter_name!r}"
     state.mesh.meet(what)
-    state.mesh.together(what, lambda: refuse_unsupported(config, what))
+
+    def check() -> None:
+        refuse_unsupported(config, what)
+        if state.zero is not None and state.mesh.dp_size > 1:
+            raise RuntimeError(f"{what}: add adapters before px.data_parallel shards the model")
+
+    state.mesh.together(what, check)
     seed = _agree_on(config, what, state)
     config._register_custom_module(LAYERS)
     if str(config.target_modules).lower() == "all-linear":

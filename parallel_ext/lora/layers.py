@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.forwards import ForwardCounter
 from parallel_ext.layout import TensorLayout, cut, cut_like
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
-from parallel_ext.lora.masks import ForwardCounter
 from parallel_ext.lora.merging import Mergeable
 from parallel_ext.ops import Group
 from parallel_ext.partial_gradients import for_use
@@ -146,7 +146,7 @@ class _LoraLinear(_Adapted):
             dist.get_rank() // self.get_base_layer().group.size if dist.is_initialized() else 0
         )
         token = replica * (x.numel() // x.size(-1) if x.size(-1) else 0)
-        key, step = self._mask_keys[adapter], self._forwards.number()
+        key, step = self._mask_keys[adapter], self._forwards.number("lora_dropout")
         return ops.Dropout(layer.p, key, step, token, feature)
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -50,6 +50,11 @@ class Mergeable(LoraLayer):
         """Raise what ``merge`` would raise, without changing anything."""
         names = self.here(check_adapters_to_merge(self, adapter_names))
         base = self.get_base_layer()
+        if names and hasattr(base.weight, "to_local"):
+            raise NotImplementedError(
+                "merging after px.data_parallel is not supported: the base is dealt to the dp "
+                "ranks; save the adapter, and merge it into a model that is not"
+            )
         if names and getattr(base, "tied", False):
             raise ValueError(
                 f"merge into {base.layouts['weight'].name}: embedding and head share this weight, "

@@ -1,6 +1,6 @@
 """Llama, and what shares its architecture under ``model_type: llama`` (SmolLM2, TinyLlama, ...)."""
 
-from parallel_ext.models.table import ModelTable
+from parallel_ext.models.table import MLPNames, ModelTable
 
 LLAMA = ModelTable(
     model_type="llama",
@@ -12,7 +12,5 @@ LLAMA = ModelTable(
     key="k_proj",
     value="v_proj",
     attention_output="o_proj",
-    mlp="mlp",
-    mlp_inputs=("gate_proj", "up_proj"),
-    mlp_output="down_proj",
+    mlp=MLPNames(name="mlp", inputs=("gate_proj", "up_proj"), output="down_proj"),
 )

@@ -26,6 +26,7 @@ _CONFIG_ATTRIBUTES = (
     "attention_dropout",
     "return_dict",
 )
+_MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
 _ATTENTION_ATTRIBUTES = ("head_dim", "num_key_value_groups")
 
 
@@ -41,8 +42,19 @@ def table_for(model: nn.Module) -> ModelTable:
 
 def check_plain(model: nn.Module, table: ModelTable) -> None:
     """The modules to be replaced are torch's own and carry nothing that would be lost."""
+    known = {}
+    if (mixture := table.mixture) is not None:
+        known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
     for path in table.modules(len(model.get_submodule(table.layers))):
         module = model.get_submodule(path)
+        if (expected := known.get(path.rpartition(".")[2])) is not None:
+            if type(module).__name__ != expected:
+                raise ValueError(
+                    f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
+                    f"{expected}, whose forward is known"
+                )
+            _check_bare(path, module)
+            continue
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             continue  # an attention or an MLP, which stays
         if type(module) not in (nn.Linear, nn.Embedding):
@@ -50,18 +62,26 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
                 "can be cut, whose forward is known"
             )
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if any(hooks) or "forward" in module.__dict__:
-            raise ValueError(
-                f"parallelize: {path} has hooks or a forward of its own, which its replacement "
-                "would lose; add them after parallelize"
-            )
+        _check_bare(path, module)
+
+
+def _check_bare(path: str, module: nn.Module) -> None:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    if any(hooks) or "forward" in module.__dict__:
+        raise ValueError(
+            f"parallelize: {path} has hooks or a forward of its own, which its replacement "
+            "would lose; add them after parallelize"
+        )
 
 
 def check_names(model: nn.Module, table: ModelTable) -> None:
     """One error that lists every name this package relies on and the installed version lacks."""
-    missing = [f"{type(model).__name__}.{n}" for n in _MODEL_ATTRIBUTES if not hasattr(model, n)]
-    missing += [f"config.{n}" for n in _CONFIG_ATTRIBUTES if not hasattr(model.config, n)]
+    of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
+    if table.mixture:
+        of_model += _MIXTURE_MODEL_ATTRIBUTES
+        of_config += (table.mixture.num_experts, table.mixture.jitter, "output_router_logits")
+    missing = [f"{type(model).__name__}.{n}" for n in of_model if not hasattr(model, n)]
+    missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
 
     def find(path: str) -> nn.Module | None:
         try:
@@ -89,6 +109,11 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
 def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
     if any(isinstance(module, ParallelState) for module in model.modules()):
         raise ValueError("parallelize: this model is parallel already")
+    if getattr(model, "_device_mesh", None) is not None:
+        raise ValueError(
+            "parallelize: this model was already sharded by transformers' own plan (its "
+            "distributed_config); load it without one"
+        )
     foreign = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
     if foreign:
         raise ValueError(
@@ -112,6 +137,33 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             f"parallelize: config.attention_dropout is {dropout}; under tp={mesh.tp_size} its "
             "masks would differ from those of a single process; set it to 0, or pass "
             "allow_different_dropout=True"
+        )
+
+
+def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bool) -> None:
+    """What a model with a mixture of experts must be, and one without."""
+    mixture = table.mixture
+    if mixture is None:
+        if mesh.ep_size > 1:
+            raise ValueError(
+                f"parallelize: the mesh has ep={mesh.ep_size}, but {table.model_type!r} has no "
+                "experts; use ep=1"
+            )
+        return
+    num_experts = getattr(model.config, mixture.num_experts)
+    for index in range(len(model.get_submodule(table.layers))):
+        path = f"{table.layers}.{index}.{mixture.name}.{mixture.experts}"
+        for attribute in (mixture.gate_up, mixture.down):
+            shape = tuple(getattr(model.get_submodule(path), attribute).shape)
+            if len(shape) != 3 or shape[0] != num_experts:
+                raise ValueError(
+                    f"parallelize: {path}.{attribute} has the shape {shape}, but "
+                    f"config.{mixture.num_experts} is {num_experts}; is it sharded already?"
+                )
+    if getattr(model.config, mixture.jitter) > 0 and mesh.tp_size > 1 and not agreement:
+        raise ValueError(
+            f"parallelize: config.{mixture.jitter} is {getattr(model.config, mixture.jitter)}; the "
+            "tp ranks must draw the same noise, which agreement=False does not check"
         )
 
 

@@ -5,55 +5,34 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext import ops, runtime
 from parallel_ext.agreement import Agreement
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.mesh import Mesh
-from parallel_ext.models.table import ModelSizes, ModelTable, plan
+from parallel_ext.models.table import MixtureNames, ModelSizes, ModelTable, plan
+from parallel_ext.moe import ExpertParallelExperts, Routing
 from parallel_ext.ops import Group
 from parallel_ext.partial_gradients import PartialGradients
 from parallel_ext.patch.checks import (
     check_equal,
+    check_mixture,
     check_names,
     check_plain,
     check_servable,
     table_for,
 )
 from parallel_ext.sharded import take
+from parallel_ext.stale_parameters import remember
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
-
-# Old parameter -> its name: what an optimizer still holds that was built before parallelize.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _refuse_stale_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stale = [
-        _replaced[parameter]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter in _replaced
-    ]
-    if stale:
-        shown = ", ".join(stale[:4]) + (f" and {len(stale) - 4} more" if len(stale) > 4 else "")
-        raise RuntimeError(
-            f"{type(optimizer).__name__} was built before px.parallelize and still holds the "
-            f"parameters that it replaced: {shown}; build the optimizer from the parallel model"
-        )
-
-
-register_optimizer_step_pre_hook(_refuse_stale_parameters)
 
 
 class CopyInput:
@@ -80,15 +59,16 @@ def parallelize(
     agreement: bool = True,
     allow_different_dropout: bool = False,
 ) -> transformers.PreTrainedModel:
-    """Cut a HuggingFace model that every rank holds in memory over the tp ranks, in place.
+    """Cut a HuggingFace model that every rank holds in memory over the ranks, in place.
 
     Every rank calls it with the same model. Afterwards each rank holds its heads, its part of each
-    MLP and its rows of the vocabulary; norms are replicated. Names, ``config`` and the results of
-    ``forward``, ``generate`` and ``save_pretrained`` stay those of the whole model.
+    MLP or its experts, and its rows of the vocabulary; norms and routers are replicated. Names,
+    ``config`` and the results of ``forward``, ``generate`` and ``save_pretrained`` stay those of
+    the whole model.
 
     Args:
-        model: a model whose ``config.model_type`` has a table (``llama``), with equal weights on
-            all tp ranks. Its modules are replaced, so optimizers are built afterwards.
+        model: a model whose ``config.model_type`` has a table (``llama``, ``mixtral``), with equal
+            weights on all ranks. Its modules are replaced, so optimizers are built afterwards.
         mesh: from :func:`parallel_ext.init_mesh`.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None
@@ -96,7 +76,8 @@ def parallelize(
         agreement: compare the inputs over the tp ranks before each forward (32 bytes a rank). On
             GPUs the values are compared one forward later, without a synchronisation.
         allow_different_dropout: accept ``attention_dropout`` under tp > 1, whose masks are drawn
-            per rank and differ from those of a single process.
+            per rank and differ from those of a single process. The noise of
+            ``router_jitter_noise`` needs tp ranks that were seeded alike; each forward checks it.
 
     Returns:
         ``model``.
@@ -118,11 +99,12 @@ def parallelize(
         check_names(model, table)
         check_plain(model, table)
         check_servable(model, mesh, allow_different_dropout)
+        check_mixture(model, table, mesh, agreement)
         return table, _plan(model, table, mesh, vocab_multiple_of)
 
     table, layout = mesh.together("parallelize", prepare)
     check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
-    partials = _replace_modules(model, table, layout, mesh)
+    partials, routings = _replace_modules(model, table, layout, mesh)
     embedding = layout[f"{table.embedding}.weight"]
     checks = None
     if agreement and mesh.tp_size > 1:
@@ -131,7 +113,9 @@ def parallelize(
     _attach(
         model,
         table,
-        ParallelState(mesh, layout, vocab_ranges, checks, training_logits, partials),
+        ParallelState(
+            mesh, table, layout, vocab_ranges, checks, training_logits, partials, routings
+        ),
     )
     _warn_of_uneven_vocabulary(embedding, mesh)
     return model
@@ -158,16 +142,18 @@ def _plan(model: nn.Module, table: ModelTable, mesh: Mesh, vocab_multiple_of: in
             )
     head_dim = layers[0].get_submodule(table.attention).head_dim if len(layers) else 1
     sizes = ModelSizes(rows, config.num_attention_heads, config.num_key_value_heads, head_dim)
-    return plan(table, shapes, tied, sizes, len(layers), mesh.tp_size, vocab_multiple_of)
+    return plan(
+        table, shapes, tied, sizes, len(layers), mesh.tp_size, mesh.ep_size, vocab_multiple_of
+    )
 
 
-def _shard_of(old: nn.Parameter, layout: TensorLayout, tp_rank: int) -> nn.Parameter:
-    if layout.local_shape(tp_rank) == layout.shape:
+def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter:
+    if layout.local_shape(rank) == layout.shape:
         return old
-    new = nn.Parameter(take(old.data, layout, tp_rank), requires_grad=old.requires_grad)
+    new = nn.Parameter(take(old.data, layout, rank), requires_grad=old.requires_grad)
     if old.grad is not None:
-        new.grad = take(old.grad, layout, tp_rank)
-    _replaced[old] = layout.name
+        new.grad = take(old.grad, layout, rank)
+    remember(old, layout.name, "px.parallelize")
     return new
 
 
@@ -183,20 +169,21 @@ class _Replacer:
     ) -> None:
         self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
+        self.routings: list[Routing] = []
 
     def _shards(
-        self, path: str
+        self, path: str, attributes: tuple[str, str] = ("weight", "bias")
     ) -> tuple[nn.Parameter, nn.Parameter | None, dict[str, TensorLayout]]:
-        """Weight, bias and layouts of the module at ``path``, cut for this rank."""
+        """Parameters and their layouts of the module at ``path``, cut for this rank."""
         module = self.model.get_submodule(path)
         layouts: dict[str, TensorLayout] = {}
         cut: list[nn.Parameter | None] = []
-        for attribute in ("weight", "bias"):
+        for attribute in attributes:
             old = getattr(module, attribute, None)
             if old is not None:
                 layouts[attribute] = self.layout[f"{path}.{attribute}"]
                 if old not in self._new:
-                    self._new[old] = _shard_of(old, layouts[attribute], self.mesh.tp_rank)
+                    self._new[old] = _shard_of(old, layouts[attribute], self.mesh.rank)
                 old = self._new[old]
             cut.append(old)
         return *cut, layouts
@@ -229,13 +216,40 @@ class _Replacer:
     def row(self, path: str) -> None:
         self._put(path, RowParallelLinear(*self._shards(path), self.mesh.tp, self.partials))
 
+    def mixture(self, path: str, names: MixtureNames) -> None:
+        mesh, routing = self.mesh, Routing()
+        router = self.model.get_submodule(f"{path}.{names.router}")
+        router.forward = partial(routing.forward, router)  # which deepcopy rebinds
+        self.routings.append(routing)
+        experts = f"{path}.{names.experts}"
+        # With one batch the sum over the replicas is the gradient. With several it is their mean,
+        # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.
+        one_batch = mesh.dp_size == 1
+        self._put(
+            experts,
+            ExpertParallelExperts(
+                *self._shards(experts, (names.gate_up, names.down)),
+                self.model.get_submodule(experts).act_fn,
+                mesh.ep,
+                tp=mesh.tp,
+                grad_scale=1.0 if one_batch else mesh.tp_size / mesh.ep_size,
+                replicas=mesh.edp if one_batch else ops.ALONE,
+                partials=self.partials,
+                routing=routing,
+            ),
+        )
+
 
 def _replace_modules(
     model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
-) -> PartialGradients | None:
-    """Replace all modules that the table names; returns what sums the partial gradients, if any."""
+) -> tuple[PartialGradients | None, list[Routing]]:
+    """Replace all modules that the table names.
+
+    Returns:
+        What sums the partial gradients, if there are several ranks, and the layers' routings.
+    """
     num_layers = len(model.get_submodule(table.layers))
-    replicas, partials = ops.ALONE, PartialGradients() if mesh.tp_size > 1 else None
+    replicas, partials = ops.ALONE, PartialGradients() if mesh.world_size > 1 else None
     if num_layers:
         key = layout[f"{table.layers}.0.{table.attention}.{table.key}.weight"]
         partition = sorted({key.holders(rank) for rank in range(key.period)})
@@ -245,19 +259,22 @@ def _replace_modules(
     replace.embedding(table.embedding)
     for index in range(num_layers):
         attention = f"{table.layers}.{index}.{table.attention}"
-        mlp = f"{table.layers}.{index}.{table.mlp}"
+        mlp = f"{table.layers}.{index}.{table.mlp.name}"
         replace.column(f"{attention}.{table.query}")
         replace.column(f"{attention}.{table.key}", replicas)
         replace.column(f"{attention}.{table.value}", replicas)
         replace.row(f"{attention}.{table.attention_output}")
-        for name in table.mlp_inputs:
-            replace.column(f"{mlp}.{name}")
-        replace.row(f"{mlp}.{table.mlp_output}")
-        query = layout[f"{attention}.{table.query}.weight"].local_shape(mesh.tp_rank)
-        key = layout[f"{attention}.{table.key}.weight"].local_shape(mesh.tp_rank)
+        if isinstance(table.mlp, MixtureNames):
+            replace.mixture(mlp, table.mlp)
+        else:
+            for name in table.mlp.inputs:
+                replace.column(f"{mlp}.{name}")
+            replace.row(f"{mlp}.{table.mlp.output}")
+        query = layout[f"{attention}.{table.query}.weight"].local_shape(mesh.rank)
+        key = layout[f"{attention}.{table.key}.weight"].local_shape(mesh.rank)
         model.get_submodule(attention).num_key_value_groups = query[0] // key[0]
     replace.head(table.head)
-    return partials
+    return partials, replace.routings
 
 
 def _in_place_of(cls: type, name: str) -> Callable[..., Any]:
@@ -282,10 +299,14 @@ def _attach(
     model.loss_function = MethodType(runtime.loss_function, model)
     for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
         setattr(model, name, MethodType(_in_place_of(type(model), name), model))
+    if mesh.tp_size > 1 or mesh.ep_size > 1:
+        cut = f"tp={mesh.tp_size}, ep={mesh.ep_size}" if table.mixture else f"tp={mesh.tp_size}"
+        model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(cut)
     if mesh.tp_size > 1:
-        model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(mesh.tp_size)
+        # A mixture takes its slice of the tokens itself; its router sees all of them on every rank.
+        entered = (table.attention, *([] if table.mixture else [table.mlp.name]))
         for layer in model.get_submodule(table.layers):
-            for name in (table.attention, table.mlp):
+            for name in entered:
                 module = layer.get_submodule(name)
                 module.register_forward_pre_hook(CopyInput(mesh.tp), with_kwargs=True)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:

@@ -1,4 +1,4 @@
-"""Which of a layer's forwards a dropout mask belongs to, also when the forward is recomputed."""
+"""Which of a layer's forwards is running, also when it is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-_REMEMBERED = 128  # forwards of a layer that a backward may still recompute
+REMEMBERED = 128  # forwards of a layer that a backward may still recompute
 
 
 class ForwardCounter:
@@ -21,8 +21,11 @@ class ForwardCounter:
         self.count = 0
         self._number_of: OrderedDict[int, int] = OrderedDict()
 
-    def number(self) -> int:
+    def number(self, what: str) -> int:
         """The number of the forward that is running.
+
+        Args:
+            what: what must be the same when it is recomputed, for the error.
 
         Raises:
             RuntimeError: a backward recomputes a forward whose random state was not kept.
@@ -31,12 +34,12 @@ class ForwardCounter:
         if drawn not in self._number_of:
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    "lora_dropout: a layer is recomputed in backward with another random state "
-                    "than in its forward, so its mask would differ; checkpoint with "
-                    "preserve_rng_state=True, which is the default"
+                    f"{what}: a layer is recomputed in backward with another random state than in "
+                    "its forward, so it could differ; checkpoint with preserve_rng_state=True, "
+                    "which is the default"
                 )
             self.count += 1
             self._number_of[drawn] = self.count
-            if len(self._number_of) > _REMEMBERED:
+            if len(self._number_of) > REMEMBERED:
                 self._number_of.popitem(last=False)
         return self._number_of[drawn]

@@ -1,0 +1,140 @@
+"""Data parallelism with sharded gradients and parameters: FSDP2, told what a parallel model is."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel_ext.layout import ModelLayout, TensorLayout
+from parallel_ext.linear import ColumnParallelLinear
+from parallel_ext.mesh import Mesh
+from parallel_ext.moe import ExpertParallelExperts
+from parallel_ext.sharded import named_shards
+from parallel_ext.stale_parameters import remember
+from parallel_ext.state import ParallelState, model_of, state_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
+    """Let the dp ranks of a parallel model train one model together, in place.
+
+    Every rank calls it, after :func:`parallel_ext.parallelize` (and after adapters were added), and
+    before the optimizer is built. Every dp rank then trains on its own batches. The gradients that
+    ``backward()`` leaves are those of the loss of all of them; each rank holds its rows of them,
+    and of the optimizer's state, as DTensors. Dense parameters are dealt to the dp ranks, experts
+    to the edp ranks; trainable parameters of adapters stay whole, and their gradients are averaged
+    in one flat all-reduce at the end of ``backward()``. With ``mesh.dp_size == 1`` nothing changes.
+
+    Args:
+        model: a parallel model, perhaps inside PEFT's.
+        mesh: the mesh that it was made parallel with.
+        zero: 2 keeps the gathered parameters from forward to backward; 3 gathers them again.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the model was not parallelized before.
+        ValueError: another mesh, another stage, or a model that is data parallel already; on all
+            ranks.
+        CollectiveTimeout: not all ranks called it.
+
+    Source: ``torch.distributed.fsdp.fully_shard``; the stages are those of ZeRO (arXiv 1910.02054).
+
+    Example:
+        >>> model = data_parallel(model, mesh, zero=3)  # doctest: +SKIP
+    """
+    mesh.meet("data_parallel")
+
+    def prepare() -> tuple[nn.Module, ParallelState]:
+        own, state = model_of(model), state_of(model)
+        if state.mesh is not mesh:
+            raise ValueError(f"data_parallel: this model was parallelized with {state.mesh!r}")
+        if zero not in (2, 3):
+            raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
+        if state.zero is not None:
+            raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
+        return own, state
+
+    own, state = mesh.together("data_parallel", prepare)
+    if mesh.dp_size > 1:
+        _shard(own, state, zero)
+    state.zero = zero
+    return model
+
+
+def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
+    # torch.distributed.fsdp takes longer to import than all of this package
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = state.mesh
+    before = {name: (parameter, layout) for name, parameter, layout in named_shards(model)}
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, ExpertParallelExperts)
+        for parameter in module.parameters(recurse=False)
+    }
+    averaged, outside = [], set()
+    for name, (parameter, _) in before.items():
+        if parameter.numel() == 0:  # which FSDP cannot flatten
+            outside.add(parameter)
+        elif state.adapted and parameter.requires_grad:
+            outside.add(parameter)
+            averaged.append((name, parameter))
+    halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
+    options = {
+        "reshard_after_forward": zero == 3,
+        "ignored_params": outside,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None),
+    }
+    dense, of_experts = _device_mesh(mesh, mesh.tp_size), _device_mesh(mesh, mesh.ep_size)
+    for layer in model.get_submodule(state.table.layers):
+        for module in layer.modules():
+            # also where edp_size is 1: optimizers do not take plain tensors and DTensors together
+            if isinstance(module, ExpertParallelExperts):
+                fully_shard(module, mesh=of_experts, **options)
+        fully_shard(layer, mesh=dense, **options)
+    fully_shard(model, mesh=dense, **options)
+    _record(model, state, before, experts)
+    if state.partials is not None:
+        # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
+        state.partials.sum_at_once(
+            layout.name
+            for module in model.modules()
+            if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1
+            for layout in module.layouts.values()
+        )
+        state.partials.average(averaged, mesh.dp)
+
+
+def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
+    """The ranks that hold a shard alike, when ``inner`` consecutive ones hold one copy."""
+    return DeviceMesh.from_group(mesh.process_group_of_columns(inner), mesh.device.type)
+
+
+def _record(
+    model: nn.Module,
+    state: ParallelState,
+    before: dict[str, tuple[nn.Parameter, TensorLayout]],
+    experts: set[int],
+) -> None:
+    """Write down what each rank holds now."""
+    mesh, layout = state.mesh, state.layout
+    tensors = dict(layout.tensors)
+    after = dict(model.named_parameters())
+    for name, (old, whole) in before.items():
+        if after[name] is old:
+            continue
+        inner = mesh.ep_size if id(old) in experts else mesh.tp_size
+        dealt = whole.cut_rows_again(mesh.columns(inner))
+        after[name].dealt_layout = dealt
+        remember(old, name, "px.data_parallel")
+        logical = layout.tied.get(dealt.name, dealt.name)
+        if logical in tensors:
+            tensors[logical] = dealt
+    state.layout = ModelLayout(tensors, layout.tied, layout.parts)

@@ -1,0 +1,371 @@
+"""A Mixtral spread over any (dp, tp, ep) trains exactly as the single process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import FLOOR, difference, gradients_of, parallel, shard_differences, worst
+from reference_mixtral import SKEWS, Layout, TinyMixtral, batches, layouts_of
+
+import parallel_ext as px
+from parallel_ext import ops
+
+STEPS = 2  # the second one catches stale buffers
+
+
+def _spread(tiny: TinyMixtral, layout: Layout, zero: int, **options: Any) -> tuple[Any, Any, Any]:
+    """The single-process model, the parallel one, and its mesh."""
+    reference, mesh = tiny.model(), layout.mesh()
+    model = parallel(reference, mesh, **options)
+    return reference, px.data_parallel(model, mesh, zero), mesh
+
+
+def _job_loss(loss: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
+    return ops.reduce_from_tp(loss.detach(), mesh.dp) / mesh.dp_size
+
+
+def _parity(tiny: TinyMixtral, layout: Layout, zero: int) -> dict[str, float]:
+    """The differences of loss, gradients and norm in AdamW steps, from one process."""
+    reference, model, mesh = _spread(tiny, layout, zero)
+    differences: dict[str, float] = {}
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)
+    ]
+    for step in range(STEPS):
+        whole, own = batches(tiny, layout.dp, seed=step)
+        expected, got = reference(**whole), model(**own[mesh.dp_rank])
+        expected.loss.backward()
+        got.loss.backward()
+        differences[f"loss of step {step}"] = difference(_job_loss(got.loss, mesh), expected.loss)
+        for name, error in shard_differences(model, gradients_of(reference), True).items():
+            differences[f"{name}.grad of step {step}"] = error
+        norms = (
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0),
+            px.clip_grad_norm_(model, 1.0),
+        )
+        differences[f"norm of step {step}"] = difference(norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    after = dict(reference.named_parameters())
+    for name, value in shard_differences(model, after, gradients=False).items():
+        differences[f"{name} after {STEPS} steps"] = value
+    return differences
+
+
+def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
+    for differences in pool(layout.world).run(_parity, tiny, layout, zero, timeout_s=60):
+        if tiny.top_k == 1:  # the weight of a single choice is 1, whatever the router says
+            differences = {n: d for n, d in differences.items() if "gate.weight.grad" not in n}
+        error, name = worst(differences)
+        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
+
+
+EVERY = [layout for world in (1, 2, 3, 4) for layout in layouts_of(world)]
+
+
+@pytest.mark.parametrize("num_experts", [8, 5])
+@pytest.mark.parametrize("layout", EVERY, ids=str)
+def test_training_equals_the_single_process(layout: Layout, num_experts: int) -> None:
+    _check(TinyMixtral(num_experts=num_experts), layout)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 1, 1), Layout(2, 2, 4)], ids=str)
+def test_zero_3_trains_alike(layout: Layout) -> None:
+    _check(TinyMixtral(num_experts=5, tied=True), layout, zero=3)
+
+
+@pytest.mark.parametrize("skew", SKEWS[1:])
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
+def test_training_equals_the_single_process_when_routing_is(skew: str, layout: Layout) -> None:
+    _check(TinyMixtral(num_experts=5, skew=skew), layout)
+
+
+CASES = {
+    "one choice": (TinyMixtral(top_k=1), Layout(2, 1, 2)),
+    "four choices": (TinyMixtral(top_k=4), Layout(1, 2, 2)),
+    "all experts chosen": (TinyMixtral(num_experts=4, top_k=4), Layout(2, 2, 4)),
+    "one expert": (TinyMixtral(num_experts=1, top_k=1), Layout(2, 1, 1)),
+    "tied weights": (TinyMixtral(tied=True), Layout(2, 1, 2)),
+    "replicated key-value heads": (TinyMixtral(key_value_heads=1), Layout(2, 2, 2)),
+    "replicated key-value heads, one batch": (TinyMixtral(key_value_heads=1), Layout(1, 4, 2)),
+    "a vocabulary smaller than tp": (TinyMixtral(vocab_size=3), Layout(1, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_single_process_with(case: str) -> None:
+    _check(*CASES[case])
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
+def test_the_balance_loss_is_that_of_the_whole_batch(layout: Layout) -> None:
+    _check(TinyMixtral(balance=True, skew="zipf"), layout)
+
+
+def _balance_apart(layout: Layout) -> dict[str, float]:
+    """The router's gradient when each dp rank adds the balance loss of its own tokens."""
+    reference, model, mesh = _spread(TinyMixtral(balance=True, skew="zipf"), layout, 2)
+    model.__dict__["forward"] = lambda **batch: type(model).forward(model, **batch)
+    whole, own = batches(TinyMixtral(), layout.dp)
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+def test_parity_notices_a_balance_loss_of_each_rank_alone() -> None:
+    for differences in pool(2).run(_balance_apart, Layout(2, 1, 2)):
+        assert differences["model.layers.0.mlp.gate.weight"] > 1e-3
+
+
+def _frozen(layout: Layout, frozen: str) -> tuple[dict[str, float], list[str]]:
+    tiny = TinyMixtral(num_experts=5)
+    reference = tiny.model()
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    mesh = layout.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh)
+    whole, own = batches(tiny, layout.dp)
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
+    zeros = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
+    truth = {**zeros, **{n: g for n, g in gradients_of(reference).items() if g is not None}}
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return shard_differences(model, truth, True), with_gradient
+
+
+@pytest.mark.parametrize("frozen", ["gate.weight", "experts", "embed_tokens", "self_attn"])
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(1, 2, 1)], ids=str)
+def test_a_frozen_part_gets_no_gradient_and_changes_no_other(frozen: str, layout: Layout) -> None:
+    for differences, with_gradient in pool(layout.world).run(_frozen, layout, frozen):
+        error, name = worst(differences)
+        assert error <= 1e-10, name
+        assert with_gradient
+        assert not [name for name in with_gradient if frozen in name]
+
+
+def _checkpointed(
+    layout: Layout, zero: int, reentrant: bool
+) -> tuple[tuple[float, str], dict[str, int]]:
+    tiny = TinyMixtral(num_experts=5)
+    reference, model, mesh = _spread(tiny, layout, zero)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    whole, own = batches(tiny, layout.dp)
+    reference(**whole).loss.backward()
+    loss = model(**own[mesh.dp_rank]).loss
+    px._C.reset_collective_counts()
+    loss.backward()
+    counts = px._C.collective_counts()
+    return worst(shard_differences(model, gradients_of(reference), True)), counts
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
+def test_gradient_checkpointing_keeps_the_gradients(
+    layout: Layout, zero: int, reentrant: bool
+) -> None:
+    for (error, name), counts in pool(layout.world).run(_checkpointed, layout, zero, reentrant):
+        assert error <= 1e-10, name
+        if layout.tp == 1:  # routing is kept, so nothing is gathered to count rows again
+            assert "all_gather" not in counts
+
+
+def _rerouted(reentrant: bool, kept: bool) -> float:
+    """How many experts get other gradients when the router changes before backward.
+
+    Stands for a recomputation that is not bitwise the forward.
+    """
+    mesh, trained = Layout(2, 1, 2).mesh(), []
+    for disturbed in (False, True):
+        model = px.data_parallel(parallel(TinyMixtral(5, top_k=1).model(), mesh), mesh)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        loss = model(**batches(TinyMixtral(), 2)[1][mesh.dp_rank]).loss
+        for layer in model.model.layers:
+            if disturbed:
+                layer.mlp.gate.skew = torch.tensor([0.0, 0, 0, 0, 60], dtype=torch.float64)
+            layer.mlp.experts.routing.saves &= kept
+        loss.backward()
+        gradient = model.model.layers[0].mlp.experts.down_proj.grad.full_tensor()
+        trained.append(gradient.flatten(1).any(dim=1))
+    return (trained[0] != trained[1]).sum().item()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_recomputed_layer_keeps_its_choice_of_experts(reentrant: bool) -> None:
+    assert pool(2).run(_rerouted, reentrant, True) == [0, 0]
+
+
+def test_the_test_above_notices_a_choice_that_is_not_kept() -> None:
+    assert max(pool(2).run(_rerouted, True, False)) > 0
+
+
+def _tied_scores() -> list[list[int]]:
+    model = parallel(TinyMixtral().model(), Layout(1, 2, 2).mesh())
+    router = model.model.layers[0].mlp.gate
+    torch.nn.init.zeros_(router.weight)
+    _, weights, ids = router(torch.randn(3, 32, dtype=torch.float64))
+    assert torch.equal(weights, torch.full_like(weights, 0.5))
+    return ids.tolist()
+
+
+def test_equal_scores_go_to_the_lowest_experts() -> None:
+    assert pool(2).run(_tied_scores) == [[[0, 1]] * 3] * 2
+
+
+def _accumulated(layout: Layout) -> tuple[float, str]:
+    tiny = TinyMixtral(key_value_heads=1)
+    reference, model, mesh = _spread(tiny, layout, 2)
+    for seed in (3, 4):
+        whole, own = batches(tiny, layout.dp, seed=seed)
+        reference(**whole).loss.backward()
+        if seed == 3:
+            with px.no_sync(model):
+                model(**own[mesh.dp_rank]).loss.backward()
+        else:
+            model(**own[mesh.dp_rank]).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 1)], ids=str)
+def test_no_sync_accumulates_over_micro_batches(layout: Layout) -> None:
+    for error, name in pool(layout.world).run(_accumulated, layout):
+        assert error <= 1e-10, name
+
+
+def _one_expert_a_replica(layout: Layout) -> tuple[float, list[float]]:
+    """Two dp ranks, each of which uses one of two experts, by its token ids."""
+    tiny = TinyMixtral(num_experts=2, top_k=1, layers=1)
+    reference = tiny.model()
+    with torch.no_grad():
+        direction = torch.ones(32, dtype=torch.float64)
+        sign = 1.0 - 2 * (torch.arange(tiny.vocab_size) % 2).double()
+        reference.model.embed_tokens.weight.mul_(0.1).add_(50 * sign[:, None] * direction)
+        gate = reference.model.layers[0].mlp.gate.weight
+        gate.copy_(torch.stack([direction, -direction]))
+        reference.model.layers[0].post_attention_layernorm.weight.fill_(1.0)
+    mesh = layout.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh)
+    whole, own = batches(tiny, 2)
+    whole["input_ids"] -= whole["input_ids"] % 2
+    whole["input_ids"][2:] += 1
+    counts = reference(**whole, output_router_logits=True).router_logits[0].argmax(-1)
+    assert counts.view(4, -1)[:2].sum() == 0
+    assert counts.view(4, -1)[2:].prod() == 1
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    errors = shard_differences(model, gradients_of(reference), True)
+    return worst(errors)[0], []
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 2)], ids=str)
+def test_an_expert_that_one_of_two_replicas_uses_gets_half_of_its_gradient(layout: Layout) -> None:
+    """Others divide by the replicas that used it, and double the gradient."""
+    for error, _ in pool(2).run(_one_expert_a_replica, layout):
+        assert error <= 1e-10
+
+
+def _without(broken: str, layout: Layout) -> float:
+    tiny = TinyMixtral()
+    reference, model, mesh = _spread(tiny, layout, 2)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        if broken == "scale of the experts' gradients":
+            experts.grad_scale *= 2
+        elif broken == "sum over the replicas of experts":
+            experts.replicas = ops.ALONE
+        elif broken == "slices of the tokens":
+            experts.tp = ops.ALONE
+        elif broken == "order of the experts":
+            experts.expert_range = (
+                experts.num_experts - experts.expert_range[1],
+                experts.num_experts - experts.expert_range[0],
+            )
+    whole, own = batches(tiny, layout.dp)
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))[0]
+
+
+@pytest.mark.parametrize(
+    ("broken", "layout"),
+    [
+        ("scale of the experts' gradients", Layout(2, 1, 2)),
+        ("sum over the replicas of experts", Layout(1, 2, 1)),
+        ("slices of the tokens", Layout(1, 2, 1)),
+    ],
+)
+def test_parity_notices_a_wrong(broken: str, layout: Layout) -> None:
+    assert max(pool(2).run(_without, broken, layout)) > 1e-3
+
+
+def _errors_in(
+    tiny: TinyMixtral, layout: Layout, dtype: torch.dtype
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
+    exact = tiny.model()
+    single = replace(tiny, dtype=dtype).model()
+    single.load_state_dict(exact.state_dict())
+    mesh = layout.mesh()
+    model = px.data_parallel(parallel(single, mesh), mesh)
+    whole, own = batches(tiny, layout.dp)
+    exact(**whole).loss.backward()
+    single(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    truth = gradients_of(exact)
+    theirs = {name: difference(g, truth[name]) for name, g in gradients_of(single).items()}
+    return shard_differences(model, truth, True), theirs
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
+def test_fp32_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
+    for ours, theirs in pool(layout.world).run(_errors_in, TinyMixtral(), layout, torch.float32):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
+
+
+def _bits(layout: Layout) -> list[torch.Tensor]:
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        _, model, mesh = _spread(TinyMixtral(dtype=torch.bfloat16), layout, 2)
+        poison = [torch.full((64, 64), float("nan"), dtype=torch.bfloat16) for _ in range(64)]
+        del poison  # memory that the buffers are likely to get
+        model(**batches(TinyMixtral(), layout.dp)[1][mesh.dp_rank]).loss.backward()
+        runs.append([p.grad for p in model.model.layers.parameters()])
+    torch.set_num_threads(1)
+    return [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(*runs, strict=True)]
+
+
+def test_gradients_are_the_same_bits_from_run_to_run_and_for_two_threads() -> None:
+    for equal in pool(2).run(_bits, Layout(2, 1, 2)):
+        assert all(equal)
+
+
+def _counts(layout: Layout, layers: int) -> tuple[dict[str, int], dict[str, int]]:
+    mesh = layout.mesh()
+    model = parallel(TinyMixtral(layers=layers).model(), mesh)
+    one = batches(TinyMixtral(), 1)[1][0]
+    px._C.reset_collective_counts()
+    loss = model(**one).loss
+    forward = px._C.collective_counts()
+    px._C.reset_collective_counts()
+    loss.backward()
+    return forward, px._C.collective_counts()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_layer_takes_the_collectives_of_the_table(layers: int) -> None:
+    for forward, backward in pool(2).run(_counts, Layout(1, 2, 2), layers):
+        assert forward["all_gather"] == 2 + 2 * layers  # counts, and the tokens' slices
+        assert forward["swap"] == backward["swap"] == 2 * layers
+        assert forward["all_reduce"] == 1 + layers  # embedding, attention
+        assert backward["all_gather"] == layers  # dX and the weights' gradients, in one message
+        assert backward["all_reduce"] == 1 + layers
