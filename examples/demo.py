@@ -43,12 +43,12 @@ def run(command: list[Any], threads: int) -> float:
 
 
 def finetune(
-    script: str, model: Path, tp: int, report: Path, *options: Any
+    script: str, model: Path, ranks: int, report: Path, *options: Any
 ) -> tuple[dict[str, Any], float]:
-    """A fine-tuning example on ``tp`` ranks: its report, and the seconds it took."""
-    print(f"\n== {tp} ranks, parallel_ext ==", flush=True)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", tp]
-    common = [model, "--tp", tp, "--report", report, "--prompt", PROMPT]
+    """A fine-tuning example on some ranks: its report, and the seconds it took."""
+    print(f"\n== {ranks} ranks, parallel_ext ==", flush=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+    common = [model, "--report", report, "--prompt", PROMPT]
     seconds = run([*launch, HERE / script, *common, *options], threads=1)
     return json.loads(report.read_text()), seconds
 
@@ -153,10 +153,10 @@ def main() -> None:
     single_seconds = run(own, threads=2)
     single = json.loads((work / "single.json").read_text())
     script, rate = "finetune_llama.py", ["--learning-rate", LEARNING_RATE]
-    first = ["--steps", steps, "--out", work / "two", "--check-gradients"]
+    first = ["--tp", 2, "--steps", steps, "--out", work / "two", "--check-gradients"]
     two, two_seconds = finetune(script, model, 2, work / "two.json", *rate, *first)
     reloaded = reload(work / "two", steps, two)
-    more = ["--steps", MORE_STEPS, "--first", steps]
+    more = ["--tp", 3, "--steps", MORE_STEPS, "--first", steps]
     three, three_seconds = finetune(script, work / "two", 3, work / "three.json", *rate, *more)
     lines = loss_lines(single, two, three) + result_lines(single, two, reloaded)
     runs = {

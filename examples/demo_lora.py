@@ -127,14 +127,14 @@ def main() -> None:
         return
     run([HERE / "prepare_smollm2.py", model], threads=2)
     rate = ["--learning-rate", LEARNING_RATE]
-    first = ["--steps", steps, "--initial", initial, "--out", adapter]
+    first = ["--tp", 2, "--steps", steps, "--initial", initial, "--out", adapter]
     two, two_seconds = finetune(SCRIPT, model, 2, work / "lora-two.json", *rate, *first)
     print("\n== one process, plain PEFT from the same initial adapter ==", flush=True)
     report = work / "lora-single.json"
     own = [__file__, "--work", work, "--steps", steps, "--single-process", report]
     single_seconds = run(own, threads=2)
     single, reloaded = (json.loads(report.read_text())[key] for key in ("single", "reloaded"))
-    more = ["--steps", MORE_STEPS, "--first", steps, "--adapter", adapter]
+    more = ["--tp", 3, "--steps", MORE_STEPS, "--first", steps, "--adapter", adapter]
     three, three_seconds = finetune(SCRIPT, model, 3, work / "lora-three.json", *rate, *more)
 
     lines, found = [*loss_lines(single, two, three), ""], checks(single, two, reloaded, three)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 from torch.distributed import Store
 
@@ -48,21 +47,22 @@ def long_step(
         _forget(store, f"step/{number - 1}", world_size)  # which all have left
         store.set(f"{step}/all_here", "1")
     beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
-    while True:
-        try:
-            store.wait([f"{step}/all_here"], timedelta(seconds=min(1.0, timeout / 4)))
-            return
-        except RuntimeError:  # not yet
-            for other in range(world_size):
-                if store.check([f"{step}/{other}"]):
-                    continue
-                count, since = store.add(f"{step}/beat/{other}", 0), beats[other]
-                if count != since[0]:
-                    beats[other] = (count, time.monotonic())
-                elif time.monotonic() - since[1] > timeout:
-                    raise TimeoutError(
-                        f"rank {other} has shown no sign of life for {timeout:g} s"
-                    ) from None
+    pause, looked = 0.001, time.monotonic()
+    # Polled, since a wait in the store would warn of each second that it lasts.
+    while not store.check([f"{step}/all_here"]):
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+        if time.monotonic() - looked < min(1.0, timeout / 4):
+            continue
+        looked = time.monotonic()
+        for other in range(world_size):
+            if store.check([f"{step}/{other}"]):
+                continue
+            count, since = store.add(f"{step}/beat/{other}", 0), beats[other]
+            if count != since[0]:
+                beats[other] = (count, time.monotonic())
+            elif time.monotonic() - since[1] > timeout:
+                raise TimeoutError(f"rank {other} has shown no sign of life for {timeout:g} s")
 
 
 def _forget(store: Store, step: str, world_size: int) -> None:

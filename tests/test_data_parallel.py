@@ -1,0 +1,343 @@
+"""``data_parallel``: dp ranks train the single-process model on all their batches together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from ranks import Raised, pool
+from reference import (
+    FLOOR,
+    Tiny,
+    batch,
+    difference,
+    exact,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
+from reference_lora import ALL, config
+from reference_mixtral import Layout, TinyMixtral, batches
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext import ops
+from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.sharded import named_shards, take
+
+STEPS = 3
+
+
+def _spread(tiny: Tiny, dp: int, tp: int, zero: int) -> tuple[Any, Any, px.Mesh]:
+    """The single-process model, the data-parallel one, and its mesh."""
+    reference, mesh = tiny.model(), Layout(dp, tp, 1).mesh()
+    return reference, px.data_parallel(parallel(reference, mesh), mesh, zero), mesh
+
+
+def _mean(value: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
+    return ops.reduce_from_tp(value.detach(), mesh.dp) / mesh.dp_size
+
+
+def _parity(tiny: Tiny, dp: int, tp: int, zero: int) -> dict[str, float]:
+    """The differences of losses, gradients, norms and weights in AdamW steps, from one process."""
+    reference, model, mesh = _spread(tiny, dp, tp, zero)
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)
+    ]
+    differences = {}
+    for step in range(STEPS):
+        whole, own = batches(tiny, dp, seed=step)
+        expected, got = reference(**whole), model(**own[mesh.dp_rank])
+        expected.loss.backward()
+        got.loss.backward()
+        differences[f"loss of step {step}"] = difference(_mean(got.loss, mesh), expected.loss)
+        for name, error in shard_differences(model, gradients_of(reference), True).items():
+            differences[f"{name}.grad of step {step}"] = error
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        differences[f"norm of step {step}"] = difference(px.clip_grad_norm_(model, 1.0), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in shard_differences(model, dict(reference.named_parameters()), False).items():
+        differences[f"{name} after {STEPS} steps"] = value
+    return differences
+
+
+CASES = {
+    "dp 2": (Tiny(), 2, 1),
+    "dp 3, tied": (Tiny(tied=True), 3, 1),
+    "dp 4": (Tiny(vocab_size=5), 4, 1),
+    "dp 2, tp 2": (Tiny(bias=True), 2, 2),
+    "dp 2, tp 2, replicated key-value heads": (Tiny(heads=4, key_value_heads=1, bias=True), 2, 2),
+    "dp 2, tp 2, a vocabulary smaller than tp": (Tiny(vocab_size=3, tied=True), 2, 2),
+}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_single_process(case: str, zero: int) -> None:
+    tiny, dp, tp = CASES[case]
+    for differences in pool(dp * tp).run(_parity, tiny, dp, tp, zero):
+        error, name = worst(differences)
+        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
+
+
+def _an_empty_shard(tp: int) -> dict[str, float]:
+    """The second tp rank of each holds no row of the vocabulary."""
+    tiny = Tiny(vocab_size=5)
+    reference, mesh = tiny.model(), Layout(2, tp, 1).mesh()
+    model = parallel(reference, mesh, vocab_multiple_of=64)
+    px.data_parallel(model, mesh)
+    whole, own = batches(tiny, 2)
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+def test_parameters_without_elements_stay_out() -> None:
+    for differences in pool(4).run(_an_empty_shard, 2):
+        error, name = worst(differences)
+        assert error <= 1e-10, name
+
+
+def _uneven(valid: tuple[int, ...]) -> tuple[float, float]:
+    """dp ranks with these numbers of valid labels."""
+    tiny = Tiny()
+    reference, model, mesh = _spread(tiny, len(valid), 1, 2)
+    whole = batch(tiny.vocab_size, rows=len(valid), tokens=101, seed=5)
+    whole["attention_mask"].fill_(1)
+    for row, count in enumerate(valid):
+        whole["labels"][row] = whole["input_ids"][row]
+        whole["labels"][row, 1 + count :] = -100
+    expected = reference(**whole).loss
+    expected.backward()
+    loss = model(**{name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()})
+    loss.loss.backward()
+    errors = shard_differences(model, gradients_of(reference), True)
+    return difference(_mean(loss.loss, mesh), expected), worst(errors)[0]
+
+
+def test_ranks_with_1_and_100_and_0_labels_train_on_the_loss_of_all() -> None:
+    for loss, gradients in pool(3).run(_uneven, (1, 100, 0)):
+        assert max(loss, gradients) <= 1e-10
+
+
+def _low_precision(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
+    tiny = Tiny(dtype=dtype)
+    truth, single, mesh = Tiny().model(), tiny.model(), Layout(2, 1, 1).mesh()
+    single.load_state_dict(truth.state_dict())
+    model = px.data_parallel(parallel(single, mesh), mesh)
+    whole, own = batches(tiny, 2)
+    truth(**whole).loss.backward()
+    single(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    gradients = gradients_of(truth)
+    theirs = {name: difference(g, gradients[name]) for name, g in gradients_of(single).items()}
+    return shard_differences(model, gradients, True), theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_errs_at_most_twice_as_much_as_one_process(dtype: torch.dtype) -> None:
+    for ours, theirs in pool(2).run(_low_precision, dtype):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[dtype]), name
+
+
+def _accumulated(tiny: Tiny, tp: int, zero: int, checkpointing: bool) -> tuple[float, str]:
+    reference, model, mesh = _spread(tiny, 2, tp, zero)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    first, second = batches(tiny, 2, seed=3), batches(tiny, 2, seed=4)
+    for whole, _ in (first, second):
+        reference(**whole).loss.backward()
+    with px.no_sync(model):
+        model(**first[1][mesh.dp_rank]).loss.backward()
+    model(**second[1][mesh.dp_rank]).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_no_sync_accumulates(zero: int, checkpointing: bool) -> None:
+    tiny = Tiny(heads=4, key_value_heads=1)
+    for error, name in pool(4).run(_accumulated, tiny, 2, zero, checkpointing):
+        assert error <= FLOOR[tiny.dtype], name
+
+
+# Adapters.
+
+
+def _adapter(tp: int, broken: bool, **changes: Any) -> dict[str, float]:
+    """Gradients of adapters, over two micro-batches and then one, against PEFT's in one process."""
+    tiny = Tiny(heads=4, key_value_heads=1)
+    mesh = Layout(2, tp, 1).mesh()
+    model = parallel(tiny.model(), mesh)
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, config(**changes))
+    plain = peft.get_peft_model(
+        exact(tiny.model()), peft.LoraConfig(**config(**changes).to_dict())
+    ).double()
+    trained = {n: (p, x) for n, p, x in named_shards(model) if p.requires_grad}
+    values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
+    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
+    px.data_parallel(model, mesh, zero=3)
+    if broken:
+        px.state.state_of(model).partials._averaged = []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    differences = {}
+    for step, seeds in enumerate([(3, 4), (5,)]):
+        for index, seed in enumerate(seeds):
+            whole, own = batches(tiny, 2, seed=seed)
+            plain(**whole).loss.backward()
+            if index + 1 < len(seeds):
+                with px.no_sync(model):
+                    model(**own[mesh.dp_rank]).loss.backward()
+            else:
+                model(**own[mesh.dp_rank]).loss.backward()
+        truth = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+        for name, (parameter, layout) in trained.items():
+            error = difference(parameter.grad, take(truth[name], layout, mesh.rank), truth[name])
+            differences[f"{name} in step {step}"] = error
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        differences[f"norm of step {step}"] = difference(px.clip_grad_norm_(model, 1e-3), norm)
+        plain.zero_grad()
+        optimizer.zero_grad()
+    return differences
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gradients_of_adapters_are_those_of_peft_on_all_batches(tp: int) -> None:
+    # the factors are fp32 in PEFT's default as well
+    for differences in pool(2 * tp).run(_adapter, tp, False):
+        error, name = worst(differences)
+        assert error <= 1e-5, f"{name} differs by {error:.1e}"
+
+
+def test_the_test_above_notices_a_missing_mean() -> None:
+    assert max(worst(d)[0] for d in pool(2).run(_adapter, 1, True)) > 1e-2
+
+
+# What a user may try.
+
+
+def _saved(path: Path, tp: int) -> None:
+    _, model, mesh = _spread(Tiny(dtype=torch.float32), 2, tp, 3)
+    with torch.no_grad():
+        model(**batches(Tiny(), 2)[1][mesh.dp_rank])
+    model.save_pretrained(path)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_save_is_that_of_the_single_process(tp: int, tmp_path: Path) -> None:
+    pool(2 * tp).run(_saved, tmp_path / "ours", tp)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    expected = Tiny(dtype=torch.float32).model().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+
+
+def _generated(zero: int) -> tuple[bool, bool]:
+    """Each dp rank continues a prompt of its own, and needs other numbers of steps."""
+    reference, mesh = TinyMixtral(dtype=torch.float32).model().eval(), Layout(2, 1, 2).mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh, zero).eval()
+    prompt = torch.tensor([[5, 6, 7, 8][: 2 + 2 * mesh.dp_rank]])
+    options = {"max_new_tokens": 3 + 4 * mesh.dp_rank, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(prompt)
+    ours = model.generate(prompt, attention_mask=mask, **options)
+    theirs = reference.generate(prompt, attention_mask=mask, **options)
+    with torch.no_grad():
+        one = model(prompt[:, :1]).logits  # a single token
+        close = torch.allclose(one, reference(prompt[:, :1]).logits, atol=1e-5)
+    return torch.equal(ours, theirs), close
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ranks_generate_each_on_its_own(zero: int) -> None:
+    assert pool(2).run(_generated, zero, timeout_s=60) == [(True, True)] * 2
+
+
+def _misused(case: str) -> None:
+    tiny, mesh = Tiny(dtype=torch.float32), mesh_of(tp=1)
+    model = tiny.model() if case == "before parallelize" else parallel(tiny.model(), mesh)
+    if case == "optimizer":
+        optimizer = torch.optim.AdamW(model.parameters())
+        px.data_parallel(model, mesh)
+        model(**batch(tiny.vocab_size)).loss.backward()
+        optimizer.step()
+    px.data_parallel(model, mesh, **({"zero": 1} if case == "stage" else {}))
+    if case == "twice":
+        px.data_parallel(model, mesh)
+    elif case == "state_dict":
+        model.load_state_dict(tiny.model().state_dict())
+    elif case == "adapter":
+        peft.get_peft_model(model, config())
+    elif case == "parallelize again":
+        px.parallelize(model, mesh)
+
+
+MISUSE = {
+    "before parallelize": "is not a parallel model; call px.parallelize",
+    "stage": "zero must be 2 or 3, got 1",
+    "twice": "this model is already, with zero=2",
+    "state_dict": "load the state_dict before px.data_parallel",
+    "adapter": "add adapters before px.data_parallel",
+    "parallelize again": "this model is parallel already",
+    "optimizer": "AdamW was built before px.data_parallel",
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_one_clear_error_on_all_ranks(case: str) -> None:
+    for raised in pool(2).run_raising(_misused, case):
+        assert isinstance(raised, Raised), case
+        assert MISUSE[case] in raised.text
+
+
+def _merged() -> None:
+    mesh = mesh_of(tp=1)
+    model = peft.get_peft_model(parallel(Tiny().model(), mesh), config(target_modules=ALL))
+    px.data_parallel(model, mesh).merge_and_unload()
+
+
+def test_merging_into_dealt_weights_is_refused() -> None:
+    for raised in pool(2).run_raising(_merged):
+        assert "merging after px.data_parallel is not supported" in repr(raised)
+
+
+def _check(layout: Layout, broken: bool) -> Any:
+    tiny = TinyMixtral(dtype=torch.float32) if layout.ep > 1 else Tiny(dtype=torch.float32)
+    mesh = layout.mesh()
+    model = px.data_parallel(parallel(tiny.model(), mesh), mesh)
+    if broken:
+        for module in model.modules():
+            if isinstance(module, nn.Module) and hasattr(module, "grad_scale"):
+                module.grad_scale *= 2
+    return px.check_gradients(model, batches(tiny, 2)[1][mesh.dp_rank])
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 2), Layout(2, 2, 4)], ids=str)
+def test_check_gradients_agrees(layout: Layout) -> None:
+    for report in pool(layout.world).run(_check, layout, False):
+        assert report.worst[1] < 1e-4, report
+        assert abs(report.loss / report.single_process_loss - 1) < 1e-5
+
+
+def test_check_gradients_finds_a_wrong_scale_of_experts() -> None:
+    for report in pool(2).run(_check, Layout(2, 1, 2), True):
+        assert "experts" in report.worst[0]
+        assert report.worst[1] > 0.1
+
+
+def test_a_mean_of_gradients_counts_what_was_averaged_before_once() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    partials = PartialGradients()
+    partials.average([("a", parameter)], ops.ALONE)
+    hidden = partials.open_with(torch.ones(1, requires_grad=True))
+    (hidden * parameter.sum()).backward()
+    assert torch.equal(parameter.grad, torch.ones(3))
