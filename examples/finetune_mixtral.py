@@ -106,11 +106,11 @@ def main() -> None:
     own = [own_rows(batch, mesh) for batch in data]
 
     report: dict[str, Any] = {"tokens": continuation(model, tokenizer, options.prompt)}
-    if options.check_gradients:
-        model.train()
-        report["gradients"] = px.check_gradients(model, own[0]).worst
     report |= train(model, own, options.learning_rate, px.clip_grad_norm_, quiet=mesh.rank != 0)
     report["loss"] = loss_of_job(report["loss"], mesh)
+    if options.check_gradients:  # experts that start as copies give their router no gradient
+        report["gradients"] = px.check_gradients(model.train(), own[0]).worst
+        model.eval()
     report["tokens after"] = continuation(model, tokenizer, options.prompt)
     if options.out:
         model.save_pretrained(options.out)

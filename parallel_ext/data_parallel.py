@@ -12,8 +12,8 @@ from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.mesh import Mesh
 from parallel_ext.moe import ExpertParallelExperts
-from parallel_ext.sharded import named_shards
-from parallel_ext.stale_parameters import remember
+from parallel_ext.sharded import named_shards, to_shards
+from parallel_ext.stale_parameters import remember, replaced_by
 from parallel_ext.state import ParallelState, model_of, state_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -101,6 +101,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
     _record(model, state, before, experts)
+    model.register_forward_hook(_AfterForward(state))  # after FSDP's own
     if state.partials is not None:
         # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
         state.partials.sum_at_once(
@@ -110,6 +111,27 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             for layout in module.layouts.values()
         )
         state.partials.average(averaged, mesh.dp)
+
+
+class _AfterForward:
+    """A forward hook that keeps an optimizer from training what FSDP has gathered.
+
+    With stage 2, and for the root always, FSDP leaves gathered parameters in the place of the
+    shards until backward, where an optimizer that is built then would find them.
+    """
+
+    def __init__(self, state: ParallelState) -> None:
+        self._state, self._told = state, False
+
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
+        if not self._told:
+            self._told = True
+            reason = "was built between forward and backward, and holds what FSDP had gathered"
+            for name, parameter in model.named_parameters():
+                if name in self._state.dealt and not hasattr(parameter, "dealt_layout"):
+                    remember(parameter, name, reason)
+        if not torch.is_grad_enabled() and not self._state.generates:
+            to_shards(model)
 
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
@@ -126,15 +148,17 @@ def _record(
     """Write down what each rank holds now."""
     mesh, layout = state.mesh, state.layout
     tensors = dict(layout.tensors)
-    after = dict(model.named_parameters())
+    after, dealt_names = dict(model.named_parameters()), set()
     for name, (old, whole) in before.items():
         if after[name] is old:
             continue
         inner = mesh.ep_size if id(old) in experts else mesh.tp_size
         dealt = whole.cut_rows_again(mesh.columns(inner))
         after[name].dealt_layout = dealt
-        remember(old, name, "px.data_parallel")
+        remember(old, name, replaced_by("px.data_parallel"))
         logical = layout.tied.get(dealt.name, dealt.name)
         if logical in tensors:
             tensors[logical] = dealt
+        dealt_names.add(name)
+    state.dealt = frozenset(dealt_names)
     state.layout = ModelLayout(tensors, layout.tied, layout.parts)

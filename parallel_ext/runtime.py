@@ -20,6 +20,7 @@ from torch import nn
 from parallel_ext import checkpoint, ops
 from parallel_ext.loss import balance_loss, causal_lm_loss
 from parallel_ext.mesh import Mesh
+from parallel_ext.sharded import to_shards
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.version import VERSION
 from parallel_ext.vocab import sharded_logits
@@ -161,12 +162,22 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The class's own ``generate``, with rank 0's random numbers on every tp rank.
 
     Rank 0's generator advances as it would in a single process, and so does that of every rank
-    that was in the same state; the others stay as they were.
+    that was in the same state; the others stay as they were. Where dp ranks take part in each
+    other's forwards, all of them generate at the same time, each on its own prompts.
     """
     state: ParallelState = getattr(model, STATE_NAME)
+    if state.mesh.dp_size > 1 and (state.mesh.ep_size > 1 or state.zero is not None):
+        kwargs.setdefault("synced_gpus", True)
+    state.generates = True
+    try:
+        return _generate(model, state, *args, **kwargs)
+    finally:
+        state.generates = False
+        to_shards(model)
+
+
+def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any) -> Any:
     mesh = state.mesh
-    if mesh.dp_size > 1 and (mesh.ep_size > 1 or state.zero is not None):
-        kwargs.setdefault("synced_gpus", True)  # dp ranks take part in each other's forwards
     if mesh.tp_size == 1:
         return type(model).generate(model, *args, **kwargs)
     arguments = _arguments(model, "generate", args, kwargs)

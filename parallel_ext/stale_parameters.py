@@ -1,4 +1,4 @@
-"""Optimizers that still hold parameters which a model has no more are refused when they step."""
+"""Optimizers that hold parameters which a model has no more are refused when they step."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Old parameter -> its name, and the function that replaced it.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
+_stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def remember(old: nn.Parameter, name: str, by: str) -> None:
-    """Say that ``old`` was replaced.
+def remember(parameter: nn.Parameter, name: str, reason: str) -> None:
+    """Say that a step on ``parameter`` would be lost.
 
     Args:
-        old: a parameter that the model holds no more.
-        name: its name.
-        by: the public function that replaced it.
+        parameter: what a model has held under ``name``.
+        name: for the error.
+        reason: how an optimizer came to hold it: "was built before px.parallelize, ...".
     """
-    _replaced[old] = (name, by)
+    _stale[parameter] = (name, reason)
+
+
+def replaced_by(function: str) -> str:
+    """The reason for parameters that ``function`` has replaced."""
+    return f"was built before {function} and still holds parameters that it replaced"
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stale = [
-        _replaced[parameter]
+    found = [
+        _stale[parameter]
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter in _replaced
+        if parameter in _stale
     ]
-    if stale:
-        names = [name for name, _ in stale]
+    if found:
+        names = [name for name, _ in found]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise RuntimeError(
-            f"{type(optimizer).__name__} was built before {stale[0][1]} and still holds the "
-            f"parameters that it replaced: {shown}; build the optimizer from the parallel model"
+            f"{type(optimizer).__name__} {found[0][1]}: {shown}; build the optimizer from the "
+            "parallel model"
         )
 
 

@@ -36,6 +36,8 @@ class ParallelState(nn.Module):
         routings: those of the layers with a mixture of experts.
         adapted: whether LoRA was added; its modules then join the agreement.
         zero: the stage that ``data_parallel`` was given; None before.
+        dealt: names of the parameters that it has sharded over dp ranks.
+        generates: whether ``generate`` is running.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class ParallelState(nn.Module):
         self.partials, self.routings = partials, routings
         self.adapted = False
         self.zero: int | None = None
+        self.dealt: frozenset[str] = frozenset()
+        self.generates = False
 
     def get_extra_state(self) -> dict[str, int]:
         mesh = self.mesh

@@ -171,6 +171,43 @@ def test_no_sync_accumulates(zero: int, checkpointing: bool) -> None:
         assert error <= FLOOR[tiny.dtype], name
 
 
+def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
+    """Whether all weights change when the optimizer is built late; differences from one process."""
+    reference, model, mesh = _spread(Tiny(), 2, 1, zero)
+    whole, own = batches(Tiny(), 2)
+    if what == "generate":
+        model.generate(own[0]["input_ids"], max_new_tokens=2, attention_mask=None)
+    elif what == "evaluation":
+        with torch.no_grad():
+            model(**own[mesh.dp_rank])
+    else:
+        loss = model(**own[mesh.dp_rank]).loss
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (reference, model)]
+    if what != "forward":
+        loss = model(**own[mesh.dp_rank]).loss
+    loss.backward()
+    reference(**whole).loss.backward()
+    before = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    for optimizer in optimizers:
+        optimizer.step()
+    after = dict(reference.named_parameters())
+    trained = all(not torch.equal(value, after[name]) for name, value in before.items())
+    return trained, shard_differences(model, after, False)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("what", ["generate", "evaluation"])
+def test_an_optimizer_that_is_built_later_trains_the_model(what: str, zero: int) -> None:
+    for trained, differences in pool(2).run(_optimizer_after, what, zero):
+        assert trained
+        assert worst(differences)[0] <= 1e-10
+
+
+def test_an_optimizer_that_holds_gathered_parameters_is_refused() -> None:
+    for raised in pool(2).run_raising(_optimizer_after, "forward", 2):
+        assert "AdamW was built between forward and backward" in repr(raised)
+
+
 # Adapters.
 
 

@@ -47,7 +47,7 @@ ALLOWED = {
         *("layout", "linear", "mesh", "moe", "sharded", "stale_parameters", "state"),
     },
     "version": set(),
-    "runtime": {"checkpoint", "loss", "mesh", "ops", "state", "version", "vocab"},
+    "runtime": {"checkpoint", "loss", "mesh", "ops", "sharded", "state", "version", "vocab"},
 }
 MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint", "lora"}
 

@@ -30,7 +30,7 @@ from parallel_ext.patch.checks import (
     table_for,
 )
 from parallel_ext.sharded import take
-from parallel_ext.stale_parameters import remember
+from parallel_ext.stale_parameters import remember, replaced_by
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -153,7 +153,7 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Paramete
     new = nn.Parameter(take(old.data, layout, rank), requires_grad=old.requires_grad)
     if old.grad is not None:
         new.grad = take(old.grad, layout, rank)
-    remember(old, layout.name, "px.parallelize")
+    remember(old, layout.name, replaced_by("px.parallelize"))
     return new
 
 
