@@ -50,6 +50,12 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     state: ParallelState = getattr(model, STATE_NAME)
     arguments = _arguments(model, "forward", args, kwargs)
+    ids = arguments.get("input_ids")
+    if ids is not None and ids.numel() == 0:
+        raise ValueError(
+            f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
+            "cannot take; pass a row of padding whose labels are all -100 instead"
+        )
     if _trains_apart(model, state):
         raise RuntimeError(
             f"a mixture of experts at dp={state.mesh.dp_size}, tp={state.mesh.tp_size}, "

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ranks import Raised, pool
 from reference import Tiny, mesh_of, parallel
 from safetensors import safe_open
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 import parallel_ext as px
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, SafetensorsFile
@@ -26,6 +26,7 @@ from parallel_ext.checkpoint.safetensors_writer import TensorSpec
 from parallel_ext.checkpoint.save import _TensorStream, plan_files, plan_turns
 from parallel_ext.layout import ModelLayout, TensorLayout, cut, split
 from parallel_ext.sharded import named_shards
+from parallel_ext.state import state_of
 
 MIB = 2**20
 
@@ -61,19 +62,34 @@ def _large_config() -> LlamaConfig:
     )
 
 
-def _write_sparse(directory: Path) -> None:
-    """The large model as a file of holes: it reads as zeros and takes no disk."""
-    config = _large_config()
+_EXPERT_MIB = 28
+
+
+def _large_mixture_config() -> MixtralConfig:
+    """One layer, of which each matrix of an expert takes 28 MiB; 0.7 GiB in all."""
+    return MixtralConfig(
+        vocab_size=128,
+        hidden_size=2048,
+        intermediate_size=7168,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        dtype="bfloat16",
+    )
+
+
+def _write_sparse(directory: Path, config: PreTrainedConfig) -> None:
+    """A large model as a file of holes: it reads as zeros and takes no disk."""
     config.save_pretrained(directory)
     with torch.device("meta"):
-        from transformers import LlamaForCausalLM
-
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
+    name_of_dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[config.dtype]
     header, offset = {}, 0
-    for name, parameter in model.named_parameters():
-        stop = offset + parameter.nbytes
-        shape = list(parameter.shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, stop]}
+    for name, layout in state_of(px.parallelize(model, px.init_mesh())).layout.in_files().items():
+        stop = offset + layout.numel * config.dtype.itemsize
+        shape = list(layout.shape)
+        header[name] = {"dtype": name_of_dtype, "shape": shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header).encode()
     with open(directory / "model.safetensors", "wb") as file:
@@ -81,18 +97,34 @@ def _write_sparse(directory: Path) -> None:
         file.truncate(8 + len(text) + offset)
 
 
-def _load_and_save(source: Path, target: Path) -> dict[str, float]:
-    mesh = mesh_of()
+def _load_and_save(source: Path, target: Path, ep: int = 1) -> dict[str, float]:
+    mesh = mesh_of(ep=ep)
     loaded, model = _peak_growth(lambda: px.from_pretrained(source, mesh))
     shard = sum(parameter.nbytes for parameter in model.parameters()) / MIB
     saved, _ = _peak_growth(lambda: model.save_pretrained(target))
     return {"shard": shard, "load": loaded - shard, "save": saved}
 
 
+needs_peak = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="the kernel does not let the peak of the memory be measured",
+)
+
+
+@needs_peak
+def test_no_rank_holds_an_expert_of_another_while_it_loads_or_saves(tmp_path: Path) -> None:
+    _write_sparse(tmp_path, _large_mixture_config())
+    for rank in pool(2).run(_load_and_save, tmp_path, tmp_path / "out", 2):
+        assert rank["shard"] > 12 * _EXPERT_MIB, rank
+        assert rank["load"] < _EXPERT_MIB + 96, rank
+        assert rank["save"] < _EXPERT_MIB + 96, rank
+    names = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert "model.layers.0.block_sparse_moe.experts.7.w3.weight" in names["weight_map"]
+
+
+@needs_peak
 def test_a_gibibyte_of_embedding_takes_little_memory_beyond_the_shard(tmp_path: Path) -> None:
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("the kernel does not let the peak of the memory be measured")
-    _write_sparse(tmp_path)
+    _write_sparse(tmp_path, _large_config())
     for rank in pool(2).run(_load_and_save, tmp_path, tmp_path / "out"):
         assert rank["shard"] > 512, rank
         assert rank["load"] < 96, rank

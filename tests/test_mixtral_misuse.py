@@ -1,0 +1,274 @@
+"""What does not fit a mixture of experts is one clear error on all ranks, and never a hang."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Raised, pool
+from reference import Tiny, difference, exact, mesh_of, parallel, shard_differences, worst
+from reference_mixtral import Layout, TinyMixtral, batches
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext.sharded import named_shards, take
+
+TINY = TinyMixtral(num_experts=5)
+
+
+def _parallel(layout: Layout, tiny: TinyMixtral = TINY, **options: Any) -> tuple[Any, px.Mesh]:
+    mesh = layout.mesh()
+    return px.data_parallel(parallel(tiny.model(), mesh, **options), mesh), mesh
+
+
+def _step(model: Any, mesh: px.Mesh) -> None:
+    model(**batches(TINY, mesh.dp_size)[1][mesh.dp_rank]).loss.backward()
+
+
+def _more_ranks_than_experts() -> None:
+    _parallel(Layout(1, 4, 4), TinyMixtral(num_experts=3))
+
+
+def _no_experts() -> None:
+    parallel(Tiny().model(), mesh_of(tp=2, ep=2))
+
+
+def _other_world() -> None:
+    px.init_mesh(tp=1, ep=3)
+
+
+def _without_data_parallel() -> None:
+    mesh = Layout(2, 1, 2).mesh()
+    _step(parallel(TINY.model(), mesh), mesh)
+
+
+def _other_experts() -> None:
+    model = TINY.model()
+    model.model.layers[0].mlp.experts.__class__ = type("Fast", (nn.Module,), {})
+    px.parallelize(model, Layout(1, 2, 2).mesh())
+
+
+def _hooked() -> None:
+    model = TINY.model()
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: None)
+    px.parallelize(model, Layout(1, 2, 2).mesh())
+
+
+def _some_experts() -> None:
+    model = TINY.model()
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj[:2].clone())
+    model.__dict__.pop("_loss_function", None)
+    px.parallelize(model, Layout(1, 2, 2).mesh())
+
+
+def _sharded_by_transformers() -> None:
+    model = TINY.model()
+    model._device_mesh = object()
+    px.parallelize(model, Layout(1, 2, 2).mesh())
+
+
+def _old_optimizer() -> None:
+    model = TINY.model()
+    model.__dict__.pop("_loss_function", None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mesh = Layout(1, 2, 2).mesh()
+    px.parallelize(model, mesh)
+    _step(model, mesh)
+    optimizer.step()
+
+
+def _ddp() -> None:
+    mesh = Layout(2, 1, 2).mesh()
+    nn.parallel.DistributedDataParallel(parallel(TINY.model(), mesh))
+
+
+def _experts_adapted() -> None:
+    model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
+    peft.get_peft_model(model, px.LoraConfig(target_parameters=["mlp.experts.down_proj"]))
+
+
+def _jitter(agreement: bool, seeds_differ: bool) -> None:
+    tiny = TinyMixtral(5, options=(("router_jitter_noise", 0.1),))
+    model, mesh = _parallel(Layout(1, 2, 2), tiny, agreement=agreement)
+    torch.manual_seed(dist.get_rank() if seeds_differ else 3)
+    _step(model, mesh)
+
+
+REFUSALS = {
+    "more ranks than experts": (_more_ranks_than_experts, 4, "ep=4 is more than the 3 experts"),
+    "a model without experts": (_no_experts, 2, "'llama' has no experts; use ep=1"),
+    "ep that does not divide the world": (_other_world, 2, "ep=3 does not divide the world"),
+    "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model)"),
+    "experts of another class": (_other_experts, 2, "experts is a Fast, not HuggingFace's"),
+    "hooks on a router": (_hooked, 2, "mlp.gate has hooks or a forward of its own"),
+    "experts cut before": (_some_experts, 2, "has the shape (2, 32, 13), but config"),
+    "a plan of transformers": (_sharded_by_transformers, 2, "sharded by transformers' own plan"),
+    "an optimizer that came first": (_old_optimizer, 2, "was built before px.parallelize"),
+    "DistributedDataParallel": (_ddp, 2, "cut over tp=1, ep=2 ranks"),
+    "adapters on experts": (_experts_adapted, 2, "does not support target_parameters"),
+    "noise that nobody compares": (
+        lambda: _jitter(False, False),
+        2,
+        "must draw the same noise, which agreement=False does not check",
+    ),
+}
+
+
+def _refused(case: str) -> None:
+    REFUSALS[case][0]()
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_is_refused(case: str) -> None:
+    _, ranks, message = REFUSALS[case]
+    for raised in pool(ranks).run_raising(_refused, case, timeout_s=60):
+        assert isinstance(raised, Raised), case
+        assert message in raised.text
+
+
+# One rank alone goes wrong in the middle of a forward.
+
+
+def _one_goes_wrong(how: str) -> None:
+    model, mesh = _parallel(Layout(2, 1, 2))
+    experts = model.model.layers[0].mlp.experts
+    tokens = torch.randn(3, 32, dtype=torch.float64)
+    ids = torch.tensor([[0, 1]] * 3)
+    if mesh.rank == 1:
+        if how == "an id out of range":
+            ids[1, 1] = 5
+        elif how == "a dtype":
+            tokens = tokens.float()
+        elif how == "a hidden size":
+            tokens = tokens[:, :16]
+        elif how == "gradients":
+            tokens.requires_grad_()
+    weights = torch.ones(3, 2, dtype=tokens.dtype)
+    with torch.no_grad() if how == "no gradients" and mesh.rank == 1 else nullcontext():
+        experts(tokens, ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [
+        (
+            "an id out of range",
+            ["mlp.experts: ep rank 1 could not route its tokens", "IndexError: moe_route_plan: "],
+        ),
+        ("a dtype", ["ep rank 1: hidden size 32, torch.float32"] * 2),
+        ("a hidden size", ["ep rank 1: hidden size 16, torch.float64"] * 2),
+        ("gradients", ["ep rank 1: hidden size 32, torch.float64, gradients of the tokens"] * 2),
+        ("no gradients", ["ep rank 1: hidden size 32, torch.float64, no gradients"] * 2),
+    ],
+)
+def test_what_one_rank_does_wrong_all_are_told(how: str, messages: list[str]) -> None:
+    raised = pool(2).run_raising(_one_goes_wrong, how, timeout_s=60)
+    for error, message in zip(raised, messages, strict=True):
+        assert message in repr(error)
+
+
+def test_tp_ranks_that_would_draw_other_noise_are_told() -> None:
+    for raised in pool(2).run_raising(_jitter, True, True, timeout_s=60):
+        assert "must be given the same batch, but they differ in random state" in repr(raised)
+
+
+def _noise_of_one_process(checkpointing: bool) -> tuple[float, str]:
+    tiny = TinyMixtral(5, options=(("router_jitter_noise", 0.1),))
+    reference = tiny.model()
+    mesh = Layout(1, 2, 2).mesh()
+    model = parallel(reference, mesh)
+    gradients = []
+    for each in (reference, model):
+        if checkpointing:
+            each.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(5)
+        each(**batches(tiny, 1)[0]).loss.backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters()})
+    return worst(shard_differences(model, gradients[0], True))
+
+
+def test_ranks_that_are_seeded_alike_draw_the_noise_of_one_process() -> None:
+    for error, name in pool(2).run(_noise_of_one_process, False):
+        assert error <= 1e-10, name
+
+
+def _no_label(layout: Layout) -> tuple[float, str]:
+    """The last dp rank brings nothing but padding."""
+    reference = TINY.model()
+    model, mesh = _parallel(layout)
+    whole, own = batches(TINY, layout.dp)
+    whole["labels"][-2:] = -100  # which the ranks' batches show as well
+    whole["attention_mask"][-2:, 1:] = 0
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    return worst(shard_differences(model, gradients, True))
+
+
+def test_a_rank_without_a_label_takes_part() -> None:
+    for error, name in pool(2).run(_no_label, Layout(2, 1, 2), timeout_s=60):
+        assert error <= 1e-10, name
+
+
+def _empty_batch() -> None:
+    model, _ = _parallel(Layout(1, 2, 2))
+    model(input_ids=torch.ones(0, 7, dtype=torch.int64))
+
+
+def test_an_empty_batch_is_refused_with_what_to_pass_instead() -> None:
+    for raised in pool(2).run_raising(_empty_batch, timeout_s=60):
+        assert "pass a row of padding whose labels are all -100 instead" in repr(raised)
+
+
+# Adapters on attention and head.
+
+
+def _adapter(layout: Layout) -> tuple[float, str]:
+    """Gradients of adapters on a Mixtral against PEFT's in one process."""
+    options: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "o_proj", "lm_head"]}
+    options["init_lora_weights"] = False
+    mesh = layout.mesh()
+    model = parallel(TINY.model(), mesh)
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, px.LoraConfig(**options))
+    plain = peft.get_peft_model(exact(TINY.model()), peft.LoraConfig(**options)).double()
+    trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
+    values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
+    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
+    px.data_parallel(model, mesh)
+    whole, own = batches(TINY, layout.dp)
+    plain(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    truth = {name: p.grad for name, p in plain.named_parameters()}
+    return worst(
+        {
+            name: difference(p.grad, take(truth[name], where, mesh.rank), truth[name])
+            for name, (p, where) in trained.items()
+        }
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
+def test_adapters_on_attention_and_head_train_as_in_peft(layout: Layout) -> None:
+    for error, name in pool(layout.world).run(_adapter, layout):
+        assert error <= 1e-5, name
+
+
+def test_the_error_of_a_router_reaches_the_user() -> None:
+    """An op of the router that is not understood is named, and does not choose silently."""
+    model = parallel(TINY.model(), px.init_mesh())
+    with (
+        mock.patch.object(type(model.model.layers[0].mlp.gate), "forward", _smallest),
+        pytest.raises(NotImplementedError, match="largest=False"),
+    ):
+        model(torch.ones(1, 3, dtype=torch.int64))
+
+
+def _smallest(self: nn.Module, hidden: torch.Tensor) -> Any:
+    return torch.topk(hidden, 2, largest=False)
