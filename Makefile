@@ -64,6 +64,7 @@ bench: $(VENV)/installed
 	$(ENV) $(PY) benchmarks/train_step.py
 	$(ENV) $(PY) benchmarks/checkpoint.py
 	$(ENV) $(PY) benchmarks/lora.py
+	$(ENV) $(PY) benchmarks/moe.py
 
 clean:
 	rm -rf $(WORK) build dist *.egg-info $(VENV)/installed

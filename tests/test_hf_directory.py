@@ -127,8 +127,26 @@ def test_the_configuration_files_are_those_huggingface_writes(tmp_path: Path) ->
     pool(2).run(_save_of, tmp_path / "ours", {"changes": {}, "dtype": torch.float16})
     _model().half().save_pretrained(tmp_path / "theirs")
     ours, theirs = _files(tmp_path / "ours"), _files(tmp_path / "theirs")
-    for name in ("config.json", "generation_config.json"):
-        assert ours[name] == theirs[name]
+    config = json.loads(ours["config.json"])
+    assert config.pop("rope_theta") == config["rope_parameters"]["rope_theta"]
+    assert config == json.loads(theirs["config.json"])
+    assert ours["generation_config.json"] == theirs["generation_config.json"]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_both_transformers_4_and_5_find_how_positions_rotate(tmp_path: Path) -> None:
+    """The older one knows ``rope_theta`` and ``rope_scaling`` only, and has defaults for them."""
+    rope = {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 16}
+    model = _model(rope_parameters=rope)
+    parallelize(model, init_mesh()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {**LLAMA3, "original_max_position_embeddings": 16}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.rope_parameters == rope
+    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
 
 def test_each_tensor_is_in_one_file_written_by_one_rank_within_the_size(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from parallel_ext.checkpoint.full_state import local_values
 from parallel_ext.checkpoint.gather import RowBlock, Swap, part_value, row_blocks
-from parallel_ext.checkpoint.hf_directory import INDEX_NAME, SINGLE_FILE_NAME
+from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, SINGLE_FILE_NAME
 from parallel_ext.checkpoint.publish import Publication
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
@@ -338,5 +338,18 @@ def _write_configuration(
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     config.save_pretrained(directory)
+    _write_old_rope_names(directory / CONFIG_NAME)
     if generation_config is not None:
         generation_config.save_pretrained(directory)
+
+
+def _write_old_rope_names(path: Path) -> None:
+    """Say how positions rotate in transformers 4's words too, which else takes its defaults."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
+        return
+    config["rope_theta"] = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = {name: rope[name] for name in rope if name != "rope_theta"}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
