@@ -335,7 +335,7 @@ def _trained_by_trainer(folder: str) -> None:
 
 
 def test_trainer_is_refused_with_a_sentence(tmp_path: Any) -> None:
-    words = ("Trainer", "not supported with tp > 1")
+    words = ("Trainer", "use px.data_parallel")
     ranks = Ranks(2)  # its own, since accelerate keeps what it found for the whole process
     try:
         _everywhere(ranks.run_raising(_trained_by_trainer, str(tmp_path)), *words)

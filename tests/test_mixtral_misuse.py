@@ -14,6 +14,7 @@ from ranks import Raised, pool
 from reference import Tiny, difference, exact, mesh_of, parallel, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, batches
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import parallel_ext as px
 from parallel_ext.sharded import named_shards, take
@@ -73,6 +74,13 @@ def _sharded_by_transformers() -> None:
     px.parallelize(model, Layout(1, 2, 2).mesh())
 
 
+def _sharded_by_fsdp() -> None:
+    model = TINY.model()
+    model.__dict__.pop("_loss_function", None)
+    fully_shard(model.model.layers[0].mlp.experts)
+    px.parallelize(model, Layout(1, 2, 2).mesh())
+
+
 def _old_optimizer() -> None:
     model = TINY.model()
     model.__dict__.pop("_loss_function", None)
@@ -109,6 +117,7 @@ REFUSALS = {
     "hooks on a router": (_hooked, 2, "mlp.gate has hooks or a forward of its own"),
     "experts cut before": (_some_experts, 2, "has the shape (2, 32, 13), but config"),
     "a plan of transformers": (_sharded_by_transformers, 2, "sharded by transformers' own plan"),
+    "a wrapper of FSDP": (_sharded_by_fsdp, 2, "experts is a FSDPMixtralExperts, not"),
     "an optimizer that came first": (_old_optimizer, 2, "was built before px.parallelize"),
     "DistributedDataParallel": (_ddp, 2, "cut over tp=1, ep=2 ranks"),
     "adapters on experts": (_experts_adapted, 2, "does not support target_parameters"),

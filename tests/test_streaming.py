@@ -287,7 +287,7 @@ def test_every_file_says_what_wrote_it(tmp_path: Path) -> None:
             metadata = file.metadata()
         assert metadata["format"] == "pt"
         note = json.loads(metadata["parallel_ext"])
-        assert note == {"version": px.__version__, "vocab_size": 101, "tp": 2, "dp": 1}
+        assert note == {"version": px.__version__, "vocab_size": 101, "tp": 2, "ep": 1, "dp": 1}
 
 
 def _save_without_room(directory: Path) -> None:
