@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.checkpoint import gather_tensor
 from parallel_ext.mesh import Mesh
-from parallel_ext.partial_gradients import PartialGradients
 from parallel_ext.sharded import local_part, named_shards, to_shards
 from parallel_ext.state import ParallelState, model_of, state_of
 
@@ -83,7 +82,7 @@ def check_gradients(
     mesh = state.mesh
     mesh.meet("check_gradients")
     to_shards(own)
-    with _first_layers(own, layers), _own_gradients_aside(own, state.partials):
+    with _first_layers(own, layers), _own_gradients_aside(own, state):
         loss = own(**batch).loss
         loss.backward()
         to_shards(own)
@@ -186,12 +185,15 @@ def _gather(
 
 
 @contextmanager
-def _own_gradients_aside(model: nn.Module, partials: PartialGradients | None) -> Iterator[None]:
+def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[None]:
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.grad = None
     try:
-        with nullcontext() if partials is None else partials.aside():
+        with ExitStack() as stack:
+            for waiting in (state.partials, state.held):
+                if waiting is not None:
+                    stack.enter_context(waiting.aside())
             yield
     finally:
         for parameter, gradient in kept:

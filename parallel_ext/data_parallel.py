@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ext.held_gradients import HeldGradients
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.mesh import Mesh
@@ -81,9 +82,11 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     }
     averaged, outside = [], set()
     for name, (parameter, _) in before.items():
+        # A frozen adapter may be trained later; other experts than ours are not there to average.
+        adapts = state.adapted and (parameter.requires_grad or _is_factor(name))
         if parameter.numel() == 0:  # which FSDP cannot flatten
             outside.add(parameter)
-        elif state.adapted and parameter.requires_grad:
+        elif adapts and id(parameter) not in experts:
             outside.add(parameter)
             averaged.append((name, parameter))
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
@@ -101,6 +104,8 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
     _record(model, state, before, experts)
+    state.held = HeldGradients(model)
+    model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
     if state.partials is not None:
         # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
@@ -111,6 +116,25 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             for layout in module.layouts.values()
         )
         state.partials.average(averaged, mesh.dp)
+
+
+def _is_factor(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, by its name in PEFT."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+class _BeforeForward:
+    """A forward pre-hook that lets training go on after a backward has raised.
+
+    FSDP would otherwise wait for the end of that one, and leave gradients unreduced for good.
+    """
+
+    def __init__(self, state: ParallelState) -> None:
+        self._state = state
+
+    def __call__(self, model: nn.Module, args: object) -> None:
+        if self._state.held.backward_broke_off():
+            model.reset_iter_state()
 
 
 class _AfterForward:
@@ -128,10 +152,20 @@ class _AfterForward:
             self._told = True
             reason = "was built between forward and backward, and holds what FSDP had gathered"
             for name, parameter in model.named_parameters():
-                if name in self._state.dealt and not hasattr(parameter, "dealt_layout"):
+                if name in self._state.dealt and not hasattr(parameter, "to_local"):
                     remember(parameter, name, reason)
         if not torch.is_grad_enabled() and not self._state.generates:
             to_shards(model)
+        for tensor in output if isinstance(output, tuple) else output.values():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        self._state.held.drop_if_forgotten()
+        # after FSDP's own callback, which it has queued by now
+        torch.autograd.Variable._execution_engine.queue_callback(
+            self._state.held.check_end_of_backward
+        )
 
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
@@ -154,7 +188,9 @@ def _record(
             continue
         inner = mesh.ep_size if id(old) in experts else mesh.tp_size
         dealt = whole.cut_rows_again(mesh.columns(inner))
-        after[name].dealt_layout = dealt
+        path, _, attribute = name.rpartition(".")
+        # Of the module: what the parameter itself carries is lost by ``model.to``.
+        vars(model.get_submodule(path)).setdefault("dealt_layouts", {})[attribute] = dealt
         remember(old, name, replaced_by("px.data_parallel"))
         logical = layout.tied.get(dealt.name, dealt.name)
         if logical in tensors:

@@ -18,7 +18,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backwards leave partial gradients unsummed; the next backward outside sums them.
 
     For gradient accumulation: one sum for all micro-batches. Every rank must use it alike. Between
-    the backwards the ``.grad`` of replicated parameters with partial gradients is incomplete.
+    the backwards the ``.grad`` of parameters with partial gradients is incomplete. What waits is
+    dropped by an exception and by ``zero_grad()``, but not by ``zero_grad(set_to_none=False)``.
 
     Args:
         model: a parallel model. After ``data_parallel`` the sums over its ranks wait as well, and
@@ -30,14 +31,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         >>> model(**second_half).loss.backward()  # doctest: +SKIP
     """
     state, own = state_of(model), model_of(model)
-    sharded = hasattr(own, "set_requires_gradient_sync")  # FSDP's
-    if sharded:
-        own.set_requires_gradient_sync(False)
-    try:
-        with nullcontext() if state.partials is None else state.partials.no_sync():
+    with nullcontext() if state.partials is None else state.partials.no_sync():
+        if state.held is None:
             yield
-    finally:
-        if sharded:
+            return
+        own.set_requires_gradient_sync(False)
+        try:
+            yield
+            state.held.anchor()
+        except BaseException:
+            state.held.drop()
+            raise
+        finally:
             own.set_requires_gradient_sync(True)
 
 

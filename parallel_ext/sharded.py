@@ -85,14 +85,15 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
-        layouts = module.layouts if isinstance(module, ShardedModule) else {}
+        layouts = dict(module.layouts) if isinstance(module, ShardedModule) else {}
+        layouts |= vars(module).get("dealt_layouts", {})
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             name = f"{path}.{attribute}" if path else attribute
-            layout = getattr(parameter, "dealt_layout", None) or layouts.get(attribute)
-            yield name, parameter, layout or TensorLayout(name, tuple(parameter.shape))
+            layout = layouts.get(attribute) or TensorLayout(name, tuple(parameter.shape))
+            yield name, parameter, layout
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from parallel_ext.agreement import Agreement
+from parallel_ext.held_gradients import HeldGradients
 from parallel_ext.layout import ModelLayout, Range
 from parallel_ext.mesh import Mesh
 from parallel_ext.models.table import ModelTable
@@ -37,6 +38,7 @@ class ParallelState(nn.Module):
         adapted: whether LoRA was added; its modules then join the agreement.
         zero: the stage that ``data_parallel`` was given; None before.
         dealt: names of the parameters that it has sharded over dp ranks.
+        held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
     """
 
@@ -60,6 +62,7 @@ class ParallelState(nn.Module):
         self.adapted = False
         self.zero: int | None = None
         self.dealt: frozenset[str] = frozenset()
+        self.held: HeldGradients | None = None
         self.generates = False
 
     def get_extra_state(self) -> dict[str, int]:

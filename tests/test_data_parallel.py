@@ -195,6 +195,30 @@ def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
     return trained, shard_differences(model, after, False)
 
 
+def _converted(dtype: torch.dtype) -> tuple[float, float]:
+    """Errors of norm and weights after a step of a model that was converted once it was dealt."""
+    reference, model, mesh = _spread(Tiny(dtype=torch.float32), 2, 1, 2)
+    reference, model = reference.to(dtype), model.to(dtype)
+    whole, own = batches(Tiny(), 2)
+    norms = []
+    for m, data, clip in (
+        (reference, whole, nn.utils.clip_grad_norm_),
+        (model, own[mesh.dp_rank], lambda _, limit: px.clip_grad_norm_(model, limit)),
+    ):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1e-2)
+        m(**data).loss.backward()
+        norms.append(clip(m.parameters(), 1.0))
+        optimizer.step()
+    after = shard_differences(model, dict(reference.named_parameters()), False)
+    return difference(norms[1], norms[0]), worst(after)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_model_may_be_converted_afterwards(dtype: torch.dtype) -> None:
+    for errors in pool(2).run(_converted, dtype):
+        assert max(errors) <= 1e-6
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("what", ["generate", "evaluation"])
 def test_an_optimizer_that_is_built_later_trains_the_model(what: str, zero: int) -> None:

@@ -1,0 +1,98 @@
+"""Gradients that FSDP holds back are dropped when their caller drops them, and only then."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import gradients_of, parallel, shard_differences, worst
+from reference_mixtral import Layout, TinyMixtral, batches
+
+import parallel_ext as px
+
+TINY = TinyMixtral(num_experts=5)
+LAYOUT = Layout(2, 1, 2)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("in a backward")
+
+
+def _dropped(how: str, zero: int) -> tuple[float, str]:
+    """The gradients of one batch after those of another were dropped in the given way."""
+    reference, mesh = TINY.model(), LAYOUT.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
+    (_, lost), (whole, kept) = (batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4))
+    if how == "a backward that raises":
+        layer = model.model.layers[0]
+        hook = layer.register_forward_hook(lambda module, args, output: _Raises.apply(output))
+        with pytest.raises(KeyError):
+            model(**lost[mesh.dp_rank]).loss.backward()
+        hook.remove()
+    elif how == "an exception in no_sync":
+        with suppress(KeyError), px.no_sync(model):
+            model(**lost[mesh.dp_rank]).loss.backward()
+            raise KeyError
+    else:
+        with px.no_sync(model):
+            model(**lost[mesh.dp_rank]).loss.backward()
+    if how == "zero_grad after the next forward":
+        loss = model(**kept[mesh.dp_rank]).loss
+        model.zero_grad()
+    else:
+        model.zero_grad()
+        loss = model(**kept[mesh.dp_rank]).loss
+    loss.backward()
+    reference(**whole).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "zero_grad before the next forward",
+        "zero_grad after the next forward",
+        "an exception in no_sync",
+        "a backward that raises",
+    ],
+)
+def test_what_was_dropped_is_in_no_later_gradient(how: str, zero: int) -> None:
+    for error, name in pool(2).run(_dropped, how, zero):
+        assert error <= 1e-10, name
+
+
+def _checked(inside: bool, zero: int) -> tuple[tuple[float, str], float]:
+    reference, mesh = TINY.model(), LAYOUT.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
+    data = [batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4, 5)]
+    for whole, _ in data:
+        reference(**whole).loss.backward()
+    first, second, third = (own[mesh.dp_rank] for _, own in data)
+    with px.no_sync(model):
+        model(**first).loss.backward()
+        if inside:
+            report = px.check_gradients(model, third)
+    with px.no_sync(model):
+        model(**second).loss.backward()
+    if not inside:
+        report = px.check_gradients(model, third)
+    model(**third).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True)), report.worst[1]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("inside", [False, True], ids=["between", "inside"])
+def test_check_gradients_neither_sees_nor_loses_them(inside: bool, zero: int) -> None:
+    for (error, name), reported in pool(2).run(_checked, inside, zero):
+        assert error <= 1e-10, name
+        assert reported < 1e-4
