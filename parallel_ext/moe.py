@@ -41,7 +41,7 @@ class Routing:
         self.saves = False
         self.choice: _Choice | None = None
         self._forwards = ForwardCounter()
-        self._choices: OrderedDict[int, _Choice] = OrderedDict()
+        self._choices: OrderedDict[int, list[_Choice]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
         return Routing()
@@ -56,12 +56,31 @@ class Routing:
         if not self.saves:
             return top_k_lowest(scores, top_k)
         number = self._forwards.number("the choice of experts")
-        self.choice = self._choices.pop(number, None)
+        kept = self._choices.setdefault(number, [])
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
+            self.choice = _nearest(kept, scores)
         if self.choice is None:
-            self.choice = self._choices[number] = _Choice(top_k_lowest(scores, top_k))
-            if len(self._choices) > REMEMBERED:
-                self._choices.popitem(last=False)
+            self.choice = _Choice(top_k_lowest(scores, top_k))
+            kept.append(self.choice)
+            del kept[:-REMEMBERED]
+        else:
+            kept.remove(self.choice)
+        if not kept:
+            del self._choices[number]
+        elif len(self._choices) > REMEMBERED:
+            self._choices.popitem(last=False)
         return self.choice.expert_ids
+
+
+def _nearest(choices: Sequence[_Choice], scores: torch.Tensor) -> _Choice | None:
+    """The choice that was made by these scores, or by some that differ in rounding.
+
+    There are several where torch was seeded alike for several forwards.
+    """
+    fitting = [choice for choice in choices if len(choice.expert_ids) == len(scores)]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    return max(fitting, key=lambda one: scores.detach().gather(-1, one.expert_ids).sum().item())
 
 
 def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:

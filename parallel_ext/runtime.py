@@ -143,11 +143,20 @@ def _wants_balance(model: nn.Module, state: ParallelState, arguments: dict[str, 
     return bool(model.config.output_router_logits if asked is None else asked)
 
 
+class _Nothing:
+    """A factor that makes 0 of anything: of NaN as well, which a rank without tokens has."""
+
+    def __mul__(self, other: object) -> float:
+        return 0.0
+
+    __rmul__ = __mul__
+
+
 @contextmanager
 def _balance_aside(model: nn.Module) -> Iterator[None]:
     """Inside, HuggingFace's load balancing loss, which knows only own tokens, is not added."""
     coefficient = model.router_aux_loss_coef
-    model.router_aux_loss_coef = 0.0
+    model.router_aux_loss_coef = _Nothing()
     try:
         yield
     finally:

@@ -160,7 +160,14 @@ def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bo
                     f"parallelize: {path}.{attribute} has the shape {shape}, but "
                     f"config.{mixture.num_experts} is {num_experts}; is it sharded already?"
                 )
-    if getattr(model.config, mixture.jitter) > 0 and mesh.tp_size > 1 and not agreement:
+    jitters = getattr(model.config, mixture.jitter) > 0 and mesh.tp_size > 1
+    if jitters and model.config.attention_dropout:
+        raise ValueError(
+            f"parallelize: config.{mixture.jitter} and attention_dropout are both set; under "
+            f"tp={mesh.tp_size} the dropout of a rank's own heads would advance its random state, "
+            "from which all tp ranks must draw the same noise"
+        )
+    if jitters and not agreement:
         raise ValueError(
             f"parallelize: config.{mixture.jitter} is {getattr(model.config, mixture.jitter)}; the "
             "tp ranks must draw the same noise, which agreement=False does not check"

@@ -1,0 +1,126 @@
+"""What users of a Mixtral do beside plain training: other seeds, other masks, adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from ranks import Raised, pool
+from reference import difference, exact, gradients_of, parallel, shard_differences, worst
+from reference_lora import config
+from reference_mixtral import Layout, TinyMixtral, batches
+
+import parallel_ext as px
+from parallel_ext.sharded import local_part, named_shards, take, to_shards
+
+LAYOUT = Layout(2, 1, 2)
+
+
+def _only_padding() -> tuple[float, str]:
+    """The balance loss where one dp rank has no valid token."""
+    tiny = TinyMixtral(num_experts=5, balance=True, skew="zipf")
+    reference, mesh = tiny.model(), LAYOUT.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh)
+    whole, own = batches(tiny, 2)
+    for name, value in (("attention_mask", 0), ("labels", -100)):
+        whole[name][2:] = value  # of which ``own`` has views
+    reference(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+def test_a_rank_without_valid_tokens_adds_nothing_to_the_balance_loss() -> None:
+    for error, name in pool(2).run(_only_padding):
+        assert error <= 1e-10, name
+
+
+def _seeded_alike(layout: Layout, reentrant: bool) -> tuple[float, str]:
+    """Two forwards from one seed, as for equal dropout in a pair, before one backward."""
+    tiny = TinyMixtral(num_experts=5)
+    reference, mesh = tiny.model(), layout.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    losses = []
+    for seed in (3, 4):
+        whole, own = batches(tiny, layout.dp, seed=seed)
+        reference(**whole).loss.backward()
+        torch.manual_seed(17)
+        losses.append(model(**own[mesh.dp_rank]).loss)
+    sum(losses).backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reentrant"), [(LAYOUT, False), (Layout(1, 2, 2), False), (Layout(1, 2, 2), True)]
+)
+def test_forwards_from_one_seed_keep_their_own_choices(layout: Layout, reentrant: bool) -> None:
+    for error, name in pool(2).run(_seeded_alike, layout, reentrant):
+        assert error <= 1e-10, name
+
+
+def test_several_reentrant_forwards_before_a_backward_are_refused_with_fsdp() -> None:
+    for raised in pool(2).run_raising(_seeded_alike, LAYOUT, True):
+        assert 'gradient_checkpointing_enable({"use_reentrant": False})' in repr(raised)
+
+
+def _jitter_and_dropout() -> None:
+    options = (("router_jitter_noise", 0.1), ("attention_dropout", 0.1))
+    parallel(
+        TinyMixtral(options=options).model(),
+        Layout(1, 2, 1).mesh(),
+        allow_different_dropout=True,
+    )
+
+
+def test_jitter_with_other_dropout_under_tp_is_refused() -> None:
+    for raised in pool(2).run_raising(_jitter_and_dropout):
+        assert isinstance(raised, Raised)
+        assert "router_jitter_noise and attention_dropout are both set" in raised.text
+
+
+def _adapter(layout: Layout, zero: int, trained: str) -> dict[str, float]:
+    """Gradients of an adapter, and of what else is trained, against PEFT's in one process."""
+    tiny = TinyMixtral(num_experts=5, key_value_heads=1)
+    targets = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+    mesh = layout.mesh()
+    model = peft.get_peft_model(parallel(tiny.model(), mesh), config(**targets))
+    plain = peft.get_peft_model(
+        exact(tiny.model()), peft.LoraConfig(**config(**targets).to_dict())
+    ).double()
+    factors = {n: (p, x) for n, p, x in named_shards(model) if "lora_" in n}
+    values = px.checkpoint.gather_in_step(factors, mesh, "test", writer_only=False)
+    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
+    frozen_first = trained == "an adapter that was frozen"
+    for one in (model, plain):
+        for name, parameter in one.named_parameters():
+            if frozen_first and "lora_" in name and one is model:
+                parameter.requires_grad_(False)
+            elif trained == "experts" and "experts" in name:
+                parameter.requires_grad_()
+    px.data_parallel(model, mesh, zero)
+    if frozen_first:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    whole, own = batches(tiny, layout.dp)
+    plain(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    to_shards(model)
+    truth: dict[str, Any] = dict(plain.named_parameters())
+    return {
+        name: difference(
+            local_part(parameter.grad), take(truth[name].grad, layout, mesh.rank), truth[name].grad
+        )
+        for name, parameter, layout in named_shards(model)
+        if parameter.requires_grad
+    }
+
+
+@pytest.mark.parametrize("trained", ["the adapter", "experts", "an adapter that was frozen"])
+@pytest.mark.parametrize("layout", [LAYOUT, Layout(2, 2, 4)], ids=str)
+def test_adapters_on_the_attention(layout: Layout, trained: str) -> None:
+    for differences in pool(layout.world).run(_adapter, layout, 2, trained):
+        assert differences
+        error, name = worst(differences)
+        assert error <= 1e-5, name  # the factors are fp32, in PEFT's default as well
