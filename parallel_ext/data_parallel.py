@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TypeVar
 
 import torch
@@ -64,6 +65,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     own, state = mesh.together("data_parallel", prepare)
     if mesh.dp_size > 1:
         _shard(own, state, zero)
+        for module in {own, model}:  # perhaps inside PEFT's
+            module.zero_grad = MethodType(_zero_grad, module)
     state.zero = zero
     return model
 
@@ -123,6 +126,13 @@ def _is_factor(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """The class's own, on the shards: between forward and backward it would find other parameters,
+    and leave the gradients of the step before."""
+    to_shards(model)
+    type(model).zero_grad(model, set_to_none)
+
+
 class _BeforeForward:
     """A forward pre-hook that lets training go on after a backward has raised.
 
@@ -135,6 +145,7 @@ class _BeforeForward:
     def __call__(self, model: nn.Module, args: object) -> None:
         if self._state.held.backward_broke_off():
             model.reset_iter_state()
+            self._state.held.drop()
 
 
 class _AfterForward:
@@ -162,6 +173,7 @@ class _AfterForward:
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
         self._state.held.drop_if_forgotten()
+        self._state.partials.open()
         # after FSDP's own callback, which it has queued by now
         torch.autograd.Variable._execution_engine.queue_callback(
             self._state.held.check_end_of_backward

@@ -131,6 +131,14 @@ class PartialGradients:
         needed = self._used or self._averaged
         return _OpenSession.apply(hidden, self) if needed else hidden
 
+    def open(self) -> None:
+        """In a backward, before any gradient: see to it that it ends with the means.
+
+        The head may be a copy that PEFT trains, whose :meth:`open_with` is not this object's.
+        """
+        if self._averaged:
+            self._open(torch._C._current_graph_task_id())
+
     def _current(self) -> _Session | None:
         return self._session() if self._session is not None else None
 

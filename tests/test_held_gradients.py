@@ -96,3 +96,22 @@ def test_check_gradients_neither_sees_nor_loses_them(inside: bool, zero: int) ->
     for (error, name), reported in pool(2).run(_checked, inside, zero):
         assert error <= 1e-10, name
         assert reported < 1e-4
+
+
+def _zeroed_late(zero: int) -> tuple[float, str]:
+    """``zero_grad`` of the model between the second forward and its backward."""
+    reference, mesh = TINY.model(), LAYOUT.mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
+    (_, first), (whole, second) = (batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4))
+    model(**first[mesh.dp_rank]).loss.backward()
+    loss = model(**second[mesh.dp_rank]).loss
+    model.zero_grad()
+    loss.backward()
+    reference(**whole).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_zero_grad_of_the_model_finds_the_shards_after_a_forward(zero: int) -> None:
+    for error, name in pool(2).run(_zeroed_late, zero):
+        assert error <= 1e-10, name

@@ -83,7 +83,9 @@ def test_jitter_with_other_dropout_under_tp_is_refused() -> None:
 def _adapter(layout: Layout, zero: int, trained: str) -> dict[str, float]:
     """Gradients of an adapter, and of what else is trained, against PEFT's in one process."""
     tiny = TinyMixtral(num_experts=5, key_value_heads=1)
-    targets = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+    targets: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+    if trained == "the head":
+        targets["modules_to_save"] = ["lm_head"]
     mesh = layout.mesh()
     model = peft.get_peft_model(parallel(tiny.model(), mesh), config(**targets))
     plain = peft.get_peft_model(
@@ -117,7 +119,9 @@ def _adapter(layout: Layout, zero: int, trained: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("trained", ["the adapter", "experts", "an adapter that was frozen"])
+@pytest.mark.parametrize(
+    "trained", ["the adapter", "experts", "the head", "an adapter that was frozen"]
+)
 @pytest.mark.parametrize("layout", [LAYOUT, Layout(2, 2, 4)], ids=str)
 def test_adapters_on_the_attention(layout: Layout, trained: str) -> None:
     for differences in pool(layout.world).run(_adapter, layout, 2, trained):
