@@ -43,6 +43,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         TypeError: the model was not parallelized before.
         ValueError: another mesh, another stage, or a model that is data parallel already; on all
             ranks.
+        RuntimeError: torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
 
     Source: ``torch.distributed.fsdp.fully_shard``; the stages are those of ZeRO (arXiv 1910.02054).
@@ -53,6 +54,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     mesh.meet("data_parallel")
 
     def prepare() -> tuple[nn.Module, ParallelState]:
+        _check_torch()
         own, state = model_of(model), state_of(model)
         if state.mesh is not mesh:
             raise ValueError(f"data_parallel: this model was parallelized with {state.mesh!r}")
@@ -69,6 +71,16 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             module.zero_grad = MethodType(_zero_grad, module)
     state.zero = zero
     return model
+
+
+def _check_torch() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise RuntimeError(
+            f"data_parallel needs the fully_shard of torch 2.13 or newer; this is torch "
+            f"{torch.__version__}"
+        )
 
 
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:

@@ -56,12 +56,9 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
             "cannot take; pass a row of padding whose labels are all -100 instead"
         )
-    if _trains_apart(model, state):
-        raise RuntimeError(
-            f"a mixture of experts at dp={state.mesh.dp_size}, tp={state.mesh.tp_size}, "
-            f"ep={state.mesh.ep_size} needs px.data_parallel(model) before it is trained: without "
-            "it the gradients of experts would be parts that nobody sums"
-        )
+    apart = torch.is_grad_enabled() and _would_train_apart(state)
+    if apart and model.training:
+        _refuse_training_apart(state)
     if state.agreement is not None:
         grad = torch.is_grad_enabled()
         mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
@@ -94,6 +91,10 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     with sharded_logits(with_labels), _balance_aside(model) if balanced else nullcontext():
         output = type(model).forward(model, *args, return_dict=True, **kwargs)
+    if apart:  # an evaluation, unless somebody goes backward from it
+        for tensor in output.values():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: _refuse_training_apart(state))
     if with_labels:
         fields = dict(output.items())
         if balanced:
@@ -112,16 +113,18 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output if want_dict else output.to_tuple()
 
 
-def _trains_apart(model: nn.Module, state: ParallelState) -> bool:
+def _would_train_apart(state: ParallelState) -> bool:
     """Whether gradients of experts would need a sum over dp ranks that is not there."""
     mesh = state.mesh
-    return (
-        bool(state.routings)
-        and mesh.dp_size > 1
-        and (mesh.ep_size > 1 or mesh.tp_size > 1)
-        and state.zero is None
-        and model.training
-        and torch.is_grad_enabled()
+    shared = mesh.dp_size > 1 and (mesh.ep_size > 1 or mesh.tp_size > 1)
+    return bool(state.routings) and shared and state.zero is None
+
+
+def _refuse_training_apart(state: ParallelState) -> NoReturn:
+    raise RuntimeError(
+        f"a mixture of experts at dp={state.mesh.dp_size}, tp={state.mesh.tp_size}, "
+        f"ep={state.mesh.ep_size} needs px.data_parallel(model) before it is trained: without it "
+        "the gradients of experts would be parts that nobody sums"
     )
 
 

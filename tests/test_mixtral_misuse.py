@@ -48,6 +48,12 @@ def _without_data_parallel() -> None:
     _step(parallel(TINY.model(), mesh), mesh)
 
 
+def _in_eval_mode() -> None:
+    mesh = Layout(2, 1, 2).mesh()
+    model = parallel(TINY.model(), mesh).eval()
+    _step(model, mesh)
+
+
 def _other_experts() -> None:
     model = TINY.model()
     model.model.layers[0].mlp.experts.__class__ = type("Fast", (nn.Module,), {})
@@ -101,6 +107,11 @@ def _experts_adapted() -> None:
     peft.get_peft_model(model, px.LoraConfig(target_parameters=["mlp.experts.down_proj"]))
 
 
+def _router_adapted() -> None:
+    model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
+    peft.get_peft_model(model, px.LoraConfig(target_modules=["q_proj", "gate"]))
+
+
 def _jitter(agreement: bool, seeds_differ: bool) -> None:
     tiny = TinyMixtral(5, options=(("router_jitter_noise", 0.1),))
     model, mesh = _parallel(Layout(1, 2, 2), tiny, agreement=agreement)
@@ -113,6 +124,7 @@ REFUSALS = {
     "a model without experts": (_no_experts, 2, "'llama' has no experts; use ep=1"),
     "ep that does not divide the world": (_other_world, 2, "ep=3 does not divide the world"),
     "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model)"),
+    "training in eval mode": (_in_eval_mode, 2, "needs px.data_parallel(model)"),
     "experts of another class": (_other_experts, 2, "experts is a Fast, not HuggingFace's"),
     "hooks on a router": (_hooked, 2, "mlp.gate has hooks or a forward of its own"),
     "experts cut before": (_some_experts, 2, "has the shape (2, 32, 13), but config"),
@@ -121,6 +133,7 @@ REFUSALS = {
     "an optimizer that came first": (_old_optimizer, 2, "was built before px.parallelize"),
     "DistributedDataParallel": (_ddp, 2, "cut over tp=1, ep=2 ranks"),
     "adapters on experts": (_experts_adapted, 2, "does not support target_parameters"),
+    "adapters on routers": (_router_adapted, 2, "an adapter on model.layers.0.mlp.gate is not"),
     "noise that nobody compares": (
         lambda: _jitter(False, False),
         2,

@@ -36,7 +36,10 @@ ALLOWED = {
     "moe": {"forwards", "layout", "mesh", "ops", "partial_gradients", "sharded"},
     "models": {"layout"},
     "checkpoint": {"layout", "mesh", "sharded"},
-    "state": {"agreement", "layout", "mesh", "models", "moe", "partial_gradients"},
+    "held_gradients": set(),
+    "state": {
+        *("agreement", "held_gradients", "layout", "mesh", "models", "moe", "partial_gradients"),
+    },
     "gradients": {"ops", "sharded", "state"},
     "lora": {
         *("checkpoint", "forwards", "layout", "linear", "mesh", "ops", "partial_gradients"),
@@ -44,7 +47,8 @@ ALLOWED = {
     },
     "stale_parameters": set(),
     "data_parallel": {
-        *("layout", "linear", "mesh", "moe", "sharded", "stale_parameters", "state"),
+        *("held_gradients", "layout", "linear", "mesh", "moe", "sharded", "stale_parameters"),
+        "state",
     },
     "version": set(),
     "runtime": {"checkpoint", "loss", "mesh", "ops", "sharded", "state", "version", "vocab"},

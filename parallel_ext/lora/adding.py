@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
@@ -56,6 +57,7 @@ def inject_adapter(
         refuse_unsupported(config, what)
         if state.zero is not None and state.mesh.dp_size > 1:
             raise RuntimeError(f"{what}: add adapters before px.data_parallel shards the model")
+        _refuse_mixture(model, config, what, state)
 
     state.mesh.together(what, check)
     seed = _agree_on(config, what, state)
@@ -70,6 +72,21 @@ def inject_adapter(
         plain(self, model, adapter_name, *args, **kwargs)
     state.adapted = True
     _refuse_both_ends(model, adapter_name)
+
+
+def _refuse_mixture(
+    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
+) -> None:
+    """No adapter on routers or experts, which PEFT would wrap in modules of its own."""
+    mixture = state.table.mixture
+    if mixture is None or not config.target_modules:
+        return
+    _, *parts = mixture.modules()
+    for path, _ in model.named_modules():
+        if path.endswith(tuple(parts)) and check_target_module_exists(config, path):
+            raise NotImplementedError(
+                f"{what}: an adapter on {path} is not supported; target attention and head"
+            )
 
 
 def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:
