@@ -84,7 +84,6 @@ class Mesh:
         self.tp = self.dp = self.ep = self.edp = self.control = self.tp_control = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
         self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
-        self._subgroups: dict[tuple[tuple[int, ...], ...], Group] = {}
         self._meetings = self._long_steps = 0
         self._calls: Counter[str] = Counter()  # on a control group, by its name
         self._store: dist.Store | None = None
@@ -108,12 +107,15 @@ class Mesh:
         self._store = dist.PrefixStore(f"parallel_ext/{Mesh._made}", store)
 
     def _group_of(self, ranks_of: list[list[int]]) -> Group:
-        """One group for all that is asked of the same ranks; none for single ranks."""
-        if len(ranks_of[0]) == 1:
-            return ALONE
-        if str(ranks_of) not in self._made_of:
-            self._made_of[str(ranks_of)] = self._group(ranks_of, timeout=self._wait)
-        return self._made_of[str(ranks_of)]
+        """The group as the ops take it, which communicate nothing on a single rank."""
+        return self._made_once(ranks_of) if len(ranks_of[0]) > 1 else ALONE
+
+    def _made_once(self, ranks_of: list[list[int]]) -> Group:
+        """One group for all that is asked of the same ranks."""
+        key = str(ranks_of)
+        if key not in self._made_of:
+            self._made_of[key] = self._group(ranks_of, timeout=self._wait)
+        return self._made_of[key]
 
     def _group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
         process_group = _new_groups(ranks_of, **options)
@@ -138,10 +140,7 @@ class Mesh:
 
     def process_group_of_columns(self, inner: int) -> dist.ProcessGroup:
         """The group of this rank's column of :meth:`columns`; every rank of the job calls it."""
-        columns = self.columns(inner)
-        if str(columns) not in self._made_of:
-            self._made_of[str(columns)] = self._group(columns, timeout=self._wait)
-        return self.process_groups[self._made_of[str(columns)].name]
+        return self.process_groups[self._made_once(self.columns(inner)).name]
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """The group of this rank when the tp ranks are partitioned as given.
@@ -152,15 +151,11 @@ class Mesh:
         Returns:
             The group of the list that holds this tp rank; a group of one where the list has one.
         """
-        key = tuple(tuple(ranks) for ranks in partition)
-        if key not in self._subgroups:
-            shared = [ranks for ranks in key if len(ranks) > 1]
-            rows = range(self.dp_size)
-            self._subgroups[key] = self._group(
-                [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared],
-                timeout=self._wait,
-            )
-        return self._subgroups[key]
+        shared = [ranks for ranks in partition if len(ranks) > 1]
+        rows = range(self.dp_size)
+        return self._made_once(
+            [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]
+        )
 
     def meet(self, what: str) -> None:
         """Wait until every rank of the job is about to do ``what``.
