@@ -118,6 +118,25 @@ def finish(options: argparse.Namespace, mesh: px.Mesh, report: dict[str, Any]) -
         dist.destroy_process_group()
 
 
+def save_and_finish(
+    options: argparse.Namespace,
+    mesh: px.Mesh,
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    report: dict[str, Any],
+) -> None:
+    """Write the model to OUT, complete the report with what it makes of ``ids``, end the job."""
+    report["tokens after"] = continuation(model, tokenizer, options.prompt)
+    if options.out:
+        model.save_pretrained(options.out)
+        if mesh.rank == 0:
+            tokenizer.save_pretrained(options.out)
+    report["peak MiB"] = mesh.gather_objects(peak_mib())
+    report["logits"] = last_logits(model, ids)
+    finish(options, mesh, report)
+
+
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0])
     parser.add_argument("--check-gradients", action="store_true", help="against one process")
@@ -129,14 +148,7 @@ def main() -> None:
         model.train()
         report["gradients"] = px.check_gradients(model, data[0]).worst
     report |= train(model, data, options.learning_rate, px.clip_grad_norm_, quiet=mesh.rank != 0)
-    report["tokens after"] = continuation(model, tokenizer, options.prompt)
-    if options.out:
-        model.save_pretrained(options.out)
-        if mesh.rank == 0:
-            tokenizer.save_pretrained(options.out)
-    report["peak MiB"] = mesh.gather_objects(peak_mib())
-    report["logits"] = last_logits(model, data[0]["input_ids"])
-    finish(options, mesh, report)
+    save_and_finish(options, mesh, model, tokenizer, data[0]["input_ids"], report)
 
 
 if __name__ == "__main__":

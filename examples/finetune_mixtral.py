@@ -20,9 +20,7 @@ from finetune_llama import (
     common_parser,
     continuation,
     default_text,
-    finish,
-    last_logits,
-    peak_mib,
+    save_and_finish,
     train,
 )
 
@@ -111,14 +109,7 @@ def main() -> None:
     if options.check_gradients:  # experts that start as copies give their router no gradient
         report["gradients"] = px.check_gradients(model.train(), own[0]).worst
         model.eval()
-    report["tokens after"] = continuation(model, tokenizer, options.prompt)
-    if options.out:
-        model.save_pretrained(options.out)
-        if mesh.rank == 0:
-            tokenizer.save_pretrained(options.out)
-    report["peak MiB"] = mesh.gather_objects(peak_mib())
-    report["logits"] = last_logits(model, data[0]["input_ids"])
-    finish(options, mesh, report)
+    save_and_finish(options, mesh, model, tokenizer, data[0]["input_ids"], report)
 
 
 def make_model(options: argparse.Namespace, mesh: px.Mesh) -> None:

@@ -47,47 +47,20 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     With labels the loss is computed from sharded logits. Then ``logits`` is None in training,
     unless ``training_logits`` was asked for; else they are gathered, replicated, over the true V.
+    With labels, loss and load balancing loss are this dp rank's shares of those of all batches;
+    without, the latter is that of the rank's own tokens, as in HuggingFace.
     """
     state: ParallelState = getattr(model, STATE_NAME)
     arguments = _arguments(model, "forward", args, kwargs)
-    ids = arguments.get("input_ids")
-    if ids is not None and ids.numel() == 0:
-        raise ValueError(
-            f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
-            "cannot take; pass a row of padding whose labels are all -100 instead"
-        )
-    apart = torch.is_grad_enabled() and _would_train_apart(state)
-    if apart and model.training:
-        _refuse_training_apart(state)
     if state.agreement is not None:
-        grad = torch.is_grad_enabled()
-        mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
-        if grad:  # it decides which sums a backward has
-            arguments["requires_grad"] = [p.requires_grad for p in model.parameters()]
-        if state.adapted:
-            arguments["adapters"] = [
-                module.for_agreement()
-                for module in model.modules()
-                if hasattr(module, "for_agreement")
-            ]
-        if _draws_jitter(model, state):  # the tp ranks must draw the same noise
-            arguments["random state"] = _random_state(state.mesh)
-        state.agreement.check(f"{type(model).__name__}.forward", arguments, mode)
-    if state.mesh.tp_size > 1 and (
-        arguments.get("output_attentions") or model.config.output_attentions
-    ):
-        raise NotImplementedError(
-            "output_attentions under tp is not supported: a rank computes only its own heads"
-        )
+        _compare_inputs(model, state, arguments)
+    apart = torch.is_grad_enabled() and _would_train_apart(state)
+    _refuse_what_fails(model, state, arguments, trains_apart=apart and model.training)
     want_dict = kwargs.pop("return_dict", None)
     if want_dict is None:
         want_dict = model.config.return_dict
     with_labels = arguments.get("labels") is not None
-    if state.routings:
-        layers = model.get_submodule(state.table.layers)
-        saves = model.training and any(layer.gradient_checkpointing for layer in layers)
-        for routing in state.routings:
-            routing.saves = saves
+    _keep_routing(model, state)
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     with sharded_logits(with_labels), _balance_aside(model) if balanced else nullcontext():
         output = type(model).forward(model, *args, return_dict=True, **kwargs)
@@ -98,12 +71,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if with_labels:
         fields = dict(output.items())
         if balanced:
-            share = balance_loss(
-                output.router_logits,
-                model.num_experts_per_tok,
-                arguments.get("attention_mask"),
-                state.mesh,
-            )
+            mask = arguments.get("attention_mask")
+            share = balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)
             fields["aux_loss"] = share
             fields["loss"] = fields["loss"] + model.router_aux_loss_coef * share
         logits = fields.pop("logits")
@@ -111,6 +80,50 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             fields["logits"] = ops.gather_from_tp(logits, state.vocab_sizes, state.mesh.tp)
         output = type(output)(**fields)
     return output if want_dict else output.to_tuple()
+
+
+def _compare_inputs(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> None:
+    """Raise on all tp ranks unless they are about to do the same."""
+    compared, grad = dict(arguments), torch.is_grad_enabled()
+    mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
+    if grad:  # it decides which sums a backward has
+        compared["requires_grad"] = [p.requires_grad for p in model.parameters()]
+    if state.adapted:
+        compared["adapters"] = [
+            module.for_agreement() for module in model.modules() if hasattr(module, "for_agreement")
+        ]
+    if _draws_jitter(model, state):  # the tp ranks must draw the same noise
+        compared["random state"] = _random_state(state.mesh)
+    state.agreement.check(f"{type(model).__name__}.forward", compared, mode)
+
+
+def _refuse_what_fails(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any], trains_apart: bool
+) -> None:
+    ids = arguments.get("input_ids")
+    if ids is not None and ids.numel() == 0:
+        raise ValueError(
+            f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
+            "cannot take; pass a row of padding whose labels are all -100 instead"
+        )
+    if trains_apart:
+        _refuse_training_apart(state)
+    if state.mesh.tp_size > 1 and (
+        arguments.get("output_attentions") or model.config.output_attentions
+    ):
+        raise NotImplementedError(
+            "output_attentions under tp is not supported: a rank computes only its own heads"
+        )
+
+
+def _keep_routing(model: nn.Module, state: ParallelState) -> None:
+    """Let the layers keep their choices of experts if a backward is going to recompute them."""
+    if not state.routings:
+        return
+    layers = model.get_submodule(state.table.layers)
+    saves = model.training and any(layer.gradient_checkpointing for layer in layers)
+    for routing in state.routings:
+        routing.saves = saves
 
 
 def _would_train_apart(state: ParallelState) -> bool:
