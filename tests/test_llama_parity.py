@@ -18,6 +18,7 @@ from reference import (
     difference,
     gradients_of,
     mesh_of,
+    of_vocabulary,
     parallel,
     shard_differences,
     worst,
@@ -83,7 +84,7 @@ def _check(tp: int, tiny: Tiny, options: dict[str, Any] | None = None) -> None:
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_training_equals_the_single_process(vocab_size: int, tp: int, tied: bool) -> None:
-    _check(tp, Tiny(vocab_size=vocab_size, tied=tied))
+    _check(tp, of_vocabulary(vocab_size, tied))
 
 
 CASES = {

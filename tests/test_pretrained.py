@@ -18,6 +18,7 @@ from reference import (
     exact_norms,
     gradients_of,
     mesh_of,
+    of_vocabulary,
     parallel,
     shard_differences,
     worst,
@@ -84,7 +85,7 @@ def test_a_directory_trains_and_saves_as_in_one_process(
     vocab_size: int, tp: int, tied: bool, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    tiny = Tiny(vocab_size=vocab_size, tied=tied)
+    tiny = of_vocabulary(vocab_size, tied)
     tiny.model().save_pretrained(source)
     for differences in pool(tp).run(_there_and_back, str(source), str(target), timeout_s=240):
         error, name = worst(differences)
