@@ -53,13 +53,15 @@ def finetune(
     return json.loads(report.read_text()), seconds
 
 
+def clip(model: Any, max_norm: float) -> torch.Tensor:
+    """Of a plain model, as ``px.clip_grad_norm_`` of a parallel one."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 def single_process(model: Any, model_path: Path, steps: int, learning_rate: float) -> dict:
     """The same training with a plain model; what the others are held against."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
     data = batches(tokenizer, default_text(), 1, 128, steps + MORE_STEPS)
-
-    def clip(model: Any, max_norm: float) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     result: dict[str, Any] = {"tokens": continuation(model, tokenizer, PROMPT)}
     result |= train(model, data[:steps], learning_rate, clip, quiet=False)

@@ -79,6 +79,13 @@ def same_tokens(title: str, ours: list[int], theirs: list[int], whose: str) -> C
     return Check(title, "equal" if ours == theirs else "DIFFERENT", whose, ours == theirs)
 
 
+def exit_unless_all_hold(found: list[Check]) -> None:
+    """End with an error that lists what does not hold."""
+    failed = [f"{c.title.strip()} {c.found}, {c.expected}" for c in found if not c.holds]
+    if failed:
+        sys.exit("wrong: " + "; ".join(failed))
+
+
 def checks(single: dict, two: dict, reloaded: dict, three: dict) -> list[Check]:
     """All that is compared."""
 
@@ -145,9 +152,7 @@ def main() -> None:
         "3 ranks": (three, three_seconds),
     }
     print("\n".join(lines + cost_lines(runs)), flush=True)
-    failed = [f"{c.title.strip()} {c.found}, {c.expected}" for c in found if not c.holds]
-    if failed:
-        sys.exit("wrong: " + "; ".join(failed))
+    exit_unless_all_hold(found)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from demo import HERE, PROMPT, cost_lines, finetune, relative, run
-from demo_lora import Check, at_most, same_tokens
+from demo import HERE, PROMPT, clip, cost_lines, finetune, relative, run
+from demo_lora import Check, at_most, exit_unless_all_hold, same_tokens
 from finetune_llama import batches, continuation, default_text, last_logits, peak_mib, train
 from finetune_mixtral import mixtral_from_dense
 from safetensors import safe_open
@@ -54,9 +53,6 @@ def single_process(work: Path, steps: int) -> dict[str, Any]:
     mixtral_from_dense(str(dense), path, EXPERTS, 2, LAYERS)
     model, tokenizer = load(path), transformers.AutoTokenizer.from_pretrained(path)
     data = batches(tokenizer, default_text(), ROWS, TOKENS, steps)
-
-    def clip(model: Any, max_norm: float) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     result: dict[str, Any] = {"dense loss": dense_loss(dense, data[0])}
     result["tokens"] = continuation(model, tokenizer, PROMPT)
@@ -152,9 +148,7 @@ def main() -> None:
         title: (result, seconds[title]) for title, result in {"one process": single, **runs}.items()
     }
     print("\n".join(lines + cost_lines(costs)), flush=True)
-    failed = [f"{c.title} {c.found}, {c.expected}" for c in found if not c.holds]
-    if failed:
-        sys.exit("wrong: " + "; ".join(failed))
+    exit_unless_all_hold(found)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ from parallel_ext.partial_gradients import PartialGradients, for_use
 from parallel_ext.sharded import ShardedModule
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_GRADIENTS = (
+    *("gradients of the experts alone", "gradients of the weights"),
+    *("gradients of the tokens", "gradients of tokens and weights", "no gradients"),
+)
 
 
 class _Choice:
@@ -262,12 +266,9 @@ class ExpertParallelExperts(ShardedModule):
             words = (
                 f"ep rank {rank}: hidden size {hidden}, "
                 f"{_DTYPES[dtype] if dtype >= 0 else 'another dtype'}, "
-                + ("no gradients" if grads == 4 else f"gradients of {_NEEDS[grads]}")
+                f"{_GRADIENTS[grads]}"
                 for rank, (_, hidden, dtype, grads) in enumerate(headers)
             )
             raise DisagreementError(
                 f"{name}: the ranks must agree, but are given {'; '.join(words)}"
             )
-
-
-_NEEDS = ("the experts alone", "the weights", "the tokens", "tokens and weights")

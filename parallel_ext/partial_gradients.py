@@ -125,17 +125,13 @@ class PartialGradients:
         """Mark a tensor whose backward comes before that of every caught parameter.
 
         Without it the sums would still be right, but under reentrant checkpointing each layer's
-        inner backward would end with a collective of its own. It does nothing while there is
-        nothing to sum, as in a model without replicated parameters.
+        inner backward would end with a collective of its own. It does nothing while nothing was
+        caught, as in a model without replicated parameters.
         """
-        needed = self._used or self._averaged
-        return _OpenSession.apply(hidden, self) if needed else hidden
+        return _OpenSession.apply(hidden, self) if self._used else hidden
 
     def open(self) -> None:
-        """In a backward, before any gradient: see to it that it ends with the means.
-
-        The head may be a copy that PEFT trains, whose :meth:`open_with` is not this object's.
-        """
+        """In a backward, before any gradient: see to it that it ends with the means."""
         if self._averaged:
             self._open(torch._C._current_graph_task_id())
 

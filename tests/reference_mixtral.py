@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import transformers
-from reference import Tiny, batch, exact
+from reference import Tiny, batch, difference, exact, gradients_of, shard_differences
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
 import parallel_ext as px
+from parallel_ext import ops
 
 
 @dataclass(frozen=True)
@@ -158,3 +159,35 @@ def batches(
         {name: value[2 * rank : 2 * rank + 2] for name, value in whole.items()}
         for rank in range(dp)
     ]
+
+
+def job_loss(loss: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
+    """The mean over the dp ranks of their shares."""
+    return ops.reduce_from_tp(loss.detach(), mesh.dp) / mesh.dp_size
+
+
+def training_differences(
+    reference: nn.Module, model: nn.Module, mesh: px.Mesh, tiny: TinyMixtral | Tiny, steps: int
+) -> dict[str, float]:
+    """Of losses, gradients, norms and weights in AdamW steps, from one process on all batches."""
+    differences: dict[str, float] = {}
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)
+    ]
+    for step in range(steps):
+        whole, own = batches(tiny, mesh.dp_size, seed=step)
+        expected, got = reference(**whole), model(**own[mesh.dp_rank])
+        expected.loss.backward()
+        got.loss.backward()
+        differences[f"loss of step {step}"] = difference(job_loss(got.loss, mesh), expected.loss)
+        for name, error in shard_differences(model, gradients_of(reference), True).items():
+            differences[f"{name}.grad of step {step}"] = error
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        differences[f"norm of step {step}"] = difference(px.clip_grad_norm_(model, 1.0), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    after = dict(reference.named_parameters())
+    for name, error in shard_differences(model, after, gradients=False).items():
+        differences[f"{name} after {steps} steps"] = error
+    return differences

@@ -23,7 +23,7 @@ from reference import (
     worst,
 )
 from reference_lora import ALL, config
-from reference_mixtral import Layout, TinyMixtral, batches
+from reference_mixtral import Layout, TinyMixtral, batches, job_loss, training_differences
 from torch import nn
 
 import parallel_ext as px
@@ -40,33 +40,8 @@ def _spread(tiny: Tiny, dp: int, tp: int, zero: int) -> tuple[Any, Any, px.Mesh]
     return reference, px.data_parallel(parallel(reference, mesh), mesh, zero), mesh
 
 
-def _mean(value: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
-    return ops.reduce_from_tp(value.detach(), mesh.dp) / mesh.dp_size
-
-
 def _parity(tiny: Tiny, dp: int, tp: int, zero: int) -> dict[str, float]:
-    """The differences of losses, gradients, norms and weights in AdamW steps, from one process."""
-    reference, model, mesh = _spread(tiny, dp, tp, zero)
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)
-    ]
-    differences = {}
-    for step in range(STEPS):
-        whole, own = batches(tiny, dp, seed=step)
-        expected, got = reference(**whole), model(**own[mesh.dp_rank])
-        expected.loss.backward()
-        got.loss.backward()
-        differences[f"loss of step {step}"] = difference(_mean(got.loss, mesh), expected.loss)
-        for name, error in shard_differences(model, gradients_of(reference), True).items():
-            differences[f"{name}.grad of step {step}"] = error
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-        differences[f"norm of step {step}"] = difference(px.clip_grad_norm_(model, 1.0), norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in shard_differences(model, dict(reference.named_parameters()), False).items():
-        differences[f"{name} after {STEPS} steps"] = value
-    return differences
+    return training_differences(*_spread(tiny, dp, tp, zero), tiny, STEPS)
 
 
 CASES = {
@@ -120,7 +95,7 @@ def _uneven(valid: tuple[int, ...]) -> tuple[float, float]:
     loss = model(**{name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()})
     loss.loss.backward()
     errors = shard_differences(model, gradients_of(reference), True)
-    return difference(_mean(loss.loss, mesh), expected), worst(errors)[0]
+    return difference(job_loss(loss.loss, mesh), expected), worst(errors)[0]
 
 
 def test_ranks_with_1_and_100_and_0_labels_train_on_the_loss_of_all() -> None:
@@ -281,7 +256,7 @@ def test_gradients_of_adapters_are_those_of_peft_on_all_batches(tp: int) -> None
         assert error <= 1e-5, f"{name} differs by {error:.1e}"
 
 
-def test_the_test_above_notices_a_missing_mean() -> None:
+def test_the_test_above_notices_a_missingjob_loss() -> None:
     assert max(worst(d)[0] for d in pool(2).run(_adapter, 1, True)) > 1e-2
 
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 from ranks import pool
 from reference import FLOOR, difference, gradients_of, parallel, shard_differences, worst
-from reference_mixtral import SKEWS, Layout, TinyMixtral, batches, layouts_of
+from reference_mixtral import (
+    SKEWS,
+    Layout,
+    TinyMixtral,
+    batches,
+    layouts_of,
+    training_differences,
+)
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -24,37 +31,8 @@ def _spread(tiny: TinyMixtral, layout: Layout, zero: int, **options: Any) -> tup
     return reference, px.data_parallel(model, mesh, zero), mesh
 
 
-def _job_loss(loss: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
-    return ops.reduce_from_tp(loss.detach(), mesh.dp) / mesh.dp_size
-
-
 def _parity(tiny: TinyMixtral, layout: Layout, zero: int) -> dict[str, float]:
-    """The differences of loss, gradients and norm in AdamW steps, from one process."""
-    reference, model, mesh = _spread(tiny, layout, zero)
-    differences: dict[str, float] = {}
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)
-    ]
-    for step in range(STEPS):
-        whole, own = batches(tiny, layout.dp, seed=step)
-        expected, got = reference(**whole), model(**own[mesh.dp_rank])
-        expected.loss.backward()
-        got.loss.backward()
-        differences[f"loss of step {step}"] = difference(_job_loss(got.loss, mesh), expected.loss)
-        for name, error in shard_differences(model, gradients_of(reference), True).items():
-            differences[f"{name}.grad of step {step}"] = error
-        norms = (
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0),
-            px.clip_grad_norm_(model, 1.0),
-        )
-        differences[f"norm of step {step}"] = difference(norms[1], norms[0])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    after = dict(reference.named_parameters())
-    for name, value in shard_differences(model, after, gradients=False).items():
-        differences[f"{name} after {STEPS} steps"] = value
-    return differences
+    return training_differences(*_spread(tiny, layout, zero), tiny, STEPS)
 
 
 def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
