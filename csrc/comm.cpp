@@ -86,6 +86,53 @@ std::vector<Record> gather_records(const Group& group, const Record& own,
   return records;
 }
 
+// A stretch of what one rank sends another: the memory itself, or where it lies in several places a
+// copy of them.
+struct Message {
+  at::Tensor bytes;
+  std::vector<Span> spans;  // of a copy
+
+  template <typename Copy>
+  void copy(const Copy& copy) const {
+    auto* packed = static_cast<char*>(bytes.mutable_data_ptr());
+    for (const Span& span : spans) {
+      copy(packed, static_cast<char*>(span.data), span.bytes);
+      packed += span.bytes;
+    }
+  }
+};
+
+// Cut by the number of bytes alone, so that sender and receiver cut alike.
+std::vector<Message> messages_of(const std::vector<Span>& spans) {
+  constexpr int64_t kMost = int64_t{4} << 20;
+  std::vector<std::vector<Span>> cut;
+  int64_t room = 0;
+  for (Span span : spans) {
+    while (span.bytes > 0) {
+      if (room == 0) {
+        cut.emplace_back();
+        room = kMost;
+      }
+      const int64_t bytes = std::min(room, span.bytes);
+      cut.back().push_back({span.data, bytes});
+      span.data = static_cast<char*>(span.data) + bytes;
+      span.bytes -= bytes;
+      room -= bytes;
+    }
+  }
+  std::vector<Message> messages;
+  for (auto& piece : cut) {
+    int64_t bytes = 0;
+    for (const Span& span : piece) bytes += span.bytes;
+    if (piece.size() == 1) {
+      messages.push_back({at::from_blob(piece[0].data, {bytes}, at::kByte), {}});
+    } else {
+      messages.push_back({at::empty({bytes}, at::kByte), std::move(piece)});
+    }
+  }
+  return messages;
+}
+
 // What a rank is about to run, in a fixed size so that ranks that disagree can still exchange it.
 struct OrderRecord {
   char what[48];
@@ -256,19 +303,29 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
     return;
   }
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  const auto post = [&](const std::vector<std::vector<Span>>& spans, const auto& call) {
-    for (int64_t peer = 0; peer < group_size; ++peer) {
-      if (peer == group->getRank()) continue;
-      for (const Span& span : spans[peer]) {
-        std::vector<at::Tensor> bytes{at::from_blob(span.data, {span.bytes}, at::kByte)};
-        works.push_back(call(bytes, static_cast<int>(peer)));
-      }
+  std::vector<Message> arriving;
+  for (int64_t peer = 0; peer < group_size; ++peer) {
+    if (peer == group->getRank()) continue;
+    for (Message& message : messages_of(incoming[peer])) {
+      std::vector<at::Tensor> bytes{message.bytes};
+      works.push_back(group->recv(bytes, static_cast<int>(peer), 0));
+      arriving.push_back(std::move(message));
     }
-  };
-  post(incoming, [&](auto& bytes, int peer) { return group->recv(bytes, peer, 0); });
-  post(outgoing, [&](auto& bytes, int peer) { return group->send(bytes, peer, 0); });
+  }
+  for (int64_t peer = 0; peer < group_size; ++peer) {
+    if (peer == group->getRank()) continue;
+    for (const Message& message : messages_of(outgoing[peer])) {
+      message.copy(
+          [](char* packed, char* span, int64_t bytes) { std::memcpy(packed, span, bytes); });
+      std::vector<at::Tensor> bytes{message.bytes};
+      works.push_back(group->send(bytes, static_cast<int>(peer), 0));
+    }
+  }
   const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
   for (const auto& work : works) work->wait(timeout);
+  for (const Message& message : arriving) {
+    message.copy([](char* packed, char* span, int64_t bytes) { std::memcpy(span, packed, bytes); });
+  }
 }
 
 at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::vector<int64_t>& sent,

@@ -36,8 +36,8 @@ std::vector<std::string> exchange_bytes(const std::string& record, int64_t group
                                         const std::string& group_name, double timeout_s);
 
 // Brings the bytes of `outgoing[r]` to rank r and fills `incoming[r]` with what rank r sends; CPU
-// memory. The spans of two ranks for each other must be alike, one by one. `timeout_s` bounds the
-// wait for a rank that does not come; without it the group's own time does.
+// memory. What two ranks have for each other must be as many bytes, in any number of spans.
+// `timeout_s` bounds the wait for a rank that does not come; without it the group's own time does.
 void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
                 const std::vector<std::vector<Span>>& incoming, int64_t group_size,
                 const std::string& group_name, std::optional<double> timeout_s = {});

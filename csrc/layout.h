@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 namespace parallel_ext {
@@ -11,5 +12,10 @@ namespace parallel_ext {
 // first parts hold one unit more, and a part is empty only when there are fewer units than parts.
 // Throws std::invalid_argument for n < 0, parts < 1 or multiple_of < 1.
 std::vector<int64_t> split(int64_t n, int64_t parts, int64_t multiple_of);
+
+template <typename Numbers>
+int64_t sum_of(const Numbers& numbers) {
+  return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+}
 
 }  // namespace parallel_ext

@@ -9,6 +9,7 @@
 #include "comm.h"
 #include "kernel_choice.h"
 #include "layout.h"
+#include "workspace.h"
 
 namespace py = pybind11;
 
@@ -82,6 +83,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("order_check", &parallel_ext::order_check);
   m.def("set_order_check", &parallel_ext::set_order_check, py::arg("on"));
   m.def("set_shared_memory", &parallel_ext::set_shared_memory, py::arg("on"));
+  m.def("release_workspaces", &parallel_ext::release_workspaces);
   m.def("aten_path_on_cpu", &parallel_ext::aten_path_on_cpu);
   m.def("set_aten_path_on_cpu", &parallel_ext::set_aten_path_on_cpu, py::arg("on"));
 }

@@ -1,234 +1,360 @@
-// The rows of a mixture of experts travel to the ranks that hold their experts, and back.
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
+#include "moe_exchange.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <vector>
 
-#include "check.h"
 #include "comm.h"
-#include "dispatch.h"
 #include "kernel_choice.h"
-#include "ops.h"
+#include "layout.h"
+#include "moe_exchange_aten.h"
+#include "number.h"
+#include "workspace.h"
 
 namespace parallel_ext {
-namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-
-// `count` rows from row `first` on.
-struct Chunk {
-  int64_t first, count;
-};
-
-// chunks[peer]: the rows that this rank and the peer have in common, one chunk for each expert.
-using Chunks = std::vector<std::vector<Chunk>>;
-
-int64_t sum_of(at::IntArrayRef values) {
-  return std::accumulate(values.begin(), values.end(), int64_t{0});
-}
-
-// This rank's own rows: by global expert, so the experts of one rank lie side by side.
-Chunks chunks_by_rank(at::IntArrayRef send_counts, at::IntArrayRef experts_per_rank) {
-  Chunks chunks(experts_per_rank.size());
-  int64_t first = 0, expert = 0;
-  for (size_t peer = 0; peer < chunks.size(); ++peer) {
-    for (int64_t i = 0; i < experts_per_rank[peer]; ++i, ++expert) {
-      chunks[peer].push_back({first, send_counts[expert]});
-      first += send_counts[expert];
-    }
-  }
-  return chunks;
-}
-
-// The rows of this rank's experts: by (expert, rank that they come from).
-Chunks chunks_by_expert(at::IntArrayRef receive_counts, int64_t num_ranks, int64_t own_experts) {
-  Chunks chunks(num_ranks);
-  int64_t first = 0;
-  for (int64_t expert = 0; expert < own_experts; ++expert) {
-    for (int64_t peer = 0; peer < num_ranks; ++peer) {
-      const int64_t count = receive_counts[peer * own_experts + expert];
-      chunks[peer].push_back({first, count});
-      first += count;
-    }
-  }
-  return chunks;
-}
-
-void check_exchange(const at::Tensor& rows, at::IntArrayRef send_counts,
-                    at::IntArrayRef receive_counts, at::IntArrayRef experts_per_rank,
-                    bool to_experts, int64_t rank, int64_t group_size) {
-  const char* op = "moe_exchange";
-  check_floating(op, "rows", rows);
-  check_dim(op, "rows", rows, 2);
+ExchangePlan ExchangePlan::of(const char* op, at::IntArrayRef send, at::IntArrayRef receive,
+                              at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
+                              const std::string& group_name) {
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(experts_per_rank.size()) == group_size && 0 <= rank && rank < group_size,
       op, ": experts_per_rank ", experts_per_rank, " and rank ", rank, " do not fit a group of ",
       group_size);
-  TORCH_CHECK_VALUE(static_cast<int64_t>(send_counts.size()) == sum_of(experts_per_rank), op, ": ",
-                    send_counts.size(), " send_counts are not one for each of the ",
-                    sum_of(experts_per_rank), " experts");
-  TORCH_CHECK_VALUE(
-      static_cast<int64_t>(receive_counts.size()) == group_size * experts_per_rank[rank], op, ": ",
-      receive_counts.size(), " receive_counts are not one for each of ", group_size,
-      " ranks and this rank's ", experts_per_rank[rank], " experts");
-  for (const at::IntArrayRef counts : {send_counts, receive_counts}) {
-    for (const int64_t count : counts) {
-      TORCH_CHECK_VALUE(count >= 0, op, ": a count is negative: ", counts);
+  const int64_t num_experts = sum_of(experts_per_rank), own_experts = experts_per_rank[rank];
+  TORCH_CHECK_VALUE(static_cast<int64_t>(send.size()) == num_experts + group_size, op, ": ",
+                    send.size(), " numbers in send are not one for each of the ", num_experts,
+                    " experts and ", group_size, " ranks");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(receive.size()) == group_size * (own_experts + 1), op,
+                    ": ", receive.size(), " numbers in receive are not, for each of ", group_size,
+                    " ranks, one for each of this rank's ", own_experts, " experts and one more");
+  for (const at::IntArrayRef numbers : {send, receive}) {
+    for (const int64_t number : numbers) {
+      TORCH_CHECK_VALUE(number >= 0, op, ": a number is negative: ", numbers);
     }
   }
-  const int64_t expected = sum_of(to_experts ? send_counts : receive_counts);
-  TORCH_CHECK_VALUE(rows.size(0) == expected, op, ": ", rows.size(0), " rows, but the counts say ",
-                    expected);
-}
-
-// CPU: every chunk goes from its place here to its place there, with nothing in between.
-at::Tensor exchange_cpu(const at::Tensor& rows, const Chunks& from, const Chunks& to,
-                        int64_t num_rows, int64_t rank, int64_t group_size,
-                        const std::string& group_name) {
-  const at::Tensor input = rows.contiguous();
-  at::Tensor output = at::empty({num_rows, rows.size(1)}, rows.options());
-  const int64_t row_bytes = rows.size(1) * rows.element_size();
-  auto* in = static_cast<char*>(const_cast<void*>(input.const_data_ptr()));
-  auto* out = static_cast<char*>(output.mutable_data_ptr());
-  const auto spans = [&](const Chunks& chunks, char* data) {
-    std::vector<std::vector<Span>> all(chunks.size());
+  ExchangePlan plan;
+  plan.rank = rank;
+  plan.group_size = group_size;
+  plan.group_name = group_name;
+  plan.send_rows = send.slice(num_experts).vec();
+  const int64_t* count = send.begin();
+  for (const int64_t experts : experts_per_rank) {
+    plan.send_slots.push_back(sum_of(at::IntArrayRef(count, experts)));
+    count += experts;
+  }
+  plan.places.resize(group_size);
+  int64_t place = 0;
+  for (int64_t expert = 0; expert < own_experts; ++expert) {
     for (int64_t peer = 0; peer < group_size; ++peer) {
-      if (peer == rank) continue;
-      for (const Chunk& chunk : chunks[peer]) {
-        const int64_t bytes = chunk.count * row_bytes;
-        if (bytes > 0) all[peer].push_back({data + chunk.first * row_bytes, bytes});
-      }
-    }
-    return all;
-  };
-  for (size_t i = 0; i < from[rank].size(); ++i) {
-    const int64_t bytes = from[rank][i].count * row_bytes;
-    if (bytes > 0) {
-      std::memcpy(out + to[rank][i].first * row_bytes, in + from[rank][i].first * row_bytes, bytes);
+      const int64_t stop = place + receive[peer * (own_experts + 1) + expert];
+      for (; place < stop; ++place) plan.places[peer].push_back(place);
     }
   }
-  swap_bytes("moe_exchange", spans(from, in), spans(to, out), group_size, group_name);
-  return output;
+  for (int64_t peer = 0; peer < group_size; ++peer) {
+    plan.receive_rows.push_back(receive[peer * (own_experts + 1) + own_experts]);
+    const auto of_peer = static_cast<int64_t>(plan.places[peer].size());
+    TORCH_CHECK_VALUE(
+        plan.send_rows[peer] <= plan.send_slots[peer] && plan.receive_rows[peer] <= of_peer, op,
+        ": rank ", peer, " gets ", plan.send_rows[peer], " rows for ", plan.send_slots[peer],
+        " choices and sends ", plan.receive_rows[peer], " for ", of_peer,
+        "; there cannot be more rows than choices");
+  }
+  return plan;
 }
 
-at::Tensor gather_chunks(const at::Tensor& rows, const std::vector<Chunk>& chunks) {
-  std::vector<at::Tensor> pieces;
-  for (const Chunk& chunk : chunks) pieces.push_back(rows.narrow(0, chunk.first, chunk.count));
-  return pieces.empty() ? rows.narrow(0, 0, 0) : at::cat(pieces);
-}
-
-int64_t rows_in(const std::vector<Chunk>& chunks) {
+int64_t ExchangePlan::num_slots() const { return sum_of(send_slots); }
+int64_t ExchangePlan::num_rows() const { return sum_of(send_rows); }
+int64_t ExchangePlan::num_places() const {
   int64_t count = 0;
-  for (const Chunk& chunk : chunks) count += chunk.count;
+  for (const auto& of_peer : places) count += static_cast<int64_t>(of_peer.size());
   return count;
 }
 
-// Any device: one all-to-all of whole ranks, the rows in and out of their order beside it.
-at::Tensor exchange_aten(const at::Tensor& rows, const Chunks& from, const Chunks& to,
-                         int64_t num_rows, int64_t group_size, const std::string& group_name) {
-  std::vector<Chunk> by_rank;
-  std::vector<int64_t> sent, received;
-  for (const auto& chunks : from) {
-    by_rank.insert(by_rank.end(), chunks.begin(), chunks.end());
-    sent.push_back(rows_in(chunks));
+namespace {
+
+using Spans = std::vector<std::vector<Span>>;
+
+std::vector<int64_t> firsts(const std::vector<int64_t>& counts) {
+  std::vector<int64_t> first{0};
+  for (const int64_t count : counts) first.push_back(first.back() + count);
+  return first;
+}
+
+// Neighbours in memory become one span.
+void add(std::vector<Span>& spans, const void* data, int64_t bytes) {
+  if (bytes == 0) return;
+  auto* start = static_cast<char*>(const_cast<void*>(data));
+  if (!spans.empty() && static_cast<char*>(spans.back().data) + spans.back().bytes == start) {
+    spans.back().bytes += bytes;
+  } else {
+    spans.push_back({start, bytes});
   }
-  for (const auto& chunks : to) received.push_back(rows_in(chunks));
-  const at::Tensor arrived = all_to_all_rows("moe_exchange", gather_chunks(rows, by_rank), sent,
-                                             received, group_size, group_name);
-  at::Tensor output = at::empty({num_rows, rows.size(1)}, rows.options());
-  int64_t first = 0;
-  for (const auto& chunks : to) {
-    for (const Chunk& chunk : chunks) {
-      output.narrow(0, chunk.first, chunk.count).copy_(arrived.narrow(0, first, chunk.count));
-      first += chunk.count;
+}
+
+// The CPU's exchange: rows go from where they lie straight to where they belong.
+class Exchange {
+ public:
+  explicit Exchange(const ExchangePlan& plan)
+      : plan_(plan),
+        places_(plan.places),
+        slots_(plan.send_slots),
+        first_slot_(firsts(plan.send_slots)),
+        first_row_(firsts(plan.send_rows)),
+        first_origin_(firsts(plan.receive_rows)),
+        out_(plan.group_size),
+        in_(plan.group_size) {}
+
+  AtExperts to_experts(const char* op, const at::Tensor& input, const at::Tensor& weights,
+                       const Route& route) {
+    AtExperts there;
+    const at::Tensor numbers = at::empty({plan_.num_slots()}, input.options().dtype(at::kInt));
+    auto* number = numbers.mutable_data_ptr<int32_t>();
+    const int64_t* row = route.rows_of_choices.const_data_ptr<int64_t>();
+    const int64_t* source = route.sources.const_data_ptr<int64_t>();
+    std::vector<std::vector<int32_t>> received(plan_.group_size);
+    for_peers([&](int64_t peer) {
+      if (plan_.send_rows[peer] < slots_[peer]) {
+        for (int64_t slot = first_slot_[peer]; slot < first_slot_[peer + 1]; ++slot)
+          number[slot] = static_cast<int32_t>(row[source[slot]] - first_row_[peer]);
+        add(out_[peer], number + first_slot_[peer], slots_[peer] * sizeof(int32_t));
+      }
+      if (each_once(peer)) {
+        received[peer].resize(places_[peer].size());
+        add(in_[peer], received[peer].data(), places_[peer].size() * sizeof(int32_t));
+      }
+    });
+    there.weights = at::empty({plan_.num_places()}, weights.options());
+    add_numbers(weights, out_, there.weights, in_);
+    there.rows = add_rows(input, route.tokens);
+    swap(op);
+    there.origins = at::empty({plan_.num_places()}, route.sources.options());
+    auto* origin = there.origins.mutable_data_ptr<int64_t>();
+    for (int64_t peer = 0; peer < plan_.group_size; ++peer) {
+      for (size_t i = 0; i < places_[peer].size(); ++i) {
+        const auto own = static_cast<int64_t>(received[peer].empty() ? i : received[peer][i]);
+        TORCH_CHECK(0 <= own && own <= static_cast<int64_t>(i), op, ": rank ", peer,
+                    " says that slot ", i, " is row ", own, " of its message");
+        origin[places_[peer][i]] = first_origin_[peer] + own;
+      }
+    }
+    expand(there.rows, origin);
+    return there;
+  }
+
+  at::Tensor to_experts_again(const char* op, const at::Tensor& input, const at::Tensor& tokens,
+                              const at::Tensor& origins) {
+    const at::Tensor rows = add_rows(input, tokens);
+    swap(op);
+    expand(rows, origins.const_data_ptr<int64_t>());
+    return rows;
+  }
+
+  AtTokens back(const char* op, const at::Tensor& rows, const std::optional<at::Tensor>& weights,
+                const at::Tensor& origins, const at::Tensor& rows_of_choices) {
+    AtTokens here;
+    if (weights) {
+      here.weights = at::empty({plan_.num_slots()}, weights->options());
+      add_numbers(here.weights, in_, *weights, out_);
+    }
+    AT_DISPATCH_FLOATING_TYPES_AND2(
+        at::kBFloat16, at::kHalf, rows.scalar_type(), "moe_exchange", [&] {
+          here.sums =
+              sums_of<scalar_t>(op, rows, origins.const_data_ptr<int64_t>(), rows_of_choices);
+        });
+    return here;
+  }
+
+ private:
+  template <typename Use>
+  void for_peers(const Use& use) const {
+    for (int64_t peer = 0; peer < plan_.group_size; ++peer) {
+      if (peer != plan_.rank) use(peer);
     }
   }
-  return output;
-}
 
-at::Tensor moe_exchange_kernel(const at::Tensor& rows, at::IntArrayRef send_counts,
-                               at::IntArrayRef receive_counts, at::IntArrayRef experts_per_rank,
-                               bool to_experts, int64_t rank, int64_t group_size,
-                               const std::string& group_name) {
-  check_exchange(rows, send_counts, receive_counts, experts_per_rank, to_experts, rank, group_size);
-  Chunks from = chunks_by_rank(send_counts, experts_per_rank);
-  Chunks to = chunks_by_expert(receive_counts, group_size, experts_per_rank[rank]);
-  if (!to_experts) std::swap(from, to);
-  const int64_t num_rows = sum_of(to_experts ? receive_counts : send_counts);
-  if (rows.is_cpu() && !aten_path_on_cpu()) {
-    return exchange_cpu(rows, from, to, num_rows, rank, group_size, group_name);
+  // Whether a rank sends this one each token once.
+  bool each_once(int64_t peer) const {
+    return plan_.receive_rows[peer] < static_cast<int64_t>(places_[peer].size());
   }
-  return exchange_aten(rows, from, to, num_rows, group_size, group_name);
-}
 
-at::Tensor moe_exchange_meta(const at::Tensor& rows, at::IntArrayRef send_counts,
-                             at::IntArrayRef receive_counts, at::IntArrayRef, bool to_experts,
-                             int64_t, int64_t, const std::string&) {
-  return at::empty_symint({sum_of(to_experts ? receive_counts : send_counts), rows.sym_size(1)},
-                          rows.options());
-}
+  void swap(const char* op) const { swap_bytes(op, out_, in_, plan_.group_size, plan_.group_name); }
 
-// Autograd: the gradients travel the other way, by the counts of the forward.
-class MoeExchange : public torch::autograd::Function<MoeExchange> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows,
-                            at::IntArrayRef send_counts, at::IntArrayRef receive_counts,
-                            at::IntArrayRef experts_per_rank, bool to_experts, int64_t rank,
-                            int64_t group_size, const std::string& group_name) {
-    ctx->saved_data["send_counts"] = send_counts.vec();
-    ctx->saved_data["receive_counts"] = receive_counts.vec();
-    ctx->saved_data["experts_per_rank"] = experts_per_rank.vec();
-    ctx->saved_data["to_experts"] = to_experts;
-    ctx->saved_data["rank"] = rank;
-    ctx->saved_data["group_size"] = group_size;
-    ctx->saved_data["group_name"] = group_name;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return moe_exchange(rows, send_counts, receive_counts, experts_per_rank, to_experts, rank,
-                        group_size, group_name);
+  // One number of each slot and place; the spans of the slots, those of the places.
+  void add_numbers(const at::Tensor& of_slots, Spans& slot_spans, const at::Tensor& of_places,
+                   Spans& place_spans) const {
+    const int64_t bytes = of_slots.element_size();
+    auto* slot = static_cast<char*>(const_cast<void*>(of_slots.const_data_ptr()));
+    auto* place = static_cast<char*>(const_cast<void*>(of_places.const_data_ptr()));
+    for_peers([&](int64_t peer) {
+      add(slot_spans[peer], slot + first_slot_[peer] * bytes, slots_[peer] * bytes);
+      for (const int64_t i : places_[peer]) add(place_spans[peer], place + i * bytes, bytes);
+    });
+    const bool to_places = &slot_spans == &out_;
+    for (size_t i = 0; i < places_[plan_.rank].size(); ++i) {
+      char* at_slot = slot + (first_slot_[plan_.rank] + i) * bytes;
+      char* at_place = place + places_[plan_.rank][i] * bytes;
+      std::memcpy(to_places ? at_place : at_slot, to_places ? at_slot : at_place, bytes);
+    }
   }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const Variable grad_rows = moe_exchange(
-        grad_outputs[0], ctx->saved_data["send_counts"].toIntVector(),
-        ctx->saved_data["receive_counts"].toIntVector(),
-        ctx->saved_data["experts_per_rank"].toIntVector(), !ctx->saved_data["to_experts"].toBool(),
-        ctx->saved_data["rank"].toInt(), ctx->saved_data["group_size"].toInt(),
-        ctx->saved_data["group_name"].toStringRef());
-    return {grad_rows,  Variable(), Variable(), Variable(),
-            Variable(), Variable(), Variable(), Variable()};
+
+  // The tokens' rows, of which those of a peer will arrive in its first places.
+  at::Tensor add_rows(const at::Tensor& input, const at::Tensor& tokens) {
+    const int64_t row_bytes = input.size(1) * input.element_size();
+    at::Tensor rows = pooled_empty({plan_.num_places(), input.size(1)}, input.options());
+    const auto* from = static_cast<const char*>(input.const_data_ptr());
+    auto* to = static_cast<char*>(rows.mutable_data_ptr());
+    const int64_t* token = tokens.const_data_ptr<int64_t>();
+    for_peers([&](int64_t peer) {
+      for (int64_t row = first_row_[peer]; row < first_row_[peer + 1]; ++row)
+        add(out_[peer], from + token[row] * row_bytes, row_bytes);
+      for (int64_t i = 0; i < plan_.receive_rows[peer]; ++i)
+        add(in_[peer], to + places_[peer][i] * row_bytes, row_bytes);
+    });
+    const auto& own = places_[plan_.rank];
+    for (size_t i = 0; i < own.size() && row_bytes > 0; ++i) {
+      const char* row = from + token[first_row_[plan_.rank] + i] * row_bytes;
+      std::memcpy(to + own[i] * row_bytes, row, row_bytes);
+    }
+    return rows;
   }
+
+  // From the last slot on, since a slot's row has come in the place of an earlier slot or its own.
+  void expand(const at::Tensor& rows, const int64_t* origin) const {
+    const int64_t row_bytes = rows.size(1) * rows.element_size();
+    auto* data = static_cast<char*>(rows.mutable_data_ptr());
+    for_peers([&](int64_t peer) {
+      if (!each_once(peer)) return;
+      const auto& places = places_[peer];
+      for (size_t i = places.size(); i-- > 0;) {
+        const int64_t from = places[origin[places[i]] - first_origin_[peer]];
+        if (from != places[i] && row_bytes > 0)
+          std::memcpy(data + places[i] * row_bytes, data + from * row_bytes, row_bytes);
+      }
+    });
+  }
+
+  template <typename scalar_t>
+  at::Tensor sums_of(const char* op, const at::Tensor& rows, const int64_t* origin,
+                     const at::Tensor& rows_of_choices);
+
+  const ExchangePlan& plan_;
+  const std::vector<std::vector<int64_t>>& places_;
+  const std::vector<int64_t>& slots_;
+  const std::vector<int64_t> first_slot_, first_row_, first_origin_;
+  Spans out_, in_;
 };
 
-at::Tensor moe_exchange_autograd(const at::Tensor& rows, at::IntArrayRef send_counts,
-                                 at::IntArrayRef receive_counts, at::IntArrayRef experts_per_rank,
-                                 bool to_experts, int64_t rank, int64_t group_size,
-                                 const std::string& group_name) {
-  return MoeExchange::apply(rows, send_counts, receive_counts, experts_per_rank, to_experts, rank,
-                            group_size, group_name);
+// out = the sum of `count` rows, in fp32 or wider and in their order.
+#define PARALLEL_EXT_SUM_ROWS(scalar_t, wide_t)                                       \
+  PARALLEL_EXT_MULTIVERSION void sum_rows(const scalar_t* const* rows, int64_t count, \
+                                          int64_t size, scalar_t* out) {              \
+    constexpr int64_t kBlock = 256;                                                   \
+    wide_t total[kBlock];                                                             \
+    for (int64_t start = 0; start < size; start += kBlock) {                          \
+      const int64_t width = std::min(kBlock, size - start);                           \
+      for (int64_t i = 0; i < width; ++i) total[i] = 0;                               \
+      for (int64_t row = 0; row < count; ++row) {                                     \
+        for (int64_t i = 0; i < width; ++i) total[i] += widen(rows[row][start + i]);  \
+      }                                                                               \
+      for (int64_t i = 0; i < width; ++i) store(total[i], out + start + i);           \
+    }                                                                                 \
+  }
+
+PARALLEL_EXT_SUM_ROWS(float, float)
+PARALLEL_EXT_SUM_ROWS(c10::BFloat16, float)
+PARALLEL_EXT_SUM_ROWS(c10::Half, float)
+PARALLEL_EXT_SUM_ROWS(double, double)
+
+constexpr int64_t kTokensPerTask = 16;
+
+template <typename scalar_t>
+at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64_t* origin,
+                             const at::Tensor& rows_of_choices) {
+  const int64_t hidden = rows.size(1), row_bytes = hidden * rows.element_size();
+  const auto* data = rows.const_data_ptr<scalar_t>();
+  // Of a token that was sent once, what its experts made of it is summed and sent back once.
+  std::vector<at::Tensor> summed;
+  for_peers([&](int64_t peer) {
+    if (!each_once(peer)) {
+      for (const int64_t place : places_[peer]) add(out_[peer], data + place * hidden, row_bytes);
+      return;
+    }
+    std::vector<std::vector<const scalar_t*>> parts(plan_.receive_rows[peer]);
+    for (const int64_t place : places_[peer])
+      parts[origin[place] - first_origin_[peer]].push_back(data + place * hidden);
+    const auto several =
+        std::count_if(parts.begin(), parts.end(), [](const auto& part) { return part.size() > 1; });
+    summed.push_back(pooled_empty({several, hidden}, rows.options()));
+    auto* sum = summed.back().mutable_data_ptr<scalar_t>();
+    for (const auto& part : parts) {
+      if (part.size() == 1) {
+        add(out_[peer], part[0], row_bytes);
+      } else {
+        sum_rows(part.data(), part.size(), hidden, sum);
+        add(out_[peer], sum, row_bytes);
+        sum += hidden;
+      }
+    }
+  });
+  const auto& own = places_[plan_.rank];
+  const auto foreign = plan_.num_rows() - static_cast<int64_t>(own.size());
+  const at::Tensor returned = pooled_empty({foreign, hidden}, rows.options());
+  auto* next = returned.mutable_data_ptr<scalar_t>();
+  std::vector<const scalar_t*> row_at;  // of every row that was sent, or stayed
+  for (int64_t peer = 0; peer < plan_.group_size; ++peer) {
+    if (peer == plan_.rank) {
+      for (const int64_t place : own) row_at.push_back(data + place * hidden);
+      continue;
+    }
+    add(in_[peer], next, plan_.send_rows[peer] * row_bytes);
+    for (int64_t i = 0; i < plan_.send_rows[peer]; ++i, next += hidden) row_at.push_back(next);
+  }
+  swap(op);
+  const int64_t num_tokens = rows_of_choices.size(0), top_k = rows_of_choices.size(1);
+  at::Tensor sums = pooled_empty({num_tokens, hidden}, rows.options());
+  const int64_t* choice = rows_of_choices.const_data_ptr<int64_t>();
+  auto* sum = sums.mutable_data_ptr<scalar_t>();
+  at::parallel_for(0, num_tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
+    std::vector<const scalar_t*> parts;
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t *first = choice + token * top_k, *last = first + top_k;
+      parts.clear();
+      for (const int64_t* row = first; row < last; ++row) {
+        if (std::find(first, row, *row) == row) parts.push_back(row_at[*row]);
+      }
+      sum_rows(parts.data(), parts.size(), hidden, sum + token * hidden);
+    }
+  });
+  return sums;
 }
+
+bool on_cpu_loops(const at::Tensor& tensor) { return tensor.is_cpu() && !aten_path_on_cpu(); }
 
 }  // namespace
 
-at::Tensor moe_exchange(const at::Tensor& rows, at::IntArrayRef send_counts,
-                        at::IntArrayRef receive_counts, at::IntArrayRef experts_per_rank,
-                        bool to_experts, int64_t rank, int64_t group_size,
-                        const std::string& group_name) {
-  static auto op = op_handle<decltype(moe_exchange)>("parallel_ext::moe_exchange");
-  return op.call(rows, send_counts, receive_counts, experts_per_rank, to_experts, rank, group_size,
-                 group_name);
+AtExperts bring_to_experts(const char* op, const at::Tensor& input, const at::Tensor& weights,
+                           const Route& route, const ExchangePlan& plan) {
+  if (!on_cpu_loops(input)) return bring_to_experts_aten(op, input, weights, route, plan);
+  return Exchange(plan).to_experts(op, input, weights, route);
 }
 
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("moe_exchange", moe_exchange_kernel);
+at::Tensor bring_to_experts_again(const char* op, const at::Tensor& input, const at::Tensor& tokens,
+                                  const at::Tensor& origins, const ExchangePlan& plan) {
+  if (!on_cpu_loops(input)) return bring_to_experts_again_aten(op, input, tokens, origins, plan);
+  return Exchange(plan).to_experts_again(op, input, tokens, origins);
 }
 
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) { m.impl("moe_exchange", moe_exchange_meta); }
-
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) { m.impl("moe_exchange", moe_exchange_autograd); }
+AtTokens bring_back(const char* op, const at::Tensor& rows,
+                    const std::optional<at::Tensor>& weights, const at::Tensor& origins,
+                    const at::Tensor& rows_of_choices, const ExchangePlan& plan) {
+  if (!on_cpu_loops(rows)) {
+    return bring_back_aten(op, rows, weights, origins, rows_of_choices, plan);
+  }
+  return Exchange(plan).back(op, rows, weights, origins, rows_of_choices);
+}
 
 }  // namespace parallel_ext

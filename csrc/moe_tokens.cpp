@@ -5,12 +5,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "check.h"
 #include "comm.h"
 #include "dispatch.h"
+#include "layout.h"
 #include "ops.h"
 
 namespace parallel_ext {
@@ -20,10 +20,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-
-int64_t sum_of(at::IntArrayRef values) {
-  return std::accumulate(values.begin(), values.end(), int64_t{0});
-}
 
 int64_t first_token(at::IntArrayRef sizes, int64_t rank) { return sum_of(sizes.slice(0, rank)); }
 

@@ -111,38 +111,64 @@ at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::T
                                         int64_t vocab_start, int64_t ignore_index,
                                         const std::string& reduction);
 
-// --- moe_route.cpp, moe_rows.cpp: E experts, each token chooses top_k of them ---
+// --- moe_route.cpp: E experts, each of T tokens chooses top_k of them ---
 
-// expert_ids [T, top_k] in [0, E) -> counts [E]: rows of each expert; slots [T, top_k]: the place
-// of each choice among all rows, in the order of (expert, token, choice); sources [T * top_k]: the
-// choice, token * top_k + its number, in each place. int64; no gradient.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_route_plan(const at::Tensor& expert_ids,
-                                                              int64_t num_experts);
+// expert_ids [T, top_k] in [0, E), where the ranks hold experts_per_rank of the E in order ->
+// counts [E]: choices of each expert; rows_per_rank [ranks]: rows in the message to each;
+// rows_of_choices [T, top_k]: the row, among those of all messages, that serves a choice;
+// sources [N = T * top_k]: the choices, token * top_k + number, in the order of (expert, token,
+// choice), which is that of the *slots*; tokens [N]: the token of each row, zeros after the last
+// row. A rank but `rank`, the own one, gets a token's row of row_bytes once where that saves bytes,
+// else once for each choice. int64; no gradient.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_route_plan(
+    const at::Tensor& expert_ids, at::IntArrayRef experts_per_rank, int64_t row_bytes,
+    int64_t rank);
 
-// input [T, H] -> [T * top_k, H]: each token's row in its slots. Backward: moe_combine.
-at::Tensor moe_dispatch(const at::Tensor& input, const at::Tensor& slots);
+// --- moe_dispatch.cpp: tokens at home on this rank, experts on the ranks of a group ---
+// send [E + ranks]: this rank's counts, and its rows_per_rank. receive [ranks * (own experts + 1)]:
+// the counts of each rank for this one's experts, and its rows for this one.
 
-// rows [T * top_k, H] -> [T, H]: the sum of each token's rows times its weights [T, top_k], or
-// unweighted; in fp32 or wider, in the order of the choices, rounded once.
-at::Tensor moe_combine(const at::Tensor& rows, const at::Tensor& slots,
-                       const std::optional<at::Tensor>& weights);
+// input [T, H], weights [T, top_k] -> rows [M, H] of this rank's experts in the order of (expert,
+// rank that they come from, token); weights [M] of these rows in fp32 or wider; origins [M], int64:
+// which of the rows that arrived this is. Backward: the gradients travel back.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_dispatch(
+    const at::Tensor& input, const at::Tensor& weights, const at::Tensor& rows_of_choices,
+    const at::Tensor& sources, const at::Tensor& tokens, at::IntArrayRef send,
+    at::IntArrayRef receive, at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
+    const std::string& group_name);
 
-// grad_output [T, H] -> gradients of rows and weights.
-std::tuple<at::Tensor, at::Tensor> moe_combine_backward(const at::Tensor& grad_output,
-                                                        const at::Tensor& rows,
-                                                        const at::Tensor& slots,
-                                                        const at::Tensor& weights);
+// -> gradients of input and weights; the latter [0] where not needed[1].
+std::tuple<at::Tensor, at::Tensor> moe_dispatch_backward(
+    const at::Tensor& grad_rows, const at::Tensor& grad_weights, const at::Tensor& rows_of_choices,
+    const at::Tensor& sources, const at::Tensor& origins, at::ScalarType weights_dtype,
+    std::array<bool, 2> needed, at::IntArrayRef send, at::IntArrayRef receive,
+    at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
+    const std::string& group_name);
 
-// --- moe_exchange.cpp, moe_linear.cpp: experts on the ranks of a group, any number on each ---
+// rows [M, H] of this rank's experts -> [T, H]: at home, the sum over each token's choices; in fp32
+// or wider on each rank, rounded before it travels and at the end.
+at::Tensor moe_combine(const at::Tensor& rows, const at::Tensor& origins,
+                       const at::Tensor& rows_of_choices, const at::Tensor& tokens,
+                       at::IntArrayRef send, at::IntArrayRef receive,
+                       at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
+                       const std::string& group_name);
 
-// rows in expert order, send_counts[E] of them for each expert -> the rows of this rank's experts
-// in the order of (expert, rank, row), receive_counts[rank * own experts + expert] from each rank;
-// or back again, where not `to_experts`. `experts_per_rank` says how the experts lie on the ranks.
-// Backward: the way back.
-at::Tensor moe_exchange(const at::Tensor& rows, at::IntArrayRef send_counts,
-                        at::IntArrayRef receive_counts, at::IntArrayRef experts_per_rank,
-                        bool to_experts, int64_t rank, int64_t group_size,
-                        const std::string& group_name);
+// grad_output [T, H] -> gradient of the rows.
+at::Tensor moe_combine_backward(const at::Tensor& grad_output, const at::Tensor& origins,
+                                const at::Tensor& tokens, at::IntArrayRef send,
+                                at::IntArrayRef receive, at::IntArrayRef experts_per_rank,
+                                int64_t rank, int64_t group_size, const std::string& group_name);
+
+// --- moe_gated_silu.cpp, moe_linear.cpp: the rows of this rank's experts ---
+
+// gate_up [M, 2 I], weights [M] -> [M, I]: silu(gate) * up * weight, in fp32 or wider, rounded
+// once.
+at::Tensor moe_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights);
+
+// -> gradients of gate_up and weights.
+std::tuple<at::Tensor, at::Tensor> moe_gated_silu_backward(const at::Tensor& grad_output,
+                                                           const at::Tensor& gate_up,
+                                                           const at::Tensor& weights);
 
 // rows [N, K] in expert order, counts[e] for each of the weights [e, F, K] -> [N, F]: each row
 // times the weight of its expert.

@@ -59,16 +59,34 @@ TORCH_LIBRARY(parallel_ext, m) {
       "vocab_cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor labels, "
       "Tensor normalizer, int vocab_start, int ignore_index, str reduction) -> Tensor",
       tags);
-  m.def("moe_route_plan(Tensor expert_ids, int num_experts) -> (Tensor, Tensor, Tensor)", tags);
-  m.def("moe_dispatch(Tensor input, Tensor slots) -> Tensor", tags);
-  m.def("moe_combine(Tensor rows, Tensor slots, Tensor? weights) -> Tensor", tags);
   m.def(
-      "moe_combine_backward(Tensor grad_output, Tensor rows, Tensor slots, Tensor weights) -> "
+      "moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "moe_dispatch(Tensor input, Tensor weights, Tensor rows_of_choices, Tensor sources, "
+      "Tensor tokens, int[] send, int[] receive, int[] experts_per_rank, int rank, "
+      "int group_size, str group_name) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "moe_dispatch_backward(Tensor grad_rows, Tensor grad_weights, Tensor rows_of_choices, "
+      "Tensor sources, Tensor origins, ScalarType weights_dtype, bool[2] needed, int[] send, "
+      "int[] receive, int[] experts_per_rank, int rank, int group_size, str group_name) -> "
       "(Tensor, Tensor)",
       tags);
   m.def(
-      "moe_exchange(Tensor rows, int[] send_counts, int[] receive_counts, int[] experts_per_rank, "
-      "bool to_experts, int rank, int group_size, str group_name) -> Tensor",
+      "moe_combine(Tensor rows, Tensor origins, Tensor rows_of_choices, Tensor tokens, "
+      "int[] send, int[] receive, int[] experts_per_rank, int rank, int group_size, "
+      "str group_name) -> Tensor",
+      tags);
+  m.def(
+      "moe_combine_backward(Tensor grad_output, Tensor origins, Tensor tokens, int[] send, "
+      "int[] receive, int[] experts_per_rank, int rank, int group_size, str group_name) -> Tensor",
+      tags);
+  m.def("moe_gated_silu(Tensor gate_up, Tensor weights) -> Tensor", tags);
+  m.def(
+      "moe_gated_silu_backward(Tensor grad_output, Tensor gate_up, Tensor weights) -> "
+      "(Tensor, Tensor)",
       tags);
   m.def(
       "moe_linear(Tensor rows, Tensor weight, int[] counts, float weight_grad_scale=1.0) -> "

@@ -26,6 +26,7 @@ from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
 from parallel_ext.mesh import CollectiveTimeout, DisagreementError, Mesh, init_mesh  # noqa: E402
 from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
 from parallel_ext.version import VERSION  # noqa: E402
+from parallel_ext.workspaces import release_workspaces  # noqa: E402
 
 __version__ = VERSION
 
@@ -53,4 +54,5 @@ __all__ = [
     "init_mesh",
     "no_sync",
     "parallelize",
+    "release_workspaces",
 ]

@@ -14,7 +14,7 @@ from parallel_ext import ops
 from parallel_ext.forwards import REMEMBERED, ForwardCounter
 from parallel_ext.layout import TensorLayout, split
 from parallel_ext.mesh import DisagreementError
-from parallel_ext.ops import ExchangePlan, Group
+from parallel_ext.ops import ExchangePlan, Group, RoutePlan
 from parallel_ext.partial_gradients import PartialGradients, for_use
 from parallel_ext.sharded import ShardedModule
 
@@ -181,7 +181,6 @@ class ExpertParallelExperts(ShardedModule):
         self.num_experts = layout.shape[0]
         ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
         self.experts_per_rank = [stop - start for start, stop in ranges]
-        self.expert_range = ranges[group.rank]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -197,13 +196,18 @@ class ExpertParallelExperts(ShardedModule):
     def _own_tokens(
         self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        slots, plan = self._route(tokens, choices, weights)
-        rows = ops.moe_dispatch(tokens, slots)
-        rows = ops.moe_exchange(rows, plan, group=self.group)
-        gate, up = self._linear(rows, "gate_up_proj", plan).chunk(2, dim=-1)
-        rows = self._linear(self.act_fn(gate) * up, "down_proj", plan)
-        rows = ops.moe_exchange(rows, plan, back=True, group=self.group)
-        return ops.moe_combine(rows, slots, weights)
+        route, plan = self._route(tokens, choices, weights)
+        rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
+        rows = self._gated(self._linear(rows, "gate_up_proj", plan), weights)
+        rows = self._linear(rows, "down_proj", plan)
+        return ops.moe_combine(rows, origins, route, plan, self.group)
+
+    def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The activation times the weights of the rows, which cost least there."""
+        if isinstance(self.act_fn, nn.SiLU) or type(self.act_fn).__name__ == "SiLUActivation":
+            return ops.moe_gated_silu(gate_up, weights)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (self.act_fn(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
     def _linear(self, rows: torch.Tensor, attribute: str, plan: ExchangePlan) -> torch.Tensor:
         weight = for_use(
@@ -213,21 +217,24 @@ class ExpertParallelExperts(ShardedModule):
 
     def _route(
         self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ExchangePlan]:
-        """The places of the rows, and how many go where; that of the first forward, if kept."""
+    ) -> tuple[RoutePlan, ExchangePlan]:
+        """Where the rows go, and how many; that of the first forward, if it is kept."""
         failure, route = None, None
+        row_bytes = tokens.size(-1) * tokens.element_size()
         try:
-            route = ops.moe_route_plan(choices, self.num_experts)
+            route = ops.moe_route_plan(choices, self.experts_per_rank, row_bytes, self.group.rank)
         except Exception as error:  # the others must hear of it before they wait for rows
             failure = error
         choice = self.routing.choice if self.routing is not None else None
         if choice is not None and choice.plan is not None and route is not None:
-            return route.slots, choice.plan
-        counts = route.counts if route is not None else choices.new_zeros(self.num_experts)
+            return route, choice.plan
+        counts = choices.new_zeros(self.num_experts + self.group.size)
+        if route is not None:
+            counts = torch.cat([route.counts, route.rows_per_rank])
         plan = self._exchange_plan(counts, self._header(tokens, weights, failure), failure)
         if choice is not None:
             choice.plan = plan
-        return route.slots, plan
+        return route, plan
 
     def _header(
         self, tokens: torch.Tensor, weights: torch.Tensor, failure: Exception | None
@@ -247,10 +254,8 @@ class ExpertParallelExperts(ShardedModule):
         everyone = ops.gather_from_tp(message.unsqueeze(0), [width] * size, self.group)
         of_rank = everyone.view(size, width).tolist()
         self._check([message[: len(header)] for message in of_rank], failure)
-        of_rank = [message[len(header) :] for message in of_rank]
-        start, stop = self.expert_range
-        received = [count for counts in of_rank for count in counts[start:stop]]
-        return ExchangePlan(of_rank[self.group.rank], received, self.experts_per_rank)
+        counts_of_rank = [message[len(header) :] for message in of_rank]
+        return ExchangePlan.of(counts_of_rank, self.experts_per_rank, self.group.rank)
 
     def _check(self, headers: Sequence[Sequence[int]], failure: Exception | None) -> None:
         name = self.layouts["gate_up_proj"].name.rpartition(".")[0]

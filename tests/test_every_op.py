@@ -16,8 +16,10 @@ from parallel_ext import _C
 from parallel_ext.layout import split
 from parallel_ext.ops import (
     ALONE,
+    ExchangePlan,
     Group,
     column_linear,
+    moe_dispatch,
     moe_route_plan,
     row_linear,
     vocab_cross_entropy,
@@ -53,10 +55,16 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     sizes = [last - first for first, last in split(5, group.size)]
     ids, labels = torch.tensor([[0, 4, 2], [4, 4, 0]]), torch.tensor([0, 4, IGNORED, 2])
     choices = torch.tensor([[0, 4], [4, 2], [1, 0], [4, 3]])
-    slots = moe_route_plan(choices, 5).slots
-    rows_of_experts = [1, 2, 3, 4, 0]
-    exchange = (rows_of_experts, rows_of_experts[start:stop] * group.size, sizes)
-    received = sum(exchange[1])
+    route = moe_route_plan(choices, sizes, 4096, group.rank)
+    # Every rank has the same tokens, but sends itself rows of its own.
+    messages = []
+    for rank in range(group.size):
+        of_rank = moe_route_plan(choices, sizes, 4096, rank)
+        messages.append([*of_rank.counts.tolist(), *of_rank.rows_per_rank.tolist()])
+    plan = (*ExchangePlan.of(messages, sizes, group.rank), group.rank, *of_group)
+    maps = route[2:]
+    origins = moe_dispatch(_plain(4, 3), _plain(4, 2), route, ExchangePlan(*plan[:3]), group)[2]
+    brought = origins.numel()
     loss_ends = [(5, start, stop, IGNORED, kind, *of_group) for kind in ("mean", "sum", "none")]
     whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *of_group)
     width_of_whole = 5 if group.rank == 0 else 0
@@ -146,27 +154,37 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(), _plain(own, 4).T, labels, _plain(2, 4), start, IGNORED, "sum"),
             (_plain(), _plain(4, 4, 8)[:, :1, 0], labels, _plain(2, 4), start, IGNORED, "sum"),
         ],
-        "moe_route_plan": [(choices, 5), (choices[:0], 1), (choices.T, 5)],
+        "moe_route_plan": [
+            (choices, sizes, 4096, group.rank),
+            (choices[:0], [1], 0, 0),
+            (choices.T, sizes, 0, group.rank),
+        ],
         "moe_dispatch": [
-            (_values(4, 3), slots),
-            (_values(3, 4, dtype=bf16).T, slots),
-            (_values(0, 3), slots[:0]),
+            (_values(4, 3), _values(4, 2), *maps, *plan),
+            (_values(3, 4, dtype=bf16).T, _plain(2, 4).T, *maps, *plan),
+        ],
+        "moe_dispatch_backward": [
+            (_plain(brought, 3), _plain(brought), maps[0], maps[1], origins, torch.float32)
+            + ([True, True], *plan),
+            (_plain(3, brought).T, _plain(1).expand(brought), maps[0], maps[1], origins, bf16)
+            + ([True, False], *plan),
         ],
         "moe_combine": [
-            (_values(8, 3), slots, _values(4, 2)),
-            (_values(3, 8, dtype=bf16).T, slots, _values(2, 4).T),
-            (_values(8, 3), slots, None),
-            (_values(0, 3), slots[:0], _values(0, 2)),
+            (_values(brought, 3), origins, maps[0], maps[2], *plan),
+            (_values(3, brought, dtype=bf16).T, origins, maps[0], maps[2], *plan),
         ],
         "moe_combine_backward": [
-            (_plain(4, 3), _plain(8, 3), slots, _plain(4, 2)),
-            (_plain(3).expand(4, 3), _plain(3, 8).T, slots, _plain(2, 4).T),
+            (_plain(4, 3), origins, maps[2], *plan),
+            (_plain(3).expand(4, 3), origins, maps[2], *plan),
         ],
-        "moe_exchange": [
-            (_values(10, 3), *exchange, True, group.rank, *of_group),
-            (_values(3, received, dtype=bf16).T, *exchange, False, group.rank, *of_group),
-            (_values(0, 3), *([0] * len(each) for each in exchange[:2]), sizes, True, group.rank)
-            + of_group,
+        "moe_gated_silu": [
+            (_values(5, 6), _values(5)),
+            (_values(6, 5, dtype=bf16).T, _plain(10)[::2]),
+            (_values(0, 6), _values(0)),
+        ],
+        "moe_gated_silu_backward": [
+            (_plain(5, 3), _plain(5, 6), _plain(5)),
+            (_plain(3).expand(5, 3), _plain(6, 5).T, _plain(10)[::2]),
         ],
         "moe_linear": [
             (_values(5, 3), _values(3, 2, 3), [2, 0, 3]),
@@ -227,8 +245,9 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
 
 def _collectives(group: Group, name: str) -> list[dict[str, int]]:
     """What the op's forward sends, and what its backward sends."""
+    sample = opcheck_samples(group)[name][0]
     _C.reset_collective_counts()
-    output = getattr(torch.ops.parallel_ext, name)(*opcheck_samples(group)[name][0])
+    output = getattr(torch.ops.parallel_ext, name)(*sample)
     forward = _C.collective_counts()
     _C.reset_collective_counts()
     output.sum().backward()

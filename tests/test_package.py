@@ -51,6 +51,7 @@ ALLOWED = {
         "state",
     },
     "version": set(),
+    "workspaces": set(),
     "runtime": {"checkpoint", "loss", "mesh", "ops", "sharded", "state", "version", "vocab"},
 }
 MAY_IMPORT_TRANSFORMERS = {"patch", "models", "checkpoint", "lora"}

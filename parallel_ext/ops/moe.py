@@ -11,133 +11,183 @@ from parallel_ext.ops.group import ALONE, Group
 
 
 class RoutePlan(NamedTuple):
-    """Where the rows of T tokens with top_k choices go.
+    """Where the choices of T tokens, top_k each, go; int64.
+
+    A *slot* is the place of a choice in the order of (expert, token, choice). A message to a rank
+    has a row for each of its slots, or one for each of its tokens, in the order of their first
+    slots.
 
     Attributes:
-        counts: [E], int64; rows of each expert.
-        slots: [T, top_k], int64; the place of each choice among all rows, which lie in the order of
-            (expert, token, choice).
-        sources: [T * top_k], int64; the choice in each place, as token * top_k + its number.
+        counts: [E]; choices of each expert.
+        rows_per_rank: [ranks]; rows in the message to each.
+        rows_of_choices: [T, top_k]; the row that serves a choice, among those of all messages.
+        sources: [T * top_k]; the choice in each slot, as token * top_k + its number.
+        tokens: [T * top_k]; the token of each row, zeros after the last row.
     """
 
     counts: torch.Tensor
-    slots: torch.Tensor
+    rows_per_rank: torch.Tensor
+    rows_of_choices: torch.Tensor
     sources: torch.Tensor
+    tokens: torch.Tensor
 
 
-def moe_route_plan(expert_ids: torch.Tensor, num_experts: int) -> RoutePlan:
-    """Sort the choices of a router by expert: a stable counting sort.
+def moe_route_plan(
+    expert_ids: torch.Tensor, experts_per_rank: Sequence[int], row_bytes: int, rank: int
+) -> RoutePlan:
+    """Sort the choices of a router by expert, and say which rows each rank is sent for them.
 
-    Args:
-        expert_ids: [T, top_k], int64, in ``[0, num_experts)``.
-        num_experts: E, those without a token included.
-
-    Raises:
-        IndexError: an id is outside of ``[0, num_experts)``; names token and choice on the CPU.
-        TypeError, ValueError: dtype or shape does not fit.
-
-    Example:
-        >>> moe_route_plan(torch.tensor([[2, 0], [0, 2]]), 3).counts
-        tensor([2, 0, 2])
-    """
-    return RoutePlan(*torch.ops.parallel_ext.moe_route_plan(expert_ids, num_experts))
-
-
-def moe_dispatch(input: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Copy each token's row to the places of its choices.
+    A token that several experts of a rank want is sent to it once, where that saves bytes: each
+    choice then costs 4 bytes that say which row it means. To itself a rank sends nothing.
 
     Args:
-        input: [T, H], floating point.
-        slots: [T, top_k] of :func:`moe_route_plan`, a permutation of ``range(T * top_k)``.
-
-    Returns:
-        [T * top_k, H], rows in expert order. Its gradient sums a token's rows in fp32 (fp64 for
-        fp64), in the order of the choices.
+        expert_ids: [T, top_k], int64, in ``[0, E)``.
+        experts_per_rank: of the ``E = sum(experts_per_rank)`` experts, in order.
+        row_bytes: of one token's row.
+        rank: this rank.
 
     Raises:
-        IndexError: ``slots`` is no permutation (on the CPU).
-        TypeError, ValueError: dtypes or shapes do not fit.
+        IndexError: an id is outside of ``[0, E)``; names token and choice on the CPU.
+        TypeError, ValueError: dtype, shape or a number does not fit.
 
     Example:
-        >>> moe_dispatch(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]))
-        tensor([[2.],
-                [1.]])
+        >>> plan = moe_route_plan(torch.tensor([[2, 0], [3, 2]]), [2, 2], row_bytes=4096, rank=0)
+        >>> plan.counts, plan.rows_per_rank  # the second token goes once to rank 1
+        (tensor([1, 0, 2, 1]), tensor([1, 2]))
     """
-    return torch.ops.parallel_ext.moe_dispatch(input, slots)
-
-
-def moe_combine(
-    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Sum each token's rows, weighted, back into one.
-
-    Args:
-        rows: [T * top_k, H], floating point, in expert order.
-        slots: [T, top_k] of :func:`moe_route_plan`.
-        weights: [T, top_k], floating point, of the choices; None for ones.
-
-    Returns:
-        [T, H] in the dtype of ``rows``: summed in fp32 (fp64 for fp64) in the order of the choices,
-        rounded once. The gradient of ``weights`` comes in the same pass as that of ``rows``.
-
-    Raises:
-        IndexError: ``slots`` is no permutation (on the CPU).
-        TypeError, ValueError: dtypes or shapes do not fit.
-
-    Example:
-        >>> rows, slots = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0]])
-        >>> moe_combine(rows, slots, torch.tensor([[0.5, 0.25]]))
-        tensor([[1.2500]])
-    """
-    return torch.ops.parallel_ext.moe_combine(rows, slots, weights)
+    return RoutePlan(
+        *torch.ops.parallel_ext.moe_route_plan(expert_ids, list(experts_per_rank), row_bytes, rank)
+    )
 
 
 class ExchangePlan(NamedTuple):
-    """How many rows of a mixture of experts go where; plain numbers, the same for the way back.
+    """How many rows of a mixture of experts go where; plain numbers, as one rank sees them.
 
     Attributes:
-        send_counts: [E]; rows of this rank for each expert.
-        receive_counts: [ranks * own experts]; rows from each rank for each of this rank's experts.
+        send: [E + ranks]; this rank's choices of each expert, then its rows for each rank.
+        receive: [ranks * (own experts + 1)]; of each rank, its choices of each of this rank's
+            experts, then its rows for this rank.
         experts_per_rank: [ranks]; rank r holds so many experts after those of rank r - 1.
     """
 
-    send_counts: list[int]
-    receive_counts: list[int]
+    send: list[int]
+    receive: list[int]
     experts_per_rank: list[int]
+
+    @classmethod
+    def of(
+        cls, messages: Sequence[Sequence[int]], experts_per_rank: list[int], rank: int
+    ) -> ExchangePlan:
+        """``rank``'s plan, where every rank's ``send`` is known."""
+        start = sum(experts_per_rank[:rank])
+        stop, rows = start + experts_per_rank[rank], sum(experts_per_rank) + rank
+        received = [[*message[start:stop], message[rows]] for message in messages]
+        return cls(list(messages[rank]), sum(received, []), experts_per_rank)
 
     def rows_per_expert(self, rank: int) -> list[int]:
         """Rows of each expert that ``rank``, whose plan this is, holds."""
         own = self.experts_per_rank[rank]
-        return [sum(self.receive_counts[expert::own]) for expert in range(own)]
+        return [sum(self.receive[expert :: own + 1]) for expert in range(own)]
 
 
-def moe_exchange(
-    rows: torch.Tensor, plan: ExchangePlan, *, back: bool = False, group: Group = ALONE
-) -> torch.Tensor:
-    """Bring rows to the ranks that hold their experts, or the results back.
+def moe_dispatch(
+    input: torch.Tensor,
+    weights: torch.Tensor,
+    route: RoutePlan,
+    plan: ExchangePlan,
+    group: Group = ALONE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bring tokens, and the weights of their choices, to the ranks that hold the experts.
 
     Args:
-        rows: [N, H], floating point, in expert order; with ``back`` in the order that it returned.
+        input: [T, H], floating point; this rank's tokens.
+        weights: [T, top_k], floating point.
+        route: of these tokens.
         plan: of this rank.
-        back: whether the rows return to the ranks that they came from.
-        group: the expert-parallel group.
+        group: the expert-parallel group. Every rank takes part, whatever it sends or holds.
 
     Returns:
-        The rows of this rank's experts in the order of (expert, rank, row), those of one expert
-        side by side; with ``back`` this rank's own rows in expert order. Every rank takes part,
-        whatever it sends or holds. In backward the gradients travel the other way, by the same
-        counts.
+        The rows [M, H] of this rank's experts, in the order of (expert, rank that they come from,
+        token); their weights [M], in fp32 (fp64 for fp64); and, for :func:`moe_combine`, [M] int64:
+        which of the rows that arrived each is. In backward one exchange brings the gradients back:
+        that of a token is summed over its choices in fp32 (fp64 for fp64) on the rank of the
+        experts, rounded, and summed again at home.
 
     Raises:
+        IndexError: ``route`` is not one of :func:`moe_route_plan` (on the CPU).
         TypeError, ValueError: dtypes, shapes or counts do not fit.
 
     Example:
-        >>> moe_exchange(torch.ones(3, 2), ExchangePlan([1, 2], [1, 2], [2])).shape
-        torch.Size([3, 2])
+        >>> route = moe_route_plan(torch.tensor([[1], [0]]), [2], row_bytes=4, rank=0)
+        >>> plan = ExchangePlan.of([[1, 1, 2]], [2], 0)
+        >>> moe_dispatch(torch.tensor([[1.0], [2.0]]), torch.ones(2, 1), route, plan)[0]
+        tensor([[2.],
+                [1.]])
     """
-    return torch.ops.parallel_ext.moe_exchange(
-        rows, *plan, not back, group.rank, group.size, group.name
+    return torch.ops.parallel_ext.moe_dispatch(
+        input, weights, *route[2:], *plan, group.rank, group.size, group.name
     )
+
+
+def moe_combine(
+    rows: torch.Tensor,
+    origins: torch.Tensor,
+    route: RoutePlan,
+    plan: ExchangePlan,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Sum what the experts made of each token, at the rank that it came from.
+
+    Args:
+        rows: [M, H], floating point, in the order that :func:`moe_dispatch` returned; weighted.
+        origins: [M], its third result.
+        route, plan, group: as given to it.
+
+    Returns:
+        [T, H], this rank's own tokens: summed over the choices like the gradients there. In
+        backward the gradients travel the other way.
+
+    Raises:
+        IndexError: ``route`` or ``origins`` do not belong to ``plan`` (on the CPU).
+        TypeError, ValueError: dtypes, shapes or counts do not fit.
+
+    Example:
+        >>> route = moe_route_plan(torch.tensor([[1, 0]]), [2], row_bytes=4, rank=0)
+        >>> plan = ExchangePlan.of([[1, 1, 2]], [2], 0)
+        >>> moe_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), route, plan)
+        tensor([[3.]])
+    """
+    return torch.ops.parallel_ext.moe_combine(
+        rows,
+        origins,
+        route.rows_of_choices,
+        route.tokens,
+        *plan,
+        group.rank,
+        group.size,
+        group.name,
+    )
+
+
+def moe_gated_silu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, times the weight of each row.
+
+    Args:
+        gate_up: [M, 2 I], floating point; gate before up.
+        weights: [M], fp32 (fp64 for fp64).
+
+    Returns:
+        [M, I] in the dtype of ``gate_up``, computed in that of ``weights``. Nothing but the
+        arguments is kept for backward.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
+
+    Example:
+        >>> moe_gated_silu(torch.tensor([[0.0, 1.0]]), torch.tensor([2.0]))
+        tensor([[0.]])
+    """
+    return torch.ops.parallel_ext.moe_gated_silu(gate_up, weights)
 
 
 def moe_linear(

@@ -1,0 +1,524 @@
+"""Experts dealt to ranks: the exchange of rows, their products, and the whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference_ops import (
+    ALL_DTYPES,
+    BOTH_PATHS,
+    NOTICED,
+    TOLERANCE,
+    assert_refused,
+    aten_path,
+    data_bytes,
+    grad_outputs,
+    on_ranks,
+    relative_error,
+    with_gradients,
+    worst,
+)
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from parallel_ext import _C
+from parallel_ext.layout import cut, split
+from parallel_ext.moe import ExpertParallelExperts
+from parallel_ext.ops import (
+    ExchangePlan,
+    Group,
+    RoutePlan,
+    moe_combine,
+    moe_dispatch,
+    moe_linear,
+    moe_route_plan,
+)
+from parallel_ext.sharded import take
+
+FP64 = torch.float64
+HIDDEN, INNER, TOP_K = 6, 5, 2
+
+
+def _ids(kind: str, ranks: int, experts: int) -> list[torch.Tensor]:
+    """The choices of every rank's tokens."""
+    generator = torch.Generator().manual_seed(13)
+    found = []
+    for rank in range(ranks):
+        count = {"no tokens": 0, "a rank without tokens": 5 * (rank > 0)}.get(kind, 9 + 3 * rank)
+        ids = torch.randint(0, experts, (count, TOP_K), generator=generator)
+        found.append(torch.full_like(ids, experts - 1) if kind == "one takes all" else ids)
+    return found
+
+
+ID_KINDS = ["usual", "one takes all", "a rank without tokens", "no tokens"]
+
+
+def _planned(
+    ids: list[torch.Tensor], experts: int, row_bytes: int, group: Group
+) -> tuple[RoutePlan, ExchangePlan]:
+    """Both plans of this rank; those of the others are computed here too."""
+    experts_per_rank = [stop - start for start, stop in split(experts, group.size)]
+    routes = [
+        moe_route_plan(own, experts_per_rank, row_bytes, rank) for rank, own in enumerate(ids)
+    ]
+    messages = [[*route.counts.tolist(), *route.rows_per_rank.tolist()] for route in routes]
+    return routes[group.rank], ExchangePlan.of(messages, experts_per_rank, group.rank)
+
+
+def _labels(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [rank, token, 1, 1], which say where they come from."""
+    rows = [[rank, token, 1, 1] for token in range(count)]
+    return torch.tensor(rows, dtype=dtype).view(count, 4)
+
+
+def _brought(group: Group, kind: str, experts: int, dtype: torch.dtype, row_bytes: int) -> int:
+    """Rows go to their experts, and back; returns how many were sent to other ranks."""
+    ids = _ids(kind, group.size, experts)
+    route, plan = _planned(ids, experts, row_bytes, group)
+    # Small whole numbers and powers of two, which every dtype adds without rounding.
+    weights = [2.0 ** -torch.arange(own.numel()).remainder(3).view(own.shape) for own in ids]
+    own_ids, own_weights = ids[group.rank], weights[group.rank].clone().requires_grad_()
+    tokens = _labels(group.rank, len(own_ids), dtype).requires_grad_()
+    rows, row_weights, origins = moe_dispatch(tokens, own_weights, route, plan, group)
+    start, stop = split(experts, group.size)[group.rank]
+    expected = [
+        (rank, token, expert, weights[rank][token, choice].item())
+        for expert in range(start, stop)
+        for rank, of_rank in enumerate(ids)
+        for token, chosen in enumerate(of_rank.tolist())
+        for choice, one in enumerate(chosen)
+        if one == expert
+    ]
+    assert rows.tolist() == [[rank, token, 1, 1] for rank, token, _, _ in expected]
+    assert row_weights.tolist() == [weight for *_, weight in expected]
+    assert sum(plan.rows_per_expert(group.rank)) == len(expected)
+    # Each expert multiplies its rows by its weight and its number.
+    factors = torch.tensor([expert + 1 for _, _, expert, _ in expected]).view(-1, 1)
+    output = moe_combine(
+        rows * (row_weights.unsqueeze(1) * factors).to(dtype), origins, route, plan, group
+    )
+    total = (weights[group.rank] * (own_ids + 1)).sum(1, keepdim=True)
+    assert torch.equal(output, tokens * total.to(dtype))
+    output.backward(torch.ones_like(output))
+    assert torch.equal(tokens.grad, total.to(dtype).expand(len(own_ids), 4))
+    of_rows = tokens.detach().float().sum(1, keepdim=True)
+    assert torch.equal(own_weights.grad, of_rows * (own_ids + 1))
+    return sum(count for peer, count in enumerate(route.rows_per_rank) if peer != group.rank)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("experts", [4, 5, 8])
+@pytest.mark.parametrize("kind", ID_KINDS)
+def test_rows_reach_their_experts_and_return(kind, experts, size, aten):
+    on_ranks(size, _brought, kind, experts, torch.float32, 4096, aten=aten)
+
+
+@BOTH_PATHS
+@ALL_DTYPES
+def test_rows_of_every_type_travel_as_they_are(dtype, aten):
+    on_ranks(2, _brought, "usual", 5, dtype, 4096, aten=aten)
+
+
+@BOTH_PATHS
+def test_tokens_are_sent_once_or_for_each_choice_with_the_same_results(aten):
+    once = on_ranks(2, _brought, "usual", 5, torch.float32, 4096, aten=aten)
+    for_each = on_ranks(2, _brought, "usual", 5, torch.float32, 0, aten=aten)
+    assert all(few < many for few, many in zip(once, for_each, strict=True))
+
+
+def _through_the_group(group: Group) -> None:
+    _C.set_shared_memory(False)
+    try:
+        for row_bytes in (0, 4096):
+            _brought(group, "usual", 5, torch.float32, row_bytes)
+    finally:
+        _C.set_shared_memory(True)
+
+
+def test_rows_travel_through_the_group_where_no_memory_is_shared():
+    on_ranks(3, _through_the_group)
+
+
+HIDDEN_OF_BYTES, WEIGHT_BYTES, NUMBER_BYTES = 7, 4, 4
+
+
+def _bytes_sent(group: Group, row_bytes: int) -> list[dict[str, int]]:
+    ids = _ids("usual", group.size, 5)
+    route, plan = _planned(ids, 5, row_bytes, group)
+    tokens = torch.ones(len(ids[group.rank]), HIDDEN_OF_BYTES, requires_grad=True)
+    weights = torch.ones(ids[group.rank].shape, requires_grad=True)
+    found = []
+
+    def step(function: Callable[[], Any]) -> Any:
+        _C.reset_collective_counts()
+        result = function()
+        found.append(_C.collective_counts())
+        return result
+
+    rows, row_weights, origins = step(lambda: moe_dispatch(tokens, weights, route, plan, group))
+    output = step(lambda: moe_combine(rows, origins, route, plan, group))
+    (grad_rows,) = step(lambda: torch.autograd.grad(output.sum(), rows))
+    step(lambda: torch.autograd.backward([rows, row_weights], [grad_rows, row_weights.detach()]))
+    return found
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("row_bytes", [0, 4096])
+def test_what_is_sent_is_the_least(row_bytes, aten):
+    """By hand: the rows that other ranks need, each choice's weight, and its number if needed."""
+    ids, kind = _ids("usual", 2, 5), "all_to_all" if aten else "swap"
+    ranges = split(5, 2)
+    # Of rank r: choices of the other's experts, and tokens that want any of them.
+    remote = [((own >= ranges[1 - r][0]) & (own < ranges[1 - r][1])) for r, own in enumerate(ids)]
+    choices = [each.sum().item() for each in remote]
+    tokens = [each.any(1).sum().item() for each in remote]
+    assert all(few < many for few, many in zip(tokens, choices, strict=True))
+    rows, number = (tokens, NUMBER_BYTES) if row_bytes else (choices, 0)
+    row = HIDDEN_OF_BYTES * 4
+    for rank, steps in enumerate(on_ranks(2, _bytes_sent, row_bytes, aten=aten)):
+        other = 1 - rank
+        there = rows[rank] * row + choices[rank] * (WEIGHT_BYTES + number)
+        expected = [
+            there,  # tokens and weights
+            rows[other] * row,  # results
+            rows[rank] * row,  # gradients of the results
+            rows[other] * row + choices[other] * WEIGHT_BYTES,  # of tokens and weights
+        ]
+        assert [counts[f"{kind}_bytes"] for counts in steps] == expected
+        assert [counts[kind] for counts in steps] == [1, 1, 1, 1]
+
+
+@BOTH_PATHS
+def test_sums_round_once_on_each_rank(aten):
+    ids = torch.tensor([[0, 1, 2, 3]] * 9)
+    route = moe_route_plan(ids, [4], 0, 0)
+    plan = ExchangePlan.of([[9, 9, 9, 9, 36]], [4], 0)
+    with aten_path(aten):
+        rows, _, origins = moe_dispatch(torch.zeros(9, 33), torch.ones(9, 4), route, plan)
+        values = torch.randn_like(rows).bfloat16()
+        sums = moe_combine(values, origins, route, plan)
+    expected = values.float().view(4, 9, 33).sum(0)
+    assert relative_error(sums, expected) <= 2**-8
+    assert sums.dtype == torch.bfloat16
+
+
+def test_dispatch_and_combine_pass_gradcheck():
+    ids = torch.tensor([[0, 2], [2, 1], [1, 1]])
+    route = moe_route_plan(ids, [3], 8, 0)
+    plan = ExchangePlan.of([[*route.counts.tolist(), 6]], [3], 0)
+
+    def layer(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows, row_weights, origins = moe_dispatch(tokens, weights, route, plan)
+        return moe_combine((rows * row_weights.unsqueeze(1)).tanh(), origins, route, plan)
+
+    tensors = [
+        torch.randn(3, 4, dtype=FP64, requires_grad=True),
+        torch.rand(3, 2, dtype=FP64, requires_grad=True),
+    ]
+    assert torch.autograd.gradcheck(layer, tensors)
+    with pytest.raises(NotImplementedError, match="moe_combine: second derivatives"):
+        torch.autograd.grad(layer(*tensors).pow(2).sum(), tensors, create_graph=True)
+
+
+@pytest.mark.parametrize("frozen", ["tokens", "weights"])
+def test_what_is_frozen_gets_no_gradient_and_changes_nothing(frozen):
+    ids = torch.tensor([[0, 2], [2, 1], [1, 0]])
+    route = moe_route_plan(ids, [3], 16, 0)
+    plan = ExchangePlan.of([[2, 2, 2, 6]], [3], 0)
+    found = {}
+    for trained in ({"tokens", "weights"}, {"tokens", "weights"} - {frozen}):
+        tensors = {"tokens": torch.ones(3, 4), "weights": torch.ones(3, 2)}
+        for name in trained:
+            tensors[name].requires_grad_()
+        rows, row_weights, origins = moe_dispatch(*tensors.values(), route, plan)
+        output = moe_combine(rows * row_weights.unsqueeze(1), origins, route, plan)
+        output.sum().backward()
+        found[frozenset(trained)] = {name: tensor.grad for name, tensor in tensors.items()}
+    both, one = found.values()
+    for name, gradient in one.items():
+        assert gradient is None if name == frozen else torch.equal(gradient, both[name])
+
+
+# Products.
+
+
+def _plain_linear(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    parts = rows.split(counts)
+    return torch.cat([part @ own.T for part, own in zip(parts, weight, strict=True)])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0], [5], [1, 1, 1, 1]], ids=str)
+@ALL_DTYPES
+def test_products_of_experts_equal_those_of_each(dtype, counts):
+    tensors = [
+        torch.randn(sum(counts), 7, dtype=dtype),
+        torch.randn(len(counts), 4, 7, dtype=dtype),
+    ]
+    wide = [tensor.double() for tensor in tensors]
+    for name, grad in grad_outputs((sum(counts), 4), dtype).items():
+        expected = with_gradients(lambda r, w: _plain_linear(r, w, counts), wide, grad.double())
+        actual = with_gradients(lambda r, w: moe_linear(r, w, counts), tensors, grad)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert relative_error(ours, theirs) <= TOLERANCE[dtype], name
+
+
+def test_products_write_every_element():
+    weight = torch.randn(3, 4, 5, requires_grad=True)
+    poison = [torch.full((3, 4, 5), float("nan")) for _ in range(4)]
+    del poison  # memory that the gradient is likely to get
+    moe_linear(torch.randn(2, 5), weight, [2, 0, 0]).sum().backward()
+    assert not weight.grad[1:].any()
+    assert weight.grad[0].isfinite().all()
+
+
+def test_products_pass_gradcheck():
+    tensors = [
+        torch.randn(5, 3, dtype=FP64, requires_grad=True),
+        torch.randn(3, 2, 3, dtype=FP64, requires_grad=True),
+    ]
+    assert torch.autograd.gradcheck(lambda r, w: moe_linear(r, w, [2, 0, 3]), tensors)
+
+
+# The layer, against HuggingFace's on all tokens in one process.
+
+
+def _tokens(kind: str, ranks: int, experts: int, rank: int, top_k: int) -> tuple[Any, ...]:
+    """Hidden states, choices and weights of one rank's tokens."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    count = {"a rank without tokens": 0 if rank == 0 else 6, "one token": 1}.get(kind, 4 + 3 * rank)
+    ids = torch.stack(
+        [torch.randperm(experts, generator=generator)[:top_k] for _ in range(count)]
+        or [torch.zeros(top_k, dtype=torch.int64)]
+    )[:count]
+    if kind == "idle expert":
+        ids = ids.clamp(max=max(0, experts - 2))
+    elif kind == "one takes all":
+        ids = torch.full_like(ids, experts - 1)
+    elif kind == "idle rank":
+        ids = ids.clamp(max=split(experts, ranks)[0][1] - 1)
+    weights = torch.rand(count, top_k, generator=generator, dtype=FP64)
+    return torch.randn(count, HIDDEN, generator=generator, dtype=FP64), ids, weights
+
+
+def _whole_experts(experts: int) -> MixtralExperts:
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        num_local_experts=experts, hidden_size=HIDDEN, intermediate_size=INNER, hidden_act="silu"
+    )
+    module = MixtralExperts(config).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def _own_experts(whole: MixtralExperts, group: Group, swapped: bool) -> ExpertParallelExperts:
+    ranges = split(whole.num_experts, group.size)
+    layouts = {
+        name: cut(name, tuple(parameter.shape), 0, ranges)
+        for name, parameter in whole.named_parameters()
+    }
+    held = group.size - 1 - group.rank if swapped else group.rank
+    shards = {
+        name: nn.Parameter(take(parameter.data, layouts[name], held))
+        for name, parameter in whole.named_parameters()
+    }
+    return ExpertParallelExperts(
+        shards["gate_up_proj"], shards["down_proj"], layouts, whole.act_fn, group
+    )
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _layer_errors(
+    group: Group, kind: str, experts: int, top_k: int = TOP_K, swapped: bool = False
+) -> dict[str, float]:
+    """This rank's outputs and gradients, in two steps, against the whole layer's on all tokens."""
+    whole = _whole_experts(experts)
+    ours = _own_experts(whole, group, swapped)
+    tokens = [_tokens(kind, group.size, experts, rank, top_k) for rank in range(group.size)]
+    errors = {}
+    for step in range(2):  # the second would see what the first left behind
+        x, ids, weights = tokens[group.rank]
+        x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        output = ours(x, ids, weights)
+        (output * (step + 1)).sin().sum().backward()
+        # One process, all tokens.
+        all_x = torch.cat([t[0] for t in tokens]).requires_grad_()
+        all_weights = torch.cat([t[2] for t in tokens]).requires_grad_()
+        expected = whole(all_x, torch.cat([t[1] for t in tokens]), all_weights)
+        if expected.requires_grad:  # HuggingFace's own skips all experts where no token is
+            (expected * (step + 1)).sin().sum().backward()
+        first = sum(len(t[0]) for t in tokens[: group.rank])
+        mine = slice(first, first + len(x))
+        errors |= {
+            f"step {step}: output": relative_error(output, expected, mine),
+            f"step {step}: input": relative_error(x.grad, _gradient(all_x), mine),
+            f"step {step}: weights": relative_error(weights.grad, _gradient(all_weights), mine),
+        }
+        for name, parameter in whole.named_parameters():
+            gradient = _gradient(parameter)
+            own = getattr(ours, name).grad
+            errors[f"step {step}: {name}"] = relative_error(
+                own, gradient, slice(*split(experts, group.size)[group.rank])
+            )
+    return errors
+
+
+KINDS = [
+    *("usual", "idle expert", "one takes all", "idle rank", "a rank without tokens", "one token"),
+]
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize(("size", "experts"), [(1, 4), (2, 5), (3, 8), (4, 5), (3, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_on_ranks_equal_those_of_one_process(kind, size, experts, aten):
+    error, case = worst(on_ranks(size, _layer_errors, kind, experts, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_other_numbers_of_choices(top_k):
+    error, case = worst(on_ranks(2, _layer_errors, "usual", 5, top_k))
+    assert error <= TOLERANCE[FP64], case
+
+
+def test_the_comparison_notices_swapped_experts():
+    found = on_ranks(2, _layer_errors, "usual", 4, TOP_K, True)
+    assert worst(found)[0] > NOTICED
+
+
+def _counted(group: Group) -> tuple[dict[str, int], dict[str, int]]:
+    ours = _own_experts(_whole_experts(5), group, False)
+    x, ids, weights = _tokens("usual", group.size, 5, group.rank, TOP_K)
+    _C.reset_collective_counts()
+    output = ours(x.requires_grad_(), ids, weights)
+    forward = _C.collective_counts()
+    _C.reset_collective_counts()
+    output.sum().backward()
+    return forward, _C.collective_counts()
+
+
+def test_a_layer_exchanges_counts_once_and_rows_twice_each_way():
+    for forward, backward in on_ranks(2, _counted):
+        assert (forward["all_gather"], forward["swap"]) == (1, 2)
+        assert forward["all_gather_bytes"] == (4 + 5 + 2) * 8  # what must agree, choices, rows
+        assert backward["swap"] == 2
+        assert "all_gather" not in backward
+
+
+def _bits(group: Group) -> bytes:
+    ours = _own_experts(_whole_experts(5), group, False)
+    x, ids, weights = _tokens("usual", group.size, 5, group.rank, TOP_K)
+    output = ours(x, ids, weights)
+    output.sum().backward()
+    return data_bytes(output) + data_bytes(ours.gate_up_proj.grad)
+
+
+def test_the_bits_are_the_same_in_every_run():
+    assert on_ranks(2, _bits) == on_ranks(2, _bits)
+
+
+ROUTE = moe_route_plan(torch.tensor([[0, 2], [1, 2], [0, 3]]), [2, 2], 0, 0)
+PLAN = ExchangePlan([2, 1, 2, 1, 3, 3], [2, 1, 3, 2, 1, 3], [2, 2])
+
+
+def _dispatched(group: Group, tokens: int = 3, route: RoutePlan = ROUTE, **numbers: Any) -> Any:
+    plan = PLAN._replace(**numbers)
+    return moe_dispatch(torch.ones(tokens, 2), torch.ones(tokens, 2), route, plan, group)
+
+
+def _combined(group: Group, rows: int = 6, origins: torch.Tensor | None = None) -> Any:
+    origins = torch.arange(6) if origins is None else origins
+    return moe_combine(torch.ones(rows, 2), origins, ROUTE, PLAN, group)
+
+
+REFUSALS = {
+    "tokens of another plan": (
+        lambda group: _dispatched(group, tokens=4),
+        "ValueError",
+        "moe_dispatch: input of shape [4, 2], weights of shape [4, 2] and rows_of_choices of "
+        "shape [3, 2] are not of the same tokens and choices",
+    ),
+    "a row that no rank gets": (
+        lambda group: _dispatched(
+            group, route=ROUTE._replace(rows_of_choices=torch.full((3, 2), 6))
+        ),
+        "IndexError",
+        "moe_dispatch: rows_of_choices has 6 at 0, outside of [0, 6)",
+    ),
+    "a token that is none": (
+        lambda group: _dispatched(group, route=ROUTE._replace(tokens=torch.full((6,), -1))),
+        "IndexError",
+        "moe_dispatch: tokens has -1 at 0, outside of [0, 3)",
+    ),
+    "counts of other experts": (
+        lambda group: _dispatched(group, send=[2, 1, 3, 3]),
+        "ValueError",
+        "moe_dispatch: 4 numbers in send are not one for each of the 4 experts and 2 ranks",
+    ),
+    "counts of other choices": (
+        lambda group: _dispatched(group, send=[2, 1, 2, 2, 3, 3]),
+        "ValueError",
+        "moe_dispatch: the counts to send are of 7 choices, but rows_of_choices has the shape",
+    ),
+    "experts of another group": (
+        lambda group: _dispatched(group, experts_per_rank=[4]),
+        "ValueError",
+        "moe_dispatch: experts_per_rank [4] and rank",
+    ),
+    "a negative count": (
+        lambda group: _dispatched(group, send=[4, -1, 2, 1, 3, 3]),
+        "ValueError",
+        "moe_dispatch: a number is negative: [4, -1, 2, 1, 3, 3]",
+    ),
+    "more rows than choices": (
+        lambda group: _dispatched(group, receive=[2, 1, 3, 2, 1, 4]),
+        "ValueError",
+        "sends 4 for 3; there cannot be more rows than choices",
+    ),
+    "rows that the counts do not say": (
+        lambda group: _combined(group, rows=4),
+        "ValueError",
+        "moe_combine: 4 rows, but the counts say 6",
+    ),
+    "origins of other rows": (
+        lambda group: _combined(group, origins=torch.arange(1, 7)),
+        "IndexError",
+        "moe_combine: origins has 6 at 5, outside of [0, 6)",
+    ),
+    "whole numbers": (
+        lambda group: moe_dispatch(
+            torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2), ROUTE, PLAN, group
+        ),
+        "TypeError",
+        "moe_dispatch: input must be floating point, got Long",
+    ),
+    "counts that do not add up": (
+        lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 2), [1, 1]),
+        "ValueError",
+        "moe_linear: the counts [1, 1] add up to 2, but there are 3 rows",
+    ),
+    "weights of another width": (
+        lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 5), [1, 2]),
+        "ValueError",
+        "moe_linear: rows of shape [3, 2] do not fit weights of shape [2, 4, 5]",
+    ),
+    "weights of another type": (
+        lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 2, dtype=FP64), [1, 2]),
+        "TypeError",
+        "moe_linear: weight is Double but rows is Float; cast one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_every_rank_refuses(case):
+    assert_refused(__name__, case)
