@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import TypeVar
 
@@ -123,14 +124,21 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
     if state.partials is not None:
+        for module in model.modules():
+            if "partials" in vars(module):  # what PEFT trains whole is a copy, and has its own
+                module.partials = state.partials
         # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
-        state.partials.sum_at_once(
-            layout.name
-            for module in model.modules()
-            if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1
-            for layout in module.layouts.values()
-        )
+        state.partials.sum_at_once(_of_parts(model))
         state.partials.average(averaged, mesh.dp)
+
+
+def _of_parts(model: nn.Module) -> Iterator[str]:
+    """Names of the model's own parameters whose gradients are sums over tp ranks."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1:
+            yield from (layout.name for layout in module.layouts.values())
+        elif "used_in_parts" in vars(module):
+            yield from module.used_in_parts.names(module)
 
 
 def _is_factor(name: str) -> bool:

@@ -211,6 +211,47 @@ def for_use(
     return partials.catch(parameter, name, group)
 
 
+class UsedInParts:
+    """Forward hooks of a plain module that all ranks hold alike, each for a part of the input.
+
+    For example of a norm of single heads, which the ranks have cut. While its own forward runs, the
+    module finds its parameters as :func:`for_use` gives them.
+
+    Args:
+        path: of the module in the model, with which the logical names of its parameters begin.
+        group: the ranks that have the parts of the input.
+
+    Example:
+        >>> norm = nn.LayerNorm(3)
+        >>> UsedInParts("model.norm", ops.ALONE).attach(norm, PartialGradients())
+        >>> norm(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, path: str, group: Group) -> None:
+        self.path, self.group = path, group
+
+    def attach(self, module: nn.Module, partials: PartialGradients) -> None:
+        """From now on ``partials`` sums the gradients of ``module``."""
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+        module.used_in_parts, module.partials = self, partials
+
+    def names(self, module: nn.Module) -> list[str]:
+        """The logical names of the parameters."""
+        return [f"{self.path}.{attribute}" for attribute in module._parameters]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        for attribute, own in module._parameters.items():
+            if own is not None:  # what stands in the instance is found before its parameters
+                name = f"{self.path}.{attribute}"
+                vars(module)[attribute] = for_use(own, name, self.group, module.partials)
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        for attribute in module._parameters:
+            vars(module).pop(attribute, None)
+
+
 def _average(gradients: list[torch.Tensor], group: Group) -> None:
     """In place. What earlier backwards have averaged is equal on all ranks and stays as it is."""
     if not gradients:

@@ -142,8 +142,8 @@ def _refuse_training_apart(state: ParallelState) -> NoReturn:
 
 
 def _draws_jitter(model: nn.Module, state: ParallelState) -> bool:
-    mixture = state.table.mixture
-    return model.training and mixture is not None and getattr(model.config, mixture.jitter) > 0
+    noise = state.table.mixture.jitter_of(model.config) if state.routings else 0.0
+    return model.training and noise > 0
 
 
 def _random_state(mesh: Mesh) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _random_state(mesh: Mesh) -> torch.Tensor:
 
 def _wants_balance(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> bool:
     """Whether the class's forward adds a load balancing loss."""
-    if state.table.mixture is None:
+    if not state.routings:
         return False
     asked = arguments.get("output_router_logits")
     return bool(model.config.output_router_logits if asked is None else asked)

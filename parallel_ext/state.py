@@ -68,7 +68,7 @@ class ParallelState(nn.Module):
     def get_extra_state(self) -> dict[str, int]:
         mesh = self.mesh
         state = {"tp_rank": mesh.tp_rank, "tp_size": mesh.tp_size}
-        if self.table.mixture:
+        if self.routings:
             state |= {"ep_rank": mesh.ep_rank, "ep_size": mesh.ep_size}
         return state
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Raised, pool
-from reference import Tiny, difference, exact, mesh_of, parallel, shard_differences, worst
-from reference_mixtral import Layout, TinyMixtral, batches
+from reference import Tiny, mesh_of, parallel, shard_differences, worst
+from reference_mixtral import Layout, TinyMixtral, adapter_differences, batches
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import parallel_ext as px
-from parallel_ext.sharded import named_shards, take
 
 TINY = TinyMixtral(num_experts=5)
 
@@ -121,7 +120,7 @@ def _jitter(agreement: bool, seeds_differ: bool) -> None:
 
 REFUSALS = {
     "more ranks than experts": (_more_ranks_than_experts, 4, "ep=4 is more than the 3 experts"),
-    "a model without experts": (_no_experts, 2, "'llama' has no experts; use ep=1"),
+    "a model without experts": (_no_experts, 2, "no layer of this 'llama' has experts; use ep=1"),
     "ep that does not divide the world": (_other_world, 2, "ep=3 does not divide the world"),
     "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model)"),
     "training in eval mode": (_in_eval_mode, 2, "needs px.data_parallel(model)"),
@@ -252,28 +251,8 @@ def test_an_empty_batch_is_refused_with_what_to_pass_instead() -> None:
 
 
 def _adapter(layout: Layout) -> tuple[float, str]:
-    """Gradients of adapters on a Mixtral against PEFT's in one process."""
-    options: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "o_proj", "lm_head"]}
-    options["init_lora_weights"] = False
-    mesh = layout.mesh()
-    model = parallel(TINY.model(), mesh)
-    torch.manual_seed(11)
-    model = peft.get_peft_model(model, px.LoraConfig(**options))
-    plain = peft.get_peft_model(exact(TINY.model()), peft.LoraConfig(**options)).double()
-    trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
-    values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
-    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
-    px.data_parallel(model, mesh)
-    whole, own = batches(TINY, layout.dp)
-    plain(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    truth = {name: p.grad for name, p in plain.named_parameters()}
-    return worst(
-        {
-            name: difference(p.grad, take(truth[name], where, mesh.rank), truth[name])
-            for name, (p, where) in trained.items()
-        }
-    )
+    targets = ["q_proj", "o_proj", "lm_head"]
+    return worst(adapter_differences(TINY, layout, r=3, target_modules=targets))
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)

@@ -15,7 +15,7 @@ MIXTRAL = ModelTable(
     key="k_proj",
     value="v_proj",
     attention_output="o_proj",
-    mlp=MixtureNames(
+    mixture=MixtureNames(
         name="mlp",
         router="gate",
         router_class="MixtralTopKRouter",
@@ -24,9 +24,9 @@ MIXTRAL = ModelTable(
         gate_up="gate_up_proj",
         down="down_proj",
         num_experts="num_local_experts",
-        jitter="router_jitter_noise",
         in_files="block_sparse_moe",
         gate_up_in_files=("w1", "w3"),
         down_in_files="w2",
+        jitter="router_jitter_noise",
     ),
 )

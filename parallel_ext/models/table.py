@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from parallel_ext.layout import (
     AttentionHeads,
@@ -45,10 +46,11 @@ class MixtureNames:
         router, router_class: in the block; replicated. Returns logits, weights and expert ids.
         experts, experts_class: in the block; its two parameters are dealt to the ep ranks.
         gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
-        num_experts, jitter: attributes of the configuration.
+        num_experts: attribute of the configuration.
         in_files: name of the block in files.
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``.
+        jitter: attribute of the configuration, the noise of the router; None where it has none.
     """
 
     name: str
@@ -59,10 +61,14 @@ class MixtureNames:
     gate_up: str
     down: str
     num_experts: str
-    jitter: str
     in_files: str
     gate_up_in_files: tuple[str, str]
     down_in_files: str
+    jitter: str | None = None
+
+    def jitter_of(self, config: Any) -> float:
+        """The noise that ``config`` asks of the router in training."""
+        return 0.0 if self.jitter is None else getattr(config, self.jitter)
 
     def modules(self) -> tuple[str, ...]:
         """Paths, in a layer, of all modules that are replaced or given a hook."""
@@ -104,7 +110,10 @@ class ModelTable:
         attention: name in a layer; its inputs are copied to the ranks, its heads are cut.
         query, key, value: names in the attention; cut by output features, whole heads.
         attention_output: name in the attention; cut by input features.
-        mlp: the names in a layer's MLP, or in what stands in its place.
+        head_norms: names in the attention of the norms of single heads. All heads share the weights
+            of one, which are replicated; each rank normalises its own heads.
+        mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
+            has it.
     """
 
     model_type: str
@@ -116,22 +125,43 @@ class ModelTable:
     key: str
     value: str
     attention_output: str
-    mlp: MLPNames | MixtureNames
+    head_norms: tuple[str, ...] = ()
+    mlp: MLPNames | None = None
+    mixture: MixtureNames | None = None
 
-    @property
-    def mixture(self) -> MixtureNames | None:
-        """The names of the mixture of experts, if there is one."""
-        return self.mlp if isinstance(self.mlp, MixtureNames) else None
+    def layer_paths(self, num_layers: int) -> tuple[str, ...]:
+        """Paths of the decoder layers."""
+        return tuple(f"{self.layers}.{index}" for index in range(num_layers))
 
-    def modules(self, num_layers: int) -> tuple[str, ...]:
-        """Paths of all modules that are replaced or given a hook."""
-        heads = (self.query, self.key, self.value, self.attention_output)
+    def block(self, layer: str, names: Container[str]) -> MLPNames | MixtureNames:
+        """What follows the attention in one layer.
+
+        Args:
+            layer: its path.
+            names: of the model's parameters.
+        """
+        if self.mlp is None or self.mixture is None:
+            return self.mlp or self.mixture
+        experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}.{self.mixture.down}"
+        return self.mixture if experts in names else self.mlp
+
+    def mixtures(self, num_layers: int, names: Container[str]) -> tuple[str, ...]:
+        """Paths of the layers that have a mixture of experts; the arguments are as above."""
+        layers = self.layer_paths(num_layers)
+        return tuple(path for path in layers if self.block(path, names) is self.mixture)
+
+    def modules(self, num_layers: int, names: Container[str]) -> tuple[str, ...]:
+        """Paths of all modules that are replaced or given a hook; the arguments are as above."""
+        heads = (self.query, self.key, self.value, self.attention_output, *self.head_norms)
         attention = (self.attention, *(f"{self.attention}.{name}" for name in heads))
-        layers = (f"{self.layers}.{index}" for index in range(num_layers))
         return (
             self.embedding,
             self.head,
-            *(f"{layer}.{name}" for layer in layers for name in (*attention, *self.mlp.modules())),
+            *(
+                f"{layer}.{name}"
+                for layer in self.layer_paths(num_layers)
+                for name in (*attention, *self.block(layer, names).modules())
+            ),
         )
 
 
@@ -174,7 +204,7 @@ def plan(
 
     Raises:
         ValueError: ``tp_size`` is larger than the attention heads can serve, or ``ep_size`` than
-            the number of experts.
+            the number of experts; or a norm is not one of single heads.
     """
     heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
     rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
@@ -190,21 +220,28 @@ def plan(
 
     for path in (table.embedding, table.head):
         cut_all(path, 0, rows)
-    for layer in (f"{table.layers}.{index}" for index in range(num_layers)):
-        attention, mlp = f"{layer}.{table.attention}", f"{layer}.{table.mlp.name}"
+    for layer in table.layer_paths(num_layers):
+        block = table.block(layer, shapes)
+        attention, mlp = f"{layer}.{table.attention}", f"{layer}.{block.name}"
         query, key_value = _features(heads, sizes.head_dim)
         cut_all(f"{attention}.{table.query}", 0, query)
         cut_all(f"{attention}.{table.key}", 0, key_value)
         cut_all(f"{attention}.{table.value}", 0, key_value)
         cut_all(f"{attention}.{table.attention_output}", 1, query)
-        if isinstance(table.mlp, MLPNames):
-            inner = split(shapes[f"{mlp}.{table.mlp.output}.weight"][1], tp_size)
-            for name in table.mlp.inputs:
+        for name in (f"{attention}.{norm}.weight" for norm in table.head_norms):
+            if shapes.get(name) != (sizes.head_dim,):
+                raise ValueError(
+                    f"{name} has the shape {shapes.get(name)}, but a norm of single heads has "
+                    f"({sizes.head_dim},); a norm over all heads cannot be cut with them"
+                )
+        if isinstance(block, MLPNames):
+            inner = split(shapes[f"{mlp}.{block.output}.weight"][1], tp_size)
+            for name in block.inputs:
                 cut_all(f"{mlp}.{name}", 0, inner)
-            cut_all(f"{mlp}.{table.mlp.output}", 1, inner)
+            cut_all(f"{mlp}.{block.output}", 1, inner)
             continue
-        for attribute in (table.mlp.gate_up, table.mlp.down):
-            name = f"{mlp}.{table.mlp.experts}.{attribute}"
+        for attribute in (block.gate_up, block.down):
+            name = f"{mlp}.{block.experts}.{attribute}"
             num_experts = shapes[name][0]
             if ep_size > num_experts:
                 raise ValueError(
@@ -212,7 +249,7 @@ def plan(
                     "hold none"
                 )
             tensors[name] = cut(name, shapes[name], 0, split(num_experts, ep_size))
-        parts |= {name: tuple(found) for name, found in table.mlp.parts(layer, shapes).items()}
+        parts |= {name: tuple(found) for name, found in block.parts(layer, shapes).items()}
     for name, shape in shapes.items():
         if name not in tied and name not in tensors:
             tensors[name] = TensorLayout(name, shape)

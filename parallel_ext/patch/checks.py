@@ -45,7 +45,8 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
     known = {}
     if (mixture := table.mixture) is not None:
         known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
-    for path in table.modules(len(model.get_submodule(table.layers))):
+    num_layers = len(model.get_submodule(table.layers))
+    for path in table.modules(num_layers, _parameter_names(model)):
         module = model.get_submodule(path)
         if (expected := known.get(path.rpartition(".")[2])) is not None:
             if type(module).__name__ != expected:
@@ -56,13 +57,17 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
             _check_bare(path, module)
             continue
         if not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue  # an attention or an MLP, which stays
+            continue  # an attention, its norms, an MLP, which stay
         if type(module) not in (nn.Linear, nn.Embedding):
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
                 "can be cut, whose forward is known"
             )
         _check_bare(path, module)
+
+
+def _parameter_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
 
 
 def _check_bare(path: str, module: nn.Module) -> None:
@@ -79,7 +84,8 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if table.mixture:
         of_model += _MIXTURE_MODEL_ATTRIBUTES
-        of_config += (table.mixture.num_experts, table.mixture.jitter, "output_router_logits")
+        of_config += (table.mixture.num_experts, "output_router_logits")
+        of_config += (table.mixture.jitter,) if table.mixture.jitter else ()
     missing = [f"{type(model).__name__}.{n}" for n in of_model if not hasattr(model, n)]
     missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
 
@@ -92,10 +98,10 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
 
     layers = find(table.layers)
     num_layers = len(layers) if layers is not None else 0
-    for path in table.modules(num_layers):
+    for path in table.modules(num_layers, _parameter_names(model)):
         find(path)
-    for index in range(num_layers):
-        attention = f"{table.layers}.{index}.{table.attention}"
+    for layer in table.layer_paths(num_layers):
+        attention = f"{layer}.{table.attention}"
         if attention not in missing:
             owner = model.get_submodule(attention)
             missing += [f"{attention}.{n}" for n in _ATTENTION_ATTRIBUTES if not hasattr(owner, n)]
@@ -142,17 +148,18 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
 
 def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bool) -> None:
     """What a model with a mixture of experts must be, and one without."""
-    mixture = table.mixture
-    if mixture is None:
+    mixture, num_layers = table.mixture, len(model.get_submodule(table.layers))
+    layers = table.mixtures(num_layers, _parameter_names(model))
+    if mixture is None or not layers:
         if mesh.ep_size > 1:
             raise ValueError(
-                f"parallelize: the mesh has ep={mesh.ep_size}, but {table.model_type!r} has no "
-                "experts; use ep=1"
+                f"parallelize: the mesh has ep={mesh.ep_size}, but no layer of this "
+                f"{table.model_type!r} has experts; use ep=1"
             )
         return
     num_experts = getattr(model.config, mixture.num_experts)
-    for index in range(len(model.get_submodule(table.layers))):
-        path = f"{table.layers}.{index}.{mixture.name}.{mixture.experts}"
+    for layer in layers:
+        path = f"{layer}.{mixture.name}.{mixture.experts}"
         for attribute in (mixture.gate_up, mixture.down):
             shape = tuple(getattr(model.get_submodule(path), attribute).shape)
             if len(shape) != 3 or shape[0] != num_experts:
@@ -160,7 +167,8 @@ def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bo
                     f"parallelize: {path}.{attribute} has the shape {shape}, but "
                     f"config.{mixture.num_experts} is {num_experts}; is it sharded already?"
                 )
-    jitters = getattr(model.config, mixture.jitter) > 0 and mesh.tp_size > 1
+    noise = mixture.jitter_of(model.config)
+    jitters = noise > 0 and mesh.tp_size > 1
     if jitters and model.config.attention_dropout:
         raise ValueError(
             f"parallelize: config.{mixture.jitter} and attention_dropout are both set; under "
@@ -169,8 +177,8 @@ def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bo
         )
     if jitters and not agreement:
         raise ValueError(
-            f"parallelize: config.{mixture.jitter} is {getattr(model.config, mixture.jitter)}; the "
-            "tp ranks must draw the same noise, which agreement=False does not check"
+            f"parallelize: config.{mixture.jitter} is {noise}; the tp ranks must draw the same "
+            "noise, which agreement=False does not check"
         )
 
 

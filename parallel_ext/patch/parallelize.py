@@ -17,10 +17,10 @@ from parallel_ext.agreement import Agreement
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.mesh import Mesh
-from parallel_ext.models.table import MixtureNames, ModelSizes, ModelTable, plan
+from parallel_ext.models.table import MixtureNames, MLPNames, ModelSizes, ModelTable, plan
 from parallel_ext.moe import ExpertParallelExperts, Routing
 from parallel_ext.ops import Group
-from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.partial_gradients import PartialGradients, UsedInParts
 from parallel_ext.patch.checks import (
     check_equal,
     check_mixture,
@@ -67,8 +67,9 @@ def parallelize(
     the whole model.
 
     Args:
-        model: a model whose ``config.model_type`` has a table (``llama``, ``mixtral``), with equal
-            weights on all ranks. Its modules are replaced, so optimizers are built afterwards.
+        model: a model whose ``config.model_type`` has a table (``llama``, ``mixtral``,
+            ``qwen3_moe``), with equal weights on all ranks. Its modules are replaced, so optimizers
+            are built afterwards.
         mesh: from :func:`parallel_ext.init_mesh`.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None
@@ -216,6 +217,11 @@ class _Replacer:
     def row(self, path: str) -> None:
         self._put(path, RowParallelLinear(*self._shards(path), self.mesh.tp, self.partials))
 
+    def head_norm(self, path: str) -> None:
+        if self.mesh.tp_size > 1:
+            norm = self.model.get_submodule(path)
+            UsedInParts(path, self.mesh.tp).attach(norm, self.partials)
+
     def mixture(self, path: str, names: MixtureNames) -> None:
         mesh, routing = self.mesh, Routing()
         router = self.model.get_submodule(f"{path}.{names.router}")
@@ -257,19 +263,21 @@ def _replace_modules(
             replicas = mesh.tp_subgroup(partition)
     replace = _Replacer(model, layout, mesh, partials)
     replace.embedding(table.embedding)
-    for index in range(num_layers):
-        attention = f"{table.layers}.{index}.{table.attention}"
-        mlp = f"{table.layers}.{index}.{table.mlp.name}"
+    for layer in table.layer_paths(num_layers):
+        block = table.block(layer, layout)
+        attention, mlp = f"{layer}.{table.attention}", f"{layer}.{block.name}"
         replace.column(f"{attention}.{table.query}")
         replace.column(f"{attention}.{table.key}", replicas)
         replace.column(f"{attention}.{table.value}", replicas)
         replace.row(f"{attention}.{table.attention_output}")
-        if isinstance(table.mlp, MixtureNames):
-            replace.mixture(mlp, table.mlp)
+        for name in table.head_norms:
+            replace.head_norm(f"{attention}.{name}")
+        if isinstance(block, MixtureNames):
+            replace.mixture(mlp, block)
         else:
-            for name in table.mlp.inputs:
+            for name in block.inputs:
                 replace.column(f"{mlp}.{name}")
-            replace.row(f"{mlp}.{table.mlp.output}")
+            replace.row(f"{mlp}.{block.output}")
         query = layout[f"{attention}.{table.query}.weight"].local_shape(mesh.rank)
         key = layout[f"{attention}.{table.key}.weight"].local_shape(mesh.rank)
         model.get_submodule(attention).num_key_value_groups = query[0] // key[0]
@@ -300,14 +308,16 @@ def _attach(
     for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
         setattr(model, name, MethodType(_in_place_of(type(model), name), model))
     if mesh.tp_size > 1 or mesh.ep_size > 1:
-        cut = f"tp={mesh.tp_size}, ep={mesh.ep_size}" if table.mixture else f"tp={mesh.tp_size}"
+        cut = f"tp={mesh.tp_size}, ep={mesh.ep_size}" if state.routings else f"tp={mesh.tp_size}"
         model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(cut)
     if mesh.tp_size > 1:
-        # A mixture takes its slice of the tokens itself; its router sees all of them on every rank.
-        entered = (table.attention, *([] if table.mixture else [table.mlp.name]))
-        for layer in model.get_submodule(table.layers):
+        for layer in table.layer_paths(len(model.get_submodule(table.layers))):
+            entered, block = [table.attention], table.block(layer, state.layout)
+            # A mixture takes its slice of the tokens itself; its router sees all on every rank.
+            if isinstance(block, MLPNames):
+                entered.append(block.name)
             for name in entered:
-                module = layer.get_submodule(name)
+                module = model.get_submodule(f"{layer}.{name}")
                 module.register_forward_pre_hook(CopyInput(mesh.tp), with_kwargs=True)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)
