@@ -77,7 +77,7 @@ def exact_norms(model: transformers.PreTrainedModel) -> transformers.PreTrainedM
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
 
     for module in model.modules():
-        if type(module).__name__ in ("LlamaRMSNorm", "MixtralRMSNorm"):
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(norm, module)
     return model
 

@@ -1,20 +1,34 @@
-"""A small Mixtral, its routing made as uneven as a test wants it, and its layouts."""
+"""Small mixtures of experts, their routing made as uneven as a test wants it, and layouts."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
-from reference import Tiny, batch, difference, exact, gradients_of, shard_differences
+from reference import (
+    Tiny,
+    batch,
+    difference,
+    exact,
+    gradients_of,
+    parallel,
+    shard_differences,
+    worst,
+)
+from safetensors import safe_open
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.sharded import named_shards, take
 
 
 @dataclass(frozen=True)
@@ -65,14 +79,17 @@ def _skew(kind: str, num_experts: int, ep: int) -> torch.Tensor:
 
 
 def _router(self: Any, hidden: torch.Tensor) -> Any:
-    """HuggingFace's, in fp64 where the model is, plus the skew of a test."""
+    """HuggingFace's of either model, in fp64 where the model is, plus the skew of a test."""
     hidden = hidden.reshape(-1, self.hidden_dim)
     logits = nn.functional.linear(hidden, self.weight)
     logits = logits + getattr(self, "skew", 0.0)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     values, indices = torch.topk(logits.to(wide).softmax(-1), self.top_k, dim=-1)
-    values = values / values.sum(-1, keepdim=True)
-    return logits, values, indices
+    if not hasattr(self, "norm_topk_prob"):  # Mixtral's
+        return logits, values / values.sum(-1, keepdim=True), indices
+    if self.norm_topk_prob:
+        values = values / values.sum(-1, keepdim=True)
+    return logits, values.to(logits.dtype), indices
 
 
 _fp32_balance = modeling_mixtral.load_balancing_loss_func
@@ -131,21 +148,55 @@ class TinyMixtral:
             **dict(self.options),
         )
 
-    def model(self, seed: int = 1) -> transformers.MixtralForCausalLM:
+    def model(self, seed: int = 1) -> transformers.PreTrainedModel:
         """The single-process model, the same on every rank."""
         torch.manual_seed(seed)
-        model = transformers.MixtralForCausalLM(self.config()).to(self.dtype).train()
+        model = transformers.AutoModelForCausalLM.from_config(self.config())
+        model = model.to(self.dtype).train()
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, mean=1.0, std=0.3)
             elif "gate.weight" in name or "experts" in name:  # else nearly uniform, and nearly zero
                 nn.init.normal_(parameter, std=0.3)
-        modeling_mixtral.MixtralTopKRouter.forward = _router
-        modeling_mixtral.load_balancing_loss_func = _balance
-        if self.skew != "as drawn":
-            for layer in model.model.layers:
-                layer.mlp.gate.skew = _skew(self.skew, self.num_experts, 2).to(self.dtype)
+        sys.modules[type(model).__module__].load_balancing_loss_func = _balance
+        for block in (layer.mlp for layer in model.model.layers):
+            if hasattr(block, "gate"):
+                type(block.gate).forward = _router
+                if self.skew != "as drawn":
+                    block.gate.skew = _skew(self.skew, self.num_experts, 2).to(self.dtype)
         return model if self.dtype != torch.float64 else exact(model)
+
+
+@dataclass(frozen=True)
+class TinyQwen3Moe(TinyMixtral):
+    """A small Qwen3-MoE: a dense layer and one of experts, heads of another size than usual."""
+
+    num_experts: int = 5
+
+    def config(self) -> transformers.Qwen3MoeConfig:
+        options: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": 8 * self.heads,
+            "head_dim": 6,
+            "intermediate_size": 11,
+            "moe_intermediate_size": 13,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "tie_word_embeddings": self.tied,
+            "output_router_logits": self.balance,
+            "router_aux_loss_coef": 0.5,
+            "max_position_embeddings": 128,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "experts_implementation": "eager",
+        }
+        return transformers.Qwen3MoeConfig(**{**options, **dict(self.options)})
 
 
 def batches(
@@ -191,3 +242,45 @@ def training_differences(
     for name, error in shard_differences(model, after, gradients=False).items():
         differences[f"{name} after {steps} steps"] = error
     return differences
+
+
+def adapter_differences(tiny: TinyMixtral, layout: Layout, **options: Any) -> dict[str, float]:
+    """Of the gradients of an adapter, and of what it trains whole, from PEFT in one process."""
+    mesh = layout.mesh()
+    model = parallel(tiny.model(), mesh)
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, px.LoraConfig(init_lora_weights=False, **options))
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    plain = peft.get_peft_model(exact(tiny.model()), config).double()
+    trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
+    values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
+    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
+    px.data_parallel(model, mesh)
+    whole, own = batches(tiny, layout.dp)
+    plain(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    truth = {name: p.grad for name, p in plain.named_parameters()}
+    return {
+        name: difference(p.grad, take(truth[name], where, mesh.rank), truth[name])
+        for name, (p, where) in trained.items()
+    }
+
+
+def saved_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a saved model; none is in two files."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert not set(file.keys()) & tensors.keys()
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def load_and_save(layout: Layout, whole: Path, ours: Path, tiny: TinyMixtral) -> tuple[float, str]:
+    """Load what transformers has saved, save it again; how far the loaded model is from it."""
+    mesh = layout.mesh()
+    model = px.from_pretrained(whole, mesh, dtype=tiny.dtype, attn_implementation="sdpa")
+    px.data_parallel(model, mesh)
+    model(**batches(tiny, layout.dp)[1][mesh.dp_rank])  # leaves FSDP's parameters gathered
+    model.save_pretrained(ours, max_shard_size=20_000)
+    return worst(shard_differences(model, dict(tiny.model().named_parameters()), False))

@@ -12,32 +12,11 @@ import torch
 import transformers
 from ranks import Raised, pool
 from reference import batch, shard_differences, worst
-from reference_mixtral import Layout, TinyMixtral, batches
-from safetensors import safe_open
+from reference_mixtral import Layout, TinyMixtral, load_and_save, saved_tensors
 
 import parallel_ext as px
 
 TINY = TinyMixtral(num_experts=5, dtype=torch.float32)
-
-
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a saved model; none is in two files."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            assert not set(file.keys()) & tensors.keys()
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
-
-
-def _save_and_load(layout: Layout, whole: Path, ours: Path, tiny: TinyMixtral) -> tuple[float, str]:
-    """Load what transformers has saved, save it again; how far the loaded model is from it."""
-    mesh = layout.mesh()
-    model = px.from_pretrained(whole, mesh, dtype=tiny.dtype, attn_implementation="sdpa")
-    px.data_parallel(model, mesh)
-    model(**batches(tiny, layout.dp)[1][mesh.dp_rank])  # leaves FSDP's parameters gathered
-    model.save_pretrained(ours, max_shard_size=20_000)
-    return worst(shard_differences(model, dict(tiny.model().named_parameters()), False))
 
 
 LAYOUTS = [
@@ -60,9 +39,9 @@ def test_a_saved_mixtral_is_that_of_the_hub(layout: Layout, tied: bool, tmp_path
     tiny = replace(TINY, tied=tied)
     whole, ours = tmp_path / "whole", tmp_path / "ours"
     tiny.model().save_pretrained(whole)
-    for error, name in pool(layout.world).run(_save_and_load, layout, whole, ours, tiny):
+    for error, name in pool(layout.world).run(load_and_save, layout, whole, ours, tiny):
         assert error == 0, name
-    expected, found = _tensors(whole), _tensors(ours)
+    expected, found = saved_tensors(whole), saved_tensors(ours)
     assert "model.layers.1.block_sparse_moe.experts.4.w3.weight" in found
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -117,7 +96,7 @@ def _loaded_from(path: Path) -> None:
 def _edit(directory: Path, change: Any) -> None:
     from safetensors.torch import save_file
 
-    tensors = _tensors(directory)
+    tensors = saved_tensors(directory)
     change(tensors)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 

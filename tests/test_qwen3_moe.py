@@ -1,0 +1,313 @@
+"""A Qwen3-MoE spread over any (dp, tp, ep) trains, saves and generates as the single process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from ranks import Raised, pool
+from reference import batch, gradients_of, parallel, shard_differences, worst
+from reference_mixtral import (
+    Layout,
+    TinyQwen3Moe,
+    adapter_differences,
+    batches,
+    load_and_save,
+    saved_tensors,
+    training_differences,
+)
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext import ops
+
+TINY = TinyQwen3Moe()
+SHARED = TinyQwen3Moe(key_value_heads=1)  # under tp, ranks hold the same key-value head
+
+
+def _spread(tiny: TinyQwen3Moe, layout: Layout, zero: int = 2) -> tuple[Any, Any, px.Mesh]:
+    """The single-process model, the parallel one, and its mesh."""
+    reference, mesh = tiny.model(), layout.mesh()
+    return reference, px.data_parallel(parallel(reference, mesh), mesh, zero), mesh
+
+
+def _parity(tiny: TinyQwen3Moe, layout: Layout, zero: int) -> dict[str, float]:
+    return training_differences(*_spread(tiny, layout, zero), tiny, 2)
+
+
+def _options(**options: Any) -> TinyQwen3Moe:
+    layers = options.pop("layers", 2)
+    return TinyQwen3Moe(layers=layers, options=tuple(options.items()))
+
+
+CASES = {
+    "one rank": (TINY, Layout(1, 1, 1), 2),
+    "cut heads": (TINY, Layout(1, 2, 1), 2),
+    "cut heads and experts": (TINY, Layout(1, 2, 2), 2),
+    "three ranks for five experts": (TINY, Layout(1, 3, 3), 2),
+    "experts dealt to batches": (TINY, Layout(2, 1, 2), 3),
+    "two batches, four ranks of experts": (TINY, Layout(2, 2, 4), 2),
+    "ZeRO 3": (TINY, Layout(2, 2, 2), 3),
+    "four batches": (TINY, Layout(4, 1, 2), 2),
+    "shared key-value heads, one batch": (SHARED, Layout(1, 4, 2), 2),
+    "shared key-value heads": (SHARED, Layout(2, 2, 1), 2),
+    "biases": (_options(attention_bias=True), Layout(1, 2, 2), 2),
+    "a sliding window": (_options(use_sliding_window=True, sliding_window=3), Layout(1, 2, 2), 2),
+    "weights as drawn": (_options(norm_topk_prob=False), Layout(2, 1, 2), 2),
+    "tied weights": (TinyQwen3Moe(tied=True), Layout(1, 2, 2), 2),
+    "every third layer sparse": (
+        _options(mlp_only_layers=[], decoder_sparse_step=3, layers=3),
+        Layout(1, 2, 2),
+        2,
+    ),
+    "all layers sparse": (_options(mlp_only_layers=[]), Layout(2, 1, 1), 2),
+    "no layer sparse": (_options(num_experts=0), Layout(2, 2, 1), 3),
+    "an expert without tokens": (TinyQwen3Moe(skew="an idle expert"), Layout(1, 2, 2), 2),
+    "balance loss": (TinyQwen3Moe(balance=True, skew="zipf"), Layout(1, 2, 2), 2),
+    "balance loss of two batches": (TinyQwen3Moe(balance=True, skew="zipf"), Layout(2, 2, 4), 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_single_process(case: str) -> None:
+    tiny, layout, zero = CASES[case]
+    for differences in pool(layout.world).run(_parity, tiny, layout, zero):
+        error, name = worst(differences)
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def _backwards(layout: Layout, zero: int, how: str) -> dict[str, float]:
+    """Gradients of two batches that come one after the other."""
+    reference, model, mesh = _spread(SHARED, layout, zero)
+    if "reentrant" in how:
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    for seed in (3, 4):
+        whole, own = batches(SHARED, layout.dp, seed=seed)
+        reference(**whole).loss.backward()
+        loss = model(**own[mesh.dp_rank]).loss
+        if seed == 3 and how == "no_sync":
+            with px.no_sync(model):
+                loss.backward()
+        else:
+            loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "no_sync"])
+@pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 2, 2), 2), (Layout(2, 2, 4), 3)], ids=str)
+def test_gradients_are_kept_by_checkpointing_and_accumulation(
+    layout: Layout, zero: int, how: str
+) -> None:
+    for differences in pool(layout.world).run(_backwards, layout, zero, how):
+        error, name = worst(differences)
+        assert error <= 1e-10, name
+
+
+# The norms of heads: each rank normalises its own.
+
+
+def _norms(layout: Layout, how: str) -> tuple[dict[str, float], dict[str, int]]:
+    """Differences of the gradients of norms of heads, and the collectives of the backward."""
+    reference, mesh = TINY.model(), layout.mesh()
+    model = parallel(reference, mesh)
+    if how == "copied":
+        model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        if how == "not summed":
+            layer.self_attn.q_norm.used_in_parts.group = ops.ALONE
+        elif how == "frozen":
+            for one in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                one.requires_grad_(False)
+    px.data_parallel(model, mesh)
+    whole, own = batches(TINY, layout.dp)
+    reference(**whole).loss.backward()
+    loss = model(**own[mesh.dp_rank]).loss
+    px._C.reset_collective_counts()
+    loss.backward()
+    counts = px._C.collective_counts()
+    differences = {}
+    if how != "frozen":
+        differences = shard_differences(model, gradients_of(reference), True)
+    return {name: error for name, error in differences.items() if "_norm." in name}, counts
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 2, 1)], ids=str)
+def test_parity_notices_a_missing_sum_of_a_norms_gradient(layout: Layout) -> None:
+    for differences, _ in pool(layout.world).run(_norms, layout, "not summed"):
+        assert differences["model.layers.0.self_attn.q_norm.weight"] > 1e-3
+        assert differences["model.layers.0.self_attn.k_norm.weight"] < 1e-10
+
+
+def test_a_copy_of_the_model_sums_its_own_gradients() -> None:
+    for differences, _ in pool(2).run(_norms, Layout(1, 2, 2), "copied"):
+        assert worst(differences)[0] <= 1e-10
+
+
+def test_all_norms_together_take_one_collective_and_none_when_frozen() -> None:
+    counts = {}
+    for how in ("trained", "frozen"):
+        _, counts[how] = pool(2).run(_norms, Layout(1, 2, 2), how)[0]
+    assert counts["trained"]["all_reduce"] == counts["frozen"]["all_reduce"] + 1
+
+
+# Files.
+
+
+def _of_hub(directory: Path) -> None:
+    """Let the configuration name the number of experts as the files of the hub do."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["num_experts"] = config.pop("num_local_experts")
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(Layout(1, 2, 2), Layout(2, 1, 2)), (Layout(2, 2, 4), Layout(1, 3, 3))],
+    ids=str,
+)
+def test_files_are_those_of_the_hub_at_every_layout(
+    first: Layout, second: Layout, tmp_path: Path
+) -> None:
+    tiny = TinyQwen3Moe(dtype=torch.float32)
+    whole, ours, again = (tmp_path / name for name in ("whole", "ours", "again"))
+    tiny.model().save_pretrained(whole)
+    _of_hub(whole)
+    expected = saved_tensors(whole)
+    assert "model.layers.1.mlp.experts.4.gate_proj.weight" in expected
+    assert "model.layers.0.mlp.gate_proj.weight" in expected
+    for layout, source, target in ((first, whole, ours), (second, ours, again)):
+        for error, name in pool(layout.world).run(load_and_save, layout, source, target, tiny):
+            assert error == 0, name
+        found = saved_tensors(target)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    plain = transformers.AutoModelForCausalLM.from_pretrained(again, experts_implementation="eager")
+    one = batch(tiny.vocab_size)
+    assert torch.equal(plain.train()(**one).logits, tiny.model()(**one).logits)
+
+
+def _generated(layout: Layout) -> tuple[list[int], list[int]]:
+    options = (("use_sliding_window", True), ("sliding_window", 4))
+    tiny = TinyQwen3Moe(dtype=torch.float32, skew="zipf", options=options)
+    reference, model, mesh = _spread(tiny, layout)
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 10 + mesh.dp_rank]])
+    wanted = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    wanted["attention_mask"] = torch.ones_like(prompt)
+    one, other = (m.eval().generate(prompt, **wanted)[0].tolist() for m in (reference, model))
+    return one, other
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 2)], ids=str)
+def test_greedy_generation_equals_the_single_process(layout: Layout) -> None:
+    for expected, found in pool(2).run(_generated, layout):
+        assert found == expected
+        assert len(set(found)) > 3
+
+
+# Adapters.
+
+
+def _adapter(layout: Layout, whole: list[str]) -> dict[str, float]:
+    targets = ["q_proj", "v_proj", "o_proj"]
+    return adapter_differences(SHARED, layout, r=3, target_modules=targets, modules_to_save=whole)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
+def test_adapters_train_as_in_peft_and_so_do_norms_and_keys_beside_them(layout: Layout) -> None:
+    whole = ["q_norm", "k_norm", "k_proj"]
+    for differences in pool(layout.world).run(_adapter, layout, whole):
+        error, name = worst(differences)
+        assert error <= 1e-5, name  # the factors are fp32
+        assert {name.split(".")[-4] for name in differences if "to_save" in name} == set(whole)
+
+
+# check_gradients, and what does not fit.
+
+
+def _checked(layout: Layout, broken: bool, layers: int | None) -> px.GradientReport:
+    _, model, mesh = _spread(TinyQwen3Moe(dtype=torch.float32), layout)
+    if broken:
+        model.model.layers[0].self_attn.k_norm.used_in_parts.group = ops.ALONE
+    return px.check_gradients(model, batches(TINY, layout.dp)[1][mesh.dp_rank], layers)
+
+
+def test_check_gradients_agrees_and_finds_a_missing_sum() -> None:
+    for layers in (None, 1):  # the first one is dense
+        for report in pool(4).run(_checked, Layout(2, 2, 4), False, layers):
+            assert report.worst[1] < 1e-4, report
+            assert any("q_norm" in name for name in report.differences)
+    for report in pool(4).run(_checked, Layout(2, 2, 4), True, None):
+        assert "layers.0.self_attn.k_norm" in report.worst[0]
+        assert report.worst[1] > 0.1
+
+
+def _more_ranks_than_experts() -> None:
+    parallel(TinyQwen3Moe(num_experts=3).model(), Layout(1, 4, 4).mesh())
+
+
+def _only_dense() -> None:
+    parallel(_options(mlp_only_layers=[0, 1]).model(), Layout(1, 2, 2).mesh())
+
+
+def _norm_over_all_heads() -> None:
+    model = TINY.model()
+    attention = model.model.layers[1].self_attn
+    attention.q_norm = type(attention.q_norm)(24)
+    parallel(model, Layout(1, 2, 2).mesh())
+
+
+def _without_norm() -> None:
+    model = TINY.model()
+    del model.model.layers[1].self_attn.k_norm
+    parallel(model, Layout(1, 2, 2).mesh())
+
+
+def _other_experts() -> None:
+    model = TINY.model()
+    model.model.layers[1].mlp.experts.__class__ = type("Fast", (nn.Module,), {})
+    parallel(model, Layout(1, 2, 2).mesh())
+
+
+def _without_data_parallel() -> None:
+    mesh = Layout(2, 1, 2).mesh()
+    parallel(TINY.model(), mesh)(**batches(TINY, 2)[1][mesh.dp_rank])
+
+
+def _router_adapted() -> None:
+    model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
+    peft.get_peft_model(model, px.LoraConfig(target_modules=r".*\.mlp\.gate"))
+
+
+REFUSALS = {
+    "more ranks than experts": (_more_ranks_than_experts, 4, "ep=4 is more than the 3 experts of"),
+    "only dense layers": (_only_dense, 2, "ep=2, but no layer of this 'qwen3_moe' has experts"),
+    "a norm over all heads": (
+        _norm_over_all_heads,
+        2,
+        "layers.1.self_attn.q_norm.weight has the shape (24,), but a norm of single heads has (6,)",
+    ),
+    "a norm that is not there": (_without_norm, 2, "names: model.layers.1.self_attn.k_norm"),
+    "other experts": (_other_experts, 2, "experts is a Fast, not HuggingFace's Qwen3MoeExperts"),
+    "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model)"),
+    "adapters on routers": (_router_adapted, 2, "an adapter on model.layers.1.mlp.gate is not"),
+}
+
+
+def _refused(case: str) -> None:
+    REFUSALS[case][0]()
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_is_refused(case: str) -> None:
+    _, ranks, message = REFUSALS[case]
+    for raised in pool(ranks).run_raising(_refused, case, timeout_s=60):
+        assert isinstance(raised, Raised), case
+        assert message in raised.text
