@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from ranks import Raised, pool
-from reference import batch, gradients_of, parallel, shard_differences, worst
+from reference import batch, exact, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import (
     Layout,
     TinyQwen3Moe,
@@ -26,6 +26,7 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.partial_gradients import PartialGradients, UsedInParts
 
 TINY = TinyQwen3Moe()
 SHARED = TinyQwen3Moe(key_value_heads=1)  # under tp, ranks hold the same key-value head
@@ -156,6 +157,16 @@ def test_all_norms_together_take_one_collective_and_none_when_frozen() -> None:
     assert counts["trained"]["all_reduce"] == counts["frozen"]["all_reduce"] + 1
 
 
+def test_a_module_keeps_its_own_parameters_also_after_a_forward_that_raises() -> None:
+    norm = nn.LayerNorm(3)
+    UsedInParts("norm", ops.ALONE).attach(norm, PartialGradients())
+    norm(torch.ones(2, 3))
+    assert "weight" not in vars(norm)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        norm(torch.ones(2, 4))
+    assert "weight" not in vars(norm)
+
+
 # Files.
 
 
@@ -227,6 +238,29 @@ def test_adapters_train_as_in_peft_and_so_do_norms_and_keys_beside_them(layout: 
         error, name = worst(differences)
         assert error <= 1e-5, name  # the factors are fp32
         assert {name.split(".")[-4] for name in differences if "to_save" in name} == set(whole)
+
+
+def _adapter_in_files(path: Path) -> tuple[float, float]:
+    """The loss with an adapter that was trained, and with the same read back."""
+    mesh, (one, _) = Layout(1, 2, 2).mesh(), batches(TINY, 1)
+    torch.manual_seed(11)
+    config = px.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], modules_to_save=["q_norm"])
+    model = peft.get_peft_model(parallel(TINY.model(), mesh), config)
+    model(**one).loss.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
+    model.save_pretrained(path)
+    again = peft.PeftModel.from_pretrained(parallel(TINY.model(), mesh), path)
+    return model(**one).loss.item(), again.train()(**one).loss.item()
+
+
+def test_an_adapter_and_norms_beside_it_are_read_back_and_by_peft(tmp_path: Path) -> None:
+    plain = exact(TINY.model())
+    before = plain(**batches(TINY, 1)[0]).loss.item()
+    for trained, loaded in pool(2).run(_adapter_in_files, tmp_path):
+        assert loaded == pytest.approx(trained, rel=1e-6)  # the factors are fp32
+    plain = peft.PeftModel.from_pretrained(plain, tmp_path).double()
+    assert plain(**batches(TINY, 1)[0]).loss.item() == pytest.approx(trained, rel=1e-6)
+    assert abs(trained - before) > 1e-2
 
 
 # check_gradients, and what does not fit.

@@ -50,11 +50,15 @@ def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
             f"{what}: only LoRA is supported on a parallel model, not {type(config).__name__}"
         )
     default = peft.LoraConfig()
+
+    def changed(name: str) -> bool:
+        # PEFT writes an empty list where nothing was given, as in target_parameters
+        return (getattr(config, name) or None) != (getattr(default, name) or None)
+
     given = [
         f"{field.name}={getattr(config, field.name)!r}"
         for field in dataclasses.fields(peft.LoraConfig)
-        if field.name not in _SUPPORTED
-        and getattr(config, field.name) != getattr(default, field.name)
+        if field.name not in _SUPPORTED and changed(field.name)
     ]
     if config.init_lora_weights not in (True, False, "gaussian"):
         given.append(f"init_lora_weights={config.init_lora_weights!r}")
