@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,24 @@ def training_differences(
     for name, error in shard_differences(model, after, gradients=False).items():
         differences[f"{name} after {steps} steps"] = error
     return differences
+
+
+def errors_in(
+    tiny: TinyMixtral, layout: Layout, dtype: torch.dtype
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
+    exact = tiny.model()
+    single = replace(tiny, dtype=dtype).model()
+    single.load_state_dict(exact.state_dict())
+    mesh = layout.mesh()
+    model = px.data_parallel(parallel(single, mesh), mesh)
+    whole, own = batches(tiny, layout.dp)
+    exact(**whole).loss.backward()
+    single(**whole).loss.backward()
+    model(**own[mesh.dp_rank]).loss.backward()
+    truth = gradients_of(exact)
+    theirs = {name: difference(g, truth[name]) for name, g in gradients_of(single).items()}
+    return shard_differences(model, truth, True), theirs
 
 
 def adapter_differences(tiny: TinyMixtral, layout: Layout, **options: Any) -> dict[str, float]:

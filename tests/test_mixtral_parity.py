@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ranks import pool
-from reference import FLOOR, difference, gradients_of, parallel, shard_differences, worst
+from reference import FLOOR, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import (
     SKEWS,
     Layout,
     TinyMixtral,
     batches,
+    errors_in,
     layouts_of,
     training_differences,
 )
@@ -281,27 +281,9 @@ def test_parity_notices_a_wrong(broken: str, layout: Layout) -> None:
     assert max(pool(2).run(_without, broken, layout)) > 1e-3
 
 
-def _errors_in(
-    tiny: TinyMixtral, layout: Layout, dtype: torch.dtype
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
-    exact = tiny.model()
-    single = replace(tiny, dtype=dtype).model()
-    single.load_state_dict(exact.state_dict())
-    mesh = layout.mesh()
-    model = px.data_parallel(parallel(single, mesh), mesh)
-    whole, own = batches(tiny, layout.dp)
-    exact(**whole).loss.backward()
-    single(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    truth = gradients_of(exact)
-    theirs = {name: difference(g, truth[name]) for name, g in gradients_of(single).items()}
-    return shard_differences(model, truth, True), theirs
-
-
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
 def test_fp32_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
-    for ours, theirs in pool(layout.world).run(_errors_in, TinyMixtral(), layout, torch.float32):
+    for ours, theirs in pool(layout.world).run(errors_in, TinyMixtral(), layout, torch.float32):
         for name, error in ours.items():
             assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 from ranks import Raised, pool
-from reference import batch, exact, gradients_of, parallel, shard_differences, worst
+from reference import FLOOR, batch, exact, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import (
     Layout,
     TinyQwen3Moe,
     adapter_differences,
     batches,
+    errors_in,
     load_and_save,
     saved_tensors,
     training_differences,
@@ -81,6 +82,12 @@ def test_training_equals_the_single_process(case: str) -> None:
     for differences in pool(layout.world).run(_parity, tiny, layout, zero):
         error, name = worst(differences)
         assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
+    for ours, theirs in pool(2).run(errors_in, TINY, Layout(1, 2, 2), torch.float32):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
 
 
 def _backwards(layout: Layout, zero: int, how: str) -> dict[str, float]:
