@@ -11,6 +11,7 @@
 #include "check.h"
 #include "dispatch.h"
 #include "ops.h"
+#include "workspace.h"
 
 namespace parallel_ext {
 namespace {
@@ -54,7 +55,7 @@ void for_experts(at::IntArrayRef counts, const Use& use) {
 at::Tensor moe_linear_kernel(const at::Tensor& rows, const at::Tensor& weight,
                              at::IntArrayRef counts, double) {
   check_moe_linear("moe_linear", rows, weight, counts);
-  at::Tensor output = at::empty({rows.size(0), weight.size(1)}, rows.options());
+  at::Tensor output = pooled_empty({rows.size(0), weight.size(1)}, rows.options());
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
     at::Tensor out = output.narrow(0, first, count);
     at::mm_out(out, rows.narrow(0, first, count), weight.select(0, expert).t());
@@ -66,7 +67,7 @@ TwoTensors moe_linear_backward_kernel(const at::Tensor& grad_output, const at::T
                                       const at::Tensor& weight, at::IntArrayRef counts,
                                       std::array<bool, 2> needed, double weight_grad_scale) {
   at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
-  if (needed[0]) grad_rows = at::empty(rows.sizes(), rows.options());
+  if (needed[0]) grad_rows = pooled_empty(rows.sizes(), rows.options());
   if (needed[1]) grad_weight = at::empty(weight.sizes(), weight.options());
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
     const at::Tensor grad = grad_output.narrow(0, first, count);
