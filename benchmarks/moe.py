@@ -17,12 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import harness
-from moe_ranks import COMPETITORS, EAGER, FLOOR, GROUPED, OURS
+from moe_ranks import (
+    COMPETITORS,
+    EAGER,
+    FLOOR,
+    GROUPED,
+    LOCAL_COMPETITORS,
+    LOCAL_EAGER,
+    LOCAL_FLOOR,
+    LOCAL_GROUPED,
+    LOCAL_OURS,
+    OURS,
+    TITAN,
+)
 
 RANKS = Path(__file__).with_name("moe_ranks.py")
 DTYPES, ROUTINGS = ("float32", "bfloat16"), ("even", "zipf")
 # Relative to the largest element; bf16 sums in other orders.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+# At most so many times the floor; at least so much faster than theirs beside the products.
+OVER_FLOOR, LOCAL_STEPS, GROWTH = {"float32": 1.3, "bfloat16": 1.6}, 3.0, 0.5
 
 
 @dataclass
@@ -35,38 +49,67 @@ class Layer:
     profile: dict[str, str]
 
     def times_of(self, name: str) -> list[float]:
-        return harness.seconds(self.rounds)[name]
+        return harness.seconds(self.rounds).get(name, [])
 
-    def ratio(self, name: str, other: str) -> str:
+    def median(self, name: str) -> float:
+        times = self.times_of(name)
+        return statistics.median(times) if times else float("nan")
+
+    def ratio(self, name: str, other: str) -> float:
         """Median time of one over that of another."""
-        medians = (statistics.median(self.times_of(each)) for each in (name, other))
-        return f"{next(medians) / next(medians):.2f}"
+        return self.median(name) / self.median(other)
+
+    def beside_products(self, peer: str) -> float:
+        """The same of what a layer alone takes beside its products."""
+        floor = self.median(LOCAL_FLOOR)
+        return (self.median(peer) - floor) / (self.median(LOCAL_OURS) - floor)
+
+    def least_growth(self) -> float:
+        """Ours over the least of the peers'."""
+        return self.growth_mib[OURS] / min(self.growth_mib[name] for name in (GROUPED, EAGER))
+
+
+def _judged(value: float, limit: float, met: bool) -> str:
+    return f"{value:.2f} ({limit:g} {'met' if met else '**missed**'})"
 
 
 def tables(results: list[Layer]) -> str:
-    """Times, ratios and memory."""
-    times = [
-        [r.name, *(harness.spread([1e3 * s for s in r.times_of(n)]) for n in COMPETITORS)]
-        for r in results
+    """Ratios, times and memory."""
+    ratios, times, alone, growth = [], [], [], []
+    for r in results:
+        limit = OVER_FLOOR[r.name.split(",")[0]]
+        over, memory = r.ratio(OURS, FLOOR), r.least_growth()
+        beside = [r.beside_products(peer) for peer in (LOCAL_GROUPED, LOCAL_EAGER)]
+        titan = r.ratio(TITAN, OURS)
+        ratios.append(
+            [
+                r.name,
+                *(f"{r.ratio(peer, OURS):.2f}" for peer in (GROUPED, EAGER)),
+                "" if titan != titan else f"{titan:.2f}",
+                _judged(over, limit, over <= limit),
+                *(_judged(value, LOCAL_STEPS, value >= LOCAL_STEPS) for value in beside),
+                _judged(memory, GROWTH, memory <= GROWTH),
+                f"{harness.disturbance(r.rounds):.0%}",
+            ]
+        )
+        spreads = {
+            n: harness.spread([1e3 * s for s in r.times_of(n)]) if r.times_of(n) else ""
+            for n in (*COMPETITORS, *LOCAL_COMPETITORS)
+        }
+        times.append([r.name, *(spreads[name] for name in COMPETITORS)])
+        alone.append([r.name, *(spreads[name] for name in LOCAL_COMPETITORS)])
+        growth.append([r.name, *(f"{r.growth_mib.get(n, 0):.0f}" for n in COMPETITORS[:-1])])
+    heads = [
+        *("grouped_mm / ours", "eager / ours", "torchtitan / ours", "ours / floor"),
+        *("grouped_mm / ours, local steps", "eager / ours, local steps"),
+        *("growth, ours / least of theirs", "disturbed"),
     ]
-    ratios = [
-        [
-            r.name,
-            *(r.ratio(peer, OURS) for peer in (GROUPED, EAGER)),
-            r.ratio(OURS, FLOOR),
-            f"{harness.disturbance(r.rounds):.0%}",
-        ]
-        for r in results
-    ]
-    names = [name for name in COMPETITORS if name != FLOOR]
-    growth = [[r.name, *(f"{r.growth_mib[name]:.0f}" for name in names)] for r in results]
     return "\n\n".join(
         (
-            harness.markdown_table(
-                ["", "grouped_mm / ours", "eager / ours", "ours / floor", "disturbed"], ratios
-            ),
+            harness.markdown_table(["", *heads], ratios),
             harness.markdown_table(["ms: median (min-max)", *COMPETITORS], times),
-            harness.markdown_table(["peak growth, MiB", *names], growth),
+            harness.markdown_table(["ms: median (min-max)", *LOCAL_COMPETITORS], alone),
+            harness.markdown_table(["peak growth, MiB", *COMPETITORS[:-1]], growth),
         )
     )
 

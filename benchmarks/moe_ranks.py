@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import warnings
 from collections.abc import Callable
@@ -13,21 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
 from transformers import MixtralConfig
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import parallel_ext as px
+from parallel_ext import ops
 from parallel_ext.layout import cut, split
 from parallel_ext.moe import ExpertParallelExperts
+from parallel_ext.ops import Group
 from parallel_ext.sharded import take
 
 OURS = "parallel_ext"
 OURS_GLOO = "parallel_ext, gloo only"
 GROUPED = "transformers, grouped_mm"
 EAGER = "transformers, eager"
+TITAN = "torchtitan's dispatcher"
 FLOOR = "GEMMs and 4 exchanges"
-COMPETITORS = (OURS, OURS_GLOO, GROUPED, EAGER, FLOOR)
+COMPETITORS = (OURS, OURS_GLOO, GROUPED, EAGER, TITAN, FLOOR)
+
+# All experts on each rank, and no exchange.
+LOCAL_OURS = "parallel_ext, alone"
+LOCAL_GROUPED = "transformers, grouped_mm, alone"
+LOCAL_EAGER = "transformers, eager, alone"
+LOCAL_FLOOR = "GEMMs alone"
+LOCAL_COMPETITORS = (LOCAL_OURS, LOCAL_GROUPED, LOCAL_EAGER, LOCAL_FLOOR)
 
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 1024, 64, 8, 2, 4096
 
@@ -47,13 +59,13 @@ def _whole(dtype: torch.dtype, implementation: str) -> MixtralExperts:
     return experts.to(dtype)
 
 
-def _ours(mesh: px.Mesh, dtype: torch.dtype) -> ExpertParallelExperts:
-    whole, ranges = _whole(dtype, "eager"), split(EXPERTS, mesh.ep_size)
+def _ours(group: Group, dtype: torch.dtype) -> ExpertParallelExperts:
+    whole, ranges = _whole(dtype, "eager"), split(EXPERTS, group.size)
     layouts = {n: cut(n, tuple(p.shape), 0, ranges) for n, p in whole.named_parameters()}
     shards = [
-        nn.Parameter(take(p.data, layouts[n], mesh.rank)) for n, p in whole.named_parameters()
+        nn.Parameter(take(p.data, layouts[n], group.rank)) for n, p in whole.named_parameters()
     ]
-    return ExpertParallelExperts(*shards, layouts, whole.act_fn, mesh.ep)
+    return ExpertParallelExperts(*shards, layouts, whole.act_fn, group)
 
 
 def _transformers(mesh: px.Mesh, dtype: torch.dtype, implementation: str) -> nn.Module:
@@ -69,11 +81,41 @@ def _transformers(mesh: px.Mesh, dtype: torch.dtype, implementation: str) -> nn.
     return experts
 
 
+class _Titan(nn.Module):
+    """torchtitan's all-to-all dispatcher around a grouped product of the dtype that is measured."""
+
+    def __init__(self, mesh: px.Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        from torchtitan.distributed.utils import set_spmd_backend
+        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+        set_spmd_backend("default")  # whose collectives need no mesh of the whole trainer
+        config = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
+        self.dispatcher = AllToAllTokenDispatcher(config)
+        grid = init_device_mesh("cpu", (mesh.ep_size,), mesh_dim_names=("ep",))
+        self.dispatcher.wire_meshes(ep_mesh=grid["ep"])
+        own = slice(*split(EXPERTS, mesh.ep_size)[mesh.rank])
+        for name, parameter in _whole(dtype, "eager").named_parameters():
+            setattr(self, name, nn.Parameter(parameter.data[own].clone()))
+
+    def forward(
+        self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+        rows, counts, metadata = self.dispatcher.dispatch(tokens, weights, ids, counts)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        gate_up = torch._grouped_mm(rows, self.gate_up_proj.mT, offs=offsets)
+        gate, up = gate_up.chunk(2, dim=-1)
+        rows = torch._grouped_mm(functional.silu(gate) * up, self.down_proj.mT, offs=offsets)
+        return self.dispatcher.combine(rows, metadata, tokens)
+
+
 class _Floor:
     """The products of balanced experts into buffers that stay, and gloo's exchange of the rows."""
 
     def __init__(self, dtype: torch.dtype, ranks: int) -> None:
         self.own, self.rows = EXPERTS // ranks, TOKENS * TOP_K // (EXPERTS // ranks)
+        self.alone = ranks == 1
 
         def room(*shape: int) -> torch.Tensor:
             return torch.randn(shape).to(dtype)
@@ -86,6 +128,8 @@ class _Floor:
         self.a, self.da = (room(self.own, self.rows, INNER) for _ in range(2))
 
     def _exchange(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        if self.alone:
+            return
         as_rows = [t.view(-1, HIDDEN).view(torch.uint8) for t in (out, rows)]
         dist.all_to_all_single(*as_rows)
 
@@ -143,35 +187,42 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Rounds, growth of memory and differences of all competitors."""
     dtype, mesh = getattr(torch, request["dtype"]), px.init_mesh(ep=dist.get_world_size())
     case = _Case(dtype, mesh.rank, request["routing"])
-    ours = _ours(mesh, dtype)
+    ours = _ours(mesh.ep, dtype)
     layers = {
         OURS: ours,
         OURS_GLOO: ours,
         GROUPED: _transformers(mesh, dtype, "grouped_mm"),
         EAGER: _transformers(mesh, dtype, "eager"),
     }
-    floor = _Floor(dtype, mesh.ep_size)
+    if importlib.util.find_spec("torchtitan"):
+        layers[TITAN] = _Titan(mesh, dtype)
+    alone = {
+        LOCAL_OURS: _ours(ops.ALONE, dtype),
+        LOCAL_GROUPED: _whole(dtype, "grouped_mm"),
+        LOCAL_EAGER: _whole(dtype, "eager"),
+    }
+    floors = {FLOOR: _Floor(dtype, mesh.ep_size), LOCAL_FLOOR: _Floor(dtype, 1)}
 
     def turn(name: str) -> Callable[[], list[float]]:
         def run() -> list[float]:
             px._C.set_shared_memory(name != OURS_GLOO)
-            if name == FLOOR:
+            if name in floors:
                 start = time.perf_counter()
-                floor.step()
+                floors[name].step()
                 return [time.perf_counter() - start]
-            return case.step(layers[name])
+            return case.step({**layers, **alone}[name])
 
         return run
 
-    expected = case.results(ours)
-    errors = {n: _error(case.results(layers[n]), expected) for n in (GROUPED, EAGER)}
-    turns = {name: turn(name) for name in COMPETITORS}
+    expected, expected_alone = case.results(ours), case.results(alone[LOCAL_OURS])
+    errors = {n: _error(case.results(layers[n]), expected) for n in layers if n != OURS}
+    errors |= {n: _error(case.results(alone[n]), expected_alone) for n in alone if n != LOCAL_OURS}
+    turns = {name: turn(name) for name in (*layers, *alone, *floors)}
     rounds = harness.interleaved(turns, request["repetitions"], warm_up=2)
     growth = {}
-    for name in COMPETITORS:
-        if name != FLOOR:
-            px.release_workspaces()  # what ours keeps counts as if it were allocated anew
-            growth[name] = harness.peak_growth(turns[name])
+    for name in layers:
+        px.release_workspaces()  # what ours keeps counts as if it were allocated anew
+        growth[name] = harness.peak_growth(turns[name])
     profiles = {}
     if request["profile"]:
         profiles = {name: harness.profile(turns[name]).top(14) for name in (OURS, EAGER)}
