@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -212,10 +213,26 @@ double timeout_of(const Group& group) {
       .count();
 }
 
-void count(const char* what, int64_t number) {
+void count(const std::string& what, int64_t number) {
   std::lock_guard<std::mutex> lock(state_mutex);
   counts[what] += number;
 }
+
+// One transfer of an op between ranks: counts its bytes, and how long the host is in it.
+class Transfer {
+ public:
+  Transfer(const char* op, int64_t bytes) : op_(op) { count(op_ + "/bytes", bytes); }
+  ~Transfer() {
+    const auto taken = std::chrono::steady_clock::now() - start_;
+    count(op_ + "/us", std::chrono::duration_cast<std::chrono::microseconds>(taken).count());
+  }
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+
+ private:
+  const std::string op_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 // What comes before every collective: the optional order check, then the counters.
 Group begin(const char* op, const char* kind, int64_t bytes, const at::Device& device,
@@ -292,10 +309,13 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   // The order check compares the bytes, which here differ from rank to rank.
   Group group = begin(op, "swap", 0, at::kCPU, group_size, group_name);
   const double timeout_s = own_timeout_s.value_or(timeout_of(group));
+  int64_t bytes = 0;
   for (int64_t peer = 0; peer < group_size; ++peer) {
     if (peer == group->getRank()) continue;
-    for (const Span& span : outgoing[peer]) count("swap_bytes", span.bytes);
+    for (const Span& span : outgoing[peer]) bytes += span.bytes;
   }
+  count("swap_bytes", bytes);
+  const Transfer transfer(op, bytes);
   const auto memory = shared_memory_of(group);
   if (memory) {
     count("in_shared_memory", 1);
@@ -336,7 +356,9 @@ at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::ve
   const int64_t num_rows = std::accumulate(received.begin(), received.end(), int64_t{0});
   at::Tensor output = at::empty({num_rows, rows.size(1)}, rows.options());
   const int64_t row_bytes = rows.size(1) * rows.element_size();
-  count("all_to_all_bytes", (rows.size(0) - sent[group->getRank()]) * row_bytes);
+  const int64_t bytes = (rows.size(0) - sent[group->getRank()]) * row_bytes;
+  count("all_to_all_bytes", bytes);
+  const Transfer transfer(op, bytes);
   if (row_bytes == 0) return output;
   at::Tensor in = rows.view(at::kByte), out = output.view(at::kByte);  // every dtype travels
   auto out_splits = received, in_splits = sent;

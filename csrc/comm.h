@@ -49,7 +49,9 @@ at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::ve
                            const std::string& group_name);
 
 // Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank;
-// "in_shared_memory" how many of them no process group carried.
+// "in_shared_memory" how many of them no process group carried. Of swap_bytes and all_to_all_rows,
+// "<op>/bytes" is what the op brought to other ranks, and "<op>/us" the microseconds in it, the
+// wait for other ranks included; on CUDA only those of the host.
 std::map<std::string, int64_t> collective_counts();
 void reset_collective_counts();
 
