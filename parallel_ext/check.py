@@ -71,6 +71,7 @@ def check_gradients(
     Raises:
         TypeError: the model was not parallelized.
         NotImplementedError: the model has adapters.
+        RuntimeError: its routing is forced, which the single process' is not.
         CollectiveTimeout: not all ranks called it.
     """
     own, state = model_of(model), state_of(model)
@@ -78,6 +79,11 @@ def check_gradients(
         raise NotImplementedError(
             "check_gradients of a model with adapters is not supported: check the model before "
             "they are added, or after merge_and_unload"
+        )
+    if any(routing.forced for routing in state.routings):
+        raise RuntimeError(
+            "check_gradients: the routing is forced, but the single-process model chooses by its "
+            "router; call px.force_routing(model, None) first"
         )
     mesh = state.mesh
     mesh.meet("check_gradients")
@@ -191,7 +197,7 @@ def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[Non
         parameter.grad = None
     try:
         with ExitStack() as stack:
-            for waiting in (state.partials, state.held):
+            for waiting in (state.partials, state.held, state.routing_counter):
                 if waiting is not None:
                     stack.enter_context(waiting.aside())
             yield

@@ -39,16 +39,27 @@ class Routing:
     Attributes:
         saves: whether choices are kept for a backward that recomputes the layer.
         choice: that of the forward that is running, if it is kept.
+        select: (scores [T, E], top_k) -> [T, top_k]; ``force_routing`` puts another one here.
+        observer: is told the choices for each expert and the rows of this rank's own experts.
     """
 
     def __init__(self) -> None:
         self.saves = False
         self.choice: _Choice | None = None
+        self.select: Callable[[torch.Tensor, int], torch.Tensor] = top_k_lowest
+        self.observer: Callable[[Sequence[int], int], None] | None = None
         self._forwards = ForwardCounter()
         self._choices: OrderedDict[int, list[_Choice]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
-        return Routing()
+        copy = Routing()
+        copy.select = self.select
+        return copy
+
+    @property
+    def forced(self) -> bool:
+        """Whether something else than the scores decides."""
+        return self.select is not top_k_lowest
 
     def forward(self, router: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The router's own forward, which chooses by ``torch.topk``."""
@@ -58,13 +69,13 @@ class Routing:
     def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
         self.choice = None
         if not self.saves:
-            return top_k_lowest(scores, top_k)
+            return self.select(scores, top_k)
         number = self._forwards.number("the choice of experts")
         kept = self._choices.setdefault(number, [])
         if torch._C._current_graph_task_id() != -1:  # recomputed in backward
             self.choice = _nearest(kept, scores)
         if self.choice is None:
-            self.choice = _Choice(top_k_lowest(scores, top_k))
+            self.choice = _Choice(self.select(scores, top_k))
             kept.append(self.choice)
             del kept[:-REMEMBERED]
         else:
@@ -74,6 +85,13 @@ class Routing:
         elif len(self._choices) > REMEMBERED:
             self._choices.popitem(last=False)
         return self.choice.expert_ids
+
+    def planned(self, plan: ExchangePlan, rank: int) -> None:
+        """Take note of where the rows of the forward that is running go; of this ep rank."""
+        if self.choice is not None:
+            self.choice.plan = plan
+        if self.observer is not None:
+            self.observer(plan.choices_per_expert(), sum(plan.rows_per_expert(rank)))
 
 
 def _nearest(choices: Sequence[_Choice], scores: torch.Tensor) -> _Choice | None:
@@ -232,8 +250,8 @@ class ExpertParallelExperts(ShardedModule):
         if route is not None:
             counts = torch.cat([route.counts, route.rows_per_rank])
         plan = self._exchange_plan(counts, self._header(tokens, weights, failure), failure)
-        if choice is not None:
-            choice.plan = plan
+        if self.routing is not None:
+            self.routing.planned(plan, self.group.rank)
         return route, plan
 
     def _header(

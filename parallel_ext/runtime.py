@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -62,7 +62,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with_labels = arguments.get("labels") is not None
     _keep_routing(model, state)
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
-    with sharded_logits(with_labels), _balance_aside(model) if balanced else nullcontext():
+    balance = _balance_aside(model) if balanced else nullcontext()
+    with sharded_logits(with_labels), balance, _counted_if_trained(model, state):
         output = type(model).forward(model, *args, return_dict=True, **kwargs)
     if apart:  # an evaluation, unless somebody goes backward from it
         for tensor in output.values():
@@ -124,6 +125,12 @@ def _keep_routing(model: nn.Module, state: ParallelState) -> None:
     saves = model.training and any(layer.gradient_checkpointing for layer in layers)
     for routing in state.routings:
         routing.saves = saves
+
+
+def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractContextManager[None]:
+    """Inside, what an evaluation routes stays out of the metrics."""
+    counter, trains = state.routing_counter, model.training and torch.is_grad_enabled()
+    return nullcontext() if counter is None or trains else counter.aside()
 
 
 def _would_train_apart(state: ParallelState) -> bool:

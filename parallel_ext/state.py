@@ -13,6 +13,7 @@ from parallel_ext.mesh import Mesh
 from parallel_ext.models.table import ModelTable
 from parallel_ext.moe import Routing
 from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.routing_counter import RoutingCounter
 
 STATE_NAME = "parallel_ext_local_shards"
 """Name under which a parallel model holds its :class:`ParallelState`.
@@ -35,6 +36,7 @@ class ParallelState(nn.Module):
         training_logits: whether training with labels returns logits.
         partials: sums the partial gradients of replicated parameters; None with one rank.
         routings: those of the layers with a mixture of experts.
+        routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
         adapted: whether LoRA was added; its modules then join the agreement.
         zero: the stage that ``data_parallel`` was given; None before.
         dealt: names of the parameters that it has sharded over dp ranks.
@@ -59,6 +61,7 @@ class ParallelState(nn.Module):
         self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
         self.agreement, self.training_logits = agreement, training_logits
         self.partials, self.routings = partials, routings
+        self.routing_counter: RoutingCounter | None = None
         self.adapted = False
         self.zero: int | None = None
         self.dealt: frozenset[str] = frozenset()

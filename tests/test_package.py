@@ -37,9 +37,13 @@ ALLOWED = {
     "models": {"layout"},
     "checkpoint": {"layout", "mesh", "sharded"},
     "held_gradients": set(),
+    "routing_counter": set(),
     "state": {
         *("agreement", "held_gradients", "layout", "mesh", "models", "moe", "partial_gradients"),
+        "routing_counter",
     },
+    "forced_routing": {"moe", "state"},
+    "routing_metrics": {"ops", "routing_counter", "state"},
     "gradients": {"ops", "sharded", "state"},
     "lora": {
         *("checkpoint", "forwards", "layout", "linear", "mesh", "ops", "partial_gradients"),

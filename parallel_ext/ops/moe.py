@@ -84,6 +84,10 @@ class ExchangePlan(NamedTuple):
         received = [[*message[start:stop], message[rows]] for message in messages]
         return cls(list(messages[rank]), sum(received, []), experts_per_rank)
 
+    def choices_per_expert(self) -> list[int]:
+        """This rank's choices of each of the E experts."""
+        return self.send[: sum(self.experts_per_rank)]
+
     def rows_per_expert(self, rank: int) -> list[int]:
         """Rows of each expert that ``rank``, whose plan this is, holds."""
         own = self.experts_per_rank[rank]
