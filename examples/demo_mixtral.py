@@ -109,6 +109,22 @@ def checks(single: dict, runs: dict[str, dict], reloaded: dict) -> list[Check]:
     ]
 
 
+def routing_lines(runs: dict[str, dict]) -> list[str]:
+    """How the routers spread the tokens in the last step, and what the exchanges took."""
+    lines = [
+        "",
+        f"{'load over mean':18}{'rank':>6}{'expert':>8}{'idle':>6}{'MiB sent':>10}{'s':>7}",
+    ]
+    for title, result in runs.items():
+        last = {name.removeprefix("moe/"): value for name, value in result["routing"][-1].items()}
+        lines.append(
+            f"{title:18}{last['rank_overload_max']:>6.2f}{last['expert_overload_max']:>8.2f}"
+            f"{last['idle_experts']:>6}{last['bytes_sent'] / 2**20:>10.1f}"
+            f"{last['exchange_s_max']:>7.2f}"
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".work"))
@@ -128,6 +144,8 @@ def main() -> None:
     common = ["--steps", steps, "--rows", ROWS, "--tokens", TOKENS, "--out", saved]
     common += ["--learning-rate", LEARNING_RATE, "--check-gradients"]
     for number, (title, (ranks, layout)) in enumerate(LAYOUTS.items()):
+        routing = work / f"mixtral-{number}-routing.jsonl"
+        routing.unlink(missing_ok=True)  # of an earlier demo
         runs[title], seconds[title] = finetune(
             "finetune_mixtral.py",
             work / "mixtral",
@@ -135,6 +153,7 @@ def main() -> None:
             work / f"mixtral-{number}.json",
             *layout,
             *common,
+            *("--routing", routing),
         )
     print("\n== unpatched transformers reads what 4 ranks saved ==", flush=True)
     found = checks(single, runs, reload(saved, steps))
@@ -147,7 +166,7 @@ def main() -> None:
     costs = {
         title: (result, seconds[title]) for title, result in {"one process": single, **runs}.items()
     }
-    print("\n".join(lines + cost_lines(costs)), flush=True)
+    print("\n".join(lines + routing_lines(runs) + cost_lines(costs)), flush=True)
     exit_unless_all_hold(found)
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,20 @@ def batches(
     return [{"input_ids": chunk, "labels": chunk} for chunk in chunks]
 
 
-def train(model: Any, data: list[dict], learning_rate: float, clip: Any, quiet: bool) -> dict:
+def train(
+    model: Any,
+    data: list[dict],
+    learning_rate: float,
+    clip: Any,
+    quiet: bool,
+    after_step: Callable[[int], Any] = lambda step: None,
+) -> dict:
     """AdamW steps with clipping; losses, gradient norms and seconds of each step."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate)
     record: dict[str, list[float]] = {"loss": [], "norm": [], "seconds": []}
     model.train()
-    for batch in (bar := tqdm(data, disable=quiet, unit="step")):
+    for step, batch in enumerate(bar := tqdm(data, disable=quiet, unit="step")):
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = model(**batch).loss
@@ -57,6 +65,7 @@ def train(model: Any, data: list[dict], learning_rate: float, clip: Any, quiet: 
         record["loss"].append(loss.item())
         record["seconds"].append(time.perf_counter() - start)
         bar.set_postfix(loss=f"{record['loss'][-1]:.4f}")
+        after_step(step)
     model.eval()
     return record
 

@@ -79,6 +79,22 @@ def loss_of_job(losses: list[float], mesh: px.Mesh) -> list[float]:
     return ranks.mean(0).tolist()
 
 
+def train_watched(
+    options: argparse.Namespace, mesh: px.Mesh, model: Any, data: list[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """``train``, with the metrics of the routing of each step if they are asked for."""
+    arguments = (model, data, options.learning_rate, px.clip_grad_norm_, mesh.rank != 0)
+    if not options.routing:
+        return train(*arguments)
+    routing: list[dict[str, float]] = []
+    with px.RoutingMetrics(model, options.routing) as metrics:
+
+        def keep(step: int) -> None:
+            routing.append(metrics.step(options.first + step))
+
+        return train(*arguments, after_step=keep) | {"routing": routing}
+
+
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0])
     parser.add_argument("--ep", type=int, default=1, help="ranks to which the experts are dealt")
@@ -89,6 +105,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the Mixtral that is made; all by default")
     parser.add_argument("--balance", action="store_true", help="train with the balance loss too")
     parser.add_argument("--check-gradients", action="store_true", help="against one process")
+    parser.add_argument("--routing", type=Path, help="JSON lines to append to, for plot_routing.py")
     options = parser.parse_args()
 
     mesh = px.init_mesh(tp=options.tp, ep=options.ep)
@@ -104,7 +121,7 @@ def main() -> None:
     own = [own_rows(batch, mesh) for batch in data]
 
     report: dict[str, Any] = {"tokens": continuation(model, tokenizer, options.prompt)}
-    report |= train(model, own, options.learning_rate, px.clip_grad_norm_, quiet=mesh.rank != 0)
+    report |= train_watched(options, mesh, model, own)
     report["loss"] = loss_of_job(report["loss"], mesh)
     if options.check_gradients:  # experts that start as copies give their router no gradient
         report["gradients"] = px.check_gradients(model.train(), own[0]).worst
