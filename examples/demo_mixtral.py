@@ -111,16 +111,14 @@ def checks(single: dict, runs: dict[str, dict], reloaded: dict) -> list[Check]:
 
 def routing_lines(runs: dict[str, dict]) -> list[str]:
     """How the routers spread the tokens in the last step, and what the exchanges took."""
-    lines = [
-        "",
-        f"{'load over mean':18}{'rank':>6}{'expert':>8}{'idle':>6}{'MiB sent':>10}{'s':>7}",
-    ]
+    titles = ("load over mean of", "rank", "expert", "idle experts", "MiB sent", "s exchanging")
+    lines = ["", "{:18}{:>6}{:>8}{:>14}{:>10}{:>14}".format(*titles)]
     for title, result in runs.items():
         last = {name.removeprefix("moe/"): value for name, value in result["routing"][-1].items()}
         lines.append(
             f"{title:18}{last['rank_overload_max']:>6.2f}{last['expert_overload_max']:>8.2f}"
-            f"{last['idle_experts']:>6}{last['bytes_sent'] / 2**20:>10.1f}"
-            f"{last['exchange_s_max']:>7.2f}"
+            f"{last['idle_experts']:>14}{last['bytes_sent'] / 2**20:>10.1f}"
+            f"{last['exchange_s_max']:>14.2f}"
         )
     return lines
 
