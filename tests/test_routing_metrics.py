@@ -101,8 +101,11 @@ def _row_bytes() -> int:
     return counts.get("swap_bytes", 0) + counts.get("all_to_all_bytes", 0)
 
 
-CASES = ("plain", "accumulated", "recomputed", "recomputed, reentrant", "rerouted", "in peft")
-WITH_EVALUATION = "with evaluations"
+WITH_EVALUATION, ATEN = "with evaluations", "rows travel in one all-to-all"
+CASES = (
+    *("accumulated", "recomputed", "recomputed, reentrant", "recomputed and routed again"),
+    *("in peft", WITH_EVALUATION, ATEN),
+)
 
 
 def _evaluate(model: Any, batch: dict[str, Any]) -> None:
@@ -123,10 +126,11 @@ def _reported(layout: Layout, case: str, broken: bool = False) -> tuple[Any, ...
     if case == "in peft":
         model = peft.get_peft_model(model, px.LoraConfig(r=2, target_modules=["q_proj"]))
     px.data_parallel(model, mesh)
-    if case.startswith("recomputed") or case == "rerouted":
+    if case.startswith("recomputed"):
         model.gradient_checkpointing_enable({"use_reentrant": case != "recomputed"})
     seeds = (3, 4) if case == "accumulated" else (3,)
     aside = mock.patch.object(RoutingCounter, "aside", nullcontext) if broken else nullcontext()
+    px._C.set_aten_path_on_cpu(case == ATEN)
     with _choices_of(reference) as forwards, px.RoutingMetrics(model) as metrics, aside:
         before = _row_bytes()
         for seed in seeds:
@@ -134,13 +138,14 @@ def _reported(layout: Layout, case: str, broken: bool = False) -> tuple[Any, ...
             reference(**whole)
             with px.no_sync(model) if seed != seeds[-1] else nullcontext():
                 loss = model(**own[mesh.dp_rank]).loss
-                for layer in model.model.layers if case == "rerouted" else []:
-                    layer.mlp.experts.routing.saves = False  # so that they count their rows again
+                for layer in model.model.layers if case.endswith("again") else []:
+                    layer.mlp.experts.routing.saves = False
                 loss.backward()
         sent = _row_bytes() - before
         if case == WITH_EVALUATION:
             _evaluate(model, own[mesh.dp_rank])
         log = metrics.step(0)
+    px._C.set_aten_path_on_cpu(False)
     return log, metrics.choices, *_by_hand(forwards, layout), sent
 
 
@@ -172,7 +177,7 @@ def test_metrics_are_those_of_the_single_process_routers(layout: Layout) -> None
     _check(layout, "plain")
 
 
-@pytest.mark.parametrize("case", [*CASES[1:], WITH_EVALUATION])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
 def test_each_choice_counts_once_when(case: str, layout: Layout) -> None:
     _check(layout, case)
