@@ -18,11 +18,11 @@ from parallel_ext.state import model_of, state_of
 class RoutingMetrics:
     """Counts what the experts of a model are given, and reports it after each training step.
 
-    Every rank makes one and calls :meth:`step`. Until then nothing is counted, and meanwhile a
-    forward does no more than add integers that the host has anyway. What counts are the choices of
-    all forwards in training mode with gradients since the last step, padding included: those that
-    are accumulated add up, those that are recomputed under activation checkpointing count once.
-    Evaluation, ``generate`` and ``check_gradients`` do not count.
+    Every rank makes one and calls :meth:`step`. Without one nothing is counted; with it a forward
+    adds up integers that the host has anyway, and communicates no more than before. What counts are
+    the choices of all forwards in training mode with gradients since the last step, padding
+    included: those that are accumulated add up, those that are recomputed under activation
+    checkpointing count once. Evaluation, ``generate`` and ``check_gradients`` do not count.
 
     Args:
         model: a parallel model with experts, wrapped or not.
@@ -107,7 +107,8 @@ class RoutingMetrics:
             - ``moe/idle_experts``: pairs of layer and expert without a choice in this step;
             - ``moe/dead_experts``: those without one in any step so far;
             - ``moe/bytes_sent``: by all ranks together to other ranks in exchanges of rows, in
-              forward, backward and recomputation;
+              forward, backward and recomputation, those of any other mixture in these processes
+              included;
             - ``moe/exchange_s_min``, ``_max``: over the ranks of the seconds that one spent in
               these exchanges. The wait for other ranks is in it, so the rank that comes last has
               the least. On CUDA it is only the time of the host, which hardly waits.
