@@ -16,6 +16,7 @@
 #include "dispatch.h"
 #include "dropout.h"
 #include "linear.h"
+#include "lora.h"
 #include "ops.h"
 
 namespace parallel_ext {
@@ -40,21 +41,6 @@ void check_lora_linear(const char* op, const at::Tensor& input, const at::Tensor
                     ": lora_b of shape ", lora_b.sizes(), " does not fit lora_a of shape ",
                     lora_a.sizes(), " and the local weight of shape ", weight.sizes(),
                     "; it must be [", weight.size(0), ", ", lora_a.size(0), "]");
-}
-
-// The factors enter the products in the dtype of the base, in which the result is rounded anyway;
-// but fp16 has no room for small gradients and large sums, so there the adapter works in fp32.
-c10::ScalarType dtype_of_adapter(const at::Tensor& input) {
-  return input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type();
-}
-
-// sum += scale * a b
-void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, double scale) {
-  if (sum.scalar_type() == a.scalar_type()) {
-    sum.addmm_(a, b, 1, scale);
-  } else {
-    sum.add_(at::mm(a, b), scale);
-  }
 }
 
 constexpr int64_t kTileBytes = 1 << 20;  // dropped inputs are made in stretches that stay in cache

@@ -1,12 +1,11 @@
 // A linear layer of each expert, on the rows that are its own.
-#include <ATen/ops/addmm.h>
+#include "moe_linear.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
-
-#include <numeric>
 
 #include "check.h"
 #include "dispatch.h"
@@ -20,37 +19,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-
-void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
-                      at::IntArrayRef counts) {
-  check_floating(op, "rows", rows);
-  check_same_dtype(op, "weight", weight, "rows", rows);
-  check_dim(op, "rows", rows, 2);
-  check_dim(op, "weight", weight, 3);
-  TORCH_CHECK_VALUE(rows.size(1) == weight.size(2), op, ": rows of shape ", rows.sizes(),
-                    " do not fit weights of shape ", weight.sizes(),
-                    "; their last dimensions must be equal");
-  TORCH_CHECK_VALUE(static_cast<int64_t>(counts.size()) == weight.size(0), op, ": ", counts.size(),
-                    " counts are not one for each of the ", weight.size(0), " experts");
-  int64_t total = 0;
-  for (const int64_t count : counts) {
-    TORCH_CHECK_VALUE(count >= 0, op, ": a count is negative: ", counts);
-    total += count;
-  }
-  TORCH_CHECK_VALUE(total == rows.size(0), op, ": the counts ", counts, " add up to ", total,
-                    ", but there are ", rows.size(0), " rows");
-}
-
-// Calls use(expert, first row, rows) for every expert, those without rows included. Products go
-// into slices of one output, of which they write every element: one of no inner size writes zeros.
-template <typename Use>
-void for_experts(at::IntArrayRef counts, const Use& use) {
-  int64_t first = 0;
-  for (size_t expert = 0; expert < counts.size(); ++expert) {
-    use(static_cast<int64_t>(expert), first, counts[expert]);
-    first += counts[expert];
-  }
-}
 
 at::Tensor moe_linear_kernel(const at::Tensor& rows, const at::Tensor& weight,
                              at::IntArrayRef counts, double) {
@@ -77,12 +45,7 @@ TwoTensors moe_linear_backward_kernel(const at::Tensor& grad_output, const at::T
     }
     if (needed[1]) {
       at::Tensor out = grad_weight.select(0, expert);
-      const at::Tensor own = rows.narrow(0, first, count);
-      if (weight_grad_scale == 1) {
-        at::mm_out(out, grad.t(), own);
-      } else {  // beta = 0: what the new memory holds, NaN too, is not read
-        at::addmm_out(out, out, grad.t(), own, /*beta=*/0, /*alpha=*/weight_grad_scale);
-      }
+      scaled_product_out(out, grad.t(), rows.narrow(0, first, count), weight_grad_scale);
     }
   });
   return {grad_rows, grad_weight};

@@ -181,6 +181,29 @@ std::tuple<at::Tensor, at::Tensor> moe_linear_backward(
     const at::Tensor& grad_output, const at::Tensor& rows, const at::Tensor& weight,
     at::IntArrayRef counts, std::array<bool, 2> needed, double weight_grad_scale);
 
+// --- moe_linear_lora.cpp ---
+
+// rows [N, K] in expert order, counts[e] for each of the weights [e, F, K], lora_a [e, r, K],
+// lora_b [e, F, r] -> [N, F]: rows weight^T + scale (rows lora_a^T) lora_b^T, each row by those of
+// its expert.
+at::Tensor moe_lora_linear(const at::Tensor& rows, const at::Tensor& weight,
+                           const at::Tensor& lora_a, const at::Tensor& lora_b,
+                           at::IntArrayRef counts, double scale, double weight_grad_scale);
+
+// -> the output, and rows lora_a^T, not scaled, as [N, r] for backward.
+std::tuple<at::Tensor, at::Tensor> moe_lora_linear_forward(const at::Tensor& rows,
+                                                           const at::Tensor& weight,
+                                                           const at::Tensor& lora_a,
+                                                           const at::Tensor& lora_b,
+                                                           at::IntArrayRef counts, double scale);
+
+// -> gradients of rows, weight, lora_a, lora_b; all but that of the rows times
+// `weight_grad_scale` and zeros for an expert without rows; [0] where not `needed`.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_lora_linear_backward(
+    const at::Tensor& grad_output, const at::Tensor& rows, const at::Tensor& weight,
+    const at::Tensor& lora_a, const at::Tensor& lora_b, const at::Tensor& low,
+    at::IntArrayRef counts, double scale, std::array<bool, 4> needed, double weight_grad_scale);
+
 // --- moe_tokens.cpp: sizes[rank] of the T = sum(sizes) tokens for each rank of a tp group ---
 
 // replicated input [T, H] and weights [T, top_k] -> sharded [sizes[rank], H] and

@@ -97,6 +97,19 @@ TORCH_LIBRARY(parallel_ext, m) {
       "bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)",
       tags);
   m.def(
+      "moe_lora_linear(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, int[] counts, "
+      "float scale, float weight_grad_scale=1.0) -> Tensor",
+      tags);
+  m.def(
+      "moe_lora_linear_forward(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, "
+      "int[] counts, float scale) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "moe_lora_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, Tensor lora_a, "
+      "Tensor lora_b, Tensor low, int[] counts, float scale, bool[4] needed, "
+      "float weight_grad_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
       "moe_take_tokens(Tensor input, Tensor weights, int[] sizes, int rank, int group_size, "
       "str group_name) -> (Tensor, Tensor)",
       tags);

@@ -196,6 +196,24 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), [2, 0, 3], [True, False])
             + (1.0,),
         ],
+        "moe_lora_linear": [
+            (_values(5, 3), _values(3, 2, 3), _values(3, 4, 3), _values(3, 2, 4), [2, 0, 3], 0.5),
+            (_values(3, 5).T, _plain(3, 4, 2).transpose(0, 2), _values(2, 1, 3))
+            + (_values(4, 1, 2).permute(2, 0, 1), [5, 0], 2.0, 0.5),
+            (_values(0, 3, dtype=bf16), _values(1, 2, 3, dtype=bf16), _values(1, 4, 3))
+            + (_values(1, 2, 4), [0], 0.5),
+        ],
+        "moe_lora_linear_forward": [
+            (_plain(5, 3), _plain(3, 2, 3), _plain(3, 4, 3), _plain(3, 2, 4), [2, 0, 3], 0.5),
+            (_plain(5, 3).half(), _plain(1, 2, 3).half(), _plain(1, 4, 3), _plain(1, 2, 4))
+            + ([5], 2.0),
+        ],
+        "moe_lora_linear_backward": [
+            (_plain(5, 2), _plain(5, 3), _plain(3, 2, 3), _plain(3, 4, 3), _plain(3, 2, 4))
+            + (_plain(5, 4), [2, 0, 3], 0.5, [True] * 4, 0.5),
+            (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), _plain(3, 4, 3))
+            + (_plain(3, 2, 4), _plain(5, 4), [2, 0, 3], 0.5, [False, False, True, False], 1.0),
+        ],
         "moe_take_tokens": [
             (_values(5, 3), _values(5, 2), sizes, group.rank, *of_group),
             (_values(3, 5, dtype=bf16).T, _plain(2, 5).T, sizes, group.rank, *of_group),

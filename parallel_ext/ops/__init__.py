@@ -15,6 +15,7 @@ from parallel_ext.ops.moe import (
     moe_gated_silu,
     moe_gather_tokens,
     moe_linear,
+    moe_lora_linear,
     moe_route_plan,
     moe_take_tokens,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "moe_gated_silu",
     "moe_gather_tokens",
     "moe_linear",
+    "moe_lora_linear",
     "moe_route_plan",
     "moe_take_tokens",
     "reduce_from_tp",

@@ -223,6 +223,52 @@ def moe_linear(
     return torch.ops.parallel_ext.moe_linear(rows, weight, list(counts), weight_grad_scale)
 
 
+def moe_lora_linear(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    counts: Sequence[int],
+    *,
+    scale: float = 1.0,
+    weight_grad_scale: float = 1.0,
+) -> torch.Tensor:
+    """A linear layer of each expert and its low-rank adapter in one, on the expert's own rows.
+
+    ``rows weight^T + scale (rows lora_a^T) lora_b^T``, each row by those of its expert: nothing of
+    the size of ``weight`` is made, and nothing but the arguments and [N, r] is kept for backward.
+
+    Args:
+        rows: [N, K], floating point; the rows of one expert lie side by side.
+        weight: [e, F, K], same dtype.
+        lora_a: [e, r, K], floating point.
+        lora_b: [e, F, r], same dtype as ``lora_a``; both enter the products in that of the rows.
+        counts: e numbers; rows of each expert, zeros allowed.
+        scale: of the adapter's part.
+        weight_grad_scale: multiplies the gradients of weight and factors; that of the rows is left
+            as it is.
+
+    Returns:
+        [N, F]. Gradients of ``lora_a`` and ``lora_b`` are in their own dtype, zeros for an expert
+        without rows.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or counts do not fit.
+
+    Source: LoRA (arXiv 2106.09685), section 4.1.
+
+    Example:
+        >>> rows, weight = torch.ones(2, 3), torch.ones(2, 1, 3)
+        >>> a, b = torch.ones(2, 1, 3), torch.ones(2, 1, 1)
+        >>> moe_lora_linear(rows, weight, a, b, [2, 0], scale=0.5)
+        tensor([[4.5000],
+                [4.5000]])
+    """
+    return torch.ops.parallel_ext.moe_lora_linear(
+        rows, weight, lora_a, lora_b, list(counts), scale, weight_grad_scale
+    )
+
+
 def moe_take_tokens(
     input: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,53 @@
+// What the linear layers of experts share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include "check.h"
+
+namespace parallel_ext {
+
+inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
+                             at::IntArrayRef counts) {
+  check_floating(op, "rows", rows);
+  check_same_dtype(op, "weight", weight, "rows", rows);
+  check_dim(op, "rows", rows, 2);
+  check_dim(op, "weight", weight, 3);
+  TORCH_CHECK_VALUE(rows.size(1) == weight.size(2), op, ": rows of shape ", rows.sizes(),
+                    " do not fit weights of shape ", weight.sizes(),
+                    "; their last dimensions must be equal");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(counts.size()) == weight.size(0), op, ": ", counts.size(),
+                    " counts are not one for each of the ", weight.size(0), " experts");
+  int64_t total = 0;
+  for (const int64_t count : counts) {
+    TORCH_CHECK_VALUE(count >= 0, op, ": a count is negative: ", counts);
+    total += count;
+  }
+  TORCH_CHECK_VALUE(total == rows.size(0), op, ": the counts ", counts, " add up to ", total,
+                    ", but there are ", rows.size(0), " rows");
+}
+
+// Calls use(expert, first row, rows) for every expert, those without rows included. Products go
+// into slices of one output, of which they write every element: one of no inner size writes zeros.
+template <typename Use>
+void for_experts(at::IntArrayRef counts, const Use& use) {
+  int64_t first = 0;
+  for (size_t expert = 0; expert < counts.size(); ++expert) {
+    use(static_cast<int64_t>(expert), first, counts[expert]);
+    first += counts[expert];
+  }
+}
+
+// out = scale * a b, whatever `out` held.
+inline void scaled_product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                               double scale) {
+  if (scale == 1) {
+    at::mm_out(out, a, b);
+  } else {  // beta = 0: what the new memory holds, NaN too, is not read
+    at::addmm_out(out, out, a, b, /*beta=*/0, /*alpha=*/scale);
+  }
+}
+
+}  // namespace parallel_ext
