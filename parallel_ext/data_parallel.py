@@ -15,7 +15,8 @@ from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.mesh import Mesh
 from parallel_ext.moe import ExpertParallelExperts
-from parallel_ext.sharded import named_shards, to_shards
+from parallel_ext.ops import Group
+from parallel_ext.sharded import ShardedModule, named_shards, to_shards
 from parallel_ext.stale_parameters import remember, replaced_by
 from parallel_ext.state import ParallelState, model_of, state_of
 
@@ -30,7 +31,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     ``backward()`` leaves are those of the loss of all of them; each rank holds its rows of them,
     and of the optimizer's state, as DTensors. Dense parameters are dealt to the dp ranks, experts
     to the edp ranks; trainable parameters of adapters stay whole, and their gradients are averaged
-    in one flat all-reduce at the end of ``backward()``. With ``mesh.dp_size == 1`` nothing changes.
+    at the end of ``backward()``: in one flat all-reduce, and one more for those of experts. With
+    ``mesh.dp_size == 1`` nothing changes.
 
     Args:
         model: a parallel model, perhaps inside PEFT's.
@@ -96,7 +98,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         if isinstance(module, ExpertParallelExperts)
         for parameter in module.parameters(recurse=False)
     }
-    averaged, outside = [], set()
+    cut_over = _cut_over(model, mesh)
+    averaged: dict[Group, list[tuple[str, nn.Parameter]]] = {}
+    outside = set()
     for name, (parameter, _) in before.items():
         # A frozen adapter may be trained later; other experts than ours are not there to average.
         adapts = state.adapted and (parameter.requires_grad or _is_factor(name))
@@ -104,7 +108,8 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             outside.add(parameter)
         elif adapts and id(parameter) not in experts:
             outside.add(parameter)
-            averaged.append((name, parameter))
+            group = mesh.dp if cut_over[id(parameter)] == mesh.tp_size else mesh.edp
+            averaged.setdefault(group, []).append((name, parameter))
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
     options = {
         "reshard_after_forward": zero == 3,
@@ -119,7 +124,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 fully_shard(module, mesh=of_experts, **options)
         fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
-    _record(model, state, before, experts)
+    _record(model, state, before, cut_over)
     state.held = HeldGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
@@ -129,7 +134,17 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 module.partials = state.partials
         # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
         state.partials.sum_at_once(_of_parts(model))
-        state.partials.average(averaged, mesh.dp)
+        for group, parameters in averaged.items():
+            state.partials.average(parameters, group)
+
+
+def _cut_over(model: nn.Module, mesh: Mesh) -> dict[int, int]:
+    """id of each parameter -> how many consecutive ranks hold one copy of it."""
+    return {
+        id(parameter): module.group.size if isinstance(module, ShardedModule) else mesh.tp_size
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def _of_parts(model: nn.Module) -> Iterator[str]:
@@ -209,7 +224,7 @@ def _record(
     model: nn.Module,
     state: ParallelState,
     before: dict[str, tuple[nn.Parameter, TensorLayout]],
-    experts: set[int],
+    cut_over: dict[int, int],
 ) -> None:
     """Write down what each rank holds now."""
     mesh, layout = state.mesh, state.layout
@@ -218,8 +233,7 @@ def _record(
     for name, (old, whole) in before.items():
         if after[name] is old:
             continue
-        inner = mesh.ep_size if id(old) in experts else mesh.tp_size
-        dealt = whole.cut_rows_again(mesh.columns(inner))
+        dealt = whole.cut_rows_again(mesh.columns(cut_over[id(old)]))
         path, _, attribute = name.rpartition(".")
         # Of the module: what the parameter itself carries is lost by ``model.to``.
         vars(model.get_submodule(path)).setdefault("dealt_layouts", {})[attribute] = dealt

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -149,8 +149,22 @@ class _TopK(TorchFunctionMode):
         return input.gather(-1, chosen), chosen
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to a tensor of experts: ``scale`` times ``lora_b lora_a`` of each.
+
+    Attributes:
+        lora_a: [e, r, in], of this rank's experts.
+        lora_b: [e, out, r].
+        scale: of their product.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scale: float
+
+
 class ExpertParallelExperts(ShardedModule):
-    """HuggingFace's fused experts (``MixtralExperts``) of which each rank holds some.
+    """HuggingFace's fused experts (``MixtralExperts`` and their like) of which each rank holds some.
 
     Args:
         gate_up_proj: [e, 2 I, H], of this rank's e experts; gate before up.
@@ -166,11 +180,11 @@ class ExpertParallelExperts(ShardedModule):
         routing: of the router in front.
 
     Called with ``hidden_states`` [T, H], ``top_k_index`` [T, top_k] (int64) and ``top_k_weights``
-    [T, top_k], all of this rank's own tokens, it returns [T, H] for them. T may differ between
-    ranks (but not between tp ranks) and be 0. Every call takes one gather of counts and two
-    exchanges of rows in forward, two exchanges in backward; under tp one gather of tokens more in
-    each. A gradient of an expert is the sum over the tokens of all ranks of the group, zeros for an
-    expert without tokens.
+    [T, top_k], all of this rank's own tokens, it returns [T, H] for them; ``adapters``, by the name
+    of the tensor that each is on, enter the products. T may differ between ranks (but not between tp
+    ranks) and be 0. Every call takes one gather of counts and two exchanges of rows in forward, two
+    exchanges in backward; under tp one gather of tokens more in each. A gradient of an expert is the
+    sum over the tokens of all ranks of the group, zeros for an expert without tokens.
 
     Raises:
         IndexError: an expert id is out of range on some rank; a RuntimeError on the others.
@@ -201,23 +215,33 @@ class ExpertParallelExperts(ShardedModule):
         self.experts_per_rank = [stop - start for start, stop in ranges]
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, LowRank] | None = None,
     ) -> torch.Tensor:
+        adapters = adapters or {}
         if self.tp.size == 1:
-            return self._own_tokens(hidden_states, top_k_index, top_k_weights)
+            return self._own_tokens(hidden_states, top_k_index, top_k_weights, adapters)
         slices = split(hidden_states.size(0), self.tp.size)
         sizes = [stop - start for start, stop in slices]
         tokens, weights = ops.moe_take_tokens(hidden_states, top_k_weights, sizes, self.tp)
         choices = top_k_index[slice(*slices[self.tp.rank])]
-        return ops.moe_gather_tokens(self._own_tokens(tokens, choices, weights), sizes, self.tp)
+        output = self._own_tokens(tokens, choices, weights, adapters)
+        return ops.moe_gather_tokens(output, sizes, self.tp)
 
     def _own_tokens(
-        self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        weights: torch.Tensor,
+        adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:
         route, plan = self._route(tokens, choices, weights)
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
-        rows = self._gated(self._linear(rows, "gate_up_proj", plan), weights)
-        rows = self._linear(rows, "down_proj", plan)
+        rows = self._gated(self._linear(rows, "gate_up_proj", plan, adapters), weights)
+        rows = self._linear(rows, "down_proj", plan, adapters)
         return ops.moe_combine(rows, origins, route, plan, self.group)
 
     def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -227,11 +251,23 @@ class ExpertParallelExperts(ShardedModule):
         gate, up = gate_up.chunk(2, dim=-1)
         return (self.act_fn(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
-    def _linear(self, rows: torch.Tensor, attribute: str, plan: ExchangePlan) -> torch.Tensor:
+    def _linear(
+        self,
+        rows: torch.Tensor,
+        attribute: str,
+        plan: ExchangePlan,
+        adapters: Mapping[str, LowRank],
+    ) -> torch.Tensor:
         weight = for_use(
             getattr(self, attribute), self.layouts[attribute].name, self.replicas, self.partials
         )
-        return ops.moe_linear(rows, weight, plan.rows_per_expert(self.group.rank), self.grad_scale)
+        counts = plan.rows_per_expert(self.group.rank)
+        if attribute not in adapters:
+            return ops.moe_linear(rows, weight, counts, self.grad_scale)
+        lora_a, lora_b, scale = adapters[attribute]
+        return ops.moe_lora_linear(
+            rows, weight, lora_a, lora_b, counts, scale=scale, weight_grad_scale=self.grad_scale
+        )
 
     def _route(
         self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor

@@ -89,8 +89,7 @@ class PartialGradients:
         self._synchronize = True
         self._used = False
         self._at_once: frozenset[str] = frozenset()
-        self._averaged: list[tuple[str, nn.Parameter]] = []
-        self._replicas = ops.ALONE
+        self._averaged: dict[Group, list[nn.Parameter]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
         return PartialGradients()
@@ -117,9 +116,11 @@ class PartialGradients:
 
         Args:
             parameters: with their names, by which all ranks order them.
-            group: the data-parallel group, whose ranks hold them alike.
+            group: the ranks that hold them alike, each with tokens of its own; a further call is
+                for another group.
         """
-        self._averaged, self._replicas = sorted(parameters, key=lambda item: item[0]), group
+        ordered = sorted(parameters, key=lambda item: item[0])
+        self._averaged[group] = [parameter for _, parameter in ordered]
 
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
@@ -174,7 +175,8 @@ class PartialGradients:
         self._pending = {}
         for group, entries in sorted(groups.items()):
             _sum_and_add(entries, group)
-        _average([p.grad for _, p in self._averaged if p.grad is not None], self._replicas)
+        for group, parameters in sorted(self._averaged.items()):
+            _average([p.grad for p in parameters if p.grad is not None], group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

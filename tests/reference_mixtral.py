@@ -119,6 +119,7 @@ class TinyMixtral:
     heads: int = 4
     key_value_heads: int = 2
     layers: int = 2
+    inner: int = 13
     vocab_size: int = 37
     tied: bool = False
     dtype: torch.dtype = torch.float64
@@ -130,7 +131,7 @@ class TinyMixtral:
         return transformers.MixtralConfig(
             vocab_size=self.vocab_size,
             hidden_size=8 * self.heads,
-            intermediate_size=13,
+            intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.key_value_heads,

@@ -225,7 +225,7 @@ def _adapter(tp: int, broken: bool, **changes: Any) -> dict[str, float]:
     plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
     px.data_parallel(model, mesh, zero=3)
     if broken:
-        px.state.state_of(model).partials._averaged = []
+        px.state.state_of(model).partials._averaged = {}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     differences = {}
     for step, seeds in enumerate([(3, 4), (5,)]):

@@ -103,7 +103,7 @@ def _ddp() -> None:
 
 def _experts_adapted() -> None:
     model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
-    peft.get_peft_model(model, px.LoraConfig(target_parameters=["mlp.experts.down_proj"]))
+    peft.get_peft_model(model, px.LoraConfig(target_modules=["mlp.experts"]))
 
 
 def _router_adapted() -> None:
@@ -131,8 +131,8 @@ REFUSALS = {
     "a wrapper of FSDP": (_sharded_by_fsdp, 2, "experts is a FSDPMixtralExperts, not"),
     "an optimizer that came first": (_old_optimizer, 2, "was built before px.parallelize"),
     "DistributedDataParallel": (_ddp, 2, "cut over tp=1, ep=2 ranks"),
-    "adapters on experts": (_experts_adapted, 2, "does not support target_parameters"),
-    "adapters on routers": (_router_adapted, 2, "an adapter on model.layers.0.mlp.gate is not"),
+    "adapters on experts": (_experts_adapted, 2, "an adapter on model.layers.0.mlp.experts is"),
+    "adapters on routers": (_router_adapted, 2, "an adapter on model.layers.0.mlp.gate.weight is"),
     "noise that nobody compares": (
         lambda: _jitter(False, False),
         2,

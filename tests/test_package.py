@@ -46,13 +46,13 @@ ALLOWED = {
     "routing_metrics": {"ops", "routing_counter", "state"},
     "gradients": {"ops", "sharded", "state"},
     "lora": {
-        *("checkpoint", "forwards", "layout", "linear", "mesh", "ops", "partial_gradients"),
-        *("sharded", "state", "vocab"),
+        *("checkpoint", "forwards", "layout", "linear", "mesh", "moe", "ops"),
+        *("partial_gradients", "sharded", "state", "vocab"),
     },
     "stale_parameters": set(),
     "data_parallel": {
-        *("held_gradients", "layout", "linear", "mesh", "moe", "sharded", "stale_parameters"),
-        "state",
+        *("held_gradients", "layout", "linear", "mesh", "moe", "ops", "sharded"),
+        *("stale_parameters", "state"),
     },
     "version": set(),
     "workspaces": set(),

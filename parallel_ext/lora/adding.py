@@ -7,18 +7,35 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.config import refuse_unsupported
+from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.lora.factors import seeded_by
-from parallel_ext.lora.layers import LAYERS
+from parallel_ext.lora.layers import (
+    LoraColumnLinear,
+    LoraRowLinear,
+    LoraVocabEmbedding,
+    LoraVocabHead,
+)
 from parallel_ext.lora.merging import Mergeable
 from parallel_ext.lora.replicas import parallel_state
+from parallel_ext.lora.targets import refuse_mixture, refuse_parameters, resolve_targets
 from parallel_ext.mesh import DisagreementError
+from parallel_ext.moe import ExpertParallelExperts
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState
+from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
+
+LAYERS = {
+    ColumnParallelLinear: LoraColumnLinear,
+    RowParallelLinear: LoraRowLinear,
+    VocabParallelHead: LoraVocabHead,
+    VocabParallelEmbedding: LoraVocabEmbedding,
+    ExpertParallelExperts: ParamWrapper,
+}
+"""Module of a parallel model -> what PEFT puts around it."""
 
 _COMBINABLE = ("linear", "cat")  # element by element, so a rank can do its own part
 
@@ -45,7 +62,7 @@ def inject_adapter(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Any configuration gets the layers of a parallel model; "all-linear" means its linears too."""
+    """Any configuration gets the layers of a parallel model."""
     state, config = parallel_state(model), self.peft_config[adapter_name]
     if state is None:
         plain(self, model, adapter_name, *args, **kwargs)
@@ -57,36 +74,17 @@ def inject_adapter(
         refuse_unsupported(config, what)
         if state.zero is not None and state.mesh.dp_size > 1:
             raise RuntimeError(f"{what}: add adapters before px.data_parallel shards the model")
-        _refuse_mixture(model, config, what, state)
+        resolve_targets(model, config)
+        refuse_mixture(model, config, what, state)
+        refuse_parameters(model, config, what)
 
     state.mesh.together(what, check)
     seed = _agree_on(config, what, state)
     config._register_custom_module(LAYERS)
-    if str(config.target_modules).lower() == "all-linear":
-        config.target_modules = {
-            path.removesuffix(".base_layer")
-            for path, module in model.named_modules()
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-        }
     with seeded_by(seed):
         plain(self, model, adapter_name, *args, **kwargs)
     state.adapted = True
     _refuse_both_ends(model, adapter_name)
-
-
-def _refuse_mixture(
-    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
-) -> None:
-    """No adapter on routers or experts, which PEFT would wrap in modules of its own."""
-    mixture = state.table.mixture
-    if mixture is None or not config.target_modules:
-        return
-    _, *parts = mixture.modules()
-    for path, _ in model.named_modules():
-        if path.endswith(tuple(parts)) and check_target_module_exists(config, path):
-            raise NotImplementedError(
-                f"{what}: an adapter on {path} is not supported; target attention and head"
-            )
 
 
 def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:

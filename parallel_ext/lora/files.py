@@ -9,6 +9,9 @@ from typing import Any
 import peft
 import torch
 import xxhash
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
+)
 from torch import nn
 
 from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
@@ -153,8 +156,12 @@ def set_state_dict(
         )
 
     def load() -> Any:
-        _check_fits(model, state_dict, adapter_name, state)
-        return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
+        # PEFT does it later too: experts as transformers 4 named them become those of the model.
+        tensors = convert_peft_adapter_state_dict_for_transformers(
+            model, model.peft_config[adapter_name], state_dict, adapter_name
+        )
+        _check_fits(model, tensors, adapter_name, state)
+        return plain(model, tensors, adapter_name=adapter_name, **kwargs)
 
     result = state.mesh.together(what, load)
     check_replicas(model, state, what)

@@ -13,16 +13,14 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.forwards import ForwardCounter
 from parallel_ext.layout import TensorLayout, cut, cut_like
-from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
 from parallel_ext.lora.merging import Mergeable
 from parallel_ext.ops import Group
 from parallel_ext.partial_gradients import for_use
 from parallel_ext.sharded import ShardedModule
-from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
 
-class _Adapted(nn.Module, Mergeable):
+class Adapted(Mergeable):
     """What all kinds share: PEFT's bookkeeping."""
 
     def __init__(
@@ -34,8 +32,7 @@ class _Adapted(nn.Module, Mergeable):
         lora_alpha: int = 1,
         **kwargs: Any,
     ) -> None:
-        nn.Module.__init__(self)
-        Mergeable.__init__(self, base_layer)
+        super().__init__(base_layer)
         self.fan_in_fan_out = False
         self._active_adapter = adapter_name
         self._mask_keys: dict[str, int] = {}
@@ -72,6 +69,21 @@ class _Adapted(nn.Module, Mergeable):
     def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
         raise NotImplementedError
 
+    def _draw_factors(
+        self, config: peft.LoraConfig, r: int, factors: tuple[Factor, Factor]
+    ) -> None:
+        """The usual A is nn.Linear's own, by the global fan-in; False changes the model at once."""
+        factor_a, factor_b = factors
+        gaussian = config.init_lora_weights == "gaussian"
+        spread_a = ("normal", 1 / r) if gaussian else ("uniform", factor_a.in_features**-0.5)
+        drawn = [(factor_a, "weight", spread_a)]
+        if config.init_lora_weights is False:
+            spread_b = ("uniform", factor_b.in_features**-0.5)
+            drawn += [(factor_b, attribute, spread_b) for attribute in factor_b.layouts]
+        for factor, attribute, spread in drawn:
+            layout = factor.layouts[attribute]
+            draw(getattr(factor, attribute), layout, factor.group.rank, spread)
+
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         out_features, in_features = module.layouts["weight"].shape
         return in_features, out_features
@@ -101,13 +113,13 @@ class _Adapted(nn.Module, Mergeable):
         active = self.here(self.active_adapters)
         if self.disable_adapters or self.merged or not active:
             return self.base_layer(x, *args, **kwargs)
-        return self._adapted_forward(x, active)
+        return self._adapted_forward(x, active, *args, **kwargs)
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         raise NotImplementedError
 
 
-class _LoraLinear(_Adapted):
+class _LoraLinear(Adapted):
     """An adapter in the product of a linear layer."""
 
     def _factor_layouts(
@@ -125,16 +137,7 @@ class _LoraLinear(_Adapted):
             bias = cut_like(layout_b, f"{target}.lora_B.{adapter}.bias", (base.out_features,))
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)
-        # The usual one is nn.Linear's own, by the global fan-in; False changes the model at once.
-        gaussian = config.init_lora_weights == "gaussian"
-        spread_a = ("normal", 1 / r) if gaussian else ("uniform", base.in_features**-0.5)
-        drawn = [(factor_a.weight, layout_a, spread_a)]
-        if config.init_lora_weights is False:
-            drawn.append((factor_b.weight, layout_b, ("uniform", r**-0.5)))
-            if bias:
-                drawn.append((factor_b.bias, bias, ("uniform", r**-0.5)))
-        for parameter, layout, spread in drawn:
-            draw(parameter, layout, base.group.rank, spread)
+        self._draw_factors(config, r, (factor_a, factor_b))
 
     def _dropout(self, adapter: str, x: torch.Tensor, feature: int) -> ops.Dropout | None:
         """Of the adapter's input, in the current forward."""
@@ -250,7 +253,7 @@ class LoraRowLinear(_LoraLinear):
         return self._product(x, base.weight, base.bias, active, base.group, feature)
 
 
-class LoraVocabEmbedding(_Adapted):
+class LoraVocabEmbedding(Adapted):
     """An adapter on the embedding: A [r, V] is cut by vocabulary, B [H, r] replicated.
 
     Both products are added to the partial rows before the base's one all-reduce. As in PEFT there
@@ -307,12 +310,3 @@ class LoraVocabEmbedding(_Adapted):
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
         return ops.reduce_from_tp(partial, base.group)
-
-
-LAYERS = {
-    ColumnParallelLinear: LoraColumnLinear,
-    RowParallelLinear: LoraRowLinear,
-    VocabParallelHead: LoraVocabHead,
-    VocabParallelEmbedding: LoraVocabEmbedding,
-}
-"""Module of a parallel model -> what PEFT puts around it."""

@@ -15,11 +15,18 @@ from torch import nn
 from parallel_ext.lora.replicas import check_replicas, parallel_state
 
 
-class Mergeable(LoraLayer):
-    """The part of an adapted module that merges; works on shards, without communication."""
+class Mergeable(nn.Module, LoraLayer):
+    """The part of an adapted module that merges; works on shards, without communication.
+
+    Attributes:
+        parameter_name: what of the base the adapter is added to.
+    """
+
+    parameter_name = "weight"
 
     def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
+        nn.Module.__init__(self)
+        LoraLayer.__init__(self, base_layer)
         self._unmerged: dict[str, torch.Tensor] = {}  # parameters of the base as they were
         self._versions: dict[str, int] = {}  # of those parameters after the merge
 
@@ -32,7 +39,7 @@ class Mergeable(LoraLayer):
         return self.lora_A[adapter].weight, self.lora_B[adapter].weight
 
     def _delta(self, adapter: str) -> torch.Tensor:
-        """What the adapter adds to this rank's part of the base weight, in fp32 or wider."""
+        """What the adapter adds to this rank's part of the base, in fp32 or wider."""
         factor_a, factor_b = self._factor_pair(adapter)
         wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
         return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * self.scaling[adapter]
@@ -42,7 +49,7 @@ class Mergeable(LoraLayer):
         group = self.get_base_layer().group
         if group.size > 1:
             raise NotImplementedError(
-                f"get_delta_weight at tp={group.size}: a rank holds only a part of the factors"
+                f"get_delta_weight over {group.size} ranks: each holds only a part of the factors"
             )
         return self._delta(adapter)
 
@@ -50,7 +57,7 @@ class Mergeable(LoraLayer):
         """Raise what ``merge`` would raise, without changing anything."""
         names = self.here(check_adapters_to_merge(self, adapter_names))
         base = self.get_base_layer()
-        if names and hasattr(base.weight, "to_local"):
+        if names and hasattr(getattr(base, self.parameter_name), "to_local"):
             raise NotImplementedError(
                 "merging after px.data_parallel is not supported: the base is dealt to the dp "
                 "ranks; save the adapter, and merge it into a model that is not"
@@ -68,11 +75,11 @@ class Mergeable(LoraLayer):
     def _merged(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
         """The base's parameters with the adapters in them, rounded once."""
         base = self.get_base_layer()
-        added = {"weight": sum(self._delta(name) for name in names)}
+        added = {self.parameter_name: sum(self._delta(name) for name in names)}
         biased = [name for name in names if self.lora_bias[name]]
         if biased:
             added["bias"] = sum(self.lora_B[n].bias.detach() * self.scaling[n] for n in biased)
-        dtype = base.weight.dtype
+        dtype = getattr(base, self.parameter_name).dtype
         merged = {n: (getattr(base, n).detach() + d).to(dtype) for n, d in added.items()}
         if safe_merge and not all(value.isfinite().all() for value in merged.values()):
             raise ValueError(

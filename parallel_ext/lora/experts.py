@@ -1,0 +1,125 @@
+"""The modules that PEFT puts around experts, one for each of their tensors that has an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import layer
+from torch import nn
+
+from parallel_ext.layout import TensorLayout, cut_ranges
+from parallel_ext.lora.factors import Factor
+from parallel_ext.lora.layers import Adapted
+from parallel_ext.moe import LowRank
+
+
+def factor_layouts(
+    tensor: TensorLayout, name_a: str, name_b: str, r: int
+) -> tuple[TensorLayout, TensorLayout]:
+    """The layouts of an adapter's factors for a tensor of experts [E, out, in].
+
+    As in PEFT the factors of all experts lie in two matrices: A [r * E, in] has the rows of one
+    expert side by side, B [out, r * E] the columns of one r side by side. Each rank holds those of
+    its experts, which again lie so.
+
+    Args:
+        tensor: cut along dimension 0 into one range of experts a rank.
+        name_a, name_b: names of the factors.
+        r: rank of the adapter.
+
+    Example:
+        >>> from parallel_ext.layout import cut
+        >>> experts = cut("experts.down_proj", (5, 8, 4), 0, ((0, 3), (3, 5)))
+        >>> lora_a, lora_b = factor_layouts(experts, "A", "B", 2)
+        >>> lora_a.ranges(1), lora_b.ranges(1)
+        (((6, 10),), ((3, 5), (8, 10)))
+    """
+    num_experts, out_features, in_features = tensor.shape
+    own = [tensor.ranges(rank)[0] for rank in range(tensor.period)]
+    rows = ([(r * start, r * stop)] for start, stop in own)
+    columns = (
+        [(index * num_experts + start, index * num_experts + stop) for index in range(r)]
+        for start, stop in own
+    )
+    return (
+        cut_ranges(name_a, (r * num_experts, in_features), 0, rows),
+        cut_ranges(name_b, (out_features, r * num_experts), 1, columns),
+    )
+
+
+class ParamWrapper(Adapted, layer.ParamWrapper):
+    """An adapter on one tensor of the experts; each rank holds the factors of its own experts.
+
+    PEFT knows such modules by this name as well as by their class. Where both tensors have an
+    adapter, one module is around the other: its factors go down to the experts with the call.
+    """
+
+    def __init__(
+        self, base_layer: nn.Module, *args: Any, parameter_name: str, **kwargs: Any
+    ) -> None:
+        self.parameter_name = parameter_name  # says the sizes, for which the base is asked
+        super().__init__(base_layer, *args, **kwargs)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        _, out_features, in_features = module.layouts[self.parameter_name].shape
+        return in_features, out_features
+
+    def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
+        base = self.get_base_layer()
+        layout_a, layout_b = factor_layouts(
+            base.layouts[self.parameter_name],
+            f"{target}.lora_A.{adapter}.weight",
+            f"{target}.lora_B.{adapter}.weight",
+            r,
+        )
+        factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
+        factor_b = self.lora_B[adapter] = Factor(layout_b, None, base.group)
+        self._draw_factors(config, r, (factor_a, factor_b))
+
+    def _per_expert(
+        self, adapter: str, weight_a: torch.Tensor, weight_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B as [e, r, in] and [e, out, r]."""
+        r = self.r[adapter]
+        experts = weight_a.size(0) // r
+        of_experts = weight_b.view(-1, r, experts).permute(2, 0, 1)
+        return weight_a.view(experts, r, -1), of_experts.contiguous()
+
+    def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's A [e, r, in] and B [e, out, r]."""
+        return self._per_expert(adapter, *super()._factor_pair(adapter))
+
+    def _low_rank(self, active: list[str]) -> LowRank:
+        """All active adapters in one, their gradients summed where they are partial."""
+        pairs, base = [], self.get_base_layer()
+        for name in active:
+            caught = (
+                self._caught(factor.weight, factor.layouts["weight"].name, base.replicas)
+                for factor in (self.lora_A[name], self.lora_B[name])
+            )
+            pairs.append(self._per_expert(name, *caught))
+        if len(active) == 1:
+            return LowRank(*pairs[0], self.scaling[active[0]])
+        scaled = [b * self.scaling[name] for name, (_, b) in zip(active, pairs, strict=True)]
+        return LowRank(torch.cat([a for a, _ in pairs], dim=1), torch.cat(scaled, dim=2), 1.0)
+
+    def _adapted_forward(
+        self,
+        x: torch.Tensor,
+        active: list[str],
+        *args: Any,
+        adapters: Mapping[str, LowRank] | None = None,
+    ) -> torch.Tensor:
+        own = {self.parameter_name: self._low_rank(active)}
+        return self.base_layer(x, *args, adapters={**(adapters or {}), **own})
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The experts, with the adapters on both tensors merged into them if ``merge``."""
+        if isinstance(self.base_layer, ParamWrapper):
+            self.base_layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+        return super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)

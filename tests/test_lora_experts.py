@@ -1,0 +1,232 @@
+"""LoRA on experts, at any (dp, tp, ep), trains as PEFT does on the single-process model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import difference, gradients_of, shard_differences, worst
+from reference_lora import config
+from reference_lora_experts import BOTH, DOWN, GATE_UP, adapted_experts, plain_experts
+from reference_mixtral import Layout, TinyMixtral, batches, job_loss, training_differences
+
+import parallel_ext as px
+from parallel_ext.lora.experts import ParamWrapper
+from parallel_ext.state import state_of
+
+TINY = TinyMixtral(num_experts=5)  # which no number of ranks divides
+STEPS = 3
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def _pair(
+    directory: Path, tiny: TinyMixtral, layout: Layout, changes: dict[str, Any], zero: int
+) -> tuple[Any, Any]:
+    """PEFT's model and ours, with the same adapter."""
+    model = adapted_experts(tiny, layout, **changes)
+    model.save_pretrained(directory)
+    return plain_experts(directory, tiny), px.data_parallel(model, layout.mesh(), zero)
+
+
+def _parity(
+    directory: Path,
+    tiny: TinyMixtral,
+    layout: Layout,
+    changes: dict[str, Any],
+    zero: int = 2,
+    checkpoints: str = "",
+) -> dict[str, float]:
+    """Of losses, every gradient, norms and weights after AdamW steps."""
+    reference, model = _pair(directory, tiny, layout, changes, zero)
+    if checkpoints:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoints == "reentrant"})
+    return training_differences(reference, model, layout.mesh(), tiny, STEPS)
+
+
+def _check(directory: Path, tiny: TinyMixtral, layout: Layout, *args: Any) -> None:
+    for differences in pool(layout.world).run(_parity, directory, tiny, layout, *args):
+        assert any(".lora_B." in name and ".grad" in name for name in differences)
+        error, name = worst(differences)
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 2, 2), Layout(2, 1, 1), Layout(2, 1, 2)),
+        *(Layout(1, 3, 3), Layout(3, 1, 3), Layout(1, 4, 2), Layout(2, 2, 1), Layout(2, 2, 2)),
+        *(Layout(2, 2, 4), Layout(4, 1, 2)),
+    ],
+    ids=str,
+)
+def test_losses_gradients_norms_and_steps_are_those_of_peft(tmp_path: Path, layout: Layout) -> None:
+    _check(tmp_path, TINY, layout, {"target_modules": ATTENTION})
+
+
+CASES: dict[str, tuple[TinyMixtral, dict[str, Any]]] = {
+    "gate and up alone": (TINY, {"target_parameters": [GATE_UP]}),
+    "down alone": (TINY, {"target_parameters": [DOWN]}),
+    "rank 1": (TINY, {"r": 1}),
+    "square tensors": (TinyMixtral(num_experts=5, inner=16), {"r": 5}),
+    "other ranks and scales": (
+        TINY,
+        {
+            "rank_pattern": {r".*\.gate_up_proj": 3},
+            "alpha_pattern": {r".*\.down_proj": 2},
+            "use_rslora": True,
+        },
+    ),
+    "an idle expert": (TinyMixtral(num_experts=5, skew="an idle expert"), {}),
+    "an idle rank": (TinyMixtral(num_experts=5, skew="an idle rank", balance=True), {}),
+    "a head trained whole": (TINY, {"modules_to_save": ["lm_head"]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_peft_with(tmp_path: Path, case: str, layout: Layout) -> None:
+    tiny, changes = CASES[case]
+    _check(tmp_path, tiny, layout, changes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "checkpoints"),
+    [
+        (Layout(2, 1, 2), 3, ""),
+        (Layout(2, 2, 2), 3, "not reentrant"),
+        (Layout(2, 1, 1), 2, "not reentrant"),
+        (Layout(1, 2, 2), 2, "not reentrant"),
+        (Layout(1, 2, 1), 2, "reentrant"),
+    ],
+    ids=str,
+)
+def test_stages_and_checkpoints_change_nothing(
+    tmp_path: Path, layout: Layout, zero: int, checkpoints: str
+) -> None:
+    _check(tmp_path, TINY, layout, {}, zero, checkpoints)
+
+
+def _accumulated(directory: Path, layout: Layout, how: str) -> dict[str, float]:
+    """Gradients of two micro-batches, perhaps with some factors frozen."""
+    reference, model = _pair(directory, TINY, layout, {}, 2)
+    for each in (reference, model):
+        for name, parameter in each.named_parameters():
+            if how == "frozen factors" and "lora_A" in name:
+                parameter.requires_grad_(False)
+    for number, seed in enumerate((3, 4)):
+        whole, own = batches(TINY, layout.dp, seed=seed)
+        reference(**whole).loss.backward()
+        if number == 0:
+            with px.no_sync(model):
+                model(**own[layout.mesh().dp_rank]).loss.backward()
+        else:
+            model(**own[layout.mesh().dp_rank]).loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+@pytest.mark.parametrize("how", ["", "frozen factors"])
+@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(2, 1, 2)], ids=str)
+def test_gradients_accumulate(tmp_path: Path, layout: Layout, how: str) -> None:
+    for differences in pool(layout.world).run(_accumulated, tmp_path, layout, how):
+        assert differences
+        assert worst(differences)[0] <= 1e-9, worst(differences)
+
+
+def _two_adapters(directory: Path, layout: Layout) -> dict[str, float]:
+    model = adapted_experts(TINY, layout)
+    model.add_adapter("second", config(**{**BOTH, "r": 2}))
+    model.save_pretrained(directory)
+    reference = plain_experts(directory, TINY)
+    reference.load_adapter(directory / "second", "second", is_trainable=True)
+    differences = {}
+    for active in (["default", "second"], ["second"]):
+        for each in (reference, model):
+            each.zero_grad()
+            each.base_model.set_adapter(active)
+        whole, own = batches(TINY, layout.dp)
+        reference(**whole).loss.backward()
+        model(**own[layout.mesh().dp_rank]).loss.backward()
+        found = shard_differences(model, gradients_of(reference), True)
+        differences |= {f"{name} with {active}": error for name, error in found.items()}
+    for each in (reference, model):
+        each.delete_adapter("second")
+        each.set_adapter("default")
+        each.zero_grad()
+        each(**whole).loss.backward()
+    return differences | shard_differences(model, gradients_of(reference), True)
+
+
+def test_two_adapters_train_at_once_and_one_can_go(tmp_path: Path) -> None:
+    for differences in pool(2).run(_two_adapters, tmp_path, Layout(1, 2, 2)):
+        assert worst(differences)[0] <= 1e-9, worst(differences)
+
+
+# What the comparison notices.
+
+
+def _columns_swapped(self: Any, adapter: str, a: torch.Tensor, b: torch.Tensor) -> Any:
+    r = self.r[adapter]
+    experts = a.size(0) // r
+    return a.view(experts, r, -1), b.view(-1, experts, r).permute(1, 0, 2).contiguous()
+
+
+def _broken(directory: Path, layout: Layout, what: str) -> float:
+    tiny = TinyMixtral(num_experts=4, inner=16)  # all shapes alike
+    reference, model = _pair(directory, tiny, layout, {}, 2)
+    state, kept = state_of(model), ParamWrapper._per_expert
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and what == "no sum over replicas":
+            module.get_base_layer().partials = None
+        elif isinstance(module, ParamWrapper) and what == "no scale of gradients":
+            module.get_base_layer().grad_scale = 1.0
+    if what == "a mean over other ranks":
+        (parameters,) = state.partials._averaged.values()
+        state.partials._averaged = {state.mesh.dp: parameters}
+    elif what == "swapped columns":
+        ParamWrapper._per_expert = _columns_swapped
+    try:
+        whole, own = batches(tiny, layout.dp)
+        reference(**whole).loss.backward()
+        model(**own[layout.mesh().dp_rank]).loss.backward()
+    finally:
+        ParamWrapper._per_expert = kept
+    return worst(shard_differences(model, gradients_of(reference), True))[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "layout"),
+    [
+        ("swapped columns", Layout(1, 2, 2)),
+        ("no sum over replicas", Layout(1, 2, 1)),
+        ("no scale of gradients", Layout(2, 1, 2)),
+        ("a mean over other ranks", Layout(2, 1, 2)),
+    ],
+)
+def test_the_comparison_notices(tmp_path: Path, what: str, layout: Layout) -> None:
+    assert max(pool(layout.world).run(_broken, tmp_path, layout, what)) > 1e-2
+
+
+# Lower precision: adapters in fp32 over a bf16 base are PEFT's default.
+
+
+def _bf16(directory: Path, layout: Layout) -> tuple[set[str], float]:
+    """The dtypes of the factors' gradients, and how far the loss is from PEFT's."""
+    tiny = TinyMixtral(num_experts=5, dtype=torch.bfloat16)
+    reference, model = _pair(directory, tiny, layout, {}, 2)
+    whole, own = batches(tiny, layout.dp)
+    loss = model(**own[layout.mesh().dp_rank]).loss
+    loss.backward()
+    dtypes = {str(p.grad.dtype) for p in model.parameters() if p.requires_grad}
+    with torch.no_grad():
+        return dtypes, difference(job_loss(loss, layout.mesh()), reference(**whole).loss)
+
+
+def test_factors_in_fp32_train_over_a_bf16_base(tmp_path: Path) -> None:
+    for dtypes, error in pool(2).run(_bf16, tmp_path, Layout(2, 1, 2)):
+        assert dtypes == {"torch.float32"}
+        assert error <= 2e-2
