@@ -14,6 +14,7 @@ from reference_lora_experts import BOTH, DOWN, GATE_UP, adapted_experts, plain_e
 from reference_mixtral import Layout, TinyMixtral, batches, job_loss, training_differences
 
 import parallel_ext as px
+from parallel_ext import _C
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.state import state_of
 
@@ -67,30 +68,35 @@ def test_losses_gradients_norms_and_steps_are_those_of_peft(tmp_path: Path, layo
     _check(tmp_path, TINY, layout, {"target_modules": ATTENTION})
 
 
-CASES: dict[str, tuple[TinyMixtral, dict[str, Any]]] = {
-    "gate and up alone": (TINY, {"target_parameters": [GATE_UP]}),
-    "down alone": (TINY, {"target_parameters": [DOWN]}),
-    "rank 1": (TINY, {"r": 1}),
-    "square tensors": (TinyMixtral(num_experts=5, inner=16), {"r": 5}),
+ONE_BATCH, TWO_BATCHES = Layout(1, 2, 2), Layout(2, 1, 2)
+CASES: dict[str, tuple[TinyMixtral, Layout, dict[str, Any]]] = {
+    "gate and up alone": (TINY, ONE_BATCH, {"target_parameters": [GATE_UP]}),
+    "down alone": (TINY, TWO_BATCHES, {"target_parameters": [DOWN]}),
+    "rank 1": (TINY, TWO_BATCHES, {"r": 1}),
+    "square tensors": (TinyMixtral(num_experts=5, inner=16), ONE_BATCH, {"r": 5}),
     "other ranks and scales": (
         TINY,
+        ONE_BATCH,
         {
             "rank_pattern": {r".*\.gate_up_proj": 3},
             "alpha_pattern": {r".*\.down_proj": 2},
             "use_rslora": True,
         },
     ),
-    "an idle expert": (TinyMixtral(num_experts=5, skew="an idle expert"), {}),
-    "an idle rank": (TinyMixtral(num_experts=5, skew="an idle rank", balance=True), {}),
-    "a head trained whole": (TINY, {"modules_to_save": ["lm_head"]}),
+    "an idle expert": (TinyMixtral(num_experts=5, skew="an idle expert"), ONE_BATCH, {}),
+    "an idle rank": (
+        TinyMixtral(num_experts=5, skew="an idle rank", balance=True),
+        TWO_BATCHES,
+        {},
+    ),
+    "a head trained whole": (TINY, TWO_BATCHES, {"modules_to_save": ["lm_head"]}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
-@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_peft_with(tmp_path: Path, case: str, layout: Layout) -> None:
-    tiny, changes = CASES[case]
+def test_training_is_that_of_peft_with(tmp_path: Path, case: str) -> None:
+    tiny, layout, changes = CASES[case]
     _check(tmp_path, tiny, layout, changes)
 
 
@@ -164,6 +170,28 @@ def _two_adapters(directory: Path, layout: Layout) -> dict[str, float]:
 def test_two_adapters_train_at_once_and_one_can_go(tmp_path: Path) -> None:
     for differences in pool(2).run(_two_adapters, tmp_path, Layout(1, 2, 2)):
         assert worst(differences)[0] <= 1e-9, worst(differences)
+
+
+# What is sent.
+
+
+def _sums_of_a_backward(layout: Layout) -> list[int]:
+    """All-reduces with adapters on the attention, and on the experts as well."""
+    counts = []
+    for changes in ({"target_parameters": None}, {}):
+        model = adapted_experts(TINY, layout, target_modules=ATTENTION, **changes)
+        px.data_parallel(model, layout.mesh())
+        loss = model(**batches(TINY, layout.dp)[1][layout.mesh().dp_rank]).loss
+        _C.reset_collective_counts()
+        loss.backward()
+        counts.append(_C.collective_counts().get("all_reduce", 0))
+    return counts
+
+
+@pytest.mark.parametrize(("layout", "more"), [(Layout(1, 2, 1), 0), (Layout(2, 2, 1), 1)], ids=str)
+def test_adapters_on_experts_share_a_sum_or_add_one(layout: Layout, more: int) -> None:
+    for attention, both in pool(layout.world).run(_sums_of_a_backward, layout):
+        assert both == attention + more
 
 
 # What the comparison notices.
