@@ -27,11 +27,12 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
 
 
 class ShardedModule(nn.Module):
-    """A module some of whose parameters are cut over the tensor-parallel ranks.
+    """A module some of whose parameters are cut over the ranks of a group.
 
     Attributes:
         layouts: attribute name of a parameter -> where its logical tensor lives.
-        group: the tensor-parallel group, whose rank this process is.
+        group: the ranks that one copy is cut over, and which of them this process is: the
+            tensor-parallel group, or for experts the expert-parallel one.
     """
 
     def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:

@@ -1,4 +1,4 @@
-"""The factors of an adapter: each rank holds its part of them, drawn alike for every tp."""
+"""The factors of an adapter: each rank holds its part, drawn alike whatever the layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Factor(ShardedModule):
     Args:
         weight: layout of the weight.
         bias: layout of the bias, or None.
-        group: the tensor-parallel group.
+        group: the ranks that the base is cut over.
     """
 
     def __init__(self, weight: TensorLayout, bias: TensorLayout | None, group: Group) -> None:
@@ -74,7 +74,7 @@ def draw(
     Args:
         parameter: the shard of ``rank``.
         layout: its layout, whose name counts.
-        rank: tp rank.
+        rank: in the group that the parameter is cut over.
         spread: ("uniform", bound) or ("normal", standard deviation).
     """
     generator = torch.Generator().manual_seed(key_of(layout.name))
