@@ -180,11 +180,11 @@ class ExpertParallelExperts(ShardedModule):
         routing: of the router in front.
 
     Called with ``hidden_states`` [T, H], ``top_k_index`` [T, top_k] (int64) and ``top_k_weights``
-    [T, top_k], all of this rank's own tokens, it returns [T, H] for them; ``adapters``, by the name
-    of the tensor that each is on, enter the products. T may differ between ranks (but not between tp
-    ranks) and be 0. Every call takes one gather of counts and two exchanges of rows in forward, two
-    exchanges in backward; under tp one gather of tokens more in each. A gradient of an expert is the
-    sum over the tokens of all ranks of the group, zeros for an expert without tokens.
+    [T, top_k], all of this rank's own tokens, it returns [T, H] for them. ``adapters``, by the name
+    of the tensor that each is on, enter the products. T may differ between ranks (but not between
+    tp ranks) and be 0. Every call takes one gather of counts and two exchanges of rows in forward,
+    two exchanges in backward; under tp one gather of tokens more in each. A gradient of an expert
+    is the sum over the tokens of all ranks of the group, zeros for an expert without tokens.
 
     Raises:
         IndexError: an expert id is out of range on some rank; a RuntimeError on the others.
