@@ -10,6 +10,7 @@
 #include "lora.h"
 #include "moe_linear.h"
 #include "ops.h"
+#include "workspace.h"
 
 namespace parallel_ext {
 namespace {
@@ -43,7 +44,7 @@ TwoTensors moe_lora_linear_forward_kernel(const at::Tensor& rows, const at::Tens
   check_factors("moe_lora_linear", weight, lora_a, lora_b);
   const auto dtype = dtype_of_adapter(rows);
   const at::Tensor wide = rows.to(dtype), a = lora_a.to(dtype), b = lora_b.to(dtype);
-  at::Tensor output = at::empty({rows.size(0), weight.size(1)}, rows.options());
+  at::Tensor output = pooled_empty({rows.size(0), weight.size(1)}, rows.options());
   at::Tensor low = at::empty({rows.size(0), lora_a.size(1)}, wide.options());
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
     at::Tensor own_low = low.narrow(0, first, count), out = output.narrow(0, first, count);

@@ -25,6 +25,9 @@ _GRADIENTS = (
 )
 
 
+_TENSORS = ("gate_up_proj", "down_proj")
+
+
 class _Choice:
     """The experts that one forward has chosen."""
 
@@ -164,7 +167,7 @@ class LowRank(NamedTuple):
 
 
 class ExpertParallelExperts(ShardedModule):
-    """HuggingFace's fused experts (``MixtralExperts`` and their like) of which each rank holds some.
+    """HuggingFace's fused experts (``MixtralExperts``, for one) of which each rank holds some.
 
     Args:
         gate_up_proj: [e, 2 I, H], of this rank's e experts; gate before up.
@@ -188,7 +191,7 @@ class ExpertParallelExperts(ShardedModule):
 
     Raises:
         IndexError: an expert id is out of range on some rank; a RuntimeError on the others.
-        DisagreementError: the ranks' hidden sizes, dtypes or needs of gradients differ.
+        DisagreementError: the ranks' hidden sizes, dtypes, needs of gradients or adapters differ.
     """
 
     def __init__(
@@ -238,7 +241,8 @@ class ExpertParallelExperts(ShardedModule):
         weights: torch.Tensor,
         adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:
-        route, plan = self._route(tokens, choices, weights)
+        low_ranks = [adapters[name].lora_a.size(1) if name in adapters else 0 for name in _TENSORS]
+        route, plan = self._route(tokens, choices, weights, low_ranks)
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
         rows = self._gated(self._linear(rows, "gate_up_proj", plan, adapters), weights)
         rows = self._linear(rows, "down_proj", plan, adapters)
@@ -270,7 +274,11 @@ class ExpertParallelExperts(ShardedModule):
         )
 
     def _route(
-        self, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        weights: torch.Tensor,
+        low_ranks: list[int],
     ) -> tuple[RoutePlan, ExchangePlan]:
         """Where the rows go, and how many; that of the first forward, if it is kept."""
         failure, route = None, None
@@ -285,7 +293,8 @@ class ExpertParallelExperts(ShardedModule):
         counts = choices.new_zeros(self.num_experts + self.group.size)
         if route is not None:
             counts = torch.cat([route.counts, route.rows_per_rank])
-        plan = self._exchange_plan(counts, self._header(tokens, weights, failure), failure)
+        header = [*self._header(tokens, weights, failure), *low_ranks]
+        plan = self._exchange_plan(counts, header, failure)
         if self.routing is not None:
             self.routing.planned(plan, self.group.rank)
         return route, plan
@@ -325,8 +334,8 @@ class ExpertParallelExperts(ShardedModule):
             words = (
                 f"ep rank {rank}: hidden size {hidden}, "
                 f"{_DTYPES[dtype] if dtype >= 0 else 'another dtype'}, "
-                f"{_GRADIENTS[grads]}"
-                for rank, (_, hidden, dtype, grads) in enumerate(headers)
+                f"{_GRADIENTS[grads]}, adapters of rank {' and '.join(map(str, low_ranks))}"
+                for rank, (_, hidden, dtype, grads, *low_ranks) in enumerate(headers)
             )
             raise DisagreementError(
                 f"{name}: the ranks must agree, but are given {'; '.join(words)}"

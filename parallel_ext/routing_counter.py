@@ -11,7 +11,6 @@ import torch
 
 from parallel_ext import _C
 
-
 # What brings rows of a mixture to other ranks.
 _EXCHANGES = (
     *("moe_dispatch", "moe_dispatch_backward"),
@@ -22,7 +21,9 @@ _EXCHANGES = (
 def _traffic() -> tuple[int, int]:
     """Bytes that this process has sent in exchanges of rows, and microseconds in them."""
     counts = _C.collective_counts()
-    return tuple(sum(counts.get(f"{op}/{what}", 0) for op in _EXCHANGES) for what in ("bytes", "us"))
+    return tuple(
+        sum(counts.get(f"{op}/{what}", 0) for op in _EXCHANGES) for what in ("bytes", "us")
+    )
 
 
 def _since(before: tuple[int, int]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from ranks import Raised, pool
 from reference import Tiny, batch, exact, mesh_of, parallel
@@ -18,6 +19,7 @@ from reference_mixtral import Layout, TinyMixtral
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
+from parallel_ext.state import state_of
 
 TINY = TinyMixtral(num_experts=5)
 INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
@@ -229,6 +231,15 @@ def _other_targets() -> None:
     model.add_adapter("second", config(**{**BOTH, "target_parameters": [DOWN]}))
 
 
+def _disabled_on_one_rank() -> None:
+    model = adapted_experts(TINY, Layout(2, 1, 2))
+    px.data_parallel(model, state_of(model).mesh)
+    if dist.get_rank() == 1:
+        model.base_model.disable_adapter_layers()
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    model(input_ids=ids, labels=ids)
+
+
 def _no_experts() -> None:
     model = parallel(Tiny().model(), mesh_of())
     peft.get_peft_model(model, config(target_parameters=["mlp.down_proj.weight"]))
@@ -263,6 +274,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a bias": (lambda: _adapt(lora_bias=True), "lora_bias=True does not go with"),
     "DoRA": (lambda: _adapt(use_dora=True), "does not support use_dora=True"),
+    "adapters that one rank has switched off": (
+        _disabled_on_one_rank,
+        "gradients of the experts alone, adapters of rank 0 and 0",
+    ),
     "a model without experts": (
         _no_experts,
         "without experts does not support target_parameters=['mlp.down_proj.weight']",
