@@ -11,6 +11,8 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 MAX_JOBS ?= 2
 WORK ?= .work
+# Test files that run at a time; each starts ranks of its own.
+TEST_PROCESSES ?= 2
 
 PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -46,7 +48,8 @@ demo-mixtral: $(VENV)/installed
 	$(ENV) $(PY) examples/demo_mixtral.py --work $(WORK)
 
 test: $(VENV)/installed $(WORK)/smollm2/config.json
-	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow"
+	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow" \
+	    -n $(TEST_PROCESSES) --dist loadfile
 
 # The same suite with the oldest transformers that is supported, in an environment of its own.
 test-oldest:

@@ -112,7 +112,7 @@ def _brought(group: Group, kind: str, experts: int, dtype: torch.dtype, row_byte
 
 @BOTH_PATHS
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("experts", [4, 5, 8])
+@pytest.mark.parametrize("experts", [5, 8])
 @pytest.mark.parametrize("kind", ID_KINDS)
 def test_rows_reach_their_experts_and_return(kind, experts, size, aten):
     on_ranks(size, _brought, kind, experts, torch.float32, 4096, aten=aten)
