@@ -4,52 +4,34 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <algorithm>
-
+#include "cuda_grid.h"
 #include "dropout_cuda.h"
 
 namespace parallel_ext {
 namespace {
 
-constexpr int64_t kThreads = 256;     // of a block
-constexpr int64_t kMaxGrid = 0xffff;  // what CUDA allows for the y dimension
-
-__device__ GridThread this_thread() {
-  return {int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
-          int64_t{blockIdx.y} * blockDim.y + threadIdx.y, int64_t{gridDim.x} * blockDim.x,
-          int64_t{gridDim.y} * blockDim.y};
-}
-
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     drop_kernel(const MaskPart part, const scalar_t* __restrict__ input,
                 scalar_t* __restrict__ output) {
   drop_in_thread(part, this_thread(), input, output);
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     drop_and_add_kernel(const MaskPart part, const scalar_t* __restrict__ input,
                         scalar_t* __restrict__ output, const scalar_t* __restrict__ addend,
                         double factor, scalar_t* __restrict__ target) {
   drop_and_add_in_thread(part, this_thread(), input, output, addend, factor, target);
 }
 
-unsigned blocks_for(int64_t threads, int64_t of_block) {
-  return static_cast<unsigned>(std::min(kMaxGrid, (threads + of_block - 1) / of_block));
-}
-
 template <typename... Parameters, typename... Args>
 void launch(void (*kernel)(MaskPart, Parameters...), const MaskPart& part, int device,
             Args... args) {
   if (part.rows == 0 || part.size == 0) return;  // CUDA refuses an empty grid
-  int64_t wide = kMaskLanes;                     // where rows are short, a block serves several
-  while (wide < part.threads_per_row() && wide < kThreads) wide *= 2;
-  const int64_t high = kThreads / wide;
-  const dim3 grid(blocks_for(part.threads_per_row(), wide), blocks_for(part.rows, high));
-  const dim3 block(static_cast<unsigned>(wide), static_cast<unsigned>(high));
+  const GridShape grid = grid_of_rows(part.rows, part.threads_per_row());
   const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));
-  kernel<<<grid, block, 0, c10::cuda::getCurrentCUDAStream()>>>(part, args...);
+  kernel<<<grid.blocks, grid.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(part, args...);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

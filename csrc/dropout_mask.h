@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "grid_thread.h"
 #include "number.h"
 #include "philox.h"
 
@@ -43,11 +44,6 @@ struct MaskPart {
   PARALLEL_EXT_INLINE int64_t threads_per_row() const {
     return (feature % kMaskBlock + size + kMaskBlock - 1) / kMaskBlock * kMaskLanes;
   }
-};
-
-// One thread of a grid of any size: where it is, and how far it is to its next piece of work.
-struct GridThread {
-  int64_t x, y, num_x, num_y;
 };
 
 // Calls use(i, kept) for the elements of the thread, i of them counted row by row.
@@ -90,7 +86,7 @@ PARALLEL_EXT_INLINE void drop_and_add_in_thread(const MaskPart& part, const Grid
                                                 scalar_t* __restrict__ output,
                                                 const scalar_t* __restrict__ addend, double factor,
                                                 scalar_t* __restrict__ target) {
-  using wide_t = decltype(widen(scalar_t(0)));
+  using wide_t = wide_of<scalar_t>;
   const auto wide_factor = static_cast<wide_t>(factor);
   for_elements(part, thread, [&](int64_t i, bool kept) {
     const scalar_t value = input[i];

@@ -42,6 +42,9 @@ PARALLEL_EXT_INLINE float widen(scalar_t x) {
   return to_float(x);
 }
 
+template <typename scalar_t>
+using wide_of = decltype(widen(scalar_t()));
+
 PARALLEL_EXT_INLINE void store(float value, float* out) { *out = value; }
 PARALLEL_EXT_INLINE void store(float value, c10::BFloat16* out) {
   uint32_t bits;  // rounds to nearest even; every NaN becomes the quiet one

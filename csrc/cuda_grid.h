@@ -1,0 +1,40 @@
+// The grids that the CUDA kernels run in. Only .cu files include this.
+#pragma once
+
+#include <algorithm>
+
+#include "grid_thread.h"
+
+namespace parallel_ext {
+
+inline constexpr int kBlockThreads = 256;
+
+__device__ __forceinline__ GridThread this_thread() {
+  return {int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+          int64_t{blockIdx.y} * blockDim.y + threadIdx.y, int64_t{gridDim.x} * blockDim.x,
+          int64_t{gridDim.y} * blockDim.y};
+}
+
+struct GridShape {
+  dim3 blocks, threads;
+};
+
+// For rows that `per_row` threads serve; where rows are short, a block serves several.
+inline GridShape grid_of_rows(int64_t rows, int64_t per_row) {
+  int64_t wide = 16;
+  while (wide < per_row && wide < kBlockThreads) wide *= 2;
+  const int64_t high = kBlockThreads / wide;
+  const auto blocks = [](int64_t threads, int64_t of_block) {
+    const int64_t most = 0xffff;  // what CUDA allows for the y dimension
+    return static_cast<unsigned>(std::min(most, (threads + of_block - 1) / of_block));
+  };
+  return {dim3(blocks(per_row, wide), blocks(rows, high)),
+          dim3(static_cast<unsigned>(wide), static_cast<unsigned>(high))};
+}
+
+// A block for each piece of work, in turns where they are more than CUDA allows.
+inline GridShape grid_of_blocks(int64_t pieces) {
+  return {dim3(static_cast<unsigned>(std::min<int64_t>(pieces, 0x7fffffff))), dim3(kBlockThreads)};
+}
+
+}  // namespace parallel_ext
