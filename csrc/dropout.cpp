@@ -93,11 +93,6 @@ void drop_numbers(const uint16_t* kept, int64_t size, const scalar_t* input, sca
   drop_row(kept, size, reinterpret_cast<const bits_t*>(input), reinterpret_cast<bits_t*>(output));
 }
 
-bool use_aten_path(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return aten_path_on_cpu();
-  return !(kWithCudaKernels && tensor.is_cuda());
-}
-
 // Calls use(first, kept) for each row, whose first element is number `first`, in parallel.
 template <typename Use>
 void for_rows(const MaskPart& part, const Use& use) {

@@ -2,6 +2,8 @@
 // kernels where the build has them, or the path of plain ATen calls that serves every other device.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 // One build holds a loop for AVX-512, for AVX2 and for any x86-64; the loader takes the best one.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define PARALLEL_EXT_MULTIVERSION \
@@ -24,5 +26,15 @@ inline constexpr bool kWithCudaKernels = false;
 // Off by default; the tests switch it on to run the other devices' path on a CPU.
 bool aten_path_on_cpu();
 void set_aten_path_on_cpu(bool on);
+
+// Whether a CUDA kernel serves the tensor, for what has CUDA kernels.
+inline bool use_cuda_kernel(const at::Tensor& tensor) {
+  return kWithCudaKernels && tensor.is_cuda();
+}
+
+// Whether ATen calls serve it, for what has kernels for CPU and CUDA.
+inline bool use_aten_path(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? aten_path_on_cpu() : !use_cuda_kernel(tensor);
+}
 
 }  // namespace parallel_ext

@@ -1,5 +1,6 @@
 #include "moe_exchange_aten.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
@@ -12,7 +13,9 @@
 #include <ATen/ops/zeros.h>
 
 #include "comm.h"
+#include "kernel_choice.h"
 #include "layout.h"
+#include "moe_rows_cuda.h"
 
 namespace parallel_ext {
 namespace {
@@ -71,9 +74,47 @@ Messages all_to_all(const char* op, const Messages& parts,
 
 int64_t bytes_of_row(const at::Tensor& rows) { return rows.size(1) * rows.element_size(); }
 
+// What the kernels follow without looking; ATen looks itself.
+void check_same_device(const at::Tensor& map, const at::Tensor& rows) {
+  TORCH_CHECK_VALUE(map.device() == rows.device(), "moe_exchange: a map of the plan is on ",
+                    map.device(), " but the rows are on ", rows.device(), "; move one of them");
+}
+
+at::Tensor rows_at_on_cuda(const at::Tensor& rows, const at::Tensor& index) {
+  check_same_device(index, rows);
+  at::Tensor picked = at::empty({index.numel(), rows.size(1)}, rows.options());
+  if constexpr (kWithCudaKernels) {
+    gather_rows_on_cuda({index.const_data_ptr<int64_t>(), index.numel(), 1, rows.size(0)},
+                        bytes_of_row(rows), rows.const_data_ptr(), picked.mutable_data_ptr(),
+                        rows.get_device());
+  }
+  return picked;
+}
+
+// rows [M, H] -> those that index [N] names.
+at::Tensor rows_at(const at::Tensor& rows, const at::Tensor& index) {
+  if (use_cuda_kernel(rows)) return rows_at_on_cuda(rows.contiguous(), index.contiguous());
+  return rows.index_select(0, index);
+}
+
+at::Tensor sums_on_cuda(const at::Tensor& rows, const at::Tensor& parts, int64_t num_sums) {
+  check_same_device(parts, rows);
+  at::Tensor sums = at::empty({num_sums, rows.size(1)}, rows.options());
+  if constexpr (kWithCudaKernels) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(
+        at::kBFloat16, at::kHalf, rows.scalar_type(), "moe_exchange", [&] {
+          sum_rows_on_cuda({parts.const_data_ptr<int64_t>(), num_sums, parts.size(1), rows.size(0)},
+                           rows.size(1), rows.const_data_ptr<scalar_t>(),
+                           sums.mutable_data_ptr<scalar_t>(), rows.get_device());
+        });
+  }
+  return sums;
+}
+
 // [M, H] and for each of `num_sums` sums up to `most` rows in it -> the sums, in wide. A row M is
 // zero.
 at::Tensor sums_of_rows(const at::Tensor& rows, const at::Tensor& parts, int64_t num_sums) {
+  if (use_cuda_kernel(rows)) return sums_on_cuda(rows.contiguous(), parts.contiguous(), num_sums);
   const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor padded = at::cat({rows, at::zeros({1, rows.size(1)}, rows.options())});
   at::Tensor sums = at::zeros({num_sums, rows.size(1)}, rows.options().dtype(wide));
@@ -95,17 +136,13 @@ at::Tensor places_of_rows(const at::Tensor& origins, int64_t num_rows, int64_t m
   return places.scatter_(0, sorted * most + number, order).view({num_rows, most});
 }
 
-at::Tensor to_places(const at::Tensor& arrived, const at::Tensor& origins) {
-  return arrived.index_select(0, origins);
-}
-
 }  // namespace
 
 AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const at::Tensor& weights,
                                 const Route& route, const ExchangePlan& plan) {
   const std::vector<int64_t>& slots = plan.send_slots;
   const auto& places = plan.places;
-  const at::Tensor rows = input.index_select(0, route.tokens.narrow(0, 0, plan.num_rows()));
+  const at::Tensor rows = rows_at(input, route.tokens.narrow(0, 0, plan.num_rows()));
   const at::Tensor numbers = route.rows_of_choices.flatten().index_select(0, route.sources);
   Messages parts;
   std::vector<std::vector<int64_t>> sizes;
@@ -146,18 +183,18 @@ AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const a
       0, of_slots, from_bytes(at::cat(their_weights), weights.scalar_type(), {plan.num_places()}));
   there.origins = at::empty({plan.num_places()}, route.sources.options());
   there.origins.index_copy_(0, of_slots, at::cat(origins));
-  there.rows = to_places(from_bytes(at::cat(arrived), input.scalar_type(), {first, input.size(1)}),
-                         there.origins);
+  there.rows = rows_at(from_bytes(at::cat(arrived), input.scalar_type(), {first, input.size(1)}),
+                       there.origins);
   return there;
 }
 
 at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,
                                        const at::Tensor& tokens, const at::Tensor& origins,
                                        const ExchangePlan& plan) {
-  const at::Tensor rows = input.index_select(0, tokens.narrow(0, 0, plan.num_rows()));
-  return to_places(all_to_all_rows(op, rows, plan.send_rows, plan.receive_rows, plan.group_size,
-                                   plan.group_name),
-                   origins);
+  const at::Tensor rows = rows_at(input, tokens.narrow(0, 0, plan.num_rows()));
+  return rows_at(all_to_all_rows(op, rows, plan.send_rows, plan.receive_rows, plan.group_size,
+                                 plan.group_name),
+                 origins);
 }
 
 AtTokens bring_back_aten(const char* op, const at::Tensor& rows,

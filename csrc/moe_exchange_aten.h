@@ -1,4 +1,5 @@
-// The exchange of moe_exchange.h by plain ATen calls, for any device.
+// The exchange of moe_exchange.h by plain ATen calls, for any device; rows are moved and summed by
+// CUDA kernels where the build has them.
 #pragma once
 
 #include "moe_exchange.h"

@@ -1,5 +1,7 @@
 // The activation between the two products of an expert, times the weight of the row: so neither the
 // outputs of the experts nor the activation alone need be kept for backward.
+#include "moe_gated_silu.h"
+
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -12,9 +14,8 @@
 
 #include "check.h"
 #include "dispatch.h"
-#include "exp.h"
 #include "kernel_choice.h"
-#include "number.h"
+#include "moe_rows_cuda.h"
 #include "ops.h"
 #include "workspace.h"
 
@@ -45,13 +46,8 @@ void check_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights) {
   TORCH_CHECK_TYPE(weights.scalar_type() == wide_type(gate_up), op, ": weights must be ",
                    wide_type(gate_up), " for gate_up in ", gate_up.scalar_type(), ", got ",
                    weights.scalar_type());
-}
-
-// 1 / (1 + exp(-x)), without overflow.
-template <typename wide_t>
-PARALLEL_EXT_INLINE wide_t sigmoid(wide_t x) {
-  const wide_t small = exp_nonpositive(x < 0 ? x : -x);
-  return (x < 0 ? small : wide_t(1)) / (1 + small);
+  TORCH_CHECK_VALUE(weights.device() == gate_up.device(), op, ": weights are on ", weights.device(),
+                    " but gate_up is on ", gate_up.device(), "; move one of them");
 }
 
 // One function per dtype, since target_clones does not go with templates.
@@ -59,11 +55,10 @@ PARALLEL_EXT_INLINE wide_t sigmoid(wide_t x) {
   PARALLEL_EXT_MULTIVERSION void gate_row(const scalar_t* gate, const scalar_t* up, wide_t weight, \
                                           int64_t size, scalar_t* out) {                           \
     for (int64_t i = 0; i < size; ++i) {                                                           \
-      const wide_t g = widen(gate[i]);                                                             \
-      store(g * sigmoid(g) * widen(up[i]) * weight, out + i);                                      \
+      store(gated_silu(widen(gate[i]), widen(up[i]), weight), out + i);                            \
     }                                                                                              \
   }                                                                                                \
-  /* also the sum of grad * silu(gate) * up, in 16 parts whose order is fixed */                   \
+  /* also the gradient of the weight, in 16 parts whose order is fixed */                          \
   PARALLEL_EXT_MULTIVERSION wide_t gate_row_backward(                                              \
       const scalar_t* grad, const scalar_t* gate, const scalar_t* up, wide_t weight, int64_t size, \
       scalar_t* grad_gate, scalar_t* grad_up) {                                                    \
@@ -73,11 +68,11 @@ PARALLEL_EXT_INLINE wide_t sigmoid(wide_t x) {
       const int64_t width = std::min(kLanes, size - start);                                        \
       for (int64_t j = 0; j < width; ++j) {                                                        \
         const int64_t i = start + j;                                                               \
-        const wide_t g = widen(gate[i]), u = widen(up[i]), d = widen(grad[i]);                     \
-        const wide_t s = sigmoid(g), silu = g * s;                                                 \
-        lane[j] += d * silu * u;                                                                   \
-        store(d * weight * silu, grad_up + i);                                                     \
-        store(d * weight * u * (s + silu * (1 - s)), grad_gate + i);                               \
+        const auto gradients =                                                                     \
+            gated_silu_gradients(widen(grad[i]), widen(gate[i]), widen(up[i]), weight);            \
+        lane[j] += gradients.weight;                                                               \
+        store(gradients.up, grad_up + i);                                                          \
+        store(gradients.gate, grad_gate + i);                                                      \
       }                                                                                            \
     }                                                                                              \
     wide_t sum = 0;                                                                                \
@@ -90,11 +85,8 @@ PARALLEL_EXT_GATED_LOOPS(c10::BFloat16, float)
 PARALLEL_EXT_GATED_LOOPS(c10::Half, float)
 PARALLEL_EXT_GATED_LOOPS(double, double)
 
-template <typename scalar_t>
-using wide_of = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-
-at::Tensor moe_gated_silu_cpu(const at::Tensor& gate_up_in, const at::Tensor& weights_in) {
-  check_gated_silu(gate_up_in, weights_in);
+// Loops for the CPU, or kernels for CUDA.
+at::Tensor moe_gated_silu_own(const at::Tensor& gate_up_in, const at::Tensor& weights_in) {
   const at::Tensor gate_up = gate_up_in.contiguous(), weights = weights_in.contiguous();
   const int64_t rows = gate_up.size(0), inner = gate_up.size(1) / 2;
   at::Tensor output = pooled_empty({rows, inner}, gate_up.options());
@@ -103,6 +95,11 @@ at::Tensor moe_gated_silu_cpu(const at::Tensor& gate_up_in, const at::Tensor& we
         const auto* in = gate_up.const_data_ptr<scalar_t>();
         const auto* weight = weights.const_data_ptr<wide_of<scalar_t>>();
         auto* out = output.mutable_data_ptr<scalar_t>();
+        if constexpr (kWithCudaKernels) {
+          if (gate_up.is_cuda()) {
+            return gate_rows_on_cuda(rows, inner, in, weight, out, gate_up.get_device());
+          }
+        }
         at::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
           for (int64_t row = begin; row < end; ++row) {
             const auto* gate = in + row * 2 * inner;
@@ -113,7 +110,7 @@ at::Tensor moe_gated_silu_cpu(const at::Tensor& gate_up_in, const at::Tensor& we
   return output;
 }
 
-TwoTensors moe_gated_silu_backward_cpu(const at::Tensor& grad_in, const at::Tensor& gate_up_in,
+TwoTensors moe_gated_silu_backward_own(const at::Tensor& grad_in, const at::Tensor& gate_up_in,
                                        const at::Tensor& weights_in) {
   const at::Tensor grad_output = grad_in.contiguous();
   const at::Tensor gate_up = gate_up_in.contiguous(), weights = weights_in.contiguous();
@@ -128,6 +125,12 @@ TwoTensors moe_gated_silu_backward_cpu(const at::Tensor& grad_in, const at::Tens
         const auto* weight = weights.const_data_ptr<wide_t>();
         auto* out = grad_gate_up.mutable_data_ptr<scalar_t>();
         auto* dot = grad_weights.mutable_data_ptr<wide_t>();
+        if constexpr (kWithCudaKernels) {
+          if (gate_up.is_cuda()) {
+            return gate_rows_backward_on_cuda(rows, inner, grad, in, weight, out, dot,
+                                              gate_up.get_device());
+          }
+        }
         at::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
           for (int64_t row = begin; row < end; ++row) {
             const int64_t at = row * 2 * inner;
@@ -140,7 +143,6 @@ TwoTensors moe_gated_silu_backward_cpu(const at::Tensor& grad_in, const at::Tens
 }
 
 at::Tensor moe_gated_silu_aten(const at::Tensor& gate_up, const at::Tensor& weights) {
-  check_gated_silu(gate_up, weights);
   const auto halves = gate_up.to(wide_type(gate_up)).chunk(2, 1);
   return (halves[0] * at::sigmoid(halves[0]) * halves[1] * weights.unsqueeze(1))
       .to(gate_up.scalar_type());
@@ -157,14 +159,14 @@ TwoTensors moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at:
   return {both.to(gate_up.scalar_type()), (grad * silu * up).sum(1)};
 }
 
-at::Tensor moe_gated_silu_cpu_or_aten(const at::Tensor& gate_up, const at::Tensor& weights) {
-  return (aten_path_on_cpu() ? moe_gated_silu_aten : moe_gated_silu_cpu)(gate_up, weights);
+at::Tensor moe_gated_silu_kernel(const at::Tensor& gate_up, const at::Tensor& weights) {
+  check_gated_silu(gate_up, weights);
+  return (use_aten_path(gate_up) ? moe_gated_silu_aten : moe_gated_silu_own)(gate_up, weights);
 }
 
-TwoTensors moe_gated_silu_backward_cpu_or_aten(const at::Tensor& grad_output,
-                                               const at::Tensor& gate_up,
-                                               const at::Tensor& weights) {
-  return (aten_path_on_cpu() ? moe_gated_silu_backward_aten : moe_gated_silu_backward_cpu)(
+TwoTensors moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const at::Tensor& gate_up,
+                                          const at::Tensor& weights) {
+  return (use_aten_path(gate_up) ? moe_gated_silu_backward_aten : moe_gated_silu_backward_own)(
       grad_output, gate_up, weights);
 }
 
@@ -221,13 +223,8 @@ TwoTensors moe_gated_silu_backward(const at::Tensor& grad_output, const at::Tens
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("moe_gated_silu", moe_gated_silu_aten);
-  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_aten);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, CPU, m) {
-  m.impl("moe_gated_silu", moe_gated_silu_cpu_or_aten);
-  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_cpu_or_aten);
+  m.impl("moe_gated_silu", moe_gated_silu_kernel);
+  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_kernel);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {

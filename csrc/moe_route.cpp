@@ -19,6 +19,7 @@
 #include "check.h"
 #include "kernel_choice.h"
 #include "layout.h"
+#include "moe_rows_cuda.h"
 #include "ops.h"
 
 namespace parallel_ext {
@@ -50,9 +51,10 @@ void check_plan(const at::Tensor& expert_ids, at::IntArrayRef experts_per_rank, 
   TORCH_CHECK_VALUE(0 <= rank && rank < ranks, op, ": rank ", rank, " is not one of ", ranks);
 }
 
-[[noreturn]] void refuse_id(int64_t id, int64_t position, int64_t top_k, int64_t num_experts) {
-  TORCH_CHECK_INDEX(false, "moe_route_plan: choice ", position % top_k, " of token ",
-                    position / top_k, " is expert ", id, ", outside of [0, ", num_experts, ")");
+void check_id(int64_t id, int64_t position, int64_t top_k, int64_t num_experts) {
+  TORCH_CHECK_INDEX(0 <= id && id < num_experts, "moe_route_plan: choice ", position % top_k,
+                    " of token ", position / top_k, " is expert ", id, ", outside of [0, ",
+                    num_experts, ")");
 }
 
 // CPU: a few passes over the ids, no comparison sort and no [T, E] map.
@@ -74,7 +76,7 @@ FiveTensors moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts
   auto* source = sources.mutable_data_ptr<int64_t>();
   auto* token = tokens.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < size; ++i) {
-    if (id[i] < 0 || id[i] >= num_experts) refuse_id(id[i], i, top_k, num_experts);
+    check_id(id[i], i, top_k, num_experts);
     ++count[id[i]];
   }
   std::vector<int64_t> next(num_experts, 0);
@@ -110,17 +112,42 @@ FiveTensors moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts
   return {counts, rows_per_rank, rows, sources, tokens};
 }
 
-// Any device. Off the CPU the ids are not read back; one outside of [0, E) fails in bincount.
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+
+// ids [size] -> how many there are of each expert [E], and their positions, stably sorted.
+TwoTensors sorted_on_cuda(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
+  const at::Tensor counts = at::empty({num_experts}, ids.options());
+  const at::Tensor sources = at::empty_like(ids);
+  if constexpr (kWithCudaKernels) {
+    sort_ids_on_cuda(ids.const_data_ptr<int64_t>(), ids.numel(), num_experts,
+                     counts.mutable_data_ptr<int64_t>(), sources.mutable_data_ptr<int64_t>(),
+                     ids.get_device());
+  }
+  // The one look from the host, where bincount takes several; the counts are read soon anyway.
+  if (counts.sum().item<int64_t>() < ids.numel()) {
+    const at::Tensor here = ids.cpu();
+    const int64_t* id = here.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < here.numel(); ++i) check_id(id[i], i, top_k, num_experts);
+  }
+  return {counts, sources};
+}
+
+TwoTensors sorted(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
+  if (use_cuda_kernel(ids)) return sorted_on_cuda(ids.contiguous(), num_experts, top_k);
+  const at::Tensor counts = at::bincount(ids, {}, num_experts);
+  TORCH_CHECK_INDEX(counts.numel() == num_experts, "moe_route_plan: a token chose expert ",
+                    counts.numel() - 1, ", outside of [0, ", num_experts, ")");
+  return {counts, at::argsort(ids, /*stable=*/true, /*dim=*/0)};
+}
+
+// Any device. An id below zero fails in bincount where no kernel serves the device.
 FiveTensors moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
                                 int64_t row_bytes, int64_t rank) {
   check_plan(ids, experts_per_rank, row_bytes, rank);
   const int64_t num_experts = sum_of(experts_per_rank), top_k = ids.size(1), size = ids.numel();
   const auto num_ranks = static_cast<int64_t>(experts_per_rank.size());
   const at::Tensor flat = ids.flatten();
-  const at::Tensor counts = at::bincount(flat, {}, num_experts);
-  TORCH_CHECK_INDEX(counts.numel() == num_experts, "moe_route_plan: a token chose expert ",
-                    counts.numel() - 1, ", outside of [0, ", num_experts, ")");
-  const at::Tensor sources = at::argsort(flat, /*stable=*/true, /*dim=*/0);
+  const auto [counts, sources] = sorted(flat, num_experts, top_k);
   const at::Tensor slots =
       at::empty_like(flat).scatter_(0, sources, at::arange(size, flat.options())).view(ids.sizes());
   std::vector<int64_t> rank_of_expert;
