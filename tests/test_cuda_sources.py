@@ -15,16 +15,13 @@ from typing import Any
 import pytest
 import setuptools
 import torch
+from cuda_threads import CSRC, SOURCE, STANDARD, TORCH_INCLUDE, compiled
 from torch.utils import cpp_extension
 
 from parallel_ext import _C
 from parallel_ext.ops import Dropout, lora_linear
 
-SOURCE = Path(__file__).parents[1]
-CSRC = SOURCE / "csrc"
 KERNELS = sorted(path.name for path in CSRC.glob("*.cu"))
-TORCH_INCLUDE = Path(torch.__file__).parent / "include"
-STANDARD = f"-std=c++{_C.build_info()['cxx_standard'] // 100 % 100}"
 
 # A wheel of torch for the CPU has all that the kernels include but this file, which CMake makes.
 CMAKE_MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
@@ -151,19 +148,9 @@ DEFINE(float16, c10::Half)
 """
 
 
-def _grid(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
-    source, library = folder / "grid.cpp", folder / "grid.so"
-    source.write_text(GRID)
-    compiler = os.environ.get("CXX", "c++")
-    include = [f"-I{csrc}", f"-isystem{TORCH_INCLUDE}"]
-    command = [compiler, "-shared", "-fPIC", "-O1", STANDARD, *include, source, "-o", library]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
-
-
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return _grid(tmp_path_factory.mktemp("grid"))
+    return compiled(GRID, tmp_path_factory.mktemp("grid"))
 
 
 FP64 = torch.float64
@@ -244,7 +231,7 @@ def test_the_comparison_notices_broken_threads(mutation, tmp_path):
     text = header.read_text()
     assert text.count(MUTATIONS[mutation][0]) == 1
     header.write_text(text.replace(*MUTATIONS[mutation]))
-    broken = _grid(tmp_path, tmp_path / "csrc")
+    broken = compiled(GRID, tmp_path, tmp_path / "csrc")
     assert _wrong_elements(broken, FP64, 300, DROPOUT, GRIDS[1], True) > 0
 
 
