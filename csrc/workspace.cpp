@@ -1,10 +1,13 @@
 #include "workspace.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
 #include <c10/util/accumulate.h>
 
-#include <algorithm>
+#include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace parallel_ext {
@@ -16,12 +19,33 @@ constexpr int64_t kSmallest = 8 * kMiB;
 // Beyond this, memory is not kept.
 constexpr int64_t kMost = 512 * kMiB;
 
-std::mutex mutex;
-std::vector<c10::Storage> kept;  // each in use, or held by nothing but this
+struct Block {
+  at::DataPtr memory;
+  int64_t size;
+};
 
-bool in_use(const c10::Storage& storage) { return storage.use_count() > 1; }
+// What lies in no tensor, oldest first, and how many bytes are out.
+struct Pool {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Block>> kept;
+  int64_t bytes_out = 0;
 
-int64_t size_of(const c10::Storage& storage) { return static_cast<int64_t>(storage.nbytes()); }
+  int64_t bytes_kept() const {
+    int64_t bytes = 0;
+    for (const auto& block : kept) bytes += block->size;
+    return bytes;
+  }
+
+  void make_room(int64_t bytes) {
+    while (!kept.empty() && bytes_kept() + bytes_out + bytes > kMost) kept.erase(kept.begin());
+  }
+};
+
+// Never destroyed, since tensors may outlive what is.
+Pool& pool() {
+  static Pool& only = *new Pool;
+  return only;
+}
 
 // Sizes that differ little share their blocks: an eighth of a power of two, rounded up.
 int64_t rounded(int64_t bytes) {
@@ -30,31 +54,38 @@ int64_t rounded(int64_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
-// The smallest free block that is not much too large, or a new one.
-c10::Storage storage_of(int64_t bytes) {
+// The storage that had the block is gone, or has other memory now.
+void give_back(void* context) {
+  std::unique_ptr<Block> block(static_cast<Block*>(context));
+  Pool& all = pool();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.bytes_out -= block->size;
+  all.make_room(block->size);
+  if (all.bytes_out + block->size <= kMost) all.kept.push_back(std::move(block));
+}
+
+// The smallest block that is not much too large, or a new one.
+std::unique_ptr<Block> take(int64_t bytes) {
   const int64_t wanted = rounded(bytes);
-  std::lock_guard<std::mutex> lock(mutex);
-  const c10::Storage* best = nullptr;
-  int64_t total = wanted;
-  for (const c10::Storage& storage : kept) {
-    const int64_t size = size_of(storage);
-    total += size;
-    if (in_use(storage) || size < bytes || size > wanted * 3 / 2) continue;
-    if (best == nullptr || size < size_of(*best)) best = &storage;
+  Pool& all = pool();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto best = all.kept.end();
+  for (auto it = all.kept.begin(); it != all.kept.end(); ++it) {
+    const int64_t size = (*it)->size;
+    if (size < bytes || size > wanted * 3 / 2) continue;
+    if (best == all.kept.end() || size < (*best)->size) best = it;
   }
-  if (best != nullptr) return *best;
-  // Free blocks of other sizes make room, the oldest first.
-  for (auto it = kept.begin(); it != kept.end() && total > kMost;) {
-    if (in_use(*it)) {
-      ++it;
-    } else {
-      total -= size_of(*it);
-      it = kept.erase(it);
-    }
+  std::unique_ptr<Block> block;
+  if (best != all.kept.end()) {
+    block = std::move(*best);
+    all.kept.erase(best);
+  } else {
+    all.make_room(wanted);
+    auto* allocator = c10::GetAllocator(c10::kCPU);
+    block.reset(new Block{allocator->allocate(wanted), wanted});
   }
-  c10::Storage fresh = at::empty({wanted}, at::kByte).storage();
-  if (total <= kMost) kept.push_back(fresh);
-  return fresh;
+  all.bytes_out += block->size;
+  return block;
 }
 
 }  // namespace
@@ -63,15 +94,18 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
   const int64_t item = static_cast<int64_t>(options.dtype().itemsize());
   const int64_t bytes = c10::multiply_integers(sizes) * item;
   if (!options.device().is_cpu() || bytes < kSmallest) return at::empty(sizes, options);
-  return at::empty({0}, options).set_(storage_of(bytes), 0, sizes);
+  Block* block = take(bytes).release();
+  at::DataPtr memory(block->memory.get(), block, give_back, c10::kCPU);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), block->size, std::move(memory),
+                             c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  return at::empty({0}, options).set_(storage, 0, sizes);
 }
 
 int64_t release_workspaces() {
-  std::lock_guard<std::mutex> lock(mutex);
-  int64_t released = 0;
-  for (const c10::Storage& storage : kept) released += in_use(storage) ? 0 : size_of(storage);
-  kept.erase(std::remove_if(kept.begin(), kept.end(), [](const auto& s) { return !in_use(s); }),
-             kept.end());
+  Pool& all = pool();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const int64_t released = all.bytes_kept();
+  all.kept.clear();
   return released;
 }
 

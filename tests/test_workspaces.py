@@ -51,6 +51,14 @@ def test_a_saved_tensor_is_not_written():
     assert torch.allclose(leaf.grad, _expected(3.0))
 
 
+def test_memory_is_free_again_after_python_has_held_its_storage():
+    px.release_workspaces()
+    tensor = _large(1.0)
+    tensor.untyped_storage()
+    del tensor
+    assert px.release_workspaces() == 16 * MIB
+
+
 def test_release_gives_back_what_is_free_and_leaves_what_is_not():
     px.release_workspaces()
     held = _large(1.0)
