@@ -6,7 +6,6 @@
 
 #include "check.h"
 #include "dispatch.h"
-#include "layout.h"
 #include "moe_exchange.h"
 #include "ops.h"
 
@@ -52,6 +51,26 @@ void check_maps(const char* op, const at::Tensor& rows_of_choices, const at::Ten
   check_length(op, "tokens", tokens, plan.num_slots(), "choices");
   check_inside(op, "rows_of_choices", rows_of_choices, plan.num_slots(), plan.num_rows());
   check_inside(op, "tokens", tokens, plan.num_rows(), rows_of_choices.size(0));
+}
+
+// As the loops need it: of each rank the rows in the order of their first slots, none left out.
+void check_origins(const char* op, const at::Tensor& origins, const ExchangePlan& plan) {
+  check_length(op, "origins", origins, plan.num_places(), "rows");
+  if (!origins.is_cpu()) return;
+  const at::Tensor whole = origins.contiguous();
+  const int64_t* value = whole.const_data_ptr<int64_t>();
+  int64_t next = 0;
+  for (int64_t peer = 0; peer < plan.group_size; ++peer) {
+    const int64_t first = next, end = first + plan.receive_rows[peer];
+    for (const int64_t place : plan.places[peer]) {
+      const int64_t row = value[place];
+      TORCH_CHECK_INDEX(first <= row && row <= next && row < end, op, ": origins has ", row, " at ",
+                        place, " where rank ", peer, " has sent [", first, ", ", end,
+                        "); pass them as moe_dispatch returns them");
+      next += row == next;
+    }
+    TORCH_CHECK_INDEX(next == end, op, ": origins leave out row ", next, " of rank ", peer);
+  }
 }
 
 void check_dispatch(const at::Tensor& input, const at::Tensor& weights, const Route& route,
@@ -124,8 +143,7 @@ at::Tensor moe_combine_kernel(const at::Tensor& rows, const at::Tensor& origins,
   check_dim(op, "rows", rows, 2);
   TORCH_CHECK_VALUE(rows.size(0) == plan.num_places(), op, ": ", rows.size(0),
                     " rows, but the counts say ", plan.num_places());
-  check_length(op, "origins", origins, plan.num_places(), "rows");
-  check_inside(op, "origins", origins, plan.num_places(), sum_of(plan.receive_rows));
+  check_origins(op, origins, plan);
   check_maps(op, rows_of_choices, tokens, plan);
   return bring_back(op, rows.contiguous(), {}, origins.contiguous(), rows_of_choices.contiguous(),
                     plan)

@@ -492,7 +492,17 @@ REFUSALS = {
     "origins of other rows": (
         lambda group: _combined(group, origins=torch.arange(1, 7)),
         "IndexError",
-        "moe_combine: origins has 6 at 5, outside of [0, 6)",
+        "moe_combine: origins has 1 at 0 where rank 0 has sent [0, 3)",
+    ),
+    "origins that leave out rows": (
+        lambda group: _combined(group, origins=torch.zeros(6, dtype=torch.int64)),
+        "IndexError",
+        "moe_combine: origins",
+    ),
+    "origins of the other rank": (
+        lambda group: _combined(group, origins=torch.full((6,), 5)),
+        "IndexError",
+        "moe_combine: origins has 5 at",
     ),
     "whole numbers": (
         lambda group: moe_dispatch(
