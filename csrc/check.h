@@ -9,6 +9,11 @@
 
 namespace parallel_ext {
 
+// In which sums of these numbers are made.
+inline at::ScalarType wide_type(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 inline void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.is_floating_point(), op, ": ", name, " must be floating point, got ",
                    tensor.scalar_type());

@@ -18,10 +18,6 @@ using torch::autograd::variable_list;
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-at::ScalarType wide_type(const at::Tensor& rows) {
-  return rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 void check_length(const char* op, const char* name, const at::Tensor& tensor, int64_t length,
                   const char* what) {
   check_int64(op, name, tensor);

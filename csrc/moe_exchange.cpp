@@ -128,7 +128,7 @@ class Exchange {
       }
     });
     there.weights = at::empty({plan_.num_places()}, weights.options());
-    add_numbers(weights, out_, there.weights, in_);
+    add_numbers(weights, there.weights, true);
     there.rows = add_rows(input, route.tokens);
     swap(op);
     there.origins = at::empty({plan_.num_places()}, route.sources.options());
@@ -158,7 +158,7 @@ class Exchange {
     AtTokens here;
     if (weights) {
       here.weights = at::empty({plan_.num_slots()}, weights->options());
-      add_numbers(here.weights, in_, *weights, out_);
+      add_numbers(here.weights, *weights, false);
     }
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kBFloat16, at::kHalf, rows.scalar_type(), "moe_exchange", [&] {
@@ -183,9 +183,9 @@ class Exchange {
 
   void swap(const char* op) const { swap_bytes(op, out_, in_, plan_.group_size, plan_.group_name); }
 
-  // One number of each slot and place; the spans of the slots, those of the places.
-  void add_numbers(const at::Tensor& of_slots, Spans& slot_spans, const at::Tensor& of_places,
-                   Spans& place_spans) const {
+  // One number of each slot and place, on the way to the places or back.
+  void add_numbers(const at::Tensor& of_slots, const at::Tensor& of_places, bool to_places) {
+    Spans &slot_spans = to_places ? out_ : in_, &place_spans = to_places ? in_ : out_;
     const int64_t bytes = of_slots.element_size();
     auto* slot = static_cast<char*>(const_cast<void*>(of_slots.const_data_ptr()));
     auto* place = static_cast<char*>(const_cast<void*>(of_places.const_data_ptr()));
@@ -193,7 +193,6 @@ class Exchange {
       add(slot_spans[peer], slot + first_slot_[peer] * bytes, slots_[peer] * bytes);
       for (const int64_t i : places_[peer]) add(place_spans[peer], place + i * bytes, bytes);
     });
-    const bool to_places = &slot_spans == &out_;
     for (size_t i = 0; i < places_[plan_.rank].size(); ++i) {
       char* at_slot = slot + (first_slot_[plan_.rank] + i) * bytes;
       char* at_place = place + places_[plan_.rank][i] * bytes;

@@ -12,6 +12,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include "check.h"
 #include "comm.h"
 #include "kernel_choice.h"
 #include "layout.h"
@@ -115,7 +116,7 @@ at::Tensor sums_on_cuda(const at::Tensor& rows, const at::Tensor& parts, int64_t
 // zero.
 at::Tensor sums_of_rows(const at::Tensor& rows, const at::Tensor& parts, int64_t num_sums) {
   if (use_cuda_kernel(rows)) return sums_on_cuda(rows.contiguous(), parts.contiguous(), num_sums);
-  const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = wide_type(rows);
   const at::Tensor padded = at::cat({rows, at::zeros({1, rows.size(1)}, rows.options())});
   at::Tensor sums = at::zeros({num_sums, rows.size(1)}, rows.options().dtype(wide));
   for (int64_t i = 0; i < parts.size(1); ++i) {

@@ -29,10 +29,6 @@ using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 
 constexpr int64_t kRowsPerTask = 16;
 
-at::ScalarType wide_type(const at::Tensor& rows) {
-  return rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 void check_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights) {
   const char* op = "moe_gated_silu";
   check_floating(op, "gate_up", gate_up);

@@ -20,8 +20,11 @@ from parallel_ext.sharded import ShardedModule
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _GRADIENTS = (
-    *("gradients of the experts alone", "gradients of the weights"),
-    *("gradients of the tokens", "gradients of tokens and weights", "no gradients"),
+    "gradients of the experts alone",
+    "gradients of the weights",
+    "gradients of the tokens",
+    "gradients of tokens and weights",
+    "no gradients",
 )
 
 
@@ -191,7 +194,8 @@ class ExpertParallelExperts(ShardedModule):
 
     Raises:
         IndexError: an expert id is out of range on some rank; a RuntimeError on the others.
-        DisagreementError: the ranks' hidden sizes, dtypes, needs of gradients or adapters differ.
+        DisagreementError: the ranks' hidden sizes, top_k, dtypes, needs of gradients or adapters
+            differ.
     """
 
     def __init__(
@@ -284,6 +288,11 @@ class ExpertParallelExperts(ShardedModule):
         failure, route = None, None
         row_bytes = tokens.size(-1) * tokens.element_size()
         try:
+            if weights.shape != choices.shape:
+                raise ValueError(
+                    f"the weights of the choices have the shape {tuple(weights.shape)}, but the "
+                    f"choices {tuple(choices.shape)}"
+                )
             route = ops.moe_route_plan(choices, self.experts_per_rank, row_bytes, self.group.rank)
         except Exception as error:  # the others must hear of it before they wait for rows
             failure = error
@@ -293,19 +302,23 @@ class ExpertParallelExperts(ShardedModule):
         counts = choices.new_zeros(self.num_experts + self.group.size)
         if route is not None:
             counts = torch.cat([route.counts, route.rows_per_rank])
-        header = [*self._header(tokens, weights, failure), *low_ranks]
+        header = [*self._header(tokens, choices, weights, failure), *low_ranks]
         plan = self._exchange_plan(counts, header, failure)
         if self.routing is not None:
             self.routing.planned(plan, self.group.rank)
         return route, plan
 
     def _header(
-        self, tokens: torch.Tensor, weights: torch.Tensor, failure: Exception | None
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        weights: torch.Tensor,
+        failure: Exception | None,
     ) -> list[int]:
         """What must be equal on all ranks, as numbers, and whether this one has failed."""
         dtype = _DTYPES.index(tokens.dtype) if tokens.dtype in _DTYPES else -1
         grads = 2 * tokens.requires_grad + weights.requires_grad if torch.is_grad_enabled() else 4
-        return [int(failure is not None), tokens.size(-1), dtype, grads]
+        return [int(failure is not None), tokens.size(-1), choices.size(-1), dtype, grads]
 
     def _exchange_plan(
         self, counts: torch.Tensor, header: list[int], failure: Exception | None
@@ -332,10 +345,10 @@ class ExpertParallelExperts(ShardedModule):
             )
         if any(header != headers[0] for header in headers):
             words = (
-                f"ep rank {rank}: hidden size {hidden}, "
+                f"ep rank {rank}: hidden size {hidden}, top_k {top_k}, "
                 f"{_DTYPES[dtype] if dtype >= 0 else 'another dtype'}, "
                 f"{_GRADIENTS[grads]}, adapters of rank {' and '.join(map(str, low_ranks))}"
-                for rank, (_, hidden, dtype, grads, *low_ranks) in enumerate(headers)
+                for rank, (_, hidden, top_k, dtype, grads, *low_ranks) in enumerate(headers)
             )
             raise DisagreementError(
                 f"{name}: the ranks must agree, but are given {'; '.join(words)}"

@@ -22,7 +22,9 @@ class RoutingMetrics:
     adds up integers that the host has anyway, and communicates no more than before. What counts are
     the choices of all forwards in training mode with gradients since the last step, padding
     included: those that are accumulated add up, those that are recomputed under activation
-    checkpointing count once. Evaluation, ``generate`` and ``check_gradients`` do not count.
+    checkpointing count once. Evaluation, ``generate`` and ``check_gradients`` do not count;
+    calls of an inner module (``model.model``) do, and so do the layers that a forward had finished
+    before it raised.
 
     Args:
         model: a parallel model with experts, wrapped or not.

@@ -170,7 +170,11 @@ def _one_goes_wrong(how: str) -> None:
             tokens = tokens[:, :16]
         elif how == "gradients":
             tokens.requires_grad_()
-    weights = torch.ones(3, 2, dtype=tokens.dtype)
+        elif how == "top_k":
+            ids = ids[:, :1]
+    weights = torch.ones(ids.shape, dtype=tokens.dtype)
+    if how == "weights" and mesh.rank == 1:
+        weights = weights[:, :1]
     with torch.no_grad() if how == "no gradients" and mesh.rank == 1 else nullcontext():
         experts(tokens, ids, weights)
 
@@ -182,10 +186,18 @@ def _one_goes_wrong(how: str) -> None:
             "an id out of range",
             ["mlp.experts: ep rank 1 could not route its tokens", "IndexError: moe_route_plan: "],
         ),
-        ("a dtype", ["ep rank 1: hidden size 32, torch.float32"] * 2),
-        ("a hidden size", ["ep rank 1: hidden size 16, torch.float64"] * 2),
-        ("gradients", ["ep rank 1: hidden size 32, torch.float64, gradients of the tokens"] * 2),
-        ("no gradients", ["ep rank 1: hidden size 32, torch.float64, no gradients"] * 2),
+        (
+            "weights",
+            ["mlp.experts: ep rank 1 could not route its tokens", "ValueError: the weights of the"],
+        ),
+        ("top_k", ["ep rank 1: hidden size 32, top_k 1, torch.float64"] * 2),
+        ("a dtype", ["ep rank 1: hidden size 32, top_k 2, torch.float32"] * 2),
+        ("a hidden size", ["ep rank 1: hidden size 16, top_k 2, torch.float64"] * 2),
+        (
+            "gradients",
+            ["ep rank 1: hidden size 32, top_k 2, torch.float64, gradients of the tokens"] * 2,
+        ),
+        ("no gradients", ["ep rank 1: hidden size 32, top_k 2, torch.float64, no gradients"] * 2),
     ],
 )
 def test_what_one_rank_does_wrong_all_are_told(how: str, messages: list[str]) -> None:
