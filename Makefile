@@ -32,7 +32,7 @@ $(VENV)/installed: $(VENV)/environment $(SOURCES)
 	rm -rf $(WORK)/dist
 	$(ENV) $(PY) -m build --quiet --no-isolation --outdir $(WORK)/dist .
 	$(PY) -m pip install --quiet --force-reinstall --no-deps $(WORK)/dist/*.whl
-	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint]" $(TORCH) "$(TRANSFORMERS)"
+	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint,plot]" $(TORCH) "$(TRANSFORMERS)"
 	touch $@
 
 $(WORK)/smollm2/config.json: $(VENV)/installed
