@@ -1,0 +1,31 @@
+"""CogAgent-18B on transformers 5; importing this folder registers it with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from parallel_ext.models.cogagent.configuration import CogAgentConfig
+from parallel_ext.models.cogagent.modeling import (
+    CogAgentForCausalLM,
+    CogAgentModel,
+    CogAgentPreTrainedModel,
+)
+from parallel_ext.models.cogagent.tokens import (
+    LANGUAGE,
+    VISION,
+    build_position_ids,
+    vision_expert_mask,
+)
+
+__all__ = [
+    "LANGUAGE",
+    "VISION",
+    "CogAgentConfig",
+    "CogAgentForCausalLM",
+    "CogAgentModel",
+    "CogAgentPreTrainedModel",
+    "build_position_ids",
+    "vision_expert_mask",
+]
+
+AutoConfig.register("cogagent", CogAgentConfig, exist_ok=True)
+AutoModel.register(CogAgentConfig, CogAgentModel, exist_ok=True)
+AutoModelForCausalLM.register(CogAgentConfig, CogAgentForCausalLM, exist_ok=True)

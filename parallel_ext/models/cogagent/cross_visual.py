@@ -1,0 +1,181 @@
+"""EVA2-CLIP-L, the tower of the high-resolution image, which the cross attention looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from parallel_ext.models.cogagent.configuration import CogAgentConfig
+
+NORM_EPS = 1e-6
+ROTARY_BASE = 10000.0
+
+
+def grid_rotation(head_width: int, grid: int, pretrained_grid: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the patches of a grid: half of a head turns by row, half by column.
+
+    Positions are scaled to the grid of pretraining.
+
+    Returns:
+        fp32 [grid * grid, head_width], twice.
+    """
+    half = head_width // 2
+    frequencies = 1.0 / ROTARY_BASE ** (torch.arange(0, half, 2).float() / half)
+    places = torch.arange(grid).float() / grid * pretrained_grid
+    angles = (places[:, None] * frequencies).repeat_interleave(2, dim=-1)
+    rows = angles[:, None].expand(grid, grid, half)
+    columns = angles[None].expand(grid, grid, half)
+    angles = torch.cat([rows, columns], dim=-1).reshape(grid * grid, head_width)
+    return angles.cos(), angles.sin()
+
+
+class GridRotaryEmbedding(nn.Module):
+    """Turns the patches of an image by their place in it.
+
+    The tower and each of its blocks have one, all equal, since the published files name each.
+    """
+
+    def __init__(self, head_width: int, grid: int, pretrained_grid: int) -> None:
+        super().__init__()
+        self.sizes = (head_width, grid, pretrained_grid)
+        cos, sin = grid_rotation(*self.sizes)
+        self.register_buffer("freqs_cos", cos)
+        self.register_buffer("freqs_sin", sin)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Turn each pair (2 i, 2 i + 1) of ``heads``, [N, heads, patches, head_width]."""
+        pairs = heads.unflatten(-1, (-1, 2))
+        turned = torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
+        cos, sin = self.freqs_cos.to(heads.dtype), self.freqs_sin.to(heads.dtype)
+        return heads * cos + turned * sin
+
+
+class CrossVisionAttention(nn.Module):
+    """Attention with a norm between its heads and its projection; the keys have no bias."""
+
+    def __init__(self, width: int, head_width: int, rope: GridRotaryEmbedding) -> None:
+        super().__init__()
+        self.num_heads = width // head_width
+        self.head_dim = head_width
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(width))
+        self.v_bias = nn.Parameter(torch.zeros(width))
+        self.rope = rope
+        self.inner_attn_ln = nn.LayerNorm(width, eps=NORM_EPS)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # The projections are called as modules, so that an adapter on them takes part.
+        query = self._heads(self.q_proj(hidden) + self.q_bias)
+        key = self._heads(self.k_proj(hidden))
+        value = self._heads(self.v_proj(hidden) + self.v_bias)
+        context = F.scaled_dot_product_attention(self._turned(query), self._turned(key), value)
+        return self.proj(self.inner_attn_ln(context.transpose(1, 2).flatten(2)))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _turned(self, heads: Tensor) -> Tensor:
+        """The class token has no place in the image."""
+        return torch.cat([heads[:, :, :1], self.rope(heads[:, :, 1:])], dim=2)
+
+
+class CrossVisionSwiGLU(nn.Module):
+    """A gated feed-forward layer with a norm before its last projection."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, inner)
+        self.w2 = nn.Linear(width, inner)
+        self.ffn_ln = nn.LayerNorm(inner, eps=NORM_EPS)
+        self.w3 = nn.Linear(inner, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.w3(self.ffn_ln(F.silu(self.w1(hidden)) * self.w2(hidden)))
+
+
+class CrossVisionBlock(nn.Module):
+    """Attention and feed-forward, each normalised before it and added to the rest."""
+
+    def __init__(self, tower: dict[str, Any], rope: GridRotaryEmbedding) -> None:
+        super().__init__()
+        width = tower["width"]
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
+        self.attn = CrossVisionAttention(width, tower["head_width"], rope)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
+        self.mlp = CrossVisionSwiGLU(width, int(width * tower["mlp_ratio"]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attn(self.norm1(hidden))
+        return hidden + self.mlp(self.norm2(hidden))
+
+
+class CrossPatchEmbedding(nn.Module):
+    """The patches of an image."""
+
+    def __init__(self, tower: dict[str, Any]) -> None:
+        super().__init__()
+        patch = tower["patch_size"]
+        self.proj = nn.Conv2d(3, tower["width"], kernel_size=patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class EVAVisionTransformer(nn.Module):
+    """The tower. Its last block, norm and head belong to the published files and are never run."""
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__()
+        tower = config.cross_vision_config
+        width = tower["width"]
+        grid = config.cross_image_size // tower["patch_size"]
+        sizes = (tower["head_width"], grid, tower["pretrained_grid"])
+        self.patch_embed = CrossPatchEmbedding(tower)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, grid * grid + 1, width))
+        self.rope = GridRotaryEmbedding(*sizes)
+        self.blocks = nn.ModuleList(
+            CrossVisionBlock(tower, GridRotaryEmbedding(*sizes)) for _ in range(tower["layers"])
+        )
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.head = nn.Linear(width, tower["embed_dim"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, 3, H, W] to the features of the patches behind the class token, [N, 1 + S, width]."""
+        patches = self.patch_embed(images)
+        hidden = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
+        hidden = hidden + self.pos_embed
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        return hidden
+
+
+class Eva2LargeEncoder(nn.Module):
+    """Holds the tower under the name of the published files."""
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__()
+        self.model = EVAVisionTransformer(config)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[:, 1:]
+
+
+class CrossVisionModel(nn.Module):
+    """What the cross attention looks at: the patches of a high-resolution image, with positions."""
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__()
+        self.vit = Eva2LargeEncoder(config)
+        patches = (config.cross_image_size // config.cross_vision_config["patch_size"]) ** 2
+        self.pos_embed = nn.Parameter(torch.zeros(patches, config.cross_hidden_size))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, 3, H, W] to [N, S, cross_hidden_size]."""
+        return self.vit(images) + self.pos_embed

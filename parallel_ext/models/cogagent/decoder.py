@@ -1,0 +1,206 @@
+"""The decoder of CogAgent: a layer of self attention, cross attention and feed-forward experts.
+
+``self_attn``, ``cross_attn`` and ``mlp`` each take one tensor that they read through linear layers
+only, and return one tensor that is linear in their last layers, which have no bias. Where these
+layers are cut over ranks, the outputs of both experts are summed over the ranks once, merged.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from parallel_ext.models.cogagent.configuration import CogAgentConfig
+from parallel_ext.models.cogagent.tokens import TokenRoute
+
+ROTARY_BASE = 10000.0
+
+
+class CogAgentRMSNorm(nn.Module):
+    """Root mean square norm; unlike Llama's, it applies the weight before it casts."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight * wide).to(hidden.dtype)
+
+
+def rotary_frequencies(head_dim: int, device: torch.device | None = None) -> Tensor:
+    """The angle of each pair of a head at position 1: fp32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    return 1.0 / ROTARY_BASE**exponents
+
+
+class CogAgentRotaryEmbedding(nn.Module):
+    """Cosine and sine of the positions.
+
+    ``inv_freq`` is part of the published files and is kept for them. It is not read: in a file of
+    half precision it is rounded, which moves far positions.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.register_buffer("inv_freq", rotary_frequencies(head_dim))
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, L] to cosine and sine, fp32 [B, 1, L, head_dim]."""
+        frequencies = rotary_frequencies(self.head_dim, position_ids.device)
+        angles = position_ids[:, None, :, None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of ``heads``, [B, heads, L, head_dim]."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (heads * cos + turned * sin).to(heads.dtype)
+
+
+class VisionExpertAttention(nn.Module):
+    """Causal self attention whose projections are chosen by the type of a token."""
+
+    def __init__(self, config: CogAgentConfig, layer_index: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.layer_index = layer_index
+        self.num_heads = config.num_attention_heads
+        self.head_dim = hidden // config.num_attention_heads
+        self.rotary_emb = CogAgentRotaryEmbedding(self.head_dim)
+        self.vision_expert_query_key_value = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.vision_expert_dense = nn.Linear(hidden, hidden, bias=False)
+        self.language_expert_query_key_value = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.language_expert_dense = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        route: TokenRoute,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: EncoderDecoderCache | None,
+    ) -> Tensor:
+        vision, language = route.split(hidden)
+        fused = route.merge(
+            self.vision_expert_query_key_value(vision),
+            self.language_expert_query_key_value(language),
+        )
+        # Three blocks, query, key and value, each of whole heads.
+        fused = fused.view(*route.shape, 3, self.num_heads, self.head_dim)
+        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        if cache is not None:
+            key, value = cache.self_attention_cache.update(key, value, self.layer_index)
+        context = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None and query.shape[2] > 1
+        )
+        vision, language = route.split(context.transpose(1, 2).flatten(2))
+        return route.merge(self.vision_expert_dense(vision), self.language_expert_dense(language))
+
+
+class CrossAttention(nn.Module):
+    """Every token looks at the whole high-resolution image of its row; no rotary, not causal."""
+
+    def __init__(self, config: CogAgentConfig, layer_index: int) -> None:
+        super().__init__()
+        compute = config.cross_compute_hidden_size
+        self.layer_index = layer_index
+        self.num_heads = config.num_attention_heads
+        self.cross_head_dim = compute // config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, compute, bias=False)
+        self.key_value = nn.Linear(config.cross_hidden_size, 2 * compute, bias=False)
+        self.dense = nn.Linear(compute, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden: Tensor, encoded: Tensor | None, cache: EncoderDecoderCache | None
+    ) -> Tensor:
+        """``encoded``: [B, S, cross_hidden_size], or None where ``cache`` holds keys and values."""
+        query = self.query(hidden).unflatten(-1, (self.num_heads, self.cross_head_dim))
+        key, value = self._key_value(encoded, cache)
+        context = F.scaled_dot_product_attention(query.transpose(1, 2), key, value)
+        return self.dense(context.transpose(1, 2).flatten(2))
+
+    def _key_value(
+        self, encoded: Tensor | None, cache: EncoderDecoderCache | None
+    ) -> tuple[Tensor, Tensor]:
+        if encoded is None:
+            layer = cache.cross_attention_cache.layers[self.layer_index]
+            return layer.keys, layer.values
+        # Two blocks, key and value, each of whole heads.
+        fused = self.key_value(encoded)
+        fused = fused.view(*fused.shape[:2], 2, self.num_heads, self.cross_head_dim)
+        key, value = fused.permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, self.layer_index)
+            cache.is_updated[self.layer_index] = True
+        return key, value
+
+
+class CogAgentMLP(nn.Module):
+    """The gated feed-forward layer of one expert."""
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+class VisionExpertMLP(nn.Module):
+    """Two feed-forward layers, chosen by the type of a token."""
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__()
+        self.language_mlp = CogAgentMLP(config)
+        self.vision_mlp = CogAgentMLP(config)
+
+    def forward(self, hidden: Tensor, route: TokenRoute) -> Tensor:
+        vision, language = route.split(hidden)
+        return route.merge(self.vision_mlp(vision), self.language_mlp(language))
+
+
+class CogAgentDecoderLayer(GradientCheckpointingLayer):
+    """Self attention, cross attention, feed-forward: each normalises first and adds to the rest."""
+
+    def __init__(self, config: CogAgentConfig, layer_index: int) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = VisionExpertAttention(config, layer_index)
+        self.cross_attn = CrossAttention(config, layer_index)
+        self.mlp = VisionExpertMLP(config)
+        self.input_layernorm = CogAgentRMSNorm(hidden, eps)
+        self.post_attention_layernorm = CogAgentRMSNorm(hidden, eps)
+        self.post_cross_attention_layernorm = CogAgentRMSNorm(hidden, eps)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        encoded: Tensor | None,
+        route: TokenRoute,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> Tensor:
+        cache = past_key_values
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), route, rotary, mask, cache)
+        seen = cache is not None and cache.is_updated.get(self.cross_attn.layer_index, False)
+        # A batch of text only has nothing to look at; it skips the cross attention.
+        if encoded is not None or seen:
+            normed = self.post_cross_attention_layernorm(hidden)
+            hidden = hidden + self.cross_attn(normed, encoded, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), route)

@@ -1,0 +1,335 @@
+"""CogAgent for transformers 5, written from the names and semantics of the published model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from parallel_ext.models.cogagent.configuration import CogAgentConfig
+from parallel_ext.models.cogagent.cross_visual import (
+    CrossVisionAttention,
+    CrossVisionModel,
+    EVAVisionTransformer,
+    GridRotaryEmbedding,
+    grid_rotation,
+)
+from parallel_ext.models.cogagent.decoder import (
+    CogAgentDecoderLayer,
+    CogAgentRMSNorm,
+    CogAgentRotaryEmbedding,
+    rotary_frequencies,
+)
+from parallel_ext.models.cogagent.inputs import (
+    Images,
+    as_cache,
+    attention_mask_of,
+    check_counts,
+    check_mask,
+    check_token_types,
+    stacked_images,
+)
+from parallel_ext.models.cogagent.tokens import (
+    LANGUAGE,
+    VISION,
+    TokenRoute,
+    build_position_ids,
+)
+from parallel_ext.models.cogagent.visual import EVA2CLIPModel, PatchEmbedding
+
+
+class CogAgentPreTrainedModel(PreTrainedModel):
+    """What the models of this folder share."""
+
+    config_class = CogAgentConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["CogAgentDecoderLayer", "VisionLayer", "CrossVisionBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    # Files that lack these buffers get them from `_init_weights`.
+    _keys_to_ignore_on_load_missing = [r"rotary_emb\.inv_freq$", r"rope\.freqs_(cos|sin)$"]
+
+    def __init__(self, config: CogAgentConfig, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config, *inputs, **kwargs)
+        if config._attn_implementation != "sdpa":
+            raise ValueError(
+                f"CogAgent: attn_implementation is {config._attn_implementation!r}; this model has "
+                "'sdpa' only"
+            )
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, CogAgentRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, CogAgentRotaryEmbedding):
+            init.copy_(module.inv_freq, rotary_frequencies(module.head_dim))
+        elif isinstance(module, GridRotaryEmbedding):
+            cos, sin = grid_rotation(*module.sizes)
+            init.copy_(module.freqs_cos, cos)
+            init.copy_(module.freqs_sin, sin)
+        elif isinstance(module, CrossVisionAttention):
+            init.zeros_(module.q_bias)
+            init.zeros_(module.v_bias)
+        elif isinstance(module, PatchEmbedding):
+            init.normal_(module.cls_embedding, std=std)
+        elif isinstance(module, EVA2CLIPModel):
+            for parameter in (module.boi, module.eoi, module.pos_embed):
+                init.normal_(parameter, std=std)
+        elif isinstance(module, EVAVisionTransformer):
+            init.normal_(module.cls_token, std=std)
+            init.normal_(module.pos_embed, std=std)
+        elif isinstance(module, CrossVisionModel):
+            init.normal_(module.pos_embed, std=std)
+        else:
+            super()._init_weights(module)
+
+
+class CogAgentModel(CogAgentPreTrainedModel):
+    """The decoder with its two image towers, without a head."""
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(
+            CogAgentDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = CogAgentRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.vision = EVA2CLIPModel(config)
+        self.cross_vision = CrossVisionModel(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        images: Images | None = None,
+        cross_images: Images | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of the tokens; the arguments are those of :class:`CogAgentForCausalLM`."""
+        _refuse_recordings(kwargs, self.config)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("CogAgent: give one of input_ids and inputs_embeds, not both")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        rows, length = inputs_embeds.shape[:2]
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        cache = as_cache(past_key_values, use_cache)
+        past = cache.get_seq_length() if cache is not None else 0
+        if token_type_ids is None:
+            token_type_ids = inputs_embeds.new_full((rows, length), LANGUAGE, dtype=torch.long)
+        check_token_types(token_type_ids, inputs_embeds.shape[:2])
+        check_mask(attention_mask, rows, past + length)
+        if past and position_ids is None:
+            raise ValueError(
+                "CogAgent: position_ids are needed with a filled cache, since the tokens of an "
+                "image share a position; take the last one of build_position_ids and count on"
+            )
+        if position_ids is None:
+            position_ids = build_position_ids(token_type_ids, attention_mask)
+        if past and (images is not None or cross_images is not None):
+            raise ValueError(
+                f"CogAgent: images came with a cache of {past} tokens; give them in the first call"
+            )
+        if not past:
+            inputs_embeds, encoded = self._with_images(
+                inputs_embeds, token_type_ids, images, cross_images
+            )
+        else:
+            check_counts(token_type_ids, [0] * rows, [0] * rows, self.config.image_tokens)
+            encoded = None
+        rotary = self.layers[0].self_attn.rotary_emb(position_ids)
+        rotary = tuple(part.to(inputs_embeds.dtype) for part in rotary)
+        route = TokenRoute.of(token_type_ids)
+        mask = attention_mask_of(attention_mask, length, past + length, inputs_embeds.device)
+        hidden = inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden, encoded, route, rotary, mask, past_key_values=cache)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden), past_key_values=cache if use_cache else None
+        )
+
+    def _with_images(
+        self,
+        inputs_embeds: Tensor,
+        token_type_ids: Tensor,
+        images: Images | None,
+        cross_images: Images | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The embeddings with the images in their places, and what the cross attention looks at."""
+        config, rows = self.config, len(inputs_embeds)
+        low, counts = stacked_images("images", images, rows, config.vision_config["image_size"])
+        high, cross_counts = stacked_images(
+            "cross_images", cross_images, rows, config.cross_image_size
+        )
+        check_counts(token_type_ids, counts, cross_counts, config.image_tokens)
+        if low is not None:
+            features = self.vision(low.to(inputs_embeds))
+            places = (token_type_ids == VISION)[..., None]
+            inputs_embeds = inputs_embeds.masked_scatter(places, features.to(inputs_embeds.dtype))
+        if high is None:
+            return inputs_embeds, None
+        encoded = self.cross_vision(high.to(inputs_embeds))
+        if len(encoded) == rows:
+            return inputs_embeds, encoded
+        # A row of text looks at zeros. Keys and values have no bias: it takes exactly nothing
+        # from them, as a batch of text does that skips the cross attention.
+        seen = torch.tensor(cross_counts, device=encoded.device).nonzero().flatten()
+        empty = encoded.new_zeros(rows, *encoded.shape[1:])
+        return inputs_embeds, empty.index_copy(0, seen, encoded)
+
+
+class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
+    """CogAgent-18B: a decoder with vision experts, and cross attention to a screenshot.
+
+    Names, shapes and buffers are those of cogagent-chat-hf and cogagent-vqa-hf, whose files load
+    as they are.
+
+    >>> from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
+    >>> with torch.device("meta"):
+    ...     model = CogAgentForCausalLM(CogAgentConfig())
+    >>> sum(parameter.numel() for parameter in model.parameters())
+    18291033280
+    """
+
+    def __init__(self, config: CogAgentConfig) -> None:
+        super().__init__(config)
+        self.model = CogAgentModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        images: Images | None = None,
+        cross_images: Images | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the tokens, and their loss where there are labels.
+
+        Args:
+            input_ids: int64 [B, L]; what stands at the tokens of an image is not read.
+            images: low-resolution images, [B, 3, 224, 224] or for each row a list of
+                [3, 224, 224]. Those of a row fill its image tokens in order.
+            cross_images: the same pictures at high resolution, [B, 3, 1120, 1120] or for each row
+                a list of at most one. A row without one skips the cross attention.
+            token_type_ids: int64 [B, L], 1 for each of the 258 tokens of an image, 0 for text; None
+                for text only.
+            attention_mask: [B, L], cached tokens included, 0 where a token is padding, left or
+                right.
+            position_ids: int64 [B, L]; by default those of :func:`build_position_ids`. Needed with
+                a filled cache.
+            past_key_values: what an earlier call returned; images belong to the first call.
+            inputs_embeds: [B, L, hidden_size] in place of ``input_ids``.
+            labels: int64 [B, L], not shifted; -100 is ignored.
+            logits_to_keep: of the last tokens only, or of these positions; 0 for all.
+            kwargs: ``num_items_in_batch`` for the loss.
+
+        Returns:
+            ``loss``, ``logits`` [B, L, vocab_size], ``past_key_values``.
+
+        Raises:
+            ValueError: inputs that do not fit each other; the text names the row.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            images=images,
+            cross_images=cross_images,
+            token_type_ids=token_type_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values
+        )
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """The model makes its own cache, which also holds the keys of the cross attention."""
+        return False
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The tokens of an image share a position; what is generated counts on from the last."""
+        types = model_kwargs.get("token_type_ids")
+        if types is None:
+            types = inputs_tensor.new_full(inputs_tensor.shape[:2], LANGUAGE, dtype=torch.long)
+        return build_position_ids(types, model_kwargs.get("attention_mask"))
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """What is generated is text, also behind a prompt that ends with an image."""
+        types = model_kwargs.get("token_type_ids")
+        model_kwargs = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, *args, **kwargs
+        )
+        if types is not None:
+            model_kwargs["token_type_ids"][:, types.shape[1] :] = LANGUAGE
+        return model_kwargs
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: Cache | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Images only until a cache has read them."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, **kwargs
+        )
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            inputs = {**inputs, "images": None, "cross_images": None}
+        return inputs
+
+    @staticmethod
+    def _expand_inputs_for_generation(
+        expand_size: int = 1, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Beams: lists of images are repeated as tensors are."""
+        for name in ("images", "cross_images"):
+            if isinstance(kwargs.get(name), (list, tuple)):
+                kwargs[name] = [row for row in kwargs[name] for _ in range(expand_size)]
+        return GenerationMixin._expand_inputs_for_generation(expand_size, *args, **kwargs)
+
+
+def _refuse_recordings(kwargs: dict[str, Any], config: CogAgentConfig) -> None:
+    for name in ("output_attentions", "output_hidden_states"):
+        if kwargs.pop(name, None) or getattr(config, name):
+            raise ValueError(f"CogAgent: {name}=True is not supported; use hooks on the layers")
