@@ -318,15 +318,14 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
             inputs = {**inputs, "images": None, "cross_images": None}
         return inputs
 
-    @staticmethod
     def _expand_inputs_for_generation(
-        expand_size: int = 1, *args: Any, **kwargs: Any
+        self, expand_size: int = 1, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         """Beams: lists of images are repeated as tensors are."""
         for name in ("images", "cross_images"):
             if isinstance(kwargs.get(name), (list, tuple)):
                 kwargs[name] = [row for row in kwargs[name] for _ in range(expand_size)]
-        return GenerationMixin._expand_inputs_for_generation(expand_size, *args, **kwargs)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
 
 
 def _refuse_recordings(kwargs: dict[str, Any], config: CogAgentConfig) -> None:
