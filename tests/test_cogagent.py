@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -236,6 +237,20 @@ def test_beams_do_not_depend_on_the_cache(rows: str) -> None:
     assert torch.equal(cached, model.generate(**inputs, **options, use_cache=False))
 
 
+def test_generation_goes_on_from_a_cache() -> None:
+    model, inputs = tiny_model(), batch_of(ROWS["an image next to text"], "left")
+    del inputs["labels"]
+    options = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options, max_new_tokens=6).sequences
+    first = model.generate(**inputs, **options, max_new_tokens=3)
+    grown = {"input_ids": first.sequences, "past_key_values": first.past_key_values}
+    with pytest.raises(ValueError, match="cache of 20 tokens; give .* of the whole sequence"):
+        model.generate(**grown, **options, max_new_tokens=3)
+    for name, fill in (("token_type_ids", TEXT), ("attention_mask", 1)):
+        grown[name] = F.pad(inputs[name], (0, 3), value=fill)
+    assert torch.equal(model.generate(**grown, **options, max_new_tokens=3).sequences, expected)
+
+
 def test_checkpointing_of_activations_keeps_every_gradient() -> None:
     model, inputs = tiny_model().train(), batch_of(ROWS["an image next to text"])
     expected = _gradients(model, model(**inputs).loss)
@@ -285,6 +300,12 @@ def test_a_published_config_without_a_model_type_is_read(tmp_path: Path) -> None
     assert isinstance(AutoConfig.for_model("cogagent"), CogAgentConfig)
 
 
+@functools.cache
+def _refusing() -> CogAgentForCausalLM:
+    """One model for all that it refuses before it computes anything."""
+    return tiny_model()
+
+
 def _wrong(**changes: Any) -> dict[str, Any]:
     return {**batch_of([picture(4), text(6)]), **changes}
 
@@ -319,7 +340,7 @@ def test_inputs_that_do_not_fit_are_refused(message: str) -> None:
             (torch.tensor(1), torch.tensor(0)), torch.tensor(2)
         )
     with pytest.raises(ValueError, match=message):
-        tiny_model()(**_wrong(**changes))
+        _refusing()(**_wrong(**changes))
 
 
 def test_a_filled_cache_takes_no_images_and_needs_positions() -> None:

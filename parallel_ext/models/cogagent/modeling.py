@@ -290,10 +290,18 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor:
         """The tokens of an image share a position; what is generated counts on from the last."""
-        types = model_kwargs.get("token_type_ids")
+        types, mask = model_kwargs.get("token_type_ids"), model_kwargs.get("attention_mask")
+        cache = model_kwargs.get("past_key_values")
+        past = cache.get_seq_length() if cache is not None else 0
+        length = inputs_tensor.shape[1] if mask is None else mask.shape[1]
+        if past and (types is None or types.shape[1] <= past or types.shape[1] != length):
+            raise ValueError(
+                f"CogAgent: generate() goes on from a cache of {past} tokens; give input_ids, "
+                "token_type_ids and attention_mask of the whole sequence, cached tokens included"
+            )
         if types is None:
             types = inputs_tensor.new_full(inputs_tensor.shape[:2], LANGUAGE, dtype=torch.long)
-        return build_position_ids(types, model_kwargs.get("attention_mask"))
+        return build_position_ids(types, mask)
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
