@@ -12,6 +12,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include "bytes.h"
 #include "check.h"
 #include "comm.h"
 #include "kernel_choice.h"
@@ -30,11 +31,7 @@ at::Tensor all_places(const ExchangePlan& plan, const at::Tensor& like) {
   return at::tensor(all, at::kLong).to(like.device());
 }
 
-// A view, which needs a storage of its own for another dtype later.
-at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.contiguous().as_strided({tensor.numel()}, {1}).view(at::kByte);
-}
-
+// The way back; a copy, since another dtype needs a storage of its own.
 at::Tensor from_bytes(const at::Tensor& bytes, at::ScalarType dtype, at::IntArrayRef sizes) {
   if (bytes.numel() == 0) return at::empty(sizes, bytes.options().dtype(dtype));
   return bytes.clone().view(dtype).view(sizes);
@@ -73,8 +70,6 @@ Messages all_to_all(const char* op, const Messages& parts,
   return messages;
 }
 
-int64_t bytes_of_row(const at::Tensor& rows) { return rows.size(1) * rows.element_size(); }
-
 // What the kernels follow without looking; ATen looks itself.
 void check_same_device(const at::Tensor& map, const at::Tensor& rows) {
   TORCH_CHECK_VALUE(map.device() == rows.device(), "moe_exchange: a map of the plan is on ",
@@ -86,7 +81,7 @@ at::Tensor rows_at_on_cuda(const at::Tensor& rows, const at::Tensor& index) {
   at::Tensor picked = at::empty({index.numel(), rows.size(1)}, rows.options());
   if constexpr (kWithCudaKernels) {
     gather_rows_on_cuda({index.const_data_ptr<int64_t>(), index.numel(), 1, rows.size(0)},
-                        bytes_of_row(rows), rows.const_data_ptr(), picked.mutable_data_ptr(),
+                        row_bytes(rows), rows.const_data_ptr(), picked.mutable_data_ptr(),
                         rows.get_device());
   }
   return picked;
@@ -153,7 +148,7 @@ AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const a
     const auto num_places = static_cast<int64_t>(places[peer].size());
     parts.push_back(
         {as_bytes(rows.narrow(0, row, num_rows)), as_bytes(weights.narrow(0, slot, num_slots))});
-    sizes.push_back({plan.receive_rows[peer] * bytes_of_row(input),
+    sizes.push_back({plan.receive_rows[peer] * row_bytes(input),
                      num_places * static_cast<int64_t>(weights.element_size())});
     if (num_rows < num_slots) {
       parts.back().push_back(as_bytes((numbers.narrow(0, slot, num_slots) - row).to(at::kInt)));
@@ -214,7 +209,7 @@ AtTokens bring_back_aten(const char* op, const at::Tensor& rows,
   for (int64_t peer = 0; peer < plan.group_size; ++peer) {
     const auto num_places = static_cast<int64_t>(places[peer].size());
     parts.push_back({as_bytes(sums.narrow(0, row, plan.receive_rows[peer]))});
-    sizes.push_back({plan.send_rows[peer] * bytes_of_row(rows)});
+    sizes.push_back({plan.send_rows[peer] * row_bytes(rows)});
     if (weights) {
       parts.back().push_back(as_bytes(in_slots.narrow(0, slot, num_places)));
       sizes.back().push_back(slots[peer] * static_cast<int64_t>(weights->element_size()));

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bytes.h"
 #include "check.h"
 #include "comm.h"
 #include "dispatch.h"
@@ -40,13 +41,6 @@ void check_own_rows(const char* op, const char* name, const at::Tensor& rows, at
   TORCH_CHECK_VALUE(rows.size(0) == sizes[rank], op, ": rank ", rank, " must hold ", sizes[rank],
                     " rows of ", name, ", got shape ", rows.sizes());
 }
-
-// A view where `tensor` is contiguous, which one of a single number is with any stride.
-at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.contiguous().as_strided({tensor.numel()}, {1}).view(at::kByte);
-}
-
-int64_t row_bytes(const at::Tensor& rows) { return rows.size(1) * rows.element_size(); }
 
 // This rank's rows of each part, which may differ in dtype -> the rows of all ranks of each, by one
 // gather of bytes. Messages are of one size, since gloo's gather wants them equal.

@@ -28,9 +28,6 @@ _GRADIENTS = (
 )
 
 
-_TENSORS = ("gate_up_proj", "down_proj")
-
-
 class _Choice:
     """The experts that one forward has chosen."""
 
@@ -245,7 +242,9 @@ class ExpertParallelExperts(ShardedModule):
         weights: torch.Tensor,
         adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:
-        low_ranks = [adapters[name].lora_a.size(1) if name in adapters else 0 for name in _TENSORS]
+        low_ranks = [
+            adapters[name].lora_a.size(1) if name in adapters else 0 for name in self.layouts
+        ]
         route, plan = self._route(tokens, choices, weights, low_ranks)
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
         rows = self._gated(self._linear(rows, "gate_up_proj", plan, adapters), weights)
