@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from ranks import Raised, pool
 from reference import (
     Tiny,
     batch,
@@ -303,3 +305,18 @@ def load_and_save(layout: Layout, whole: Path, ours: Path, tiny: TinyMixtral) ->
     model(**batches(tiny, layout.dp)[1][mesh.dp_rank])  # leaves FSDP's parameters gathered
     model.save_pretrained(ours, max_shard_size=20_000)
     return worst(shard_differences(model, dict(tiny.model().named_parameters()), False))
+
+
+def _refused(module: str, case: str) -> None:
+    importlib.import_module(module).REFUSALS[case][0]()
+
+
+def assert_refused(module: str, case: str) -> None:
+    """A case of a test module's ``REFUSALS`` raises on all ranks.
+
+    ``REFUSALS`` maps the case to a call, the number of ranks, and a part of the error's text.
+    """
+    _, ranks, message = importlib.import_module(module).REFUSALS[case]
+    for raised in pool(ranks).run_raising(_refused, module, case, timeout_s=60):
+        assert isinstance(raised, Raised), case
+        assert message in raised.text

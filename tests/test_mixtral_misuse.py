@@ -10,9 +10,15 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Raised, pool
+from ranks import pool
 from reference import Tiny, mesh_of, parallel, shard_differences, worst
-from reference_mixtral import Layout, TinyMixtral, adapter_differences, batches
+from reference_mixtral import (
+    Layout,
+    TinyMixtral,
+    adapter_differences,
+    assert_refused,
+    batches,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -141,16 +147,9 @@ REFUSALS = {
 }
 
 
-def _refused(case: str) -> None:
-    REFUSALS[case][0]()
-
-
 @pytest.mark.parametrize("case", REFUSALS)
 def test_is_refused(case: str) -> None:
-    _, ranks, message = REFUSALS[case]
-    for raised in pool(ranks).run_raising(_refused, case, timeout_s=60):
-        assert isinstance(raised, Raised), case
-        assert message in raised.text
+    assert_refused(__name__, case)
 
 
 # One rank alone goes wrong in the middle of a forward.

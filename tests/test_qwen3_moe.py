@@ -11,12 +11,13 @@ import peft
 import pytest
 import torch
 import transformers
-from ranks import Raised, pool
+from ranks import pool
 from reference import FLOOR, batch, exact, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import (
     Layout,
     TinyQwen3Moe,
     adapter_differences,
+    assert_refused,
     batches,
     errors_in,
     load_and_save,
@@ -346,13 +347,6 @@ REFUSALS = {
 }
 
 
-def _refused(case: str) -> None:
-    REFUSALS[case][0]()
-
-
 @pytest.mark.parametrize("case", REFUSALS)
 def test_is_refused(case: str) -> None:
-    _, ranks, message = REFUSALS[case]
-    for raised in pool(ranks).run_raising(_refused, case, timeout_s=60):
-        assert isinstance(raised, Raised), case
-        assert message in raised.text
+    assert_refused(__name__, case)
