@@ -51,6 +51,17 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
+def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors of a call by name, those in lists, as of the images of each row, included."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, (list, tuple)):
+            found |= _tensors_in({f"{name}[{index}]": each for index, each in enumerate(value)})
+    return found
+
+
 class Agreement:
     """Compares what the tp ranks are about to do with a model.
 
@@ -79,9 +90,9 @@ class Agreement:
             IndexError: an id or a label is outside the vocabulary on some rank.
             CollectiveTimeout: a tp rank did not come.
         """
-        fields = {name: _describe(value) for name, value in arguments.items()}
+        tensors = _tensors_in(arguments)
+        fields = {name: _describe(value) for name, value in {**arguments, **tensors}.items()}
         fields["mode"] = mode
-        tensors = {n: v for n, v in arguments.items() if isinstance(v, torch.Tensor)}
         ignore_index = arguments.get("ignore_index", -100)
         if self.deferred:
             contents, error = _DeviceContents.settle(self._previous)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import MethodType
 from typing import TypeVar
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ext import ops
 from parallel_ext.held_gradients import HeldGradients
-from parallel_ext.layout import ModelLayout, TensorLayout
+from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.mesh import Mesh
 from parallel_ext.moe import ExpertParallelExperts
@@ -70,6 +72,9 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     own, state = mesh.together("data_parallel", prepare)
     if mesh.dp_size > 1:
         _shard(own, state, zero)
+        if state.table.skips is not None:
+            owner, _, method = state.table.skips.rpartition(".")
+            setattr(own.get_submodule(owner), method, RunsOnAny(mesh))
         for module in {own, model}:  # perhaps inside PEFT's
             module.zero_grad = MethodType(_zero_grad, module)
     state.zero = zero
@@ -117,12 +122,13 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None),
     }
     dense, of_experts = _device_mesh(mesh, mesh.tp_size), _device_mesh(mesh, mesh.ep_size)
-    for layer in model.get_submodule(state.table.layers):
-        for module in layer.modules():
-            # also where edp_size is 1: optimizers do not take plain tensors and DTensors together
-            if isinstance(module, ExpertParallelExperts):
-                fully_shard(module, mesh=of_experts, **options)
-        fully_shard(layer, mesh=dense, **options)
+    for path in (state.table.layers, *state.table.towers):
+        for layer in model.get_submodule(path):
+            for module in layer.modules():
+                # Also where edp_size is 1: no optimizer takes plain tensors and DTensors at once.
+                if isinstance(module, ExpertParallelExperts):
+                    fully_shard(module, mesh=of_experts, **options)
+            fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
     _record(model, state, before, cut_over)
     state.held = HeldGradients(model)
@@ -215,6 +221,22 @@ class _AfterForward:
         )
 
 
+class RunsOnAny:
+    """Whether parts of the model run that a batch may not need: where one of the dp ranks needs it.
+
+    FSDP gathers and reduces with all of them; called once a forward, one all-gather over dp.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, *needed: bool) -> tuple[bool, ...]:
+        own = torch.tensor(needed, dtype=torch.float32, device=self._mesh.device)
+        sizes = [len(needed)] * self._mesh.dp_size
+        everyone = ops.gather_from_tp(own, sizes, self._mesh.dp)
+        return tuple((everyone.view(-1, len(needed)).sum(0) > 0).tolist())
+
+
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
     """The ranks that hold a shard alike, when ``inner`` consecutive ones hold one copy."""
     return DeviceMesh.from_group(mesh.process_group_of_columns(inner), mesh.device.type)
@@ -243,4 +265,4 @@ def _record(
             tensors[logical] = dealt
         dealt_names.add(name)
     state.dealt = frozenset(dealt_names)
-    state.layout = ModelLayout(tensors, layout.tied, layout.parts)
+    state.layout = replace(layout, tensors=tensors)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -275,7 +275,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelLayout(Mapping[str, TensorLayout]):
-    """The layouts of all parameters of a model by HuggingFace name, tied aliases left out.
+    """The layouts of all tensors of a model by HuggingFace name, tied aliases left out.
 
     Attributes:
         tensors: the layout of every logical tensor.
@@ -283,11 +283,14 @@ class ModelLayout(Mapping[str, TensorLayout]):
             ``lm_head.weight`` -> ``model.embed_tokens.weight``.
         parts: name of a tensor -> the tensors of a file that make it up; absent where the file
             holds it as it is.
+        buffers: those of the names that are no parameters. Files hold them, but the model makes
+            them itself where a file does not.
     """
 
     tensors: Mapping[str, TensorLayout]
     tied: Mapping[str, str]
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
 
     def parts_of(self, name: str) -> tuple[Part, ...]:
         """The tensors of a file that make up ``name``; itself where there is no other."""
@@ -297,7 +300,8 @@ class ModelLayout(Mapping[str, TensorLayout]):
     def in_files(self) -> ModelLayout:
         """The same, tensor by tensor of a file."""
         parts = (part for name in self for part in self.parts_of(name))
-        return ModelLayout({part.name: part.layout(self[part.source]) for part in parts}, self.tied)
+        tensors = {part.name: part.layout(self[part.source]) for part in parts}
+        return replace(self, tensors=tensors, parts={})
 
     @property
     def period(self) -> int:

@@ -65,9 +65,11 @@ class RowParallelLinear(ShardedModule):
         layouts: of ``weight``.
         group: the tensor-parallel group.
         partials: sums the partial gradients of adapters.
+        sums: whether it sums its output over the ranks. False, without a bias, where a module that
+            joins several such outputs sums them once.
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with this rank's
-    features [..., K] it returns the replicated [..., F].
+    features [..., K] it returns the replicated [..., F], or with ``sums=False`` its addend.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class RowParallelLinear(ShardedModule):
         layouts: dict[str, TensorLayout],
         group: Group,
         partials: PartialGradients | None = None,
+        sums: bool = True,
     ) -> None:
         super().__init__(layouts, group)
         self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
         self.partials = partials
+        self.summed_over = group if sums else ops.ALONE
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.row_linear(input, self.weight, self.bias, group=self.group)
+        return ops.row_linear(input, self.weight, self.bias, group=self.summed_over)

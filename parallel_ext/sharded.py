@@ -97,6 +97,14 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
             yield name, parameter, layout
 
 
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every buffer of ``model`` that files hold, with its name; it is replicated."""
+    for path, module in model.named_modules():
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if attribute not in module._non_persistent_buffers_set:
+                yield f"{path}.{attribute}" if path else attribute, buffer
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter or gradient: of a DTensor its local tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -141,10 +141,12 @@ def shard_differences(
     to_shards(model)
     for name, parameter, layout in named_shards(model):
         ours = parameter.grad if gradients else parameter.detach()
-        if ours is None and not parameter.requires_grad:
+        if not parameter.requires_grad and ours is None:
             continue
-        if ours is None:
-            raise AssertionError(f"{name} has no gradient")
+        if (ours is None) != (full[name] is None):
+            raise AssertionError(f"{name} has {'no' if ours is None else 'a'} gradient")
+        if ours is None:  # never run, in one process neither
+            continue
         theirs = take(full[name], layout, rank)
         differences[name] = difference(local_part(ours), theirs, full[name])
     return differences

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -185,3 +186,27 @@ def reference_loss(model: CogAgentForCausalLM, rows: list[Row]) -> Tensor:
         for row in rows
     ]
     return torch.cat(losses).mean()
+
+
+def exact(model: CogAgentForCausalLM) -> CogAgentForCausalLM:
+    """Let a plain model take its loss in the dtype of its logits; transformers does so in fp32."""
+
+    def loss(
+        self: Any, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None
+    ) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    model.loss_function = MethodType(loss, model)
+    return model
+
+
+def batches_of(ranks: list[list[Row]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The batch of the rows of all dp ranks, and each rank's; one without images brings none."""
+    whole = batch_of([row for rows in ranks for row in rows], "left")
+    own, first = [], 0
+    for rows in ranks:
+        batch = {name: value[first : first + len(rows)] for name, value in whole.items()}
+        without = [name for name in ("images", "cross_images") if not any(batch[name])]
+        own.append({name: value for name, value in batch.items() if name not in without})
+        first += len(rows)
+    return whole, own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -224,12 +224,22 @@ def training_differences(
     reference: nn.Module, model: nn.Module, mesh: px.Mesh, tiny: TinyMixtral | Tiny, steps: int
 ) -> dict[str, float]:
     """Of losses, gradients, norms and weights in AdamW steps, from one process on all batches."""
+    of_steps = (batches(tiny, mesh.dp_size, seed=step) for step in range(steps))
+    return differences_of_steps(reference, model, mesh, of_steps)
+
+
+def differences_of_steps(
+    reference: nn.Module,
+    model: nn.Module,
+    mesh: px.Mesh,
+    of_steps: Iterable[tuple[dict[str, Any], list[dict[str, Any]]]],
+) -> dict[str, float]:
+    """The same on given batches: for each step the concatenated one, and each dp rank's."""
     differences: dict[str, float] = {}
     optimizers = [
         torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (reference, model)
     ]
-    for step in range(steps):
-        whole, own = batches(tiny, mesh.dp_size, seed=step)
+    for step, (whole, own) in enumerate(of_steps):
         expected, got = reference(**whole), model(**own[mesh.dp_rank])
         expected.loss.backward()
         got.loss.backward()
@@ -243,7 +253,7 @@ def training_differences(
             optimizer.zero_grad()
     after = dict(reference.named_parameters())
     for name, error in shard_differences(model, after, gradients=False).items():
-        differences[f"{name} after {steps} steps"] = error
+        differences[f"{name} in the end"] = error
     return differences
 
 

@@ -298,7 +298,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 def _plan(tp_size: int, tied: bool = False, vocab_multiple_of: int = 1) -> ModelLayout:
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
-    return plan(LLAMA, _shapes(), aliases, SIZES, NUM_LAYERS, tp_size, 1, vocab_multiple_of)
+    return plan(LLAMA, _shapes(), aliases, SIZES, tp_size, 1, vocab_multiple_of)
 
 
 ALL_TP = pytest.mark.parametrize("tp_size", [1, 2, 3, 4])

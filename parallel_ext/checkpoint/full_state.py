@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.safetensors_file import CheckpointError
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
-from parallel_ext.sharded import local_part, named_shards, to_shards
+from parallel_ext.sharded import local_part, named_shards, persistent_buffers, to_shards
 
 
 def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
@@ -37,7 +37,7 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
                 "parameter of its own now; call model.tie_weights()"
             )
         values[name] = local_part(parameter.detach())
-    values.update(_persistent_buffers(model))
+    values.update(persistent_buffers(model))
     for kind, names in (
         ("lacks", layout.tensors.keys() - values.keys()),
         ("holds, unknown to its layout,", values.keys() - layout.tensors.keys()),
@@ -57,13 +57,6 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
                 f"{layout[name].describe(rank)}; got {tuple(value.shape)} on {value.device}"
             )
     return {name: values[name] for name in layout.tensors}
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for attribute, buffer in module.named_buffers(recurse=False):
-            if attribute not in module._non_persistent_buffers_set:
-                yield f"{path}.{attribute}" if path else attribute, buffer
 
 
 def gather_in_step(

@@ -23,7 +23,7 @@ from parallel_ext.checkpoint.safetensors_file import (
 )
 from parallel_ext.layout import ModelLayout, Part, TensorLayout, split
 from parallel_ext.mesh import Mesh
-from parallel_ext.sharded import named_shards
+from parallel_ext.sharded import named_shards, persistent_buffers
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -165,10 +165,11 @@ class HFDirectory:
         problems = []
         aliases = {a: target for a, target in layout.tied.items() if a in self.shapes}
         for name, tensor in layout.tensors.items():
-            if name not in self.shapes:
+            if name not in self.shapes and name not in layout.buffers:
                 problems.append(f"{name} of shape {tensor.shape} is missing")
         for name, shape in self.shapes.items():
-            if name.endswith("rotary_emb.inv_freq"):  # a buffer that old versions saved
+            # a buffer that old versions saved
+            if name.endswith("rotary_emb.inv_freq") and name not in layout:
                 continue
             where = f"{name} in {self._file_of[name].path.name}"
             if name not in layout.tensors and name not in aliases:
@@ -290,7 +291,7 @@ class HFDirectory:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Give every parameter on ``meta`` this rank's slices, and nothing more.
+        """Give every parameter on ``meta`` this rank's slices, and buffers what the files hold.
 
         Every rank calls it, after ``check``. The ranks stay in step from tensor to tensor, so that
         one that is killed or stopped is found. All is read before any parameter changes; tied
@@ -298,6 +299,7 @@ class HFDirectory:
 
         Args:
             model: a parallel model, with parameters on ``meta`` or not; the latter are left alone.
+                Its buffers keep their dtypes.
             mesh: the ranks; each parameter takes the shape of this rank's shard.
             layout: of the model; says under which names the files hold its tensors.
             what: what the ranks are doing, for errors.
@@ -313,7 +315,13 @@ class HFDirectory:
             for _, parameter, shard in named_shards(model)
             if parameter.is_meta
         ]
-        parts = [(whole, part) for _, whole in wanted for part in layout.parts_of(whole.name)]
+        buffers = {
+            name: buffer
+            for name, buffer in persistent_buffers(model)
+            if name in layout.buffers and name in self.shapes
+        }
+        tensors = [*(whole for _, whole in wanted), *(layout[name] for name in buffers)]
+        parts = [(whole, part) for whole in tensors for part in layout.parts_of(whole.name)]
 
         def check_names() -> None:
             names = [part.name for _, part in parts]
@@ -333,6 +341,8 @@ class HFDirectory:
                 read = partial(self._read_parts, step, shards, mesh, dtype, device or mesh.device)
                 mesh.together(what, read)
                 progress.update(sum(self._bytes_of(part, whole, mesh) for whole, part in step))
+        for name, buffer in buffers.items():
+            buffer.copy_(shards[name])
         replacements = {
             parameter: nn.Parameter(shards[whole.name], parameter.requires_grad)
             for parameter, whole in wanted

@@ -245,12 +245,15 @@ class LoraRowLinear(_LoraLinear):
         factor_a, factor_b = self.lora_A[adapter], self.lora_B[adapter]
         group = self.get_base_layer().group
         factor_b_weight = self._caught(factor_b.weight, factor_b.layouts["weight"].name, group)
-        return factor_a.weight, factor_b_weight, factor_b.bias
+        bias = factor_b.bias
+        if bias is not None and self.get_base_layer().summed_over.size < group.size and group.rank:
+            bias = bias - bias.detach()  # rank 0 adds it; every rank has its gradient
+        return factor_a.weight, factor_b_weight, bias
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
         ((feature, _),) = base.layouts["weight"].ranges(base.group.rank)
-        return self._product(x, base.weight, base.bias, active, base.group, feature)
+        return self._product(x, base.weight, base.bias, active, base.summed_over, feature)
 
 
 class LoraVocabEmbedding(Adapted):

@@ -7,3 +7,6 @@ from parallel_ext.models.table import ModelTable
 
 TABLES: dict[str, ModelTable] = {table.model_type: table for table in (LLAMA, MIXTRAL, QWEN3_MOE)}
 """By ``config.model_type``."""
+
+ON_DEMAND = {"cogagent": "parallel_ext.models.cogagent"}
+"""``config.model_type`` -> what teaches it to transformers, and adds its table, when imported."""

@@ -3,18 +3,21 @@
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
 
-from parallel_ext.models.table import MixtureNames, ModelTable
+from parallel_ext.models.blocks import AttentionNames, MixtureNames
+from parallel_ext.models.table import ModelTable
 
 MIXTRAL = ModelTable(
     model_type="mixtral",
     embedding="model.embed_tokens",
     head="lm_head",
     layers="model.layers",
-    attention="self_attn",
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
-    attention_output="o_proj",
+    attention=AttentionNames(
+        name="self_attn",
+        query="q_proj",
+        key="k_proj",
+        value="v_proj",
+        output="o_proj",
+    ),
     mixture=MixtureNames(
         name="mlp",
         router="gate",

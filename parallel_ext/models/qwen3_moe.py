@@ -3,20 +3,23 @@
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
 
-from parallel_ext.models.table import MixtureNames, MLPNames, ModelTable
+from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.table import ModelTable
 
 QWEN3_MOE = ModelTable(
     model_type="qwen3_moe",
     embedding="model.embed_tokens",
     head="lm_head",
     layers="model.layers",
-    attention="self_attn",
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
-    attention_output="o_proj",
-    head_norms=("q_norm", "k_norm"),
-    mlp=MLPNames(name="mlp", inputs=("gate_proj", "up_proj"), output="down_proj"),
+    attention=AttentionNames(
+        name="self_attn",
+        query="q_proj",
+        key="k_proj",
+        value="v_proj",
+        output="o_proj",
+        head_norms=("q_norm", "k_norm"),
+    ),
+    mlp=RegionNames("mlp", inputs={"gate_proj": 1, "up_proj": 1}, outputs=("down_proj",)),
     mixture=MixtureNames(
         name="mlp",
         router="gate",

@@ -2,101 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
-from parallel_ext.layout import (
-    AttentionHeads,
-    ModelLayout,
-    Part,
-    Range,
-    TensorLayout,
-    cut,
-    split,
-    split_heads,
+from parallel_ext.layout import ModelLayout, Part, TensorLayout, split, split_heads
+from parallel_ext.models.blocks import (
+    AttentionNames,
+    Block,
+    MixtureNames,
+    RegionNames,
+    cut_rows,
 )
-
-
-@dataclass(frozen=True)
-class MLPNames:
-    """The names of a dense MLP in a decoder layer.
-
-    Attributes:
-        name: in the layer; its input is copied to the ranks.
-        inputs: in the MLP; cut by output features, anywhere.
-        output: in the MLP; cut by input features.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    output: str
-
-    def modules(self) -> tuple[str, ...]:
-        """Paths, in a layer, of all modules that are replaced or given a hook."""
-        return (self.name, *(f"{self.name}.{name}" for name in (*self.inputs, self.output)))
-
-
-@dataclass(frozen=True)
-class MixtureNames:
-    """The names of a mixture of experts in a decoder layer, in memory and in files.
-
-    Attributes:
-        name: of the block in the layer.
-        router, router_class: in the block; replicated. Returns logits, weights and expert ids.
-        experts, experts_class: in the block; its two parameters are dealt to the ep ranks.
-        gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
-        num_experts: attribute of the configuration.
-        in_files: name of the block in files.
-        gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
-            the first two lie one above the other in ``gate_up``.
-        jitter: attribute of the configuration, the noise of the router; None where it has none.
-    """
-
-    name: str
-    router: str
-    router_class: str
-    experts: str
-    experts_class: str
-    gate_up: str
-    down: str
-    num_experts: str
-    in_files: str
-    gate_up_in_files: tuple[str, str]
-    down_in_files: str
-    jitter: str | None = None
-
-    def jitter_of(self, config: Any) -> float:
-        """The noise that ``config`` asks of the router in training."""
-        return 0.0 if self.jitter is None else getattr(config, self.jitter)
-
-    def modules(self) -> tuple[str, ...]:
-        """Paths, in a layer, of all modules that are replaced or given a hook."""
-        return (self.name, f"{self.name}.{self.router}", f"{self.name}.{self.experts}")
-
-    def parts(self, layer: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Part]]:
-        """Name of each parameter of the block in ``layer`` -> the tensors of a file in it."""
-        block, files = f"{layer}.{self.name}", f"{layer}.{self.in_files}"
-        router = f"{block}.{self.router}.weight"
-        box = tuple((0, size) for size in shapes[router])
-        found = {router: [Part(f"{files}.{self.router}.weight", router, box, index=False)]}
-        for attribute, names in (
-            (self.gate_up, self.gate_up_in_files),
-            (self.down, (self.down_in_files,)),
-        ):
-            source = f"{block}.{self.experts}.{attribute}"
-            num_experts, rows, columns = shapes[source]
-            found[source] = [
-                Part(
-                    f"{files}.experts.{expert}.{name}.weight",
-                    source,
-                    ((expert, expert + 1), piece, (0, columns)),
-                    index=True,
-                )
-                for expert in range(num_experts)
-                for name, piece in zip(names, split(rows, len(names)), strict=True)
-            ]
-        return found
 
 
 @dataclass(frozen=True)
@@ -107,72 +24,89 @@ class ModelTable:
         model_type: ``config.model_type`` of the models that it describes.
         embedding, head: paths from the model; cut by vocabulary.
         layers: path of the list of decoder layers.
-        attention: name in a layer; its inputs are copied to the ranks, its heads are cut.
-        query, key, value: names in the attention; cut by output features, whole heads.
-        attention_output: name in the attention; cut by input features.
-        head_norms: names in the attention of the norms of single heads. All heads share the weights
-            of one, which are replicated; each rank normalises its own heads.
+        attention: the first block of each decoder layer; None where ``regions`` say it.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
             has it.
+        regions: further blocks, by their paths from the model.
+        shared: paths of modules whose output is read by several regions, as the image that all
+            layers look at; it is copied to the ranks there.
+        towers: paths of further lists of layers, which data parallelism shards one by one.
+        skips: path of a method of the model that may skip some of its modules: called with whether
+            this batch needs them, it returns whether they run. Dp ranks must answer alike.
     """
 
     model_type: str
     embedding: str
     head: str
     layers: str
-    attention: str
-    query: str
-    key: str
-    value: str
-    attention_output: str
-    head_norms: tuple[str, ...] = ()
-    mlp: MLPNames | None = None
+    attention: AttentionNames | None = None
+    mlp: RegionNames | None = None
     mixture: MixtureNames | None = None
+    regions: tuple[RegionNames, ...] = ()
+    shared: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    skips: str | None = None
 
-    def layer_paths(self, num_layers: int) -> tuple[str, ...]:
-        """Paths of the decoder layers."""
-        return tuple(f"{self.layers}.{index}" for index in range(num_layers))
-
-    def block(self, layer: str, names: Container[str]) -> MLPNames | MixtureNames:
-        """What follows the attention in one layer.
+    def blocks(self, names: Collection[str]) -> dict[str, Block]:
+        """Path of every block of a model -> its names.
 
         Args:
-            layer: its path.
             names: of the model's parameters.
         """
-        if self.mlp is None or self.mixture is None:
-            return self.mlp or self.mixture
-        experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}.{self.mixture.down}"
-        return self.mixture if experts in names else self.mlp
+        found: dict[str, Block] = {}
+        for layer in _numbered(f"{self.layers}.*", names):
+            if self.attention is not None:
+                found[f"{layer}.{self.attention.name}"] = self.attention
+            block = self.mlp
+            if self.mixture is not None:
+                experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}"
+                if self.mlp is None or f"{experts}.{self.mixture.down}" in names:
+                    block = self.mixture
+            if block is not None:
+                found[f"{layer}.{block.name}"] = block
+        for region in self.regions:
+            found |= dict.fromkeys(_numbered(region.name, names), region)
+        return found
 
-    def mixtures(self, num_layers: int, names: Container[str]) -> tuple[str, ...]:
-        """Paths of the layers that have a mixture of experts; the arguments are as above."""
-        layers = self.layer_paths(num_layers)
-        return tuple(path for path in layers if self.block(path, names) is self.mixture)
-
-    def modules(self, num_layers: int, names: Container[str]) -> tuple[str, ...]:
-        """Paths of all modules that are replaced or given a hook; the arguments are as above."""
-        heads = (self.query, self.key, self.value, self.attention_output, *self.head_norms)
-        attention = (self.attention, *(f"{self.attention}.{name}" for name in heads))
-        return (
-            self.embedding,
-            self.head,
-            *(
-                f"{layer}.{name}"
-                for layer in self.layer_paths(num_layers)
-                for name in (*attention, *self.block(layer, names).modules())
-            ),
+    def modules(self, names: Collection[str]) -> tuple[str, ...]:
+        """Paths of all modules that are replaced or given a hook; the argument is as above."""
+        in_blocks = (
+            path
+            for block, kind in self.blocks(names).items()
+            for path in (block, *(f"{block}.{name}" for name in kind.modules()))
         )
+        return (self.embedding, self.head, *self.shared, *in_blocks)
+
+
+def _numbered(path: str, names: Collection[str]) -> list[str]:
+    """The paths for which ``path`` stands in a model with parameters of these ``names``.
+
+    A ``*`` stands for each number that follows what is before it, whether or not there is then what
+    is behind it.
+    """
+    before, star, behind = path.partition("*")
+    if not star:
+        return [path]
+    number = re.compile(re.escape(before) + r"(\d+)\.")
+    numbers = {int(match[1]) for name in names if (match := number.match(name))}
+    return [f"{before}{each}{behind}" for each in sorted(numbers)]
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The numbers of a model's configuration that decide how it is cut."""
+    """The numbers of a model that decide how it is cut.
+
+    Attributes:
+        vocab_size: rows of embedding and head.
+        num_heads, num_key_value_heads, head_dim: of :class:`AttentionNames`, by the configuration.
+        heads_of: path of a region that has heads -> their number.
+    """
 
     vocab_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    num_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 1
+    heads_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan(
@@ -180,7 +114,6 @@ def plan(
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     sizes: ModelSizes,
-    num_layers: int,
     tp_size: int,
     ep_size: int = 1,
     vocab_multiple_of: int = 1,
@@ -191,10 +124,10 @@ def plan(
 
     Args:
         table: the architecture.
-        shapes: full shape of every parameter by HuggingFace name; tied aliases may be left out.
+        shapes: full shape of every parameter and persistent buffer by HuggingFace name; tied
+            aliases may be left out.
         tied: alias -> the name of the tensor that it shares.
         sizes: from the configuration.
-        num_layers: decoder layers that the model has.
         tp_size: ranks to cut for.
         ep_size: ranks to deal the experts to.
         vocab_multiple_of: boundaries between vocabulary shards are multiples of this.
@@ -206,61 +139,24 @@ def plan(
         ValueError: ``tp_size`` is larger than the attention heads can serve, or ``ep_size`` than
             the number of experts; or a norm is not one of single heads.
     """
-    heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
     rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
-    tensors: dict[str, TensorLayout] = {}
+    found: dict[str, TensorLayout] = {}
     parts: dict[str, tuple[Part, ...]] = {}
-
-    def cut_all(path: str, dim: int, ranges: tuple[Range, ...]) -> None:
-        """Cut the weight, and the bias too where it belongs to the cut features."""
-        for attribute in ("weight", "bias") if dim == 0 else ("weight",):
-            name = f"{path}.{attribute}"
-            if name in shapes and name not in tied:
-                tensors[name] = cut(name, shapes[name], dim, ranges)
-
     for path in (table.embedding, table.head):
-        cut_all(path, 0, rows)
-    for layer in table.layer_paths(num_layers):
-        block = table.block(layer, shapes)
-        attention, mlp = f"{layer}.{table.attention}", f"{layer}.{block.name}"
-        query, key_value = _features(heads, sizes.head_dim)
-        cut_all(f"{attention}.{table.query}", 0, query)
-        cut_all(f"{attention}.{table.key}", 0, key_value)
-        cut_all(f"{attention}.{table.value}", 0, key_value)
-        cut_all(f"{attention}.{table.attention_output}", 1, query)
-        for name in (f"{attention}.{norm}.weight" for norm in table.head_norms):
-            if shapes.get(name) != (sizes.head_dim,):
-                raise ValueError(
-                    f"{name} has the shape {shapes.get(name)}, but a norm of single heads has "
-                    f"({sizes.head_dim},); a norm over all heads cannot be cut with them"
-                )
-        if isinstance(block, MLPNames):
-            inner = split(shapes[f"{mlp}.{block.output}.weight"][1], tp_size)
-            for name in block.inputs:
-                cut_all(f"{mlp}.{name}", 0, inner)
-            cut_all(f"{mlp}.{block.output}", 1, inner)
-            continue
-        for attribute in (block.gate_up, block.down):
-            name = f"{mlp}.{block.experts}.{attribute}"
-            num_experts = shapes[name][0]
-            if ep_size > num_experts:
-                raise ValueError(
-                    f"ep={ep_size} is more than the {num_experts} experts of {name}: a rank would "
-                    "hold none"
-                )
-            tensors[name] = cut(name, shapes[name], 0, split(num_experts, ep_size))
-        parts |= {name: tuple(found) for name, found in block.parts(layer, shapes).items()}
-    for name, shape in shapes.items():
-        if name not in tied and name not in tensors:
-            tensors[name] = TensorLayout(name, shape)
-    untied = {name: tensors[name] for name in shapes if name not in tied}
-    return ModelLayout(untied, tied, parts)
-
-
-def _features(heads: AttentionHeads, head_dim: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-    """Ranges of heads -> ranges of features."""
-
-    def scaled(ranges: Iterable[Range]) -> tuple[Range, ...]:
-        return tuple((start * head_dim, stop * head_dim) for start, stop in ranges)
-
-    return scaled(heads.query), scaled(heads.key_value)
+        if f"{path}.weight" in shapes:
+            found |= cut_rows(path, shapes, rows)
+    for path, block in table.blocks(shapes).items():
+        if isinstance(block, AttentionNames):
+            heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
+            found |= block.layouts(path, shapes, heads, sizes.head_dim)
+        elif isinstance(block, RegionNames):
+            found |= block.layouts(path, shapes, tp_size, sizes.heads_of.get(path))
+        else:
+            found |= block.layouts(path, shapes, ep_size)
+            parts |= block.parts(path, shapes)
+    tensors = {
+        name: found.get(name, TensorLayout(name, shape))
+        for name, shape in shapes.items()
+        if name not in tied
+    }
+    return ModelLayout(tensors, tied, parts)

@@ -8,7 +8,8 @@ from torch import nn
 from parallel_ext.agreement import content_digest
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import DisagreementError, Mesh
-from parallel_ext.models import TABLES
+from parallel_ext.models import ON_DEMAND, TABLES
+from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.table import ModelTable
 from parallel_ext.state import ParallelState
 
@@ -19,15 +20,9 @@ _MODEL_ATTRIBUTES = (
     "resize_token_embeddings",
     "tie_weights",
 )
-_CONFIG_ATTRIBUTES = (
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "attention_dropout",
-    "return_dict",
-)
+_CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")
+_ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads", "attention_dropout")
 _MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-_ATTENTION_ATTRIBUTES = ("head_dim", "num_key_value_groups")
 
 
 def table_for(model: nn.Module) -> ModelTable:
@@ -35,7 +30,7 @@ def table_for(model: nn.Module) -> ModelTable:
     if model_type not in TABLES:
         raise ValueError(
             f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "
-            f"supported are {', '.join(sorted(TABLES))}"
+            f"supported are {', '.join(sorted({*TABLES, *ON_DEMAND}))}"
         )
     return TABLES[model_type]
 
@@ -45,8 +40,7 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
     known = {}
     if (mixture := table.mixture) is not None:
         known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
-    num_layers = len(model.get_submodule(table.layers))
-    for path in table.modules(num_layers, _parameter_names(model)):
+    for path in table.modules(_parameter_names(model)):
         module = model.get_submodule(path)
         if (expected := known.get(path.rpartition(".")[2])) is not None:
             if type(module).__name__ != expected:
@@ -82,6 +76,8 @@ def _check_bare(path: str, module: nn.Module) -> None:
 def check_names(model: nn.Module, table: ModelTable) -> None:
     """One error that lists every name this package relies on and the installed version lacks."""
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
+    if table.attention:
+        of_config += _ATTENTION_CONFIG_ATTRIBUTES
     if table.mixture:
         of_model += _MIXTURE_MODEL_ATTRIBUTES
         of_config += (table.mixture.num_experts, "output_router_logits")
@@ -96,15 +92,17 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
             missing.append(path)
             return None
 
-    layers = find(table.layers)
-    num_layers = len(layers) if layers is not None else 0
-    for path in table.modules(num_layers, _parameter_names(model)):
+    names = _parameter_names(model)
+    for path in (table.layers, *table.towers, *table.modules(names)):
         find(path)
-    for layer in table.layer_paths(num_layers):
-        attention = f"{layer}.{table.attention}"
-        if attention not in missing:
-            owner = model.get_submodule(attention)
-            missing += [f"{attention}.{n}" for n in _ATTENTION_ATTRIBUTES if not hasattr(owner, n)]
+    if table.skips is not None and find(table.skips.rpartition(".")[0]) is not None:
+        owner, _, method = table.skips.rpartition(".")
+        if not hasattr(model.get_submodule(owner), method):
+            missing.append(table.skips)
+    for path, block in table.blocks(names).items():
+        if path not in missing:
+            owner = model.get_submodule(path)
+            missing += [f"{path}.{n}" for n in block.attributes() if not hasattr(owner, n)]
     if missing:
         raise ValueError(
             f"parallelize: {type(model).__name__} of transformers {transformers.__version__} "
@@ -137,7 +135,7 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             "parallelize: forward was replaced on this instance (accelerate's prepare does so); "
             "parallelize the model before it is prepared"
         )
-    dropout = model.config.attention_dropout
+    dropout = getattr(model.config, "attention_dropout", 0.0)
     if dropout and mesh.tp_size > 1 and not allow_different_dropout:
         raise ValueError(
             f"parallelize: config.attention_dropout is {dropout}; under tp={mesh.tp_size} its "
@@ -148,9 +146,9 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
 
 def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bool) -> None:
     """What a model with a mixture of experts must be, and one without."""
-    mixture, num_layers = table.mixture, len(model.get_submodule(table.layers))
-    layers = table.mixtures(num_layers, _parameter_names(model))
-    if mixture is None or not layers:
+    mixture, blocks = table.mixture, table.blocks(_parameter_names(model))
+    paths = [path for path, block in blocks.items() if isinstance(block, MixtureNames)]
+    if mixture is None or not paths:
         if mesh.ep_size > 1:
             raise ValueError(
                 f"parallelize: the mesh has ep={mesh.ep_size}, but no layer of this "
@@ -158,8 +156,7 @@ def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bo
             )
         return
     num_experts = getattr(model.config, mixture.num_experts)
-    for layer in layers:
-        path = f"{layer}.{mixture.name}.{mixture.experts}"
+    for path in (f"{path}.{mixture.experts}" for path in paths):
         for attribute in (mixture.gate_up, mixture.down):
             shape = tuple(getattr(model.get_submodule(path), attribute).shape)
             if len(shape) != 3 or shape[0] != num_experts:

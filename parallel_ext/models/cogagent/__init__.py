@@ -2,12 +2,14 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from parallel_ext.models import TABLES
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import (
     CogAgentForCausalLM,
     CogAgentModel,
     CogAgentPreTrainedModel,
 )
+from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
     LANGUAGE,
     VISION,
@@ -26,6 +28,7 @@ __all__ = [
     "vision_expert_mask",
 ]
 
+TABLES[COGAGENT.model_type] = COGAGENT
 AutoConfig.register("cogagent", CogAgentConfig, exist_ok=True)
 AutoModel.register(CogAgentConfig, CogAgentModel, exist_ok=True)
 AutoModelForCausalLM.register(CogAgentConfig, CogAgentForCausalLM, exist_ok=True)

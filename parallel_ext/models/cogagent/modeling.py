@@ -166,6 +166,14 @@ class CogAgentModel(CogAgentPreTrainedModel):
             last_hidden_state=self.norm(hidden), past_key_values=cache if use_cache else None
         )
 
+    def towers_run(self, low: bool, high: bool) -> tuple[bool, bool]:
+        """Whether this forward runs the towers: by whether it has images of either resolution.
+
+        Data parallelism puts another answer in its place: yes where any rank has them, so that all
+        ranks have gradients of the same parameters.
+        """
+        return low, high
+
     def _with_images(
         self,
         inputs_embeds: Tensor,
@@ -175,11 +183,16 @@ class CogAgentModel(CogAgentPreTrainedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """The embeddings with the images in their places, and what the cross attention looks at."""
         config, rows = self.config, len(inputs_embeds)
-        low, counts = stacked_images("images", images, rows, config.vision_config["image_size"])
-        high, cross_counts = stacked_images(
-            "cross_images", cross_images, rows, config.cross_image_size
-        )
+        sizes = config.vision_config["image_size"], config.cross_image_size
+        low, counts = stacked_images("images", images, rows, sizes[0])
+        high, cross_counts = stacked_images("cross_images", cross_images, rows, sizes[1])
         check_counts(token_type_ids, counts, cross_counts, config.image_tokens)
+        run = self.towers_run(low is not None, high is not None)
+        # No image at all can go through a tower as well, which has zeros for gradients then.
+        low, high = (
+            inputs_embeds.new_empty(0, 3, size, size) if given is None and runs else given
+            for given, size, runs in zip((low, high), sizes, run, strict=True)
+        )
         if low is not None:
             features = self.vision(low.to(inputs_embeds))
             places = (token_type_ids == VISION)[..., None]

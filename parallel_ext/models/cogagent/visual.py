@@ -96,12 +96,13 @@ class GLU(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.linear_proj = nn.Linear(config.vision_config["hidden_size"], hidden, bias=False)
         self.norm1 = nn.LayerNorm(hidden)
+        self.act1 = nn.GELU()
         self.dense_h_to_4h = nn.Linear(hidden, inner, bias=False)
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.dense_4h_to_h = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        features = F.gelu(self.norm1(self.linear_proj(features)))
+        features = self.act1(self.norm1(self.linear_proj(features)))
         return self.dense_4h_to_h(F.silu(self.gate_proj(features)) * self.dense_h_to_4h(features))
 
 

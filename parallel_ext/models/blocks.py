@@ -1,0 +1,234 @@
+"""The blocks that models are made of: the names of their modules, and how a rank's part is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parallel_ext.layout import (
+    AttentionHeads,
+    Part,
+    Range,
+    TensorLayout,
+    cut,
+    cut_blocks,
+    cut_like,
+    split,
+)
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Full shape of every parameter of a model by HuggingFace name."""
+
+Layouts = dict[str, TensorLayout]
+
+
+@dataclass(frozen=True)
+class AttentionNames:
+    """The names of an attention whose projections are modules of their own.
+
+    Attributes:
+        name: in the layer; its input is copied to the ranks, its heads are cut.
+        query, key, value: names in the attention; cut by output features, whole heads.
+        output: name in the attention; cut by input features.
+        head_norms: names in the attention of the norms of single heads. All heads share the weights
+            of one, which are replicated; each rank normalises its own heads.
+    """
+
+    name: str
+    query: str
+    key: str
+    value: str
+    output: str
+    head_norms: tuple[str, ...] = ()
+
+    def modules(self) -> tuple[str, ...]:
+        """Names, in the block, of all modules that are replaced or given a hook."""
+        return (self.query, self.key, self.value, self.output, *self.head_norms)
+
+    def attributes(self) -> tuple[str, ...]:
+        """Attributes of the block that are read or changed."""
+        return ("head_dim", "num_key_value_groups")
+
+    def layouts(self, path: str, shapes: Shapes, heads: AttentionHeads, head_dim: int) -> Layouts:
+        """Layouts of the cut parameters of the attention at ``path``."""
+        query, key_value = (
+            tuple((start * head_dim, stop * head_dim) for start, stop in ranges)
+            for ranges in (heads.query, heads.key_value)
+        )
+        for name in (f"{path}.{norm}.weight" for norm in self.head_norms):
+            if shapes.get(name) != (head_dim,):
+                raise ValueError(
+                    f"{name} has the shape {shapes.get(name)}, but a norm of single heads has "
+                    f"({head_dim},); a norm over all heads cannot be cut with them"
+                )
+        return {
+            **cut_rows(f"{path}.{self.query}", shapes, query),
+            **cut_rows(f"{path}.{self.key}", shapes, key_value),
+            **cut_rows(f"{path}.{self.value}", shapes, key_value),
+            **_cut_columns(f"{path}.{self.output}", shapes, query),
+        }
+
+
+@dataclass(frozen=True)
+class RegionNames:
+    """The names of a module whose first linears are cut by output features, its last ones by input.
+
+    Attributes:
+        name: of the module in the layer; or in the model, ``*`` standing for any number.
+        inputs: name in the module -> how many equal tensors its weight joins: 3 for a fused query,
+            key and value. Each of them is cut.
+        outputs: names in the module.
+        heads: attribute of the module, the number of its heads, which are cut whole; after the cut
+            it is that of the rank. None where features may be cut anywhere.
+        entry: a module in this one whose output is what ``inputs`` read and is copied to the ranks;
+            None where that is the input of the module itself.
+        merges: whether the module returns something linear in ``outputs``, which have no bias: its
+            output is then summed over the ranks once, in place of theirs.
+    """
+
+    name: str
+    inputs: Mapping[str, int]
+    outputs: tuple[str, ...]
+    heads: str | None = None
+    entry: str | None = None
+    merges: bool = False
+
+    def modules(self) -> tuple[str, ...]:
+        """Names, in the block, of all modules that are replaced or given a hook."""
+        return (*self.inputs, *self.outputs, *([self.entry] if self.entry else []))
+
+    def attributes(self) -> tuple[str, ...]:
+        """Attributes of the block that are read or changed."""
+        return () if self.heads is None else (self.heads,)
+
+    def layouts(self, path: str, shapes: Shapes, tp_size: int, num_heads: int | None) -> Layouts:
+        """Layouts of the cut parameters of the module at ``path``.
+
+        Raises:
+            ValueError: a rank would hold a part of a head, or a bias would be summed.
+        """
+        if num_heads is not None and num_heads % tp_size:
+            raise ValueError(
+                f"{path} has {num_heads} heads, which tp={tp_size} does not divide; choose a tp "
+                "that does"
+            )
+        found: Layouts = {}
+        for name, joined in self.inputs.items():
+            weight = f"{path}.{name}.weight"
+            block = shapes[weight][0] // joined
+            unit = block // (num_heads or block)
+            found[weight] = cut_blocks(weight, shapes[weight], 0, [block] * joined, tp_size, unit)
+            found |= _bias_beside(found[weight], shapes)
+        for name in self.outputs:
+            if self.merges and f"{path}.{name}.bias" in shapes:
+                raise ValueError(f"{path}.{name} has a bias, which each of the ranks would add")
+            columns = shapes[f"{path}.{name}.weight"][1]
+            ranges = split(columns, tp_size, columns // (num_heads or columns))
+            found |= _cut_columns(f"{path}.{name}", shapes, ranges)
+        return found
+
+
+@dataclass(frozen=True)
+class MixtureNames:
+    """The names of a mixture of experts in a decoder layer, in memory and in files.
+
+    Attributes:
+        name: of the block in the layer.
+        router, router_class: in the block; replicated. Returns logits, weights and expert ids.
+        experts, experts_class: in the block; its two parameters are dealt to the ep ranks.
+        gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
+        num_experts: attribute of the configuration.
+        in_files: name of the block in files.
+        gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
+            the first two lie one above the other in ``gate_up``.
+        jitter: attribute of the configuration, the noise of the router; None where it has none.
+    """
+
+    name: str
+    router: str
+    router_class: str
+    experts: str
+    experts_class: str
+    gate_up: str
+    down: str
+    num_experts: str
+    in_files: str
+    gate_up_in_files: tuple[str, str]
+    down_in_files: str
+    jitter: str | None = None
+
+    def jitter_of(self, config: Any) -> float:
+        """The noise that ``config`` asks of the router in training."""
+        return 0.0 if self.jitter is None else getattr(config, self.jitter)
+
+    def modules(self) -> tuple[str, ...]:
+        """Names, in the block, of all modules that are replaced or given a hook."""
+        return (self.router, self.experts)
+
+    def attributes(self) -> tuple[str, ...]:
+        """Attributes of the block that are read or changed."""
+        return ()
+
+    def layouts(self, path: str, shapes: Shapes, ep_size: int) -> Layouts:
+        """Layouts of the experts of the block at ``path``.
+
+        Raises:
+            ValueError: a rank would hold no expert.
+        """
+        found: Layouts = {}
+        for attribute in (self.gate_up, self.down):
+            name = f"{path}.{self.experts}.{attribute}"
+            num_experts = shapes[name][0]
+            if ep_size > num_experts:
+                raise ValueError(
+                    f"ep={ep_size} is more than the {num_experts} experts of {name}: a rank would "
+                    "hold none"
+                )
+            found[name] = cut(name, shapes[name], 0, split(num_experts, ep_size))
+        return found
+
+    def parts(self, path: str, shapes: Shapes) -> dict[str, tuple[Part, ...]]:
+        """Name of each parameter of the block at ``path`` -> the tensors of a file in it."""
+        files = f"{path.removesuffix(self.name)}{self.in_files}"
+        router = f"{path}.{self.router}.weight"
+        box = tuple((0, size) for size in shapes[router])
+        found = {router: (Part(f"{files}.{self.router}.weight", router, box, index=False),)}
+        for attribute, names in (
+            (self.gate_up, self.gate_up_in_files),
+            (self.down, (self.down_in_files,)),
+        ):
+            source = f"{path}.{self.experts}.{attribute}"
+            num_experts, rows, columns = shapes[source]
+            found[source] = tuple(
+                Part(
+                    f"{files}.experts.{expert}.{name}.weight",
+                    source,
+                    ((expert, expert + 1), piece, (0, columns)),
+                    index=True,
+                )
+                for expert in range(num_experts)
+                for name, piece in zip(names, split(rows, len(names)), strict=True)
+            )
+        return found
+
+
+Block = AttentionNames | RegionNames | MixtureNames
+
+
+def cut_rows(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
+    """Layouts of a linear, or a table, of which each rank holds a range of rows, bias included."""
+    weight = cut(f"{path}.weight", shapes[f"{path}.weight"], 0, ranges)
+    return {weight.name: weight, **_bias_beside(weight, shapes)}
+
+
+def _cut_columns(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
+    """Of a linear of which each rank holds a range of columns; its bias is replicated."""
+    weight = cut(f"{path}.weight", shapes[f"{path}.weight"], 1, ranges)
+    return {weight.name: weight}
+
+
+def _bias_beside(weight: TensorLayout, shapes: Shapes) -> Layouts:
+    """The bias belongs to the cut features."""
+    name = weight.name.removesuffix("weight") + "bias"
+    return {name: cut_like(weight, name, shapes[name])} if name in shapes else {}
