@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from reference_cogagent import (
     IMAGE_TOKENS,
     TEXT,
     Row,
+    batch_of,
     batches_of,
     exact,
     picture,
@@ -24,7 +26,10 @@ from reference_mixtral import Layout, assert_refused, differences_of_steps
 from torch import nn
 
 import parallel_ext as px
+from parallel_ext.layout import ModelLayout
 from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
+from parallel_ext.models.cogagent.table import COGAGENT
+from parallel_ext.models.table import ModelSizes, plan
 
 EIGHT_HEADS = {
     "num_attention_heads": 8,
@@ -82,3 +87,286 @@ def test_data_parallel_training_equals_the_single_process(
     for differences in pool(layout.world).run(_parity, OF_RANKS[ranks], layout, zero, {}):
         error, name = worst(differences)
         assert error <= 1e-10, name
+
+
+def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
+    for ours, theirs in pool(2).run(_errors_in, torch.float32):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
+
+
+def test_bf16_errs_as_much_as_one_process() -> None:
+    for ours, theirs in pool(2).run(_errors_in, torch.bfloat16):
+        # Single tensors of a model as tiny as this one scatter by more than twice.
+        assert sum(ours.values()) <= 1.2 * sum(theirs.values())
+        assert max(ours.values()) <= 2 * max(theirs.values())
+
+
+def _errors_in(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
+    truth, single = exact(tiny_model().train()), exact(tiny_model().train()).to(dtype)
+    truth.load_state_dict(single.state_dict())
+    model = parallel(single, Layout(1, 2, 1).mesh())
+    whole, _ = batches_of(ROWS["an image next to text"])
+    for each in (truth, single, model):
+        each(**whole).loss.backward()
+    full = gradients_of(truth)
+    theirs = {n: difference(g, full[n]) for n, g in gradients_of(single).items() if g is not None}
+    return shard_differences(model, full, True), theirs
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_activations_keeps_every_gradient(reentrant: bool) -> None:
+    for differences in pool(2).run(_checkpointed, reentrant):
+        assert worst(differences)[0] <= 1e-10
+
+
+def _checkpointed(reentrant: bool) -> dict[str, float]:
+    reference = exact(tiny_model().train())
+    model = copy.deepcopy(parallel(reference, Layout(1, 2, 1).mesh()))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    whole, _ = batches_of(ROWS["an image next to text"])
+    for each in (reference, model):
+        each(**whole).loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+# What is broken on purpose.
+
+
+def _broken(what: str) -> dict[str, float]:
+    reference = exact(tiny_model().train())
+    model = parallel(reference, Layout(1, 2, 1).mesh())
+    layer, cross = model.model.layers[0], model.model.cross_vision
+    if what == "the image is not copied":
+        cross._forward_hooks.clear()
+    elif what == "a region is not entered":
+        layer.cross_attn._forward_pre_hooks.clear()
+    elif what == "one block in place of three":
+        weight = reference.model.layers[0].self_attn.language_expert_query_key_value.weight
+        own = layer.self_attn.language_expert_query_key_value.weight
+        own.data = weight.data.chunk(2)[model.parallel_ext_local_shards.mesh.tp_rank].clone()
+    elif what == "an output is not summed":
+        layer.mlp._forward_hooks.clear()
+    elif what == "an output is summed twice":
+        layer.self_attn.language_expert_dense.summed_over = (
+            layer.self_attn.vision_expert_dense.group
+        )
+    whole, _ = batches_of(ROWS["an image next to text"])
+    for each in (reference, model):
+        each(**whole).loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "the image is not copied",
+        "a region is not entered",
+        "one block in place of three",
+        "an output is not summed",
+        "an output is summed twice",
+    ],
+)
+def test_the_comparison_notices_a_broken_part(what: str) -> None:
+    assert max(worst(differences)[0] for differences in pool(2).run(_broken, what)) > 1e-3
+
+
+# Collectives.
+
+OTHERS = ("all_gather", "all_to_all", "broadcast")
+
+
+def _collectives(rows: list[list[Row]], layers: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of a forward and its backward."""
+    model = parallel(tiny_model(num_hidden_layers=layers).train(), Layout(1, 2, 1).mesh())
+    whole, _ = batches_of(rows)
+    counts = []
+    for step in range(2):
+        px._C.reset_collective_counts()
+        if step == 0:
+            loss = model(**whole).loss
+        else:
+            loss.backward()
+        counts.append(px._C.collective_counts())
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(("rows", "of_layer"), [("an image next to text", 3), ("text only", 2)])
+def test_a_layer_takes_three_all_reduces_and_two_without_an_image(rows: str, of_layer: int) -> None:
+    few, more = (pool(2).run(_collectives, ROWS[rows], layers)[0] for layers in (2, 3))
+    for fewer, further in zip(few, more, strict=True):
+        assert further["all_reduce"] - fewer["all_reduce"] == of_layer
+        assert {n: c for n, c in further.items() if n in OTHERS} == {
+            n: c for n, c in fewer.items() if n in OTHERS
+        }
+    # forward: embedding, 2 of each of the tower's 2 layers, 1 of its adapter;
+    # backward: the head, the same of the tower, and the image that all layers look at
+    tower = 2 * 2 + 1 if rows != "text only" else 0
+    assert few[0]["all_reduce"] == 1 + tower + 2 * of_layer
+    assert few[1]["all_reduce"] == 1 + tower + (tower > 0) + 2 * of_layer
+
+
+# The shapes of the published model.
+
+CUT = {
+    "model.layers.*.self_attn.vision_expert_query_key_value.weight": (0, 12288, 4096),
+    "model.layers.*.self_attn.vision_expert_dense.weight": (1, 4096, 4096),
+    "model.layers.*.cross_attn.query.weight": (0, 1024, 4096),
+    "model.layers.*.cross_attn.key_value.weight": (0, 2048, 1024),
+    "model.layers.*.cross_attn.dense.weight": (1, 4096, 1024),
+    "model.layers.*.mlp.vision_mlp.gate_proj.weight": (0, 11008, 4096),
+    "model.layers.*.mlp.vision_mlp.up_proj.weight": (0, 11008, 4096),
+    "model.layers.*.mlp.vision_mlp.down_proj.weight": (1, 4096, 11008),
+    "model.embed_tokens.weight": (0, 32000, 4096),
+    "lm_head.weight": (0, 32000, 4096),
+    "model.vision.transformer.layers.*.attention.query_key_value.weight": (0, 5376, 1792),
+    "model.vision.transformer.layers.*.attention.query_key_value.bias": (0, 5376),
+    "model.vision.transformer.layers.*.attention.dense.weight": (1, 1792, 1792),
+    "model.vision.transformer.layers.*.mlp.fc1.weight": (0, 15360, 1792),
+    "model.vision.transformer.layers.*.mlp.fc1.bias": (0, 15360),
+    "model.vision.transformer.layers.*.mlp.fc2.weight": (1, 1792, 15360),
+    "model.vision.linear_proj.gate_proj.weight": (0, 11008, 4096),
+    "model.vision.linear_proj.dense_h_to_4h.weight": (0, 11008, 4096),
+    "model.vision.linear_proj.dense_4h_to_h.weight": (1, 4096, 11008),
+}
+
+
+def _published_layout(tp: int) -> ModelLayout:
+    with torch.device("meta"):
+        model = CogAgentForCausalLM(CogAgentConfig())
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    heads = {f"model.layers.{i}.{kind}_attn": 32 for i in range(32) for kind in ("self", "cross")}
+    heads |= {f"model.vision.transformer.layers.{i}.attention": 16 for i in range(63)}
+    return plan(COGAGENT, shapes, {}, ModelSizes(32000, heads_of=heads), tp)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_every_shard_of_the_published_model_has_its_shape(tp: int) -> None:
+    found = set()
+    for name, tensor in _published_layout(tp).items():
+        kind = re.sub(r"\.\d+\.", ".*.", name).replace("language_", "vision_")
+        dim, *shape = CUT.get(kind, (None, *tensor.shape))
+        assert list(tensor.shape) == shape, name
+        found |= {kind} & CUT.keys()
+        if dim is not None:
+            shape[dim] //= tp
+            joined = 3 if "query_key_value" in kind else 2 if "key_value" in kind else 1
+            block = tensor.shape[dim] // joined
+            for rank in range(tp):
+                first, last = rank * block // tp, (rank + 1) * block // tp
+                starts = [number * block for number in range(joined)]
+                assert tensor.ranges(rank) == tuple((s + first, s + last) for s in starts), name
+        assert all(tensor.local_shape(rank) == tuple(shape) for rank in range(tp)), name
+    assert found == CUT.keys()
+
+
+@pytest.mark.parametrize(("tp", "columns"), [(2, 512), (4, 256), (8, 128)])
+def test_the_dense_of_the_cross_attention_is_not_cut_twice(tp: int, columns: int) -> None:
+    dense = _published_layout(tp)["model.layers.0.cross_attn.dense.weight"]
+    assert dense.local_shape(tp - 1) == (4096, columns)
+
+
+# Generation.
+
+
+def _generated(rows: list[Row], options: dict[str, Any]) -> tuple[list, list]:
+    reference = tiny_model()
+    model = parallel(reference, Layout(1, 2, 1).mesh())
+    inputs = batch_of(rows, "left")
+    del inputs["labels"]
+    wanted = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
+    expected, found = (m.generate(**inputs, **wanted).tolist() for m in (reference, model))
+    return expected, found
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("rows", ["an image next to text", "two images in a row", "text only"])
+def test_generation_equals_the_single_process(rows: str, options: dict[str, Any]) -> None:
+    for expected, found in pool(2).run(_generated, ROWS[rows][0], options):
+        assert found == expected
+
+
+def _generated_by_ranks() -> tuple[list, list]:
+    reference = tiny_model()
+    mesh = Layout(2, 1, 1).mesh()
+    model = px.data_parallel(parallel(reference, mesh), mesh, 3).eval()
+    _, own = batches_of([[picture(5)], [text(8)]])
+    inputs = {name: value for name, value in own[mesh.dp_rank].items() if name != "labels"}
+    wanted = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    return tuple(m.generate(**inputs, **wanted).tolist() for m in (reference, model))
+
+
+def test_each_rank_generates_for_its_own_prompts_one_without_an_image() -> None:
+    for expected, found in pool(2).run(_generated_by_ranks):
+        assert found == expected
+
+
+# What does not fit.
+
+
+def _heads_not_divided() -> None:
+    parallel(tiny_model(), Layout(1, 3, 1).mesh())
+
+
+def _called_with(**changes: Any) -> None:
+    mesh = Layout(1, 2, 1).mesh()
+    whole, _ = batches_of(ROWS["an image next to text"])
+    for name, values in changes.items():
+        whole[name] = values[mesh.tp_rank]
+    parallel(tiny_model(), mesh)(**whole)
+
+
+def _other_images() -> None:
+    high = [[torch.full((3, 56, 56), float(rank))] for rank in range(2)]
+    _called_with(cross_images=[[image, []] for image in high])
+
+
+def _wrong_types() -> None:
+    types = batches_of(ROWS["an image next to text"])[0]["token_type_ids"]
+    _called_with(token_type_ids=[types + 1, types + 1])
+
+
+def _no_images() -> None:
+    _called_with(images=[None, None])
+
+
+def _without_hook_point() -> None:
+    model = tiny_model()
+    del model.model.vision.linear_proj.act1
+    del model.model.layers[1].cross_attn.num_heads
+    parallel(model, Layout(1, 2, 1).mesh())
+
+
+def _with_bias() -> None:
+    model = tiny_model()
+    mlp = model.model.layers[0].mlp.vision_mlp
+    mlp.down_proj = nn.Linear(mlp.down_proj.in_features, mlp.down_proj.out_features)
+    parallel(model, Layout(1, 2, 1).mesh())
+
+
+def _experts() -> None:
+    parallel(tiny_model(), Layout(1, 2, 2).mesh())
+
+
+REFUSALS = {
+    "heads that are not divided": (
+        _heads_not_divided,
+        3,
+        "model.layers.0.self_attn has 4 heads, which tp=3 does not divide",
+    ),
+    "other images on a rank": (_other_images, 2, "they differ in cross_images[0][0] (other values"),
+    "wrong token types": (_wrong_types, 2, "token type 2 at row 0, position"),
+    "images and tokens that disagree": (_no_images, 2, "row 0 has 11 image tokens"),
+    "names that are missing": (
+        _without_hook_point,
+        2,
+        "names: model.vision.linear_proj.act1, model.layers.1.cross_attn.num_heads",
+    ),
+    "a bias that ranks would add": (_with_bias, 2, "vision_mlp.down_proj has a bias"),
+    "no experts to deal": (_experts, 2, "ep=2, but no layer of this 'cogagent' has experts"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_is_refused(case: str) -> None:
+    assert_refused(__name__, case)

@@ -229,7 +229,7 @@ def _without(broken: str, tiny: Tiny) -> float:
         layer.mlp._forward_pre_hooks.clear()
         layer.mlp._forward_pre_hooks_with_kwargs.clear()
     elif broken == "output sum":
-        layer.mlp.down_proj.group = ops.ALONE
+        layer.mlp.down_proj.summed_over = ops.ALONE
     elif broken == "replicated gradient sum":
         layer.self_attn.k_proj.replicas = ops.ALONE
     elif broken == "vocabulary offset":

@@ -254,7 +254,7 @@ def _parallelize(case: str) -> None:
             "model.layers.0.mlp.down_proj, model.layers.1.self_attn.q_proj",
             f"transformers {transformers.__version__}",
         ],
-        "other model": ["no table for model_type 'gpt2'", "supported are llama"],
+        "other model": ["no table for model_type 'gpt2'", "supported are cogagent, llama"],
         "twice": ["parallel already"],
         "hook": ["lm_head has hooks"],
         "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],

@@ -21,7 +21,12 @@ from parallel_ext.lora.layers import (
 )
 from parallel_ext.lora.merging import Mergeable
 from parallel_ext.lora.replicas import parallel_state
-from parallel_ext.lora.targets import refuse_mixture, refuse_parameters, resolve_targets
+from parallel_ext.lora.targets import (
+    refuse_mixture,
+    refuse_parameters,
+    refuse_whole,
+    resolve_targets,
+)
 from parallel_ext.mesh import DisagreementError
 from parallel_ext.moe import ExpertParallelExperts
 from parallel_ext.sharded import named_shards
@@ -77,6 +82,7 @@ def inject_adapter(
         resolve_targets(model, config)
         refuse_mixture(model, config, what, state)
         refuse_parameters(model, config, what)
+        refuse_whole(model, config, what, state)
 
     state.mesh.together(what, check)
     seed = _agree_on(config, what, state)

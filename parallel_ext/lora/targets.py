@@ -14,6 +14,8 @@ from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.moe import ExpertParallelExperts
 from parallel_ext.state import ParallelState
 
+_WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
+
 
 def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
     """Write the targets into ``config`` by the names that they have in the model.
@@ -47,6 +49,29 @@ def refuse_mixture(
             raise NotImplementedError(
                 f"{what}: an adapter on {path} is not supported; target attention and head, and "
                 f"experts by target_parameters={experts_tensors(model)}"
+            )
+
+
+def refuse_whole(
+    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
+) -> None:
+    """No adapter on modules that every rank holds whole.
+
+    Those of PEFT would begin with other factors, and draw other dropout masks, on each rank.
+
+    Raises:
+        NotImplementedError: names the first of them that ``config`` targets, and why.
+    """
+    if not config.target_modules:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, _WHOLE) and check_target_module_exists(config, path):
+            reasons = state.table.unadapted.items()
+            why = [reason for beginning, reason in reasons if path.startswith(beginning)]
+            raise NotImplementedError(
+                f"{what}: an adapter on {path} is not supported: "
+                + (why[0] if why else "it is whole on every rank, and adapters are cut with a base")
+                + '; target others, or "all-linear" for all that are cut'
             )
 
 

@@ -32,7 +32,8 @@ class ModelTable:
             layers look at; it is copied to the ranks there.
         towers: paths of further lists of layers, which data parallelism shards one by one.
         skips: path of a method of the model that may skip some of its modules: called with whether
-            this batch needs them, it returns whether they run. Dp ranks must answer alike.
+            a batch needs each of them, it returns whether they run. Dp ranks must answer alike.
+        unadapted: beginning of a path -> why no adapter goes on a module there, for errors.
     """
 
     model_type: str
@@ -46,6 +47,7 @@ class ModelTable:
     shared: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     skips: str | None = None
+    unadapted: Mapping[str, str] = field(default_factory=dict)
 
     def blocks(self, names: Collection[str]) -> dict[str, Block]:
         """Path of every block of a model -> its names.

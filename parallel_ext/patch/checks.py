@@ -8,7 +8,7 @@ from torch import nn
 from parallel_ext.agreement import content_digest
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import DisagreementError, Mesh
-from parallel_ext.models import ON_DEMAND, TABLES
+from parallel_ext.models import OWN, TABLES
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.table import ModelTable
 from parallel_ext.state import ParallelState
@@ -30,7 +30,7 @@ def table_for(model: nn.Module) -> ModelTable:
     if model_type not in TABLES:
         raise ValueError(
             f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "
-            f"supported are {', '.join(sorted({*TABLES, *ON_DEMAND}))}"
+            f"supported are {', '.join(sorted({*TABLES, *OWN}))}"
         )
     return TABLES[model_type]
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from parallel_ext import checkpoint
 from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, GENERATION_CONFIG_NAME
-from parallel_ext.checkpoint.safetensors_file import shown
+from parallel_ext.checkpoint.safetensors_file import read_json, shown
 from parallel_ext.mesh import Mesh
+from parallel_ext.models import learn
 from parallel_ext.patch.checks import table_for
 from parallel_ext.patch.parallelize import parallelize
 from parallel_ext.state import state_of
@@ -103,8 +104,12 @@ def _configs(
         raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
     name, generation = CONFIG_NAME, None
     try:
-        # code that comes with the files is not run, nor is the user asked for it
-        config = transformers.AutoConfig.from_pretrained(directory.path, trust_remote_code=False)
+        if (own := learn(read_json(directory.path / CONFIG_NAME))) is not None:
+            config = transformers.CONFIG_MAPPING[own].from_pretrained(directory.path)
+        else:  # code that comes with the files is not run, nor is the user asked for it
+            config = transformers.AutoConfig.from_pretrained(
+                directory.path, trust_remote_code=False
+            )
         if directory.has_generation_config:
             name = GENERATION_CONFIG_NAME
             generation = transformers.GenerationConfig.from_pretrained(directory.path)

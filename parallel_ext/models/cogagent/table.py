@@ -58,4 +58,10 @@ COGAGENT = ModelTable(
     shared=("model.cross_vision",),
     towers=("model.vision.transformer.layers", "model.cross_vision.vit.model.blocks"),
     skips="model.towers_run",
+    unadapted={
+        "model.cross_vision.vit.model.blocks": (
+            "EVA2-CLIP-L is whole on every rank; the published code reads the weights of its q, k "
+            "and v past these modules, where an adapter is dead, and never runs the last block"
+        )
+    },
 )
