@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -277,23 +277,37 @@ def errors_in(
 
 def adapter_differences(tiny: TinyMixtral, layout: Layout, **options: Any) -> dict[str, float]:
     """Of the gradients of an adapter, and of what it trains whole, from PEFT in one process."""
+    data = batches(tiny, layout.dp)
+    return differences_of_adapter(lambda: exact(tiny.model()), layout, data, **options)
+
+
+def differences_of_adapter(
+    make: Callable[[], Any],
+    layout: Layout,
+    data: tuple[dict[str, Any], list[dict[str, Any]]],
+    **options: Any,
+) -> dict[str, float]:
+    """The same of the model that ``make`` gives, on a batch of all dp ranks and on each rank's."""
     mesh = layout.mesh()
-    model = parallel(tiny.model(), mesh)
+    model = parallel(make(), mesh)
     torch.manual_seed(11)
     model = peft.get_peft_model(model, px.LoraConfig(init_lora_weights=False, **options))
     config = peft.LoraConfig(init_lora_weights=False, **options)
-    plain = peft.get_peft_model(exact(tiny.model()), config).double()
+    plain = peft.get_peft_model(make(), config).double()
     trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
     values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
     plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
     px.data_parallel(model, mesh)
-    whole, own = batches(tiny, layout.dp)
+    whole, own = data
     plain(**whole).loss.backward()
     model(**own[mesh.dp_rank]).loss.backward()
     truth = {name: p.grad for name, p in plain.named_parameters()}
+    for name, (p, _) in trained.items():
+        assert (p.grad is None) == (truth[name] is None), name
     return {
         name: difference(p.grad, take(truth[name], where, mesh.rank), truth[name])
         for name, (p, where) in trained.items()
+        if p.grad is not None
     }
 
 
