@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ class GradientReport:
 
 
 def check_gradients(
-    model: nn.Module, batch: Mapping[str, torch.Tensor], layers: int | None = None
+    model: nn.Module, batch: Mapping[str, Any], layers: int | None = None
 ) -> GradientReport:
     """Compare loss and gradients on ``batch`` with the single-process model.
 
@@ -62,7 +63,7 @@ def check_gradients(
     Args:
         model: a parallel model.
         batch: ``input_ids``, ``labels`` and what else forward takes, [rows, tokens], of this dp
-            rank; the dp ranks' must have equal lengths.
+            rank; the dp ranks' must have equal lengths. Images as CogAgent takes them.
         layers: check only the first so many decoder layers, to save memory and time.
 
     Returns:
@@ -113,7 +114,7 @@ def check_gradients(
 def _compare(
     model: nn.Module,
     weights: Mapping[str, torch.Tensor],
-    batches: list[Mapping[str, torch.Tensor]],
+    batches: list[Mapping[str, Any]],
     ours: Mapping[str, torch.Tensor],
     loss: float,
 ) -> GradientReport:
@@ -124,20 +125,32 @@ def _compare(
     reference.load_state_dict(weights, strict=False)  # aliases of tied weights are left out
     reference.train(model.training)
     reference.loss_function = _exact_loss
-    whole = {
-        name: torch.cat([one[name].cpu() for one in batches])
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-        else value
-        for name, value in batches[0].items()
-    }
-    expected = reference(**whole).loss
+    names = dict.fromkeys(name for one in batches for name in one)
+    expected = reference(**{name: _joined(name, batches) for name in names}).loss
     expected.backward()
     differences = {}
     for name, parameter in reference.named_parameters():
         if name in ours:
-            gap = (ours[name].double() - parameter.grad.double()).abs().max()
-            differences[name] = (gap / parameter.grad.abs().max().double().clamp_min(1e-30)).item()
+            theirs = torch.zeros(()) if parameter.grad is None else parameter.grad
+            gap = (ours[name].double() - theirs.double()).abs().max()
+            differences[name] = (gap / theirs.abs().max().double().clamp_min(1e-30)).item()
     return GradientReport(loss, expected.item(), differences)
+
+
+def _joined(name: str, batches: list[Mapping[str, Any]]) -> Any:
+    """One argument for the rows of all batches; images in lists of those of each row."""
+    values = [one.get(name) for one in batches]
+    if all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
+        return torch.cat([value.cpu() for value in values])
+    if not any(isinstance(value, (list, torch.Tensor)) for value in values):
+        return values[0]
+    rows: list[list[torch.Tensor]] = []
+    for value, one in zip(values, batches, strict=True):
+        if value is None:
+            rows += [[] for _ in one["input_ids"]]
+        else:
+            rows += [[row.cpu()] if isinstance(row, torch.Tensor) else row for row in value]
+    return rows
 
 
 def _exact_loss(

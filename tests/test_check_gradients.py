@@ -20,7 +20,7 @@ def _report(layers: int | None, broken: bool, tp: int) -> tuple[Any, list[str]]:
     mesh = mesh_of(tp)
     model = parallel(TINY.model(), mesh)
     if broken:
-        model.model.layers[0].mlp.down_proj.group = ops.ALONE
+        model.model.layers[0].mlp.down_proj.summed_over = ops.ALONE
     own = batch(TINY.vocab_size, rows=4)
     own = {name: value.chunk(mesh.dp_size)[mesh.dp_rank] for name, value in own.items()}
     model(**own).loss.backward()

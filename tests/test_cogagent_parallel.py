@@ -171,6 +171,24 @@ def test_the_comparison_notices_a_broken_part(what: str) -> None:
     assert max(worst(differences)[0] for differences in pool(2).run(_broken, what)) > 1e-3
 
 
+def _checked(broken: bool) -> px.GradientReport:
+    mesh = Layout(2, 2, 1).mesh()
+    model = px.data_parallel(parallel(tiny_model().float().train(), mesh), mesh)
+    if broken:
+        model.model.cross_vision._forward_hooks.clear()
+    _, own = batches_of(OF_RANKS["one without an image"])
+    return px.check_gradients(model, own[mesh.dp_rank])
+
+
+def test_check_gradients_agrees_and_finds_a_missing_sum() -> None:
+    for report in pool(4).run(_checked, False):
+        assert report.worst[1] < 1e-4, report
+        assert "model.cross_vision.pos_embed" in report.differences
+    for report in pool(4).run(_checked, True):
+        assert "cross_vision" in report.worst[0]
+        assert report.worst[1] > 0.1
+
+
 # Collectives.
 
 OTHERS = ("all_gather", "all_to_all", "broadcast")
