@@ -3,7 +3,8 @@
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
 
-from parallel_ext.models.blocks import AttentionNames, MixtureNames
+from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.models.llama import ATTENTION
 from parallel_ext.models.table import ModelTable
 
 MIXTRAL = ModelTable(
@@ -11,13 +12,7 @@ MIXTRAL = ModelTable(
     embedding="model.embed_tokens",
     head="lm_head",
     layers="model.layers",
-    attention=AttentionNames(
-        name="self_attn",
-        query="q_proj",
-        key="k_proj",
-        value="v_proj",
-        output="o_proj",
-    ),
+    attention=ATTENTION,
     mixture=MixtureNames(
         name="mlp",
         router="gate",

@@ -3,7 +3,10 @@
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
 
-from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from dataclasses import replace
+
+from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.models.llama import ATTENTION, MLP
 from parallel_ext.models.table import ModelTable
 
 QWEN3_MOE = ModelTable(
@@ -11,15 +14,8 @@ QWEN3_MOE = ModelTable(
     embedding="model.embed_tokens",
     head="lm_head",
     layers="model.layers",
-    attention=AttentionNames(
-        name="self_attn",
-        query="q_proj",
-        key="k_proj",
-        value="v_proj",
-        output="o_proj",
-        head_norms=("q_norm", "k_norm"),
-    ),
-    mlp=RegionNames("mlp", inputs={"gate_proj": 1, "up_proj": 1}, outputs=("down_proj",)),
+    attention=replace(ATTENTION, head_norms=("q_norm", "k_norm")),
+    mlp=MLP,
     mixture=MixtureNames(
         name="mlp",
         router="gate",
