@@ -15,6 +15,7 @@ import xxhash
 from parallel_ext.mesh import DisagreementError, Mesh
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
+_OF_THE_RANK = ("past_key_values",)  # keys and values of its own heads
 
 
 def content_number(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             found[name] = value
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and name not in _OF_THE_RANK:
             found |= _tensors_in({f"{name}[{index}]": each for index, each in enumerate(value)})
     return found
 

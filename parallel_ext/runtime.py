@@ -59,7 +59,11 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     want_dict = kwargs.pop("return_dict", None)
     if want_dict is None:
         want_dict = model.config.return_dict
-    with_labels = arguments.get("labels") is not None
+    labels = arguments.get("labels")
+    with_labels = labels is not None
+    own_loss = with_labels and state.table.own_loss
+    if own_loss:
+        args, kwargs = (), {name: each for name, each in arguments.items() if name != "labels"}
     _keep_routing(model, state)
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     balance = _balance_aside(model) if balanced else nullcontext()
@@ -71,6 +75,9 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 tensor.register_hook(lambda _: _refuse_training_apart(state))
     if with_labels:
         fields = dict(output.items())
+        if own_loss:
+            vocab_size = model.config.vocab_size
+            fields["loss"] = loss_function(model, output.logits, labels, vocab_size)
         if balanced:
             mask = arguments.get("attention_mask")
             share = balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)

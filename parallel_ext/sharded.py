@@ -98,8 +98,8 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every buffer of ``model`` that files hold, with its name; it is replicated."""
-    for path, module in model.named_modules():
+    """Every buffer of ``model`` that files hold, with each of its names; it is replicated."""
+    for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module.named_buffers(recurse=False):
             if attribute not in module._non_persistent_buffers_set:
                 yield f"{path}.{attribute}" if path else attribute, buffer

@@ -20,6 +20,9 @@ OWN = {"cogagent": ("CogAgentForCausalLM", "parallel_ext.models.cogagent")}
 Its table stands in :data:`TABLES` once that is imported.
 """
 
+PUBLISHED: dict[str, ModelTable] = {}
+"""The same for a class of that name that others publish, whose code is not ours."""
+
 
 def learn(config: Mapping[str, Any]) -> str | None:
     """Import the code of the architecture that a ``config.json`` is of, if it is ours.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,8 @@ class RegionNames:
         outputs: names in the module.
         heads: attribute of the module, the number of its heads, which are cut whole; after the cut
             it is that of the rank. None where features may be cut anywhere.
+        widths: further attributes of the module that are those of the rank after the cut.
+        forward: takes the place of the module's forward; None where that one does.
         entry: a module in this one whose output is what ``inputs`` read and is copied to the ranks;
             None where that is the input of the module itself.
         merges: whether the module returns something linear in ``outputs``, which have no bias: its
@@ -91,6 +93,8 @@ class RegionNames:
     inputs: Mapping[str, int]
     outputs: tuple[str, ...]
     heads: str | None = None
+    widths: tuple[str, ...] = ()
+    forward: Callable[..., Any] | None = None
     entry: str | None = None
     merges: bool = False
 
@@ -100,7 +104,7 @@ class RegionNames:
 
     def attributes(self) -> tuple[str, ...]:
         """Attributes of the block that are read or changed."""
-        return () if self.heads is None else (self.heads,)
+        return self.widths if self.heads is None else (self.heads, *self.widths)
 
     def layouts(self, path: str, shapes: Shapes, tp_size: int, num_heads: int | None) -> Layouts:
         """Layouts of the cut parameters of the module at ``path``.

@@ -34,6 +34,8 @@ class ModelTable:
         skips: path of a method of the model that may skip some of its modules: called with whether
             a batch needs each of them, it returns whether they run. Dp ranks must answer alike.
         unadapted: beginning of a path -> why no adapter goes on a module there, for errors.
+        own_loss: whether the class computes the loss itself, of whole logits; labels are then kept
+            from it.
     """
 
     model_type: str
@@ -48,6 +50,7 @@ class ModelTable:
     towers: tuple[str, ...] = ()
     skips: str | None = None
     unadapted: Mapping[str, str] = field(default_factory=dict)
+    own_loss: bool = False
 
     def blocks(self, names: Collection[str]) -> dict[str, Block]:
         """Path of every block of a model -> its names.

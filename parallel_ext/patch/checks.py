@@ -8,14 +8,13 @@ from torch import nn
 from parallel_ext.agreement import content_digest
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import DisagreementError, Mesh
-from parallel_ext.models import OWN, TABLES
+from parallel_ext.models import OWN, PUBLISHED, TABLES, learn
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.table import ModelTable
 from parallel_ext.state import ParallelState
 
 _MODEL_ATTRIBUTES = (
     "loss_function",
-    "generate",
     "save_pretrained",
     "resize_token_embeddings",
     "tie_weights",
@@ -26,7 +25,16 @@ _MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts
 
 
 def table_for(model: nn.Module) -> ModelTable:
+    """The table of a model's class: of ours, HuggingFace's, or one that somebody else publishes.
+
+    Raises:
+        ValueError: there is none.
+    """
+    cls = type(model)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
+    own = learn({"model_type": model_type, "architectures": [cls.__name__]})
+    if own is not None and not cls.__module__.startswith("parallel_ext."):
+        return PUBLISHED[own]
     if model_type not in TABLES:
         raise ValueError(
             f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "

@@ -173,7 +173,8 @@ def _attach(
     mesh = state.mesh
     model.loss_function = MethodType(runtime.loss_function, model)
     for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
-        setattr(model, name, MethodType(_in_place_of(type(model), name), model))
+        if hasattr(model, name):  # published code of before transformers 5 does not generate
+            setattr(model, name, MethodType(_in_place_of(type(model), name), model))
     if mesh.tp_size > 1 or mesh.ep_size > 1:
         cut = f"tp={mesh.tp_size}, ep={mesh.ep_size}" if state.routings else f"tp={mesh.tp_size}"
         model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 
 import torch
 from torch import nn
@@ -195,9 +196,11 @@ class _Replacer:
             self._column(f"{path}.{name}")
         for name in names.outputs:
             self._row(f"{path}.{name}", sums=not names.merges)
-        if names.heads is not None:
-            module = self.model.get_submodule(path)
-            setattr(module, names.heads, getattr(module, names.heads) // self.mesh.tp_size)
+        module = self.model.get_submodule(path)
+        for name in names.attributes():
+            setattr(module, name, getattr(module, name) // self.mesh.tp_size)
+        if names.forward is not None:
+            module.forward = MethodType(names.forward, module)
 
     def mixture(self, path: str, names: MixtureNames) -> None:
         mesh, routing = self.mesh, Routing()

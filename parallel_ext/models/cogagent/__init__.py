@@ -2,13 +2,14 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from parallel_ext.models import TABLES
+from parallel_ext import models
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import (
     CogAgentForCausalLM,
     CogAgentModel,
     CogAgentPreTrainedModel,
 )
+from parallel_ext.models.cogagent.published import PUBLISHED
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
     LANGUAGE,
@@ -28,7 +29,8 @@ __all__ = [
     "vision_expert_mask",
 ]
 
-TABLES[COGAGENT.model_type] = COGAGENT
+models.TABLES[COGAGENT.model_type] = COGAGENT
+models.PUBLISHED[COGAGENT.model_type] = PUBLISHED
 AutoConfig.register("cogagent", CogAgentConfig, exist_ok=True)
 AutoModel.register(CogAgentConfig, CogAgentModel, exist_ok=True)
 AutoModelForCausalLM.register(CogAgentConfig, CogAgentForCausalLM, exist_ok=True)

@@ -60,7 +60,7 @@ class CogAgentRotaryEmbedding(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + head_dim / 2) of ``heads``, [B, heads, L, head_dim]."""
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
@@ -98,7 +98,7 @@ class VisionExpertAttention(nn.Module):
         # Three blocks, query, key and value, each of whole heads.
         fused = fused.view(*route.shape, 3, self.num_heads, self.head_dim)
         query, key, value = fused.permute(2, 0, 3, 1, 4)
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
         if cache is not None:
             key, value = cache.self_attention_cache.update(key, value, self.layer_index)
         context = F.scaled_dot_product_attention(

@@ -1,0 +1,95 @@
+"""How the class is cut that CogAgent's authors publish, which users may have as remote code.
+
+Its names, shapes and order of computation are those of ours. The self attention counts on whole
+widths in its forward, so another one takes its place; the cross attention reads widths that can be
+set; the class computes its loss itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from parallel_ext.models.cogagent.decoder import rotate
+from parallel_ext.models.cogagent.table import COGAGENT, LAYER
+from parallel_ext.models.cogagent.tokens import TokenRoute
+
+
+def expert_attention(
+    self: nn.Module,
+    hidden_states: Tensor,
+    token_type_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_value: tuple[Tensor, Tensor] | None = None,
+    output_attentions: bool = False,
+    use_cache: bool = False,
+) -> tuple[Tensor, None, tuple[Tensor, Tensor] | None]:
+    """The forward of the published ``VisionExpertAttention``, for any number of heads.
+
+    Args:
+        self: the published module; its ``num_heads`` are this rank's.
+        hidden_states: [B, L, H].
+        token_type_ids, position_ids: int64 [B, L].
+        attention_mask: [B, 1, L, S], added to the scores.
+        past_key_value: keys and values of earlier tokens, [B, heads, S - L, head_dim].
+        output_attentions: refused.
+        use_cache: whether to return keys and values.
+
+    Returns:
+        [B, L, H], this rank's addend; None; the keys and values, or None.
+    """
+    if output_attentions:
+        raise NotImplementedError("output_attentions under tp is not supported")
+    route = TokenRoute.of(token_type_ids)
+    vision, language = route.split(hidden_states)
+    fused = route.merge(
+        self.vision_expert_query_key_value(vision), self.language_expert_query_key_value(language)
+    )
+    fused = fused.view(*route.shape, 3, self.num_heads, self.head_dim)
+    query, key, value = fused.permute(2, 0, 3, 1, 4)
+    tables = self.rotary_emb(value, seq_len=position_ids.max() + 1)  # [positions, 1, head_dim]
+    cos, sin = (table[:, 0][position_ids][:, None] for table in tables)
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    if past_key_value is not None:
+        before = zip(past_key_value, (key, value), strict=True)
+        key, value = (torch.cat([old, new], dim=2) for old, new in before)
+    context = _attend(query, key, value, attention_mask)
+    vision, language = route.split(context.transpose(1, 2).flatten(2))
+    output = route.merge(self.vision_expert_dense(vision), self.language_expert_dense(language))
+    return output, None, (key, value) if use_cache else None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention with the published masks, which hide keys by the most negative finite number.
+
+    A token of padding sees nothing but such keys, all alike. The fused kernels take that for large
+    scores, whose softmax they cannot repeat in backward.
+    """
+    length, seen = query.shape[2], key.shape[2]
+    causal = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)
+    if mask is None or bool(((mask == 0) == causal).all()):
+        return F.scaled_dot_product_attention(query, key, value, causal)
+    scores = query / query.shape[-1] ** 0.5 @ key.transpose(-1, -2) + mask
+    return (
+        scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+            value.dtype
+        )
+        @ value
+    )
+
+
+_DIFFERENT = {
+    f"{LAYER}.self_attn": {"forward": expert_attention},
+    f"{LAYER}.cross_attn": {"widths": ("cross_hidden_size", "cross_compute_hidden_size")},
+}
+
+PUBLISHED = replace(
+    COGAGENT,
+    regions=tuple(replace(each, **_DIFFERENT.get(each.name, {})) for each in COGAGENT.regions),
+    skips=None,  # without an image it fails in any case
+    own_loss=True,
+)
