@@ -1,6 +1,6 @@
 """CogAgent-18B on transformers 5; importing this folder registers it with the Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor
 
 from parallel_ext import models
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
@@ -9,6 +9,7 @@ from parallel_ext.models.cogagent.modeling import (
     CogAgentModel,
     CogAgentPreTrainedModel,
 )
+from parallel_ext.models.cogagent.processing import CogAgentProcessor, Conversation
 from parallel_ext.models.cogagent.published import PUBLISHED
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
@@ -25,6 +26,8 @@ __all__ = [
     "CogAgentForCausalLM",
     "CogAgentModel",
     "CogAgentPreTrainedModel",
+    "CogAgentProcessor",
+    "Conversation",
     "build_position_ids",
     "vision_expert_mask",
 ]
@@ -34,3 +37,4 @@ models.PUBLISHED[COGAGENT.model_type] = PUBLISHED
 AutoConfig.register("cogagent", CogAgentConfig, exist_ok=True)
 AutoModel.register(CogAgentConfig, CogAgentModel, exist_ok=True)
 AutoModelForCausalLM.register(CogAgentConfig, CogAgentForCausalLM, exist_ok=True)
+AutoProcessor.register(CogAgentConfig, CogAgentProcessor, exist_ok=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from parallel_ext.models.cogagent.templates import TEMPLATES
+
 VISION: dict[str, Any] = {
     "dropout_prob": 0.0,
     "hidden_act": "gelu",
@@ -55,7 +57,8 @@ class CogAgentConfig(PreTrainedConfig):
         vision_config: fields of EVA2-CLIP-E; those that are left out are the published ones.
         cross_vision_config: fields of EVA2-CLIP-L, for towers that are smaller than the published
             one; those that are left out are the published ones.
-        template_version: "chat" or "vqa", how a question is written for this checkpoint.
+        template_version: a key of :data:`~.templates.TEMPLATES`, how a question is written for this
+            checkpoint.
 
     Raises:
         ValueError: sizes that do not fit each other, and fields that this model does not know.
@@ -151,7 +154,7 @@ class CogAgentConfig(PreTrainedConfig):
         _patches("cross_image_size", {**cross, "size": self.cross_image_size}, "size")
         _chosen("vision_config.dropout_prob", eva["dropout_prob"], (0.0,))
         _chosen("tie_word_embeddings", self.tie_word_embeddings, (False,))
-        _chosen("template_version", self.template_version, ("chat", "chat_old", "vqa", "base"))
+        _chosen("template_version", self.template_version, tuple(TEMPLATES))
 
 
 def _filled(name: str, given: Mapping[str, Any] | None, published: dict[str, Any]) -> dict:
