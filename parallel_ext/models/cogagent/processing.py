@@ -66,10 +66,12 @@ class CogAgentProcessor:
         ValueError: a tokenizer that does not belong to ``config``, and unknown options.
 
     >>> from transformers import LlamaTokenizer
-    >>> processor = CogAgentProcessor(LlamaTokenizer(), CogAgentConfig())
-    >>> batch = processor(Conversation("What is open?", answer="A browser."))
-    >>> batch["input_ids"], batch["labels"]
-    (tensor([[1, 0, 0, 2]]), tensor([[-100, -100,    0,    2]]))
+    >>> pieces = ["<unk>", "<s>", "</s>", "▁", "y", "n", "?"]
+    >>> tokenizer = LlamaTokenizer(vocab={piece: place for place, piece in enumerate(pieces)})
+    >>> processor = CogAgentProcessor(tokenizer, CogAgentConfig(), template_version="base")
+    >>> batch = processor(Conversation("y?", answer="n"))
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[1, 3, 4, 6, 3, 5, 2]], [[-100, -100, -100, -100, 3, 5, 2]])
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class CogAgentProcessor:
         self.template_version = template_version or config.template_version
         self.padding_side = padding_side
         self.max_length = max_length
+        # An unknown one is refused here, before the first batch.
         prompt_of("", (), self.template_version)
         _check(
             padding_side in ("left", "right"),
