@@ -40,7 +40,7 @@ from parallel_ext.models.cogagent import (
     tokens,
 )
 
-CASES = ("one_image", "padded_right")
+CASES = ("one_image", "padded_right", "padded_left")
 NEVER_RUN = re.compile(r"cross_vision\.vit\.model\.(blocks\.2\.|norm\.|head\.)")
 
 ROWS = {
@@ -77,14 +77,25 @@ def _case(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return inputs, {k: v for k, v in tensors.items() if k not in inputs}
 
 
+def _stored(gradient: Tensor, answer: Tensor) -> Tensor:
+    """The numbers of a gradient that ``answer`` holds: all of them, or a sample."""
+    if gradient.shape == answer.shape:
+        return gradient
+    return gradient.flatten()[:: gradient.numel() // 128 | 1]
+
+
 def _published_differences(name: str) -> dict[str, float]:
     model = CogAgentForCausalLM.from_pretrained(DATA)
     inputs, answers = _case(name)
     output = model(**inputs)
-    found = {f"grad/{n}": g for n, g in _gradients(model, output.loss).items()}
-    found |= {"loss": output.loss[None], "logits": output.logits}
+    gradients = {f"grad/{n}": g for n, g in _gradients(model, output.loss).items()}
     answers.pop("generated", None)
-    assert found.keys() == answers.keys()
+    assert gradients.keys() | {"loss", "logits"} == answers.keys()
+    found = {name: _stored(g, answers[name]) for name, g in gradients.items()}
+    # What is said at padding is left open; the published code lets it look at the text behind it.
+    real = inputs["attention_mask"].bool()
+    found |= {"loss": output.loss[None], "logits": output.logits[real]}
+    answers["logits"] = answers["logits"][real]
     return {key: _difference(found[key], answers[key]) for key in answers}
 
 
@@ -94,12 +105,26 @@ def test_loss_logits_and_every_gradient_are_those_of_the_published_code(name: st
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generated_tokens_are_those_of_the_published_code(use_cache: bool) -> None:
+@pytest.mark.parametrize("name", ["one_image", "padded_left"])
+def test_generated_tokens_are_those_of_the_published_code(name: str, use_cache: bool) -> None:
     model = CogAgentForCausalLM.from_pretrained(DATA)
-    inputs, answers = _case("one_image")
+    inputs, answers = _case(name)
     del inputs["labels"]
     found = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=use_cache)
     assert torch.equal(found, answers["generated"])
+
+
+def test_without_a_mask_padding_is_found_but_not_in_images() -> None:
+    model = CogAgentForCausalLM.from_pretrained(DATA)
+    inputs, answers = _case("padded_left")
+    del inputs["labels"], inputs["attention_mask"]
+    images = inputs["token_type_ids"] == IMAGE
+    assert (inputs["input_ids"][images] == model.config.pad_token_id).all()
+    found = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, answers["generated"])
+    inputs["token_type_ids"] = inputs["token_type_ids"][:, 1:]
+    with pytest.raises(ValueError, match="token_type_ids have shape \\[2, 21\\], the tokens"):
+        model.generate(**inputs, max_new_tokens=8, do_sample=False)
 
 
 def _no_shared_position(types: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -202,6 +227,15 @@ def test_positions_of_text_count_on_and_an_image_takes_three() -> None:
             expected = positions_and_experts(row.types)[0]
             assert build_position_ids(torch.tensor([row.types]))[0].tolist() == expected
     assert build_position_ids(torch.zeros(1, 5, dtype=torch.long))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_image_beside_padding_has_the_positions_of_its_row_alone() -> None:
+    # The published code takes padding for the inside of the image, and moves its begin or end.
+    image = torch.full((1, 5), IMAGE)
+    for padding in ((2, 0), (0, 2)):
+        mask = F.pad(torch.ones_like(image), padding)
+        found = build_position_ids(F.pad(image, padding, value=TEXT), mask)
+        assert found[mask.bool()].tolist() == [0, 1, 1, 1, 2]
 
 
 GENERATED = ["an image next to text", "two images in a row"]

@@ -299,6 +299,19 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         """The model makes its own cache, which also holds the keys of the cross attention."""
         return False
 
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Where no mask is given, padding is found by its id, which image tokens may hold too."""
+        mask = super()._prepare_attention_mask_for_generation(
+            inputs_tensor, generation_config, model_kwargs
+        )
+        types = model_kwargs.get("token_type_ids")
+        if types is None:
+            return mask
+        check_token_types(types, mask.shape)
+        return mask.masked_fill(types == VISION, 1)
+
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor:
