@@ -127,7 +127,7 @@ def reference_logits(model: CogAgentForCausalLM, row: Row) -> Tensor:
     heads = config.num_attention_heads
     half = config.hidden_size // heads // 2
     # In fp32 and rounded as the model rounds them, so that fp64 answers can be compared.
-    frequencies = 1.0 / 10000.0 ** (torch.arange(half).float() / half)
+    frequencies = model.model.layers[0].self_attn.rotary_emb.inv_freq.float()
     angles = [position * frequencies for position in positions]
     turns = [torch.complex(angle.cos().double(), angle.sin().double()) for angle in angles]
 

@@ -135,11 +135,16 @@ def _key_and_value_swapped(self: decoder.CrossAttention, *inputs: Any) -> tuple[
     return KEY_VALUE(self, *inputs)[::-1]
 
 
+def _faster_turns(self: decoder.CogAgentRotaryEmbedding, position_ids: Tensor) -> Any:
+    return ROTARY(self, position_ids * 2)
+
+
 KEY_VALUE = decoder.CrossAttention._key_value
+ROTARY = decoder.CogAgentRotaryEmbedding.forward
 BROKEN = {
     "positions": (modeling, "build_position_ids", _no_shared_position),
     "routing": (tokens, "vision_expert_mask", lambda types: types == IMAGE),
-    "rotary base": (decoder, "ROTARY_BASE", 9000.0),
+    "rotary": (decoder.CogAgentRotaryEmbedding, "forward", _faster_turns),
     "cross attention": (decoder.CrossAttention, "_key_value", _key_and_value_swapped),
 }
 
@@ -227,6 +232,20 @@ def test_positions_of_text_count_on_and_an_image_takes_three() -> None:
             expected = positions_and_experts(row.types)[0]
             assert build_position_ids(torch.tensor([row.types]))[0].tolist() == expected
     assert build_position_ids(torch.zeros(1, 5, dtype=torch.long))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rotary_frequencies_are_those_of_the_file() -> None:
+    model, row = tiny_model(), picture(40)
+    inputs = batch_of([row])
+    with torch.no_grad():
+        exact = model(**inputs).logits[0]
+        for layer in model.model.layers:
+            frequencies = layer.self_attn.rotary_emb.inv_freq
+            assert torch.equal(frequencies.float(), decoder.rotary_frequencies(16))
+            frequencies.copy_(frequencies.bfloat16())
+        logits = model(**inputs).logits[0]
+        assert _difference(logits, reference_logits(model, row)) < 1e-10
+        assert _difference(logits, exact) > 1e-6
 
 
 def test_an_image_beside_padding_has_the_positions_of_its_row_alone() -> None:

@@ -34,17 +34,18 @@ class CogAgentRMSNorm(nn.Module):
         return (self.weight * wide).to(hidden.dtype)
 
 
-def rotary_frequencies(head_dim: int, device: torch.device | None = None) -> Tensor:
+def rotary_frequencies(head_dim: int) -> Tensor:
     """The angle of each pair of a head at position 1: fp32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / ROTARY_BASE**exponents
 
 
 class CogAgentRotaryEmbedding(nn.Module):
     """Cosine and sine of the positions.
 
-    ``inv_freq`` is part of the published files and is kept for them. It is not read: in a file of
-    half precision it is rounded, which moves far positions.
+    The frequencies are those of ``inv_freq``, as in the published code: a file of half precision
+    holds them rounded. The angles are taken in fp32; the published code takes them in the type of
+    the model, where positions beyond 256 fall together in bfloat16.
     """
 
     def __init__(self, head_dim: int) -> None:
@@ -54,8 +55,7 @@ class CogAgentRotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[B, L] to cosine and sine, fp32 [B, 1, L, head_dim]."""
-        frequencies = rotary_frequencies(self.head_dim, position_ids.device)
-        angles = position_ids[:, None, :, None].float() * frequencies
+        angles = position_ids[:, None, :, None].float() * self.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
 
