@@ -30,10 +30,10 @@ def table_for(model: nn.Module) -> ModelTable:
     Raises:
         ValueError: there is none.
     """
-    cls = type(model)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    own = learn({"model_type": model_type, "architectures": [cls.__name__]})
-    if own is not None and not cls.__module__.startswith("parallel_ext."):
+    classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
+    own = learn({"model_type": model_type, "architectures": [*classes]})
+    if own is not None and not classes[OWN[own][0]].__module__.startswith("parallel_ext."):
         return PUBLISHED[own]
     if model_type not in TABLES:
         raise ValueError(
