@@ -33,7 +33,8 @@ def table_for(model: nn.Module) -> ModelTable:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
     own = learn({"model_type": model_type, "architectures": [*classes]})
-    if own is not None and not classes[OWN[own][0]].__module__.startswith("parallel_ext."):
+    cls = None if own is None else classes.get(OWN[own][0])
+    if cls is not None and not cls.__module__.startswith("parallel_ext."):
         return PUBLISHED[own]
     if model_type not in TABLES:
         raise ValueError(
