@@ -34,7 +34,7 @@ ALLOWED = {
     "linear": {"layout", "ops", "partial_gradients", "sharded"},
     "forwards": set(),
     "moe": {"forwards", "layout", "mesh", "ops", "partial_gradients", "sharded"},
-    "models": {"layout"},
+    "models": {"checkpoint", "layout"},
     "checkpoint": {"layout", "mesh", "sharded"},
     "held_gradients": set(),
     "routing_counter": set(),

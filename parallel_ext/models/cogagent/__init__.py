@@ -11,6 +11,7 @@ from parallel_ext.models.cogagent.modeling import (
 )
 from parallel_ext.models.cogagent.processing import CogAgentProcessor, Conversation
 from parallel_ext.models.cogagent.published import PUBLISHED
+from parallel_ext.models.cogagent.swiss_army import import_swiss_army_lora
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
     LANGUAGE,
@@ -29,6 +30,7 @@ __all__ = [
     "CogAgentProcessor",
     "Conversation",
     "build_position_ids",
+    "import_swiss_army_lora",
     "vision_expert_mask",
 ]
 
