@@ -109,15 +109,19 @@ def _read(part: Any, where: str, allow_pickle: bool) -> SavedRank:
 
 def _unpickled(path: Path, allow_pickle: bool) -> Any:
     """What the file holds; no code of it is run unless ``allow_pickle``."""
-    try:
-        with torch.serialization.safe_globals(_NUMPY):
-            return torch.load(path, "cpu", weights_only=not allow_pickle, mmap=False)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"{found[1]}, which is no tensor" if found else "something that is no tensor"
-        raise CheckpointError(
-            f"{path}: it is damaged, or its pickle holds {what}. If you trust where the file comes "
-            "from, allow_pickle=True reads it all the same, running whatever code it holds"
-        ) from error
-    except (EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: it is damaged or was not written by torch.save") from error
+    with open(path, "rb") as file:
+        try:
+            with torch.serialization.safe_globals(_NUMPY):
+                return torch.load(file, "cpu", weights_only=not allow_pickle, mmap=False)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"{found[1]}, which is no tensor" if found else "something that is no tensor"
+            raise CheckpointError(
+                f"{path}: it is damaged, or its pickle holds {what}. If you trust where the file "
+                "comes from, allow_pickle=True reads it all the same, running whatever code it "
+                "holds"
+            ) from error
+        except Exception as error:  # a damaged file raises whatever torch stumbles over in it
+            raise CheckpointError(
+                f"{path}: it is damaged or was not written by torch.save: {error!r:.200}"
+            ) from error
