@@ -305,6 +305,8 @@ def test_replicas_that_differ_and_ranks_that_are_absent_are_refused(tmp_path: Pa
             _imported(ranks, tmp_path / "out")
     with pytest.raises(px.CheckpointError, match=r"shape \(32, 3\).*expected \(64, 3\).*size 1"):
         _imported(ranks[0], tmp_path / "out")
+    with pytest.raises(px.CheckpointError, match="3 model-parallel ranks do not divide"):
+        _imported([*ranks, ranks[0]], tmp_path / "out")
     saved = _saved(tmp_path / "saved", ranks)
     (saved / "400" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(px.CheckpointError, match=r"found \['mp_rank_01_model_states.pt'\]"):

@@ -231,12 +231,12 @@ def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> It
         linear = linears[path]
         if linear.columns_cut and size > 1:
             apart.append(path)
-        if linear.shape[0] // linear.blocks % size:
-            yield f"{path}: {size} ranks do not divide its blocks of {linear.shape[0]} rows"
-        rows, columns = linear.shape[0] // linear.blocks // size, linear.shape[1]
+        rows = linear.shape[0] // linear.blocks
+        if rows % size:
+            yield f"{path}: {size} model-parallel ranks do not divide its blocks of {rows} rows"
         for block in range(linear.blocks):
-            shapes[f"{path}.matrix_A.{block}"] = (r, columns)
-            shapes[f"{path}.matrix_B.{block}"] = (rows, r)
+            shapes[f"{path}.matrix_A.{block}"] = (r, linear.shape[1])
+            shapes[f"{path}.matrix_B.{block}"] = (rows // size, r)
     if apart:
         yield (
             f"adapters on {len(apart)} dense layers, {apart[0]} first, were trained at "
