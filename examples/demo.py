@@ -20,11 +20,18 @@ from typing import Any
 
 import torch
 import transformers
-from finetune_llama import batches, continuation, default_text, last_logits, peak_mib, train
+from finetune_llama import (
+    PROMPT,
+    batches,
+    continuation,
+    default_text,
+    last_logits,
+    peak_mib,
+    train,
+)
 from safetensors import safe_open
 
 HERE = Path(__file__).parent
-PROMPT = "An assignment statement evaluates"
 LEARNING_RATE = 2e-5
 MORE_STEPS = 3
 
@@ -48,8 +55,7 @@ def finetune(
     """A fine-tuning example on some ranks: its report, and the seconds it took."""
     print(f"\n== {ranks} ranks, parallel_ext ==", flush=True)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
-    common = [model, "--report", report, "--prompt", PROMPT]
-    seconds = run([*launch, HERE / script, *common, *options], threads=1)
+    seconds = run([*launch, HERE / script, model, "--report", report, *options], threads=1)
     return json.loads(report.read_text()), seconds
 
 

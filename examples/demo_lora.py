@@ -74,9 +74,15 @@ def at_most(title: str, found: float, limit: float) -> Check:
     return Check(title, f"{found:.1e}", f"at most {limit:.0e}", found <= limit)
 
 
-def same_tokens(title: str, ours: list[int], theirs: list[int], whose: str) -> Check:
-    """Generated tokens that must be equal."""
+def same_tokens(title: str, ours: list, theirs: list, whose: str) -> Check:
+    """Generated tokens, or answers, that must be equal."""
     return Check(title, "equal" if ours == theirs else "DIFFERENT", whose, ours == theirs)
+
+
+def worst(got: list[float], expected: list[float]) -> float:
+    """The largest difference of two numbers, relative to what was expected."""
+    a, b = torch.tensor(got), torch.tensor(expected)
+    return ((a - b).abs() / b).max().item()  # torch's max keeps NaN, Python's may lose it
 
 
 def exit_unless_all_hold(found: list[Check]) -> None:
@@ -88,11 +94,6 @@ def exit_unless_all_hold(found: list[Check]) -> None:
 
 def checks(single: dict, two: dict, reloaded: dict, three: dict) -> list[Check]:
     """All that is compared."""
-
-    def worst(got: list[float], expected: list[float]) -> float:
-        a, b = torch.tensor(got), torch.tensor(expected)
-        return ((a - b).abs() / b).max().item()  # torch's max keeps NaN, Python's may lose it
-
     logits = reloaded["logits"]
     change = relative(reloaded["base logits"], logits)
     sums = two["collectives of a step"]["all_reduce"]

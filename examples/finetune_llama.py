@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 import parallel_ext as px
 
+PROMPT = "An assignment statement evaluates"
+
 
 def default_text() -> str:
     """The language reference that comes with every Python: 460,000 characters of English."""
@@ -102,7 +104,7 @@ def common_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="directory to save to")
-    parser.add_argument("--prompt", default="An assignment statement evaluates")
+    parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--report", type=Path, help="JSON file for what happened")
     return parser
 
