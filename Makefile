@@ -72,6 +72,7 @@ bench: $(VENV)/installed
 	$(ENV) $(PY) benchmarks/checkpoint.py
 	$(ENV) $(PY) benchmarks/lora.py
 	$(ENV) $(PY) benchmarks/moe.py
+	$(ENV) $(PY) benchmarks/cogagent.py
 
 clean:
 	rm -rf $(WORK) build dist *.egg-info $(VENV)/installed
