@@ -238,7 +238,7 @@ def run_towers(options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, repetitions=6)
+    parser = harness.parser(__doc__, repetitions=5)
     parser.add_argument("--dtype", choices=[*TOLERANCE, "all"], default="all")
     parser.add_argument("--part", choices=[*TABLES, "all"], default="all")
     parser.add_argument("--profile", action="store_true", help="print what the operators cost")
