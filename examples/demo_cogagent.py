@@ -34,7 +34,7 @@ from finetune_cogagent_lora import (
 from finetune_llama import train
 from safetensors import safe_open
 
-STEPS, ROWS, SEED, LEARNING_RATE = 30, 16, 0, 3e-3
+STEPS, ROWS, SEED, LEARNING_RATE = 24, 16, 0, 3e-3
 # Of training, against one process; of files, against those who wrote them. All relative, in fp32.
 LOSS_LIMIT, NORM_LIMIT, TRAINED_LIMIT, FILE_LIMIT = 1e-5, 1e-4, 1e-4, 1e-5
 

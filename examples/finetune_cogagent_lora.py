@@ -22,25 +22,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import peft
 import tokenizers
 import torch
-import torch.nn.functional as F  # noqa: N812
 import transformers
 from finetune_llama import finish, peak_mib, train
+from PIL import Image, ImageDraw
 from torch.utils.data import DataLoader, RandomSampler
 
 import parallel_ext as px
 from parallel_ext.models.cogagent import (
-    LANGUAGE,
-    VISION,
     CogAgentConfig,
     CogAgentForCausalLM,
+    CogAgentProcessor,
+    Conversation,
 )
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.table import ModelSizes, plan
@@ -73,38 +73,29 @@ TINY: dict[str, Any] = {
 }
 
 
-class Example(NamedTuple):
-    """A picture, float32 [3, H, W] between 0 and 1, with a question about it and its answer."""
-
-    picture: torch.Tensor
-    question: str
-    answer: str
-
-
 # The drawn pictures, and a model for them.
 
-COLOURS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.7, 0.2), "blue": (0.1, 0.2, 0.9)}
+COLOURS = {"red": (230, 25, 25), "green": (25, 180, 50), "blue": (25, 50, 230)}
 SHAPES = ("circle", "square", "stripe")
-PLACES = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
+PLACES = {"left": (21, 42), "right": (63, 42), "top": (42, 21), "bottom": (42, 63)}
 PICTURE_SIZE = 84
 
 
-def draw(colour: str, shape: str, place: str) -> torch.Tensor:
+def draw(colour: str, shape: str, place: str) -> Image.Image:
     """A coloured shape at a place of a white picture."""
-    lines = (torch.arange(PICTURE_SIZE) + 0.5) / PICTURE_SIZE
-    x, y = (lines.expand(PICTURE_SIZE, -1) - PLACES[place][0], lines[:, None] - PLACES[place][1])
-    inside = {
-        "circle": x**2 + y**2 < 0.2**2,
-        "square": (x.abs() < 0.18) & (y.abs() < 0.18),
-        "stripe": (x.abs() < 0.24) & (y.abs() < 0.07),
-    }[shape]
-    return torch.where(inside, torch.tensor(COLOURS[colour])[:, None, None], torch.tensor(1.0))
+    picture = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE), "white")
+    x, y = PLACES[place]
+    wide, high = {"circle": (17, 17), "square": (15, 15), "stripe": (20, 6)}[shape]
+    pen = ImageDraw.Draw(picture)
+    outline = pen.ellipse if shape == "circle" else pen.rectangle
+    outline((x - wide, y - high, x + wide, y + high), fill=COLOURS[colour])
+    return picture
 
 
-def drawn_examples() -> list[Example]:
+def drawn_examples() -> list[Conversation]:
     """Three questions about each of 36 pictures."""
     return [
-        Example(draw(colour, shape, place), question, answer)
+        Conversation(question, draw(colour, shape, place), answer=answer)
         for colour in COLOURS
         for shape in SHAPES
         for place in PLACES
@@ -116,9 +107,26 @@ def drawn_examples() -> list[Example]:
     ]
 
 
+class Folder(Sequence[Conversation]):
+    """What ``data.jsonl`` in a folder of pictures lists; a picture is read when it is needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = (path / "data.jsonl").read_text(encoding="utf-8").splitlines()
+        self.entries = [json.loads(line) for line in lines]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Conversation:
+        entry = self.entries[index]
+        with Image.open(self.path / entry["image"]) as picture:
+            return Conversation(entry["question"], picture.copy(), answer=entry["answer"])
+
+
 def make_model(out: Path) -> None:
     """Write a tiny random CogAgent with a tokenizer of the words of the drawn examples."""
-    texts = [f"[INST] {e.question} [/INST] {e.answer}" for e in drawn_examples()]
+    texts = [f"[INST] {each.query} [/INST] {each.answer}" for each in drawn_examples()]
     words = sorted({word for text in texts for word in text.split()})
     vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *words])}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -133,92 +141,33 @@ def make_model(out: Path) -> None:
 # Batches.
 
 
-def examples_in(folder: Path) -> list[Example]:
-    """What ``data.jsonl`` in a folder of pictures lists; Pillow reads the pictures."""
-    import numpy as np
-    from PIL import Image
-
-    found = []
-    for line in (folder / "data.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        pixels = np.array(Image.open(folder / entry["image"]).convert("RGB"))
-        picture = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
-        found.append(Example(picture, entry["question"], entry["answer"]))
-    return found
-
-
-def squeezed(picture: torch.Tensor, size: int) -> torch.Tensor:
-    """A picture as a tower reads it: a square, whatever it was, and normalised as CLIP's."""
-    pixels = F.interpolate(picture[None], (size, size), mode="bicubic", antialias=True)[0]
-    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
-    std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
-    return (pixels.clamp(0, 1) - mean[:, None, None]) / std[:, None, None]
-
-
-def batch_of(
-    examples: Sequence[Example], tokenizer: Any, config: CogAgentConfig, answered: bool = True
-) -> dict[str, torch.Tensor]:
-    """The inputs of the model: begin, picture, question; and the answers, if it is to learn them.
-
-    Rows are padded on the left, so that generation can go on from them.
-    """
-    if config.template_version != "chat":
-        raise SystemExit(f"template_version is {config.template_version!r}; only 'chat' is known")
-    ids, types, labels = [], [], []
-    for example in examples:
-        text = tokenizer.encode(f" [INST] {example.question} [/INST] ", add_special_tokens=False)
-        image = [config.pad_token_id] * config.image_tokens  # which are not read
-        prompt = [config.bos_token_id, *image, *text]
-        answer = []
-        if answered:
-            answer = tokenizer.encode(example.answer, add_special_tokens=False)
-            answer += [config.eos_token_id]
-        ids.append([*prompt, *answer])
-        types.append([LANGUAGE, *[VISION] * len(image), *[LANGUAGE] * len(text + answer)])
-        labels.append([-100] * len(prompt) + answer)
-    length = max(map(len, ids))
-
-    def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([[fill] * (length - len(row)) + row for row in rows])
-
-    low, high = config.vision_config["image_size"], config.cross_image_size
-    batch = {
-        "input_ids": padded(ids, config.pad_token_id),
-        "token_type_ids": padded(types, LANGUAGE),
-        "attention_mask": padded([[1] * len(row) for row in ids], 0),
-        "images": torch.stack([squeezed(example.picture, low) for example in examples]),
-        "cross_images": torch.stack([squeezed(example.picture, high) for example in examples]),
-    }
-    return {**batch, "labels": padded(labels, -100)} if answered else batch
-
-
 class Data(NamedTuple):
     """Batches to train on, the same on every rank, and a few questions to ask before and after."""
 
     batches: DataLoader
-    questions: dict[str, torch.Tensor]
+    questions: Mapping[str, Any]
     expected: list[str]
 
 
 def data_for(
-    model: Any, tokenizer: Any, examples: list[Example], rows: int, steps: int, seed: int
+    model: Any, tokenizer: Any, examples: Sequence[Conversation], rows: int, steps: int, seed: int
 ) -> Data:
     """``steps`` batches of ``rows`` examples in an order drawn by ``seed``; up to 6 questions."""
-    config, device = model.config, model.device
+    processor = CogAgentProcessor(tokenizer, model.config)
 
-    def collated(chosen: Sequence[Example], answered: bool) -> dict[str, torch.Tensor]:
-        batch = batch_of(chosen, tokenizer, config, answered)
-        return {name: value.to(device) for name, value in batch.items()}
+    def collated(chosen: Sequence[Conversation]) -> Mapping[str, Any]:
+        return processor(chosen).to(model.device)
 
     order = RandomSampler(
         examples, num_samples=rows * steps, generator=torch.Generator().manual_seed(seed)
     )
-    batches = DataLoader(examples, rows, sampler=order, collate_fn=partial(collated, answered=True))
-    asked = examples[:: max(1, len(examples) // 6) + 1]
-    return Data(batches, collated(asked, answered=False), [example.answer for example in asked])
+    batches = DataLoader(examples, rows, sampler=order, collate_fn=collated)
+    asked = [examples[i] for i in range(0, len(examples), max(1, len(examples) // 6) + 1)]
+    questions = collated([replace(each, answer=None) for each in asked])
+    return Data(batches, questions, [each.answer for each in asked])
 
 
-def answers(model: Any, tokenizer: Any, questions: dict[str, torch.Tensor]) -> list[str]:
+def answers(model: Any, tokenizer: Any, questions: Mapping[str, Any]) -> list[str]:
     """What the model answers, greedily."""
     out = model.generate(**questions, max_new_tokens=16, do_sample=False)
     start = questions["input_ids"].shape[1]
@@ -226,7 +175,7 @@ def answers(model: Any, tokenizer: Any, questions: dict[str, torch.Tensor]) -> l
 
 
 @torch.no_grad()
-def last_logits(model: Any, questions: dict[str, torch.Tensor]) -> list[float]:
+def last_logits(model: Any, questions: Mapping[str, Any]) -> list[float]:
     """The logits over the whole vocabulary behind each question."""
     return model(**questions).logits[:, -1].flatten().tolist()
 
@@ -321,7 +270,7 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer or options.model)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    examples = examples_in(options.data) if options.data else drawn_examples()
+    examples = Folder(options.data) if options.data else drawn_examples()
     data = data_for(model, tokenizer, examples, options.rows, options.steps, options.seed)
     model = adapted_model(model, options)
     if options.initial:
