@@ -283,6 +283,7 @@ def one_layer_each(model: CogAgentModel) -> dict[str, tuple[Callable[[], Tensor]
 def measure_parts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Rounds of one layer of each part, in one process or on all ranks."""
     torch.set_default_dtype(getattr(torch, request["dtype"]))  # no weights in fp32 in between
+    torch.manual_seed(1)
     model = CogAgentForCausalLM(CogAgentConfig(**ONE_OF_EACH))
     if dist.is_initialized():
         px.parallelize(model, px.init_mesh(tp=dist.get_world_size()))
