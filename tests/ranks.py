@@ -10,11 +10,29 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+_context = mp.get_context("forkserver")
+
+
+@lru_cache
+def _nursery(rank: int) -> forkserver.ForkServer:
+    """Forks the processes of this rank from one that has imported what takes seconds to import.
+
+    One for each rank, since the ranks of a job have hash seeds of their own: what they do in the
+    order of a set, they do in different orders. What is imported may start no threads and no CUDA.
+    """
+    nursery = forkserver.ForkServer()
+    nursery.set_forkserver_preload(["reference", "transformers.models.mixtral.modeling_mixtral"])
+    nursery.ensure_running()
+    return nursery
 
 
 class RankError(AssertionError):
@@ -32,6 +50,7 @@ class Raised:
 
 
 def _worker(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+    gc.freeze()  # pages with what was imported stay those of the nursery
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     while True:
@@ -69,13 +88,15 @@ class Ranks:
         self.processes: list[mp.Process] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         rendezvous = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "rendezvous")
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
+        nurseries = [_nursery(rank) for rank in range(self.size)]  # which import side by side
+        for rank, nursery in enumerate(nurseries):
+            ours, theirs = _context.Pipe()
             args = (rank, self.size, rendezvous, theirs)
-            process = context.Process(target=_worker, args=args, daemon=True)
-            process.start()
+            process = _context.Process(target=_worker, args=args, daemon=True)
+            fork = nursery.connect_to_new_process
+            with mock.patch.object(forkserver, "connect_to_new_process", fork):
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
