@@ -30,7 +30,9 @@ def _nursery(rank: int) -> forkserver.ForkServer:
     order of a set, they do in different orders. What is imported may start no threads and no CUDA.
     """
     nursery = forkserver.ForkServer()
-    nursery.set_forkserver_preload(["reference", "transformers.models.mixtral.modeling_mixtral"])
+    nursery.set_forkserver_preload(
+        ["reference", "reference_cogagent", "transformers.models.mixtral.modeling_mixtral"]
+    )
     nursery.ensure_running()
     return nursery
 
