@@ -142,6 +142,28 @@ def _read_merged(directory: Path) -> torch.Tensor:
     return _logits(px.from_pretrained(directory, Layout(1, 2, 1).mesh()))
 
 
+def _tower_trained_whole(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = Layout(1, dist.get_world_size(), 1).mesh()
+    whole = {"target_modules": ["fc1"], "modules_to_save": ["cross_vision"]}
+    model = peft.get_peft_model(parallel(tiny_model(), mesh), px.LoraConfig(**whole))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.3)
+    model.save_pretrained(directory)
+    again = peft.PeftModel.from_pretrained(parallel(tiny_model(), mesh), directory)
+    return _logits(model), _logits(again)
+
+
+def test_a_tower_trained_whole_is_saved_with_its_buffers(tmp_path: Path) -> None:
+    plain = None
+    for logits, again in pool(2).run(_tower_trained_whole, tmp_path):
+        plain = plain or peft.PeftModel.from_pretrained(tiny_model(), tmp_path)
+        assert torch.equal(again, logits)
+        assert difference(_logits(plain), logits) < 1e-10
+        assert difference(_logits(tiny_model()), logits) > 1e-3
+
+
 # What does not fit.
 
 

@@ -18,7 +18,7 @@ from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_
 from parallel_ext.layout import TensorLayout
 from parallel_ext.lora.replicas import bits_of, check_replicas, parallel_state
 from parallel_ext.mesh import DisagreementError
-from parallel_ext.sharded import named_shards
+from parallel_ext.sharded import named_shards, persistent_buffers
 from parallel_ext.state import ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -26,11 +26,11 @@ _FILE, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def _saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
-    """Name in an adapter's file -> name of the parameter in the model, by PEFT's own choice."""
+    """Name in an adapter's file -> its name in the model, by PEFT's own choice."""
     names: dict[int, str] = {}
     logical: dict[str, torch.Tensor] = {}
-    for name, (parameter, layout) in _layouts(model).items():
-        logical[name] = torch.empty(layout.shape, dtype=parameter.dtype, device="meta")
+    for name, (tensor, layout) in _layouts(model).items():
+        logical[name] = torch.empty(layout.shape, dtype=tensor.dtype, device="meta")
         names[id(logical[name])] = name
     chosen = peft.get_peft_model_state_dict(
         model, state_dict=logical, adapter_name=adapter, **options
@@ -38,13 +38,18 @@ def _saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, 
     return {saved: names[id(tensor)] for saved, tensor in chosen.items()}
 
 
-def _layouts(model: nn.Module) -> dict[str, tuple[nn.Parameter, TensorLayout]]:
-    """Every name of every parameter -> the parameter and its layout."""
+def _layouts(model: nn.Module) -> dict[str, tuple[torch.Tensor, TensorLayout]]:
+    """Every name of every parameter and persistent buffer -> the tensor and its layout."""
     layouts = {id(parameter): layout for _, parameter, layout in named_shards(model)}
-    return {
+    parameters = {
         name: (parameter, layouts[id(parameter)])
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+    buffers = {  # modules that PEFT trains whole may have some
+        name: (buffer, TensorLayout(name, tuple(buffer.shape)))
+        for name, buffer in persistent_buffers(model)
+    }
+    return parameters | buffers
 
 
 def is_embedding(plain: Callable[[nn.Module], bool], layer: nn.Module) -> bool:
