@@ -63,7 +63,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with_labels = labels is not None
     own_loss = with_labels and state.table.own_loss
     if own_loss:
-        args, kwargs = (), {name: each for name, each in arguments.items() if name != "labels"}
+        taken = ("labels", "return_dict")
+        args, kwargs = (), {name: each for name, each in arguments.items() if name not in taken}
     _keep_routing(model, state)
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     balance = _balance_aside(model) if balanced else nullcontext()

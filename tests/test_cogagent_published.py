@@ -87,6 +87,20 @@ def test_cached_tokens_are_those_of_the_single_process() -> None:
         assert found == expected
 
 
+def _losses() -> list[float]:
+    model = parallel(published_model().train(), Layout(1, 2, 1).mesh())
+    with_labels = batch_of(ROWS)
+    answers = model(**with_labels), model(**with_labels, return_dict=True)
+    return [answer.loss.item() for answer in answers] + [
+        model(**with_labels, return_dict=False)[0].item()
+    ]
+
+
+def test_its_loss_comes_with_names_or_without() -> None:
+    for losses in pool(2).run(_losses):
+        assert len(set(losses)) == 1
+
+
 def _adapter() -> dict[str, float]:
     data = batches_of([ROWS])
     targets = ["language_expert_query_key_value", "vision_expert_dense", "key_value", "fc2"]
