@@ -20,6 +20,7 @@ from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
 DATA = Path(__file__).parent / "data" / "cogagent"
 IMAGE_TOKENS = 11
 TEXT, IMAGE = 0, 1
+TWO_IMAGES = [TEXT, *[IMAGE] * IMAGE_TOKENS, TEXT, *[IMAGE] * IMAGE_TOKENS, TEXT, TEXT]
 
 
 def tiny_config(**options: Any) -> CogAgentConfig:

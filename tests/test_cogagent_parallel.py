@@ -11,11 +11,8 @@ import torch
 from ranks import pool
 from reference import FLOOR, difference, gradients_of, parallel, shard_differences, worst
 from reference_cogagent import (
-    IMAGE,
-    IMAGE_TOKENS,
-    TEXT,
+    TWO_IMAGES,
     Row,
-    batch_of,
     batches_of,
     exact,
     picture,
@@ -39,7 +36,6 @@ EIGHT_HEADS = {
         **{"num_heads": 8, "num_hidden_layers": 2},
     },
 }
-TWO_IMAGES = [TEXT, *[IMAGE] * IMAGE_TOKENS, TEXT, *[IMAGE] * IMAGE_TOKENS, TEXT, TEXT]
 # Rows of each dp rank.
 ROWS = {
     "language tokens that look at an image": [[text(7, cross=True)]],
@@ -297,41 +293,6 @@ def test_every_shard_of_the_published_model_has_its_shape(tp: int) -> None:
 def test_the_dense_of_the_cross_attention_is_not_cut_twice(tp: int, columns: int) -> None:
     dense = _published_layout(tp)["model.layers.0.cross_attn.dense.weight"]
     assert dense.local_shape(tp - 1) == (4096, columns)
-
-
-# Generation.
-
-
-def _generated(rows: list[Row], options: dict[str, Any]) -> tuple[list, list]:
-    reference = tiny_model()
-    model = parallel(reference, Layout(1, 2, 1).mesh())
-    inputs = batch_of(rows, "left")
-    del inputs["labels"]
-    wanted = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
-    expected, found = (m.generate(**inputs, **wanted).tolist() for m in (reference, model))
-    return expected, found
-
-
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
-@pytest.mark.parametrize("rows", ["an image next to text", "two images in a row", "text only"])
-def test_generation_equals_the_single_process(rows: str, options: dict[str, Any]) -> None:
-    for expected, found in pool(2).run(_generated, ROWS[rows][0], options):
-        assert found == expected
-
-
-def _generated_by_ranks() -> tuple[list, list]:
-    reference = tiny_model()
-    mesh = Layout(2, 1, 1).mesh()
-    model = px.data_parallel(parallel(reference, mesh), mesh, 3).eval()
-    _, own = batches_of([[picture(5)], [text(8)]])
-    inputs = {name: value for name, value in own[mesh.dp_rank].items() if name != "labels"}
-    wanted = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    return tuple(m.generate(**inputs, **wanted).tolist() for m in (reference, model))
-
-
-def test_each_rank_generates_for_its_own_prompts_one_without_an_image() -> None:
-    for expected, found in pool(2).run(_generated_by_ranks):
-        assert found == expected
 
 
 # What does not fit.

@@ -148,12 +148,10 @@ class CogAgentModel(CogAgentPreTrainedModel):
             raise ValueError(
                 f"CogAgent: images came with a cache of {past} tokens; give them in the first call"
             )
-        if not past:
-            inputs_embeds, encoded = self._with_images(
-                inputs_embeds, token_type_ids, images, cross_images
-            )
-        else:
-            check_counts(token_type_ids, [0] * rows, [0] * rows, self.config.image_tokens)
+        inputs_embeds, encoded = self._with_images(
+            inputs_embeds, token_type_ids, images, cross_images
+        )
+        if past:  # other dp ranks may be at images, but these rows have theirs in the cache
             encoded = None
         rotary = self.layers[0].self_attn.rotary_emb(position_ids)
         rotary = tuple(part.to(inputs_embeds.dtype) for part in rotary)
@@ -345,10 +343,16 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, past_key_values: Cache | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Images only until a cache has read them."""
+        cached = past_key_values is not None and past_key_values.get_seq_length() > 0
+        if not cached and kwargs.get("inputs_embeds") is None:
+            # A row that waits for other ranks gets no tokens any more, but a longer mask.
+            for name in ("token_type_ids", "attention_mask", "position_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][:, : input_ids.shape[1]]
         inputs = super().prepare_inputs_for_generation(
             input_ids, past_key_values=past_key_values, **kwargs
         )
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+        if cached:
             inputs = {**inputs, "images": None, "cross_images": None}
         return inputs
 
