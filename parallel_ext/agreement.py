@@ -46,8 +46,9 @@ def _describe(value: Any) -> str:
         return f"{type(value).__name__} {value.to_diff_dict()}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
-    if isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, str)) for v in value):
-        digest = xxhash.xxh3_64_hexdigest(repr(value).encode())
+    if isinstance(value, (list, tuple)):  # of lists perhaps, which may be empty
+        entries = ["a tensor" if isinstance(v, torch.Tensor) else _describe(v) for v in value]
+        digest = xxhash.xxh3_64_hexdigest(repr(entries).encode())
         return f"{type(value).__name__} of {len(value)} with digest {digest}"
     return type(value).__name__
 

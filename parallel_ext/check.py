@@ -137,9 +137,23 @@ def _compare(
     return GradientReport(loss, expected.item(), differences)
 
 
+_LEFT_OUT = {"attention_mask": 1, "token_type_ids": 0}
+"""What each token is taken for where an argument is not given."""
+
+
 def _joined(name: str, batches: list[Mapping[str, Any]]) -> Any:
     """One argument for the rows of all batches; images in lists of those of each row."""
     values = [one.get(name) for one in batches]
+    of_tokens = any(isinstance(value, torch.Tensor) and value.dim() == 2 for value in values)
+    if of_tokens and any(value is None for value in values):
+        if name not in _LEFT_OUT:
+            raise ValueError(
+                f"check_gradients: {name} is given on some dp ranks only; give it on all or on none"
+            )
+        values = [
+            torch.full_like(one["input_ids"], _LEFT_OUT[name]) if value is None else value
+            for value, one in zip(values, batches, strict=True)
+        ]
     if all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return torch.cat([value.cpu() for value in values])
     if not any(isinstance(value, (list, torch.Tensor)) for value in values):

@@ -24,7 +24,11 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.layout import ModelLayout
-from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
+from parallel_ext.models.cogagent import (
+    CogAgentConfig,
+    CogAgentForCausalLM,
+    build_position_ids,
+)
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.table import ModelSizes, plan
 
@@ -191,6 +195,23 @@ def _checked(broken: bool) -> px.GradientReport:
     return px.check_gradients(model, own[mesh.dp_rank])
 
 
+def _checked_without(name: str) -> px.GradientReport:
+    mesh = Layout(2, 1, 1).mesh()
+    model = px.data_parallel(parallel(tiny_model().float().train(), mesh), mesh)
+    batch = batches_of(OF_RANKS["one without an image"])[1][mesh.dp_rank]
+    batch["position_ids"] = build_position_ids(batch["token_type_ids"], batch["attention_mask"])
+    if mesh.dp_rank == 1:
+        del batch[name]
+    return px.check_gradients(model, batch)
+
+
+def test_check_gradients_takes_batches_of_text_without_token_types() -> None:
+    for report in pool(2).run(_checked_without, "token_type_ids"):
+        assert report.worst[1] < 1e-4, report
+    for raised in pool(2).run_raising(_checked_without, "position_ids"):
+        assert "position_ids is given on some dp ranks only" in raised.text
+
+
 def test_check_gradients_agrees_and_finds_a_missing_sum() -> None:
     for report in pool(4).run(_checked, False):
         assert report.worst[1] < 1e-4, report
@@ -315,6 +336,11 @@ def _other_images() -> None:
     _called_with(cross_images=[[image, []] for image in high])
 
 
+def _fewer_rows() -> None:
+    images = batches_of(ROWS["an image next to text"])[0]["images"]
+    _called_with(images=[images, images[:1]])
+
+
 def _wrong_types() -> None:
     types = batches_of(ROWS["an image next to text"])[0]["token_type_ids"]
     _called_with(token_type_ids=[types + 1, types + 1])
@@ -349,6 +375,7 @@ REFUSALS = {
         "model.layers.0.self_attn has 4 heads, which tp=3 does not divide",
     ),
     "other images on a rank": (_other_images, 2, "they differ in cross_images[0][0] (other values"),
+    "images for other rows on a rank": (_fewer_rows, 2, "images (tp rank 0: list of 2 with digest"),
     "wrong token types": (_wrong_types, 2, "token type 2 at row 0, position"),
     "images and tokens that disagree": (_no_images, 2, "row 0 has 11 image tokens"),
     "names that are missing": (
