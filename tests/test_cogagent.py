@@ -379,6 +379,7 @@ MISUSE = {
     "attention_mask has shape \\[2, 3\\]; it must be \\[2, 16\\]": {
         "attention_mask": torch.ones(2, 3)
     },
+    "position_ids have shape \\[16\\], the tokens \\[2, 16\\]": {"position_ids": torch.arange(16)},
     "one of input_ids and inputs_embeds": {"inputs_embeds": torch.zeros(2, 16, 64).double()},
     "output_hidden_states=True is not supported": {"output_hidden_states": True},
 }

@@ -21,7 +21,7 @@ Its table stands in :data:`TABLES` once that is imported.
 """
 
 PUBLISHED: dict[str, ModelTable] = {}
-"""The same for a class of that name that others publish, whose code is not ours."""
+"""By ``model_type`` as well: of a class with a name in :data:`OWN` that others publish."""
 
 
 def learn(config: Mapping[str, Any]) -> str | None:

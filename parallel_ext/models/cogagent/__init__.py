@@ -10,7 +10,7 @@ from parallel_ext.models.cogagent.modeling import (
     CogAgentPreTrainedModel,
 )
 from parallel_ext.models.cogagent.processing import CogAgentProcessor, Conversation
-from parallel_ext.models.cogagent.published import PUBLISHED
+from parallel_ext.models.cogagent.published import PUBLISHED_COGAGENT
 from parallel_ext.models.cogagent.swiss_army import import_swiss_army_lora
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 models.TABLES[COGAGENT.model_type] = COGAGENT
-models.PUBLISHED[COGAGENT.model_type] = PUBLISHED
+models.PUBLISHED[COGAGENT.model_type] = PUBLISHED_COGAGENT
 AutoConfig.register("cogagent", CogAgentConfig, exist_ok=True)
 AutoModel.register(CogAgentConfig, CogAgentModel, exist_ok=True)
 AutoModelForCausalLM.register(CogAgentConfig, CogAgentForCausalLM, exist_ok=True)

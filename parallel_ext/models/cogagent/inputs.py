@@ -121,6 +121,15 @@ def check_mask(attention_mask: Tensor | None, rows: int, length: int) -> None:
     )
 
 
+def check_positions(position_ids: Tensor, rows: int, length: int) -> None:
+    """Raise where ``position_ids`` are not one position for each token of this call."""
+    _check(
+        list(position_ids.shape) in ([rows, length], [1, length]),
+        f"position_ids have shape {list(position_ids.shape)}, the tokens {[rows, length]}; give "
+        "one position for each token",
+    )
+
+
 def as_cache(past_key_values: Cache | None, use_cache: bool) -> EncoderDecoderCache | None:
     """The cache of self attention and cross attention that this call reads and fills.
 

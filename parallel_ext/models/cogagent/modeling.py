@@ -32,6 +32,7 @@ from parallel_ext.models.cogagent.inputs import (
     attention_mask_of,
     check_counts,
     check_mask,
+    check_positions,
     check_token_types,
     stacked_images,
 )
@@ -144,6 +145,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
             )
         if position_ids is None:
             position_ids = build_position_ids(token_type_ids, attention_mask)
+        check_positions(position_ids, rows, length)
         if past and (images is not None or cross_images is not None):
             raise ValueError(
                 f"CogAgent: images came with a cache of {past} tokens; give them in the first call"

@@ -87,7 +87,7 @@ _DIFFERENT = {
     f"{LAYER}.cross_attn": {"widths": ("cross_hidden_size", "cross_compute_hidden_size")},
 }
 
-PUBLISHED = replace(
+PUBLISHED_COGAGENT = replace(
     COGAGENT,
     regions=tuple(replace(each, **_DIFFERENT.get(each.name, {})) for each in COGAGENT.regions),
     skips=None,  # without an image it fails in any case
