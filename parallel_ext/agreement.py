@@ -38,14 +38,14 @@ def content_digest(tensor: torch.Tensor) -> str:
 
 
 def _describe(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if hasattr(value, "get_seq_length"):
         return f"{type(value).__name__} of {value.get_seq_length()} tokens"
     if hasattr(value, "to_diff_dict"):  # a GenerationConfig
         return f"{type(value).__name__} {value.to_diff_dict()}"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
     if isinstance(value, (list, tuple)):  # of lists perhaps, which may be empty
         entries = ["a tensor" if isinstance(v, torch.Tensor) else _describe(v) for v in value]
         digest = xxhash.xxh3_64_hexdigest(repr(entries).encode())

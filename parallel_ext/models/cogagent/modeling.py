@@ -203,7 +203,8 @@ class CogAgentModel(CogAgentPreTrainedModel):
         if len(encoded) == rows:
             return inputs_embeds, encoded
         # A row of text looks at zeros. Keys and values have no bias: it takes exactly nothing
-        # from them, as a batch of text does that skips the cross attention.
+        # from them, as a batch of text does that skips the cross attention. (An adapter with
+        # lora_bias=True on the cross attention brings one, which a batch of text does not get.)
         seen = torch.tensor(cross_counts, device=encoded.device).nonzero().flatten()
         empty = encoded.new_zeros(rows, *encoded.shape[1:])
         return inputs_embeds, empty.index_copy(0, seen, encoded)
