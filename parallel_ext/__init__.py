@@ -20,7 +20,13 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
     )
 
 from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
-from parallel_ext.checkpoint import CheckpointError  # noqa: E402
+from parallel_ext.checkpoint import (  # noqa: E402
+    CheckpointError,
+    latest,
+    load_checkpoint,
+    save_checkpoint,
+    verify,
+)
 from parallel_ext.data_parallel import data_parallel  # noqa: E402
 from parallel_ext.forced_routing import force_routing  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
@@ -56,7 +62,11 @@ __all__ = [
     "from_pretrained",
     "full_state_dict",
     "init_mesh",
+    "latest",
+    "load_checkpoint",
     "no_sync",
     "parallelize",
     "release_workspaces",
+    "save_checkpoint",
+    "verify",
 ]

@@ -105,13 +105,16 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     }
     cut_over = _cut_over(model, mesh)
     averaged: dict[Group, list[tuple[str, nn.Parameter]]] = {}
-    outside = set()
+    outside, dealt_elsewhere = set(), set()
     for name, (parameter, _) in before.items():
         # A frozen adapter may be trained later; other experts than ours are not there to average.
         adapts = state.adapted and (parameter.requires_grad or _is_factor(name))
+        averages = adapts and id(parameter) not in experts
         if parameter.numel() == 0:  # which FSDP cannot flatten
             outside.add(parameter)
-        elif adapts and id(parameter) not in experts:
+            if not averages:
+                dealt_elsewhere.add(name)
+        elif averages:
             outside.add(parameter)
             group = mesh.dp if cut_over[id(parameter)] == mesh.tp_size else mesh.edp
             averaged.setdefault(group, []).append((name, parameter))
@@ -130,7 +133,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                     fully_shard(module, mesh=of_experts, **options)
             fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
-    _record(model, state, before, cut_over)
+    _record(model, state, before, cut_over, dealt_elsewhere)
     state.held = HeldGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
@@ -247,22 +250,24 @@ def _record(
     state: ParallelState,
     before: dict[str, tuple[nn.Parameter, TensorLayout]],
     cut_over: dict[int, int],
+    dealt_elsewhere: set[str],
 ) -> None:
-    """Write down what each rank holds now."""
+    """Write down what each rank holds now; the same on all ranks, also of what is empty here."""
     mesh, layout = state.mesh, state.layout
     tensors = dict(layout.tensors)
     after, dealt_names = dict(model.named_parameters()), set()
     for name, (old, whole) in before.items():
-        if after[name] is old:
+        if after[name] is old and name not in dealt_elsewhere:
             continue
         dealt = whole.cut_rows_again(mesh.columns(cut_over[id(old)]))
         path, _, attribute = name.rpartition(".")
         # Of the module: what the parameter itself carries is lost by ``model.to``.
         vars(model.get_submodule(path)).setdefault("dealt_layouts", {})[attribute] = dealt
-        remember(old, name, replaced_by("px.data_parallel"))
         logical = layout.tied.get(dealt.name, dealt.name)
         if logical in tensors:
             tensors[logical] = dealt
-        dealt_names.add(name)
+        if after[name] is not old:
+            remember(old, name, replaced_by("px.data_parallel"))
+            dealt_names.add(name)
     state.dealt = frozenset(dealt_names)
     state.layout = replace(layout, tensors=tensors)

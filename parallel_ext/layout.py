@@ -127,6 +127,11 @@ class TensorLayout:
         return tuple(other for other in range(self.period) if self.boxes(other) == own)
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(self.boxes(rank) == (self.whole,) for rank in range(self.period))
+
+    @property
     def numel(self) -> int:
         """The number of elements of the logical tensor."""
         return math.prod(self.shape)

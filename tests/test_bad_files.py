@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 import parallel_ext as px
 from parallel_ext.checkpoint import hf_directory
 from parallel_ext.checkpoint.hf_directory import HFDirectory
-from parallel_ext.checkpoint.safetensors_file import CheckpointError
+from parallel_ext.checkpoint.open_file import CheckpointError
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TABLE, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -278,6 +278,19 @@ def test_a_save_is_that_of_the_single_process(tp: int, tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
+def _saved_with_an_empty_shard(path: Path) -> None:
+    mesh = Layout(2, 2, 1).mesh()
+    model = parallel(Tiny(vocab_size=5).model(), mesh, vocab_multiple_of=64)
+    px.data_parallel(model, mesh).save_pretrained(path)
+
+
+def test_a_save_is_whole_where_a_tp_rank_holds_no_row(tmp_path: Path) -> None:
+    pool(4).run(_saved_with_an_empty_shard, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    expected = Tiny(vocab_size=5).model().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+
+
 def _generated(zero: int) -> tuple[bool, bool]:
     """Each dp rank continues a prompt of its own, and needs other numbers of steps."""
     reference, mesh = TinyMixtral(dtype=torch.float32).model().eval(), Layout(2, 1, 2).mesh()

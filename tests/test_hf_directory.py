@@ -15,14 +15,15 @@ from ranks import pool
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from parallel_ext.checkpoint import hf_directory, publish, save
+from parallel_ext.checkpoint import hf_directory, publish, stream
 from parallel_ext.checkpoint.full_state import full_state_dict, local_values
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
+from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.publish import Publication
-from parallel_ext.checkpoint.safetensors_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
-from parallel_ext.checkpoint.save import parse_size, plan_files, save_directory
+from parallel_ext.checkpoint.save import parse_size, save_directory
+from parallel_ext.checkpoint.stream import plan_files
 from parallel_ext.layout import ModelLayout, TensorLayout, cut_ranges
 from parallel_ext.mesh import Mesh, init_mesh
 from parallel_ext.patch import parallelize
@@ -204,7 +205,7 @@ class _FullDisk(SafetensorsWriter):
 
 def _save_on_a_full_disk(path: Path) -> None:
     _FullDisk.appended = 0
-    with mock.patch.object(save, "SafetensorsWriter", _FullDisk):
+    with mock.patch.object(stream, "SafetensorsWriter", _FullDisk):
         _save(path, {"tie_word_embeddings": True})
 
 

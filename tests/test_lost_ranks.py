@@ -17,7 +17,7 @@ from ranks import Raised, pool
 from reference import Tiny, parallel
 
 import parallel_ext as px
-from parallel_ext.checkpoint import gather, safetensors_file, save
+from parallel_ext.checkpoint import gather, safetensors_file, stream
 
 TIMEOUT_S = 4.0
 LOST = 1
@@ -28,10 +28,10 @@ ENDS: dict[str, Callable[[], Any]] = {
 }
 # Where it happens: the function that is called there, and the call of it that does not return.
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "a save, making files": (save.SafetensorsWriter, "_header", 1),
+    "a save, making files": (stream.SafetensorsWriter, "_header", 1),
     "a save, before rows are sent": (gather, "shard_views", 5),
-    "a save, writing": (save.SafetensorsWriter, "append", 3),
-    "a save, closing a file": (save.SafetensorsWriter, "close", 1),
+    "a save, writing": (stream.SafetensorsWriter, "append", 3),
+    "a save, closing a file": (stream.SafetensorsWriter, "close", 1),
     "a load, opening": (safetensors_file.SafetensorsFile, "_read_header", 1),
     "a load, reading": (safetensors_file.SafetensorsFile, "read_box", 4),
 }

@@ -35,7 +35,8 @@ ALLOWED = {
     "forwards": set(),
     "moe": {"forwards", "layout", "mesh", "ops", "partial_gradients", "sharded"},
     "models": {"checkpoint", "layout"},
-    "checkpoint": {"layout", "mesh", "sharded"},
+    # a training checkpoint is told by the model how it is spread, and says what has written it
+    "checkpoint": {"layout", "mesh", "sharded", "state", "version"},
     "held_gradients": set(),
     "routing_counter": set(),
     "state": {

@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from parallel_ext.checkpoint import safetensors_file
-from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile
+from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.layout import Box, box_shape
 

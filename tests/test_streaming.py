@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 import parallel_ext as px
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, SafetensorsFile
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.save import _TensorStream, plan_files, plan_turns
+from parallel_ext.checkpoint.stream import TensorStream, plan_files, plan_turns
 from parallel_ext.layout import ModelLayout, TensorLayout, cut, split
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import state_of
@@ -265,7 +265,7 @@ def test_values_that_are_not_finite_are_counted_and_kept(tmp_path: Path) -> None
 
 
 def test_values_of_every_floating_dtype_are_counted() -> None:
-    stream = _TensorStream({}, px.init_mesh())
+    stream = TensorStream({}, px.init_mesh())
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         values = torch.tensor([1.0, float("nan"), 2.0, float("nan")]).to(dtype)
         stream._count_non_finite(str(dtype), values)
@@ -294,7 +294,7 @@ def _save_without_room(directory: Path) -> None:
     model, limits = parallel(Tiny().model(), mesh_of()), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with mock.patch("parallel_ext.checkpoint.save.Swap") as swap:
+        with mock.patch("parallel_ext.checkpoint.stream.Swap") as swap:
             model.save_pretrained(directory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

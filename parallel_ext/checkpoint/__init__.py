@@ -3,13 +3,18 @@
 from parallel_ext.checkpoint.full_state import full_state_dict, gather_in_step
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
-from parallel_ext.checkpoint.safetensors_file import CheckpointError, SafetensorsFile, bytes_of
+from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.checkpoint.save import save_directory
+from parallel_ext.checkpoint.steps import latest, verify
+from parallel_ext.checkpoint.training_load import Resumed, load_checkpoint
+from parallel_ext.checkpoint.training_save import save_checkpoint
 
 __all__ = [
     "CheckpointError",
     "HFDirectory",
+    "Resumed",
     "SafetensorsFile",
     "SafetensorsWriter",
     "TensorSpec",
@@ -17,5 +22,9 @@ __all__ = [
     "full_state_dict",
     "gather_in_step",
     "gather_tensor",
+    "latest",
+    "load_checkpoint",
+    "save_checkpoint",
     "save_directory",
+    "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.checkpoint.gather import gather_tensor
-from parallel_ext.checkpoint.safetensors_file import CheckpointError
+from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import local_part, named_shards, persistent_buffers, to_shards
@@ -51,7 +52,9 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
             raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}{hint}")
     for name, value in values.items():
         expected = layout[name].local_shape(rank)
-        if tuple(value.shape) != expected or value.is_meta:
+        # FSDP leaves alone what is empty here, so its other sides stay what they were.
+        fits = tuple(value.shape) == expected or value.numel() == math.prod(expected) == 0
+        if not fits or value.is_meta:
             raise CheckpointError(
                 f"{name}: expected a shard of shape {expected}, "
                 f"{layout[name].describe(rank)}; got {tuple(value.shape)} on {value.device}"

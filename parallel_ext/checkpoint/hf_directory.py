@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from parallel_ext.checkpoint.gather import part_views
-from parallel_ext.checkpoint.safetensors_file import (
-    MAX_TENSORS,
-    STRIPE_BYTES,
-    CheckpointError,
-    SafetensorsFile,
-    read_json,
-    shown,
-)
-from parallel_ext.layout import ModelLayout, Part, TensorLayout, split
+from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.reading import Wanted, bytes_here, read_shards
+from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, SafetensorsFile
+from parallel_ext.checkpoint.strict_json import MAX_TENSORS, read_json
+from parallel_ext.layout import ModelLayout, split
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import named_shards, persistent_buffers
 
@@ -30,9 +24,6 @@ GENERATION_CONFIG_NAME = "generation_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 _MOST_PROBLEMS_SHOWN = 8
-_STEP_BYTES = 128 << 20  # of full tensors that are read before the ranks meet again
-
-_Wanted = tuple[TensorLayout, Part]  # a tensor of the model, and one of a file that is part of it
 
 
 def _raise_all(where: Path, problems: list[str], hint: str = "") -> None:
@@ -51,8 +42,10 @@ class HFDirectory:
         path: a local directory with ``config.json`` and safetensors files. They stay open until
             ``close()`` or the end of a ``with`` block, so that a save that replaces the directory
             meanwhile is not mixed in.
+        open_file: opens a safetensors file of it by name; :class:`SafetensorsFile` when None.
 
     Attributes:
+        file_of: HuggingFace name -> the open file that holds the tensor.
         has_generation_config: whether there is a ``generation_config.json``.
         shapes: HuggingFace name -> shape of every tensor in the files.
         dtypes: HuggingFace name -> its dtype.
@@ -62,21 +55,26 @@ class HFDirectory:
             out of the directory; names the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        open_file: Callable[[str], SafetensorsFile] | None = None,
+    ) -> None:
         self.path = Path(path)
+        self._open_file = open_file or (lambda name: SafetensorsFile(self.path / name))
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
         self.has_generation_config = os.path.lexists(self.path / GENERATION_CONFIG_NAME)
         for name in (CONFIG_NAME, *[GENERATION_CONFIG_NAME] * self.has_generation_config):
             read_json(self.path / name)  # transformers, which reads them again, would wait or guess
         self._files: list[SafetensorsFile] = []
-        self._file_of: dict[str, SafetensorsFile] = {}
+        self.file_of: dict[str, SafetensorsFile] = {}
         try:
             self._open()
         except BaseException:
             self.close()
             raise
-        entries = {name: file.tensors[name] for name, file in self._file_of.items()}
+        entries = {name: file.tensors[name] for name, file in self.file_of.items()}
         self.shapes = {name: entry.shape for name, entry in entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in entries.items()}
 
@@ -109,9 +107,9 @@ class HFDirectory:
                 f"{self.path}: there is neither {SINGLE_FILE_NAME} nor {INDEX_NAME}{hint}"
             )
         for name in names:
-            file = SafetensorsFile(self.path / name)
+            file = self._open_file(name)
             self._files.append(file)
-            self._file_of.update(dict.fromkeys(file.tensors, file))
+            self.file_of.update(dict.fromkeys(file.tensors, file))
             if (count := sum(len(file.tensors) for file in self._files)) > MAX_TENSORS:
                 raise CheckpointError(
                     f"{self.path}: up to {name} there are {count} tensors, more than {MAX_TENSORS}"
@@ -171,7 +169,7 @@ class HFDirectory:
             # a buffer that old versions saved
             if name.endswith("rotary_emb.inv_freq") and name not in layout:
                 continue
-            where = f"{name} in {self._file_of[name].path.name}"
+            where = f"{name} in {self.file_of[name].path.name}"
             if name not in layout.tensors and name not in aliases:
                 problems.append(f"{where} of shape {shape} does not belong to the model")
             elif shape != layout[name].shape:
@@ -240,7 +238,7 @@ class HFDirectory:
             row = self._first_filled_row(name, vocab_size)
             if row is not None:
                 raise CheckpointError(
-                    f"{self._file_of[name].path}: {name} has the shape {self.shapes[name]}, and "
+                    f"{self.file_of[name].path}: {name} has the shape {self.shapes[name]}, and "
                     f"row {row} is not zero, so the rows from vocab_size={vocab_size} on cannot be "
                     "taken for padding. Either vocab_size is too small, or the padding was filled "
                     "at random and trained, as by Megatron; then remove these rows from the file"
@@ -257,7 +255,7 @@ class HFDirectory:
             last = min(first + at_once, num_rows)
             # fp64, in which no value of another dtype becomes zero
             rows = torch.empty((last - first, *row_shape), dtype=torch.float64, device="cpu")
-            self._file_of[name].read_box(
+            self.file_of[name].read_box(
                 name, ((first, last), *((0, size) for size in row_shape)), rows
             )
             filled = rows.flatten(1).ne(0).any(1) if row_shape else rows.ne(0)
@@ -276,8 +274,8 @@ class HFDirectory:
             one, other = (
                 torch.empty([b - a for a, b in box], dtype=dtype, device="cpu") for _ in range(2)
             )
-            self._file_of[first].read_box(first, box, one)
-            self._file_of[second].read_box(second, box, other)
+            self.file_of[first].read_box(first, box, one)
+            self.file_of[second].read_box(second, box, other)
             if not torch.equal(one, other):
                 return False
         return True
@@ -321,26 +319,40 @@ class HFDirectory:
             if name in layout.buffers and name in self.shapes
         }
         tensors = [*(whole for _, whole in wanted), *(layout[name] for name in buffers)]
-        parts = [(whole, part) for whole in tensors for part in layout.parts_of(whole.name)]
+        parts = [
+            Wanted(part.name, whole, part)
+            for whole in tensors
+            for part in layout.parts_of(whole.name)
+        ]
 
-        def check_names() -> None:
-            names = [part.name for _, part in parts]
-            missing = [f"{name} is missing" for name in names if name not in self.shapes]
+        def make_room() -> dict[str, torch.Tensor]:
+            missing = [f"{each.name} is missing" for each in parts if each.name not in self.shapes]
             _raise_all(self.path, missing)
+            room: dict[str, torch.Tensor] = {}
+            for each in parts:
+                if each.whole.name not in room:
+                    shape = each.whole.local_shape(mesh.rank)
+                    kept = _kept(self.dtypes[each.name], dtype)
+                    room[each.whole.name] = torch.empty(
+                        shape, dtype=kept, device=device or mesh.device
+                    )
+            return room
 
-        mesh.together(what, check_names)
-        shards: dict[str, torch.Tensor] = {}
+        shards = mesh.together(what, make_room)
         with tqdm(
             desc="Loading shards",
             unit="B",
             unit_scale=True,
             disable=None if mesh.rank == 0 else True,  # None: shown on a terminal only
-            total=sum(self._bytes_of(part, whole, mesh) for whole, part in parts),
+            total=sum(bytes_here(each, self.file_of, mesh.rank) for each in parts),
         ) as progress:
-            for step in self._steps(parts):
-                read = partial(self._read_parts, step, shards, mesh, dtype, device or mesh.device)
-                mesh.together(what, read)
-                progress.update(sum(self._bytes_of(part, whole, mesh) for whole, part in step))
+            read_shards(
+                [(each, shards[each.whole.name]) for each in parts],
+                self.file_of,
+                mesh,
+                what,
+                progress.update,
+            )
         for name, buffer in buffers.items():
             buffer.copy_(shards[name])
         replacements = {
@@ -352,42 +364,7 @@ class HFDirectory:
                 if parameter in replacements:
                     module._parameters[attribute] = replacements[parameter]
 
-    def _bytes_of(self, part: Part, whole: TensorLayout, mesh: Mesh) -> int:
-        """Bytes that this rank reads of a tensor in the file."""
-        return (
-            math.prod(part.layout(whole).local_shape(mesh.rank)) * self.dtypes[part.name].itemsize
-        )
 
-    def _steps(self, parts: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
-        """The tensors in steps of some size, the same on every rank, after which the ranks meet."""
-        step: list[_Wanted] = []
-        num_bytes = 0
-        for whole, part in parts:
-            step.append((whole, part))
-            num_bytes += math.prod(self.shapes[part.name]) * self.dtypes[part.name].itemsize
-            if num_bytes >= _STEP_BYTES:
-                yield step
-                step, num_bytes = [], 0
-        if step:
-            yield step
-
-    def _read_parts(
-        self,
-        parts: Sequence[_Wanted],
-        shards: dict[str, torch.Tensor],
-        mesh: Mesh,
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
-        """Read this rank's boxes of some tensors, straight to their places in its shards."""
-        for whole, part in parts:
-            in_file = self.dtypes[part.name]
-            if whole.name not in shards:
-                kept = in_file if dtype is None or not in_file.is_floating_point else dtype
-                shape = whole.local_shape(mesh.rank)
-                shards[whole.name] = torch.empty(shape, dtype=kept, device=device)
-            for box, place in part_views(shards[whole.name], whole, part, mesh.rank):
-                room = place if place.is_cpu else torch.empty_like(place, device="cpu")
-                self._file_of[part.name].read_box(part.name, box, room)
-                if room is not place:
-                    place.copy_(room)
+def _kept(in_file: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter that is ``in_file`` there."""
+    return in_file if wanted is None or not in_file.is_floating_point else wanted

@@ -9,7 +9,8 @@ import warnings
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from parallel_ext.checkpoint.safetensors_file import CheckpointError
+from parallel_ext.checkpoint import disk
+from parallel_ext.checkpoint.open_file import CheckpointError
 
 # What a save writes or makes stale. Everything else in a directory is carried over.
 _OF_A_SAVE = (
@@ -22,14 +23,6 @@ _OF_A_SAVE = (
     "config.json",
     "generation_config.json",
 )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Publication:
@@ -87,8 +80,8 @@ class Publication:
             self._carry_files()
         for path in self.temporary.iterdir():
             if path.is_file() and not path.is_symlink():
-                _fsync(path)
-        _fsync(self.temporary)
+                disk.sync_path(path)
+        disk.sync_path(self.temporary)
         try:
             if replaces:
                 os.rename(self.target, self._old)
@@ -101,8 +94,8 @@ class Publication:
             for path in self._old.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     os.rename(path, self.target / path.name)
-        _fsync(self.target)
-        _fsync(self.target.parent)
+        disk.sync_path(self.target)
+        disk.sync_path(self.target.parent)
         if replaces:
             self._delete_old()
 

@@ -7,19 +7,27 @@ Format: https://github.com/huggingface/safetensors, section "Format".
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import reprlib
-import stat
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from parallel_ext.checkpoint.chunk_hashes import (
+    CHUNK_BYTES,
+    CheckedReader,
+    FileRecord,
+    wrong_size,
+)
+from parallel_ext.checkpoint.open_file import CheckpointError, open_file, shown
+from parallel_ext.checkpoint.strict_json import (
+    MAX_JSON_BYTES,
+    MAX_TENSORS,
+    OFFSETS_WORD,
+    parse_json,
+)
 from parallel_ext.layout import Box, box_shape
 
 STRIPE_BYTES = 8 << 20
@@ -27,12 +35,8 @@ STRIPE_BYTES = 8 << 20
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
-MAX_TENSORS = 1_000_000
-_MAX_JSON_BYTES = 100_000_000  # the limit of the reference implementation for a header
-_MAX_NAME_LENGTH = 1024
 _MAX_DIMENSIONS = 64
 _LARGEST = 2**63 - 1  # no file is longer
-_OFFSETS_WORD = b'"data_offsets"'  # once in the header for each tensor
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -51,15 +55,6 @@ DTYPES = {
     "F64": torch.float64,
 }
 _SUB_BYTE_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
-_KINDS = {"d": "directory", "p": "FIFO", "s": "socket"}  # by the letter of ``ls -l``
-_shorten = reprlib.Repr()  # the repr of a hostile value may be larger than memory
-_shorten.maxstring = _shorten.maxother = _shorten.maxlong = 200
-shown = _shorten.repr
-"""The ``repr`` of any value, cut to a length that fits into a message."""
-
-
-class CheckpointError(RuntimeError):
-    """A file or directory of a saved model is not what it must be."""
 
 
 class TensorEntry(NamedTuple):
@@ -75,106 +70,6 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
-
-
-def open_file(path: Path) -> FileIO:
-    """Open a regular file of a saved model for unbuffered reading.
-
-    A symbolic link may lead to a place in its own directory, and in a HuggingFace hub cache from a
-    snapshot to the blobs of the same repository.
-
-    Args:
-        path: of the file; what it is, is found out before, since opening a FIFO would wait.
-
-    Raises:
-        CheckpointError: there is no such file, it is no regular file, it cannot be opened, or it is
-            a symbolic link that leads elsewhere.
-    """
-    try:
-        if path.is_symlink():
-            folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-            if not (target.is_relative_to(folder) or target.parent == _hub_blobs(folder)):
-                raise CheckpointError(
-                    f"{path}: this symbolic link leads out of its directory, to {target}; put the "
-                    "file itself there"
-                )
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            kind = _KINDS.get(stat.filemode(mode)[0], "device")
-            raise CheckpointError(f"{path}: a regular file is needed, but this is a {kind}")
-        return FileIO(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # ValueError: not a name that a file can have
-        raise CheckpointError(f"{path}: cannot be opened: {error}") from error
-
-
-def _hub_blobs(folder: Path) -> Path | None:
-    """Where the files of ``models--<repository>/snapshots/<revision>`` lie in a hub cache."""
-    for repository in folder.parents:
-        if repository.name.startswith("models--") and repository / "snapshots" in folder.parents:
-            return repository / "blobs"
-    return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        path: of a file of a saved model.
-
-    Raises:
-        CheckpointError: as :func:`open_file` and :func:`parse_json`, or the file is too large.
-    """
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: has {size} bytes, more than {_MAX_JSON_BYTES} for JSON")
-        return parse_json(file.readall(), path)
-
-
-def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
-    """Parse a JSON object that repeats no key, in bounded time and memory.
-
-    Args:
-        text: UTF-8.
-        where: what the error names, for example the file.
-
-    Raises:
-        CheckpointError: it is not such an object, or has a key of more than 1024 characters.
-    """
-
-    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        parsed = dict(pairs)
-        if len(parsed) < len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            repeated = next(key for key, count in counts.items() if count > 1)
-            raise CheckpointError(f"{where}: the key {shown(repeated)} occurs more than once")
-        for key in parsed:
-            if len(key) > _MAX_NAME_LENGTH:
-                raise CheckpointError(
-                    f"{where}: the name {shown(key)} has {len(key)} characters, more than "
-                    f"{_MAX_NAME_LENGTH}"
-                )
-        return parsed
-
-    def no_constant(constant: str) -> None:
-        raise CheckpointError(f"{where}: not valid JSON: {constant} is no number")
-
-    # Three bytes of text can become an object of 64. An entry of an index has one of these
-    # characters, one of a header at most 16, unless its tensor has more than 10 dimensions.
-    values = sum(text.count(character) for character in (b",", b"[", b"{"))
-    if values > 2 * MAX_TENSORS + 16 * text.count(_OFFSETS_WORD):
-        raise CheckpointError(f"{where}: holds {values} values, far more than it has tensors")
-    try:
-        parsed = json.loads(
-            text.decode("utf-8"), object_pairs_hook=without_repetition, parse_constant=no_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, got {type(parsed).__name__}")
-    return parsed
 
 
 def row_stripes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -195,20 +90,30 @@ class SafetensorsFile:
 
     Args:
         path: of the file; it stays open until ``close()`` or the end of a ``with`` block.
+        record: its size and hashes, which all that is read is then compared with.
 
     Attributes:
         tensors: what the file holds, by name.
+        metadata: the strings by name that the header holds beside.
 
     Raises:
-        CheckpointError: the file is not a valid safetensors file; names the file, and the tensor
-            or the sizes that do not fit.
+        CheckpointError: the file is not a valid safetensors file, or not the one of ``record``;
+            names the file, and the tensor or the sizes that do not fit.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None) -> None:
         self.path = Path(path)
         self._file = open_file(self.path)
+        self._checked: CheckedReader | None = None
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         try:
-            self.tensors: dict[str, TensorEntry] = self._read_header()
+            size = os.fstat(self._file.fileno()).st_size
+            if record is not None:
+                if size != record.size:
+                    raise wrong_size(self.path, record.size, size)
+                self._checked = CheckedReader(self.path, record, self._read_plain)
+            self.tensors = self._read_header(size)
         except BaseException:
             self.close()
             raise
@@ -223,8 +128,7 @@ class SafetensorsFile:
         """Close the file; nothing can be read afterwards."""
         self._file.close()
 
-    def _read_header(self) -> dict[str, TensorEntry]:
-        size = os.fstat(self._file.fileno()).st_size
+    def _read_header(self, size: int) -> dict[str, TensorEntry]:
         if size < LENGTH_BYTES:
             raise CheckpointError(
                 f"{self.path}: the file has {size} bytes, fewer than the {LENGTH_BYTES} with "
@@ -233,10 +137,10 @@ class SafetensorsFile:
         length = bytearray(LENGTH_BYTES)
         self._read(memoryview(length), 0)
         header_bytes = int.from_bytes(length, "little")
-        if header_bytes > _MAX_JSON_BYTES:
+        if header_bytes > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"{self.path}: a header of {header_bytes} bytes is announced, more than "
-                f"{_MAX_JSON_BYTES}; this is no safetensors file"
+                f"{MAX_JSON_BYTES}; this is no safetensors file"
             )
         data_start = LENGTH_BYTES + header_bytes
         if data_start > size:
@@ -246,7 +150,7 @@ class SafetensorsFile:
             )
         header = bytearray(header_bytes)
         self._read(memoryview(header), LENGTH_BYTES)
-        if (count := header.count(_OFFSETS_WORD)) > MAX_TENSORS:
+        if (count := header.count(OFFSETS_WORD)) > MAX_TENSORS:
             raise CheckpointError(
                 f"{self.path}: its header describes {count} tensors, more than {MAX_TENSORS}"
             )
@@ -254,6 +158,7 @@ class SafetensorsFile:
         metadata = described.pop(METADATA, {})
         if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
             raise CheckpointError(f"{self.path}: {METADATA} must hold strings: {shown(metadata)}")
+        self.metadata = metadata
         tensors = {name: self._entry(name, value, data_start) for name, value in described.items()}
         self._check_coverage(tensors, data_start, size)
         return tensors
@@ -318,7 +223,36 @@ class SafetensorsFile:
             )
 
     def _read(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory`` from ``offset`` on."""
+        """Fill ``memory`` from ``offset`` on, compared with the hashes if there are any."""
+        if self._checked is not None:
+            self._checked.read(memory, offset, self._holds)
+        else:
+            self._read_plain(memory, offset)
+
+    def _holds(self, start: int, stop: int) -> str:
+        """What lies between two places of the file, for errors."""
+        names = [n for n, at in self.tensors.items() if at.start < stop and start < at.stop]
+        if not names:
+            return ""
+        return f" of {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+
+    def check_all(self) -> None:
+        """Read the whole file, and compare it with the hashes with which it was opened.
+
+        Raises:
+            CheckpointError: a chunk is damaged.
+        """
+        end = max((entry.stop for entry in self.tensors.values()), default=0)
+        room = memoryview(bytearray(min(end, CHUNK_BYTES)))
+        for start in range(0, end, CHUNK_BYTES):
+            self._read(room[: end - start], start)
+
+    def forget(self) -> None:
+        """Give the memory free that reading in order has kept."""
+        if self._checked is not None:
+            self._checked.forget()
+
+    def _read_plain(self, memory: memoryview, offset: int) -> None:
         done = 0
         while done < len(memory):
             count = os.preadv(self._file.fileno(), [memory[done:]], offset + done)

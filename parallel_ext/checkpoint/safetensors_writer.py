@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 
-from parallel_ext import _C
-from parallel_ext.checkpoint.safetensors_file import (
-    DTYPES,
-    LENGTH_BYTES,
-    METADATA,
-    CheckpointError,
-    bytes_of,
-)
+from parallel_ext.checkpoint import disk
+from parallel_ext.checkpoint.chunk_hashes import ChunkHasher, FileRecord
+from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.safetensors_file import DTYPES, LENGTH_BYTES, METADATA, bytes_of
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,7 @@ class SafetensorsWriter:
         tensors: what will be appended, in this order. With wider dtypes first every tensor is
             aligned.
         metadata: added to the header's ``__metadata__``, which always says ``format: pt``.
+        hashed: hash what is written, for ``record()``.
 
     Raises:
         CheckpointError: a dtype that the format does not know, or a name that occurs twice.
@@ -59,17 +56,18 @@ class SafetensorsWriter:
         path: str | os.PathLike[str],
         tensors: Sequence[TensorSpec],
         metadata: Mapping[str, str] | None = None,
+        hashed: bool = False,
     ) -> None:
         self.path = Path(path)
         header = self._header(tensors, metadata or {})
         # Tensors without elements take no bytes, so nothing of them is ever appended.
         self._expected = [spec for spec in tensors if spec.num_bytes]
         self._rest = self._expected[0].num_bytes if self._expected else 0  # of the first of them
-        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._hasher = ChunkHasher() if hashed else None
+        self._file = disk.create(self.path)
         self._offset = 0
         try:
-            size = len(header) + sum(spec.num_bytes for spec in tensors)
-            os.posix_fallocate(self._file.fileno(), 0, size)
+            disk.reserve(self._file, len(header) + sum(spec.num_bytes for spec in tensors))
             self._write(memoryview(header))
         except BaseException:
             self.abandon()
@@ -88,13 +86,13 @@ class SafetensorsWriter:
         described: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
         offset = 0
         for spec in tensors:
-            if spec.dtype not in _DTYPE_NAMES or spec.name in described:
+            if spec.dtype not in DTYPE_NAMES or spec.name in described:
                 raise CheckpointError(
                     f"{self.path}: {spec.name}: a dtype that safetensors does not know "
                     f"({spec.dtype}), or a name that occurs twice"
                 )
             described[spec.name] = {
-                "dtype": _DTYPE_NAMES[spec.dtype],
+                "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [offset, offset + spec.num_bytes],
             }
@@ -104,11 +102,10 @@ class SafetensorsWriter:
         return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
     def _write(self, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            done += os.pwrite(self._file.fileno(), memory[done:], self._offset + done)
-        _C.start_writeback(self._file.fileno(), self._offset, done)
-        self._offset += done
+        disk.write(self._file, memory, self._offset)
+        self._offset += len(memory)
+        if self._hasher is not None:
+            self._hasher.update(memory)
 
     def append(self, name: str, rows: torch.Tensor) -> None:
         """Write the next rows, in dimension 0, of the tensor that the header lists next.
@@ -148,7 +145,11 @@ class SafetensorsWriter:
                 raise CheckpointError(
                     f"{self.path}: closed before {self._expected[0].name} was written"
                 )
-            os.fsync(self._file.fileno())
+            disk.sync(self._file)
+
+    def record(self) -> FileRecord:
+        """Size and hashes of the file, after ``close()``; it was made with ``hashed``."""
+        return self._hasher.record()
 
     def abandon(self) -> None:
         """Close the file as it is, unfinished."""

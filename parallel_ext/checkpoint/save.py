@@ -8,24 +8,26 @@ import json
 import math
 import os
 import re
-import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from parallel_ext.checkpoint import disk
 from parallel_ext.checkpoint.full_state import local_values
-from parallel_ext.checkpoint.gather import RowBlock, Swap, part_value, row_blocks
-from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, SINGLE_FILE_NAME
+from parallel_ext.checkpoint.gather import part_value
+from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME
 from parallel_ext.checkpoint.publish import Publication
-from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
-from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.checkpoint.safetensors_writer import TensorSpec
+from parallel_ext.checkpoint.stream import (
+    PlannedFile,
+    TensorStream,
+    plan_files,
+    warn_of_non_finite,
+)
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
 
@@ -34,28 +36,6 @@ if TYPE_CHECKING:  # they would load most of transformers
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-@dataclass
-class PlannedFile:
-    """One file of a save: its name, the rank that writes it, and its tensors in file order."""
-
-    owner: int
-    tensors: list[TensorSpec] = field(default_factory=list)
-    name: str = SINGLE_FILE_NAME
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(spec.num_bytes for spec in self.tensors)
-
-
-@dataclass
-class Turn:
-    """Rows of one file that its owner gathers and writes at once."""
-
-    file: PlannedFile
-    blocks: list[RowBlock] = field(default_factory=list)
 
 
 def parse_size(size: int | str) -> int:
@@ -75,73 +55,17 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit
 
 
-def plan_files(
-    tensors: Sequence[TensorSpec], owners: int, max_shard_size: int
-) -> list[PlannedFile]:
-    """Deal tensors to the ranks that write them, and to files.
+def values_in_files(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's shard of every tensor of the files of a model, by its name there.
 
-    A pure function of its arguments, so that every rank computes the same.
-
-    Args:
-        tensors: all tensors of the model.
-        owners: number of ranks that write; each tensor goes to the one with the fewest bytes, the
-            largest tensor first.
-        max_shard_size: bytes that the tensors of a file may take; a larger tensor is alone in its.
-
-    Returns:
-        The files, ordered by owner. Within an owner's files the tensors are in the given order,
-        those of wider dtypes first, so that all are aligned.
+    Raises:
+        CheckpointError: as :func:`local_values`.
     """
-    load = [0] * owners
-    owner_of: dict[str, int] = {}
-    for spec in sorted(tensors, key=lambda spec: -spec.num_bytes):
-        owner = min(range(owners), key=lambda rank: load[rank])
-        owner_of[spec.name] = owner
-        load[owner] += spec.num_bytes
-    files: list[PlannedFile] = []
-    room = 0
-    for spec in sorted(tensors, key=lambda spec: (owner_of[spec.name], -spec.dtype.itemsize)):
-        if not files or files[-1].owner != owner_of[spec.name] or spec.num_bytes > room:
-            files.append(PlannedFile(owner_of[spec.name]))
-            room = max_shard_size
-        files[-1].tensors.append(spec)
-        room -= spec.num_bytes
-    if len(files) > 1:
-        for number, file in enumerate(files, start=1):
-            file.name = f"model-{number:05}-of-{len(files):05}.safetensors"
-    return files
-
-
-def plan_turns(
-    files: Sequence[PlannedFile], layout: ModelLayout, owners: int
-) -> list[tuple[Turn | None, ...]]:
-    """What every owner writes in each turn: consecutive rows of its files.
-
-    A pure function of its arguments, so that every rank computes the same.
-
-    Args:
-        files: of :func:`plan_files`.
-        layout: where their tensors live.
-        owners: number of ranks that write.
-
-    Returns:
-        The turns, each with one entry an owner: its rows, at most ``STRIPE_BYTES`` of them or one
-        row; None once it has nothing left.
-    """
-    queues: list[list[Turn]] = [[] for _ in range(owners)]
-    for file in files:
-        queue = queues[file.owner]
-        queue.append(Turn(file))
-        room = STRIPE_BYTES
-        for spec in file.tensors:
-            for block in row_blocks(layout[spec.name], spec.dtype.itemsize):
-                num_bytes = math.prod(block.shape) * spec.dtype.itemsize
-                if num_bytes > room and queue[-1].blocks:
-                    queue.append(Turn(file))
-                    room = STRIPE_BYTES
-                queue[-1].blocks.append(block)
-                room -= num_bytes
-    return list(zip_longest(*queues))
+    return {
+        part.name: part_value(value, layout[name], part, rank)
+        for name, value in local_values(model, layout, rank).items()
+        for part in layout.parts_of(name)
+    }
 
 
 def save_directory(
@@ -187,18 +111,14 @@ def save_directory(
     in_files = layout.in_files()
 
     def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
-        values = {
-            part.name: part_value(value, layout[name], part, mesh.rank)
-            for name, value in local_values(model, layout, mesh.rank).items()
-            for part in layout.parts_of(name)
-        }
+        values = values_in_files(model, layout, mesh.rank)
         specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
         return values, plan_files(specs, in_files.period, parse_size(max_shard_size))
 
     def finish() -> None:
         if publication is not None:
-            _write_index(publication.temporary, files)
-            _write_configuration(publication.temporary, model, config, generation_config)
+            write_index(publication.temporary, files)
+            write_configuration(publication.temporary, model, config, generation_config)
             publication.publish()
 
     values, files = mesh.together(what, plan)
@@ -216,103 +136,14 @@ def save_directory(
         publication = mesh.together(what, begin)
         temporary = mesh.gather_objects(publication and publication.temporary)[0]
         metadata = {"parallel_ext": json.dumps(note)} if note else {}
-        stream = _TensorStream(values, mesh)
-        cleanup.callback(stream.abandon)
-        mesh.together(what, lambda: stream.open(files, metadata, temporary))
-        for turn in plan_turns(files, in_files, in_files.period):
-            mesh.together(what, partial(stream.prepare, turn))
-            mesh.together(what, stream.take)
-        mesh.together(what, stream.close, patient=True)  # disks may be slow
+        stream = TensorStream(values, mesh)
+        stream.write(files, in_files, temporary, metadata, what)
         mesh.together(what, finish, patient=True)
-    _warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
+    warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
 
 
-class _TensorStream:
-    """Takes rows from the ranks to the files that this rank writes."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
-        self._values, self._mesh = values, mesh
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._writers: dict[str, SafetensorsWriter] = {}
-        self._own: Turn | None = None  # of the turn that was prepared last
-        self._rows: list[torch.Tensor] = []
-        self._swap: Swap | None = None
-        self.non_finite: Counter[str] = Counter()
-
-    def open(
-        self, files: Sequence[PlannedFile], metadata: Mapping[str, str], directory: Path
-    ) -> None:
-        """Make all files of this rank, so that a full disk is found before any work."""
-        for file in files:
-            if file.owner == self._mesh.rank:
-                path = directory / file.name
-                self._writers[file.name] = SafetensorsWriter(path, file.tensors, metadata)
-
-    def prepare(self, turn: Sequence[Turn | None]) -> None:
-        """Everything of a turn that may fail on one rank alone."""
-        wanted = [[] if part is None else part.blocks for part in turn]
-        self._own = turn[self._mesh.rank] if self._mesh.rank < len(turn) else None
-        self._rows = self._room_for([] if self._own is None else self._own.blocks)
-        self._swap = Swap(self._values, wanted, self._rows, self._mesh)
-
-    def take(self) -> None:
-        """Bring every owner its rows, then let all of them write at the same time."""
-        if self._swap is None:
-            return
-        self._swap.run()
-        self._swap = None
-        if self._own is None:
-            return
-        writer = self._writers[self._own.file.name]
-        for block, values in zip(self._own.blocks, self._rows, strict=True):
-            writer.append(block.layout.name, values)
-            self._count_non_finite(block.layout.name, values)
-
-    def _room_for(self, blocks: Sequence[RowBlock]) -> list[torch.Tensor]:
-        """Tensors for the blocks, in memory that every turn uses again.
-
-        Wide dtypes come first in a file, so each begins where its dtype can.
-        """
-        dtypes = [self._values[block.layout.name].dtype for block in blocks]
-        sizes = [math.prod(b.shape) * d.itemsize for b, d in zip(blocks, dtypes, strict=True)]
-        if sum(sizes) > self._buffer.numel():
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        parts = self._buffer[: sum(sizes)].split(sizes)
-        return [
-            part.view(dtype).view(block.shape)
-            for block, dtype, part in zip(blocks, dtypes, parts, strict=True)
-        ]
-
-    def _count_non_finite(self, name: str, values: torch.Tensor) -> None:
-        if not values.is_floating_point():
-            return
-        wide = values if values.dtype == torch.float64 else values.float()
-        # One pass for the usual case: a sum that is finite has only finite terms.
-        if not wide.sum().isfinite() and (count := int((~wide.isfinite()).sum())):
-            self.non_finite[name] += count
-
-    def close(self) -> None:
-        """Make all files durable."""
-        for writer in self._writers.values():
-            writer.close()
-
-    def abandon(self) -> None:
-        """Let go of files that were not finished."""
-        for writer in self._writers.values():
-            writer.abandon()
-
-
-def _warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Mesh) -> None:
-    found = sum(counts, Counter())
-    if mesh.rank == 0 and found:
-        shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
-        more = f" and {len(found) - 8} more tensors" if len(found) > 8 else ""
-        warnings.warn(
-            f"{what}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=2
-        )
-
-
-def _write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
+def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
+    """Write which of several files holds which tensor; a single one needs none."""
     if len(files) == 1:
         return
     specs = [spec for file in files for spec in file.tensors]
@@ -324,10 +155,10 @@ def _write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
         "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (directory / INDEX_NAME).write_text(text, encoding="utf-8")
+    disk.write_file(directory / INDEX_NAME, text.encode())
 
 
-def _write_configuration(
+def write_configuration(
     directory: Path,
     model: PreTrainedModel,
     config: PreTrainedConfig,

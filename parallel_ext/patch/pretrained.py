@@ -14,7 +14,8 @@ from torch import nn
 
 from parallel_ext import checkpoint
 from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, GENERATION_CONFIG_NAME
-from parallel_ext.checkpoint.safetensors_file import read_json, shown
+from parallel_ext.checkpoint.open_file import shown
+from parallel_ext.checkpoint.strict_json import read_json
 from parallel_ext.mesh import Mesh
 from parallel_ext.models import learn
 from parallel_ext.patch.checks import table_for

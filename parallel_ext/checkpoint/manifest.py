@@ -1,0 +1,289 @@
+"""What makes a directory a training checkpoint: its manifest, and the commit that seals it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from parallel_ext.checkpoint.chunk_hashes import CHUNK_BYTES, FileRecord
+from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
+from parallel_ext.checkpoint.strict_json import parse_json, read_content, to_json
+
+STATE_FOLDER = "parallel_state"
+MANIFEST_NAME = f"{STATE_FOLDER}/manifest.json"
+RNG_NAME = f"{STATE_FOLDER}/rng.safetensors"
+COMMIT_NAME = "COMMIT"
+_VERSION = 1
+_FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a training checkpoint consists of.
+
+    Attributes:
+        save_id: of the save; every safetensors file carries it too, so that none of another is
+            taken for one of this.
+        step: the training step.
+        saved_by: versions and sides of the mesh, to look at; nothing depends on them.
+        files: size and hashes of every file but the manifest and the commit, by relative name.
+        tensors: of all safetensors files of model and optimizer, each with the name of its file.
+        non_finite: how many values of a tensor are NaN or infinite, where there are any.
+    """
+
+    save_id: str
+    step: int
+    saved_by: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, tuple[str, TensorSpec]]
+    non_finite: Mapping[str, int]
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        return to_json(
+            {
+                "version": _VERSION,
+                "save_id": self.save_id,
+                "step": self.step,
+                "saved_by": dict(self.saved_by),
+                "chunk_bytes": CHUNK_BYTES,
+                "files": {
+                    name: {"size": record.size, "xxh3_128": list(record.hashes)}
+                    for name, record in self.files.items()
+                },
+                "tensors": {
+                    name: {
+                        "file": file,
+                        "dtype": DTYPE_NAMES[spec.dtype],
+                        "shape": list(spec.shape),
+                    }
+                    for name, (file, spec) in self.tensors.items()
+                },
+                "non_finite": dict(self.non_finite),
+            },
+            "the manifest",
+        )
+
+    @classmethod
+    def from_bytes(cls, content: bytes, path: Path) -> Manifest:
+        """The manifest in the file ``path``.
+
+        Raises:
+            CheckpointError: it is not one; names the field that is wrong.
+        """
+        parsed = parse_json(content, path)
+        fields = _Fields(parsed, path)
+        if parsed.get("version") != _VERSION:
+            raise CheckpointError(
+                f"{path}: version {shown(parsed.get('version'))} of the format; this version of "
+                f"parallel_ext reads version {_VERSION}"
+            )
+        fields.exactly(
+            *("version", "save_id", "step", "saved_by", "chunk_bytes", "files", "tensors"),
+            "non_finite",
+        )
+        if fields.number("chunk_bytes") != CHUNK_BYTES:
+            raise CheckpointError(f"{path}: chunk_bytes must be {CHUNK_BYTES}")
+        files = {
+            name: _record(_Fields(value, f"{path}: {shown(name)}"))
+            for name, value in fields.object("files").items()
+            if _named_plainly(name, path)
+        }
+        tensors = {
+            name: _tensor(name, _Fields(value, f"{path}: {shown(name)}"), files)
+            for name, value in fields.object("tensors").items()
+        }
+        non_finite = fields.object("non_finite")
+        for name in non_finite:
+            _Fields(non_finite, f"{path}: non_finite").number(name)
+        return cls(
+            fields.matching("save_id", _SAVE_ID),
+            fields.number("step"),
+            fields.object("saved_by"),
+            files,
+            tensors,
+            non_finite,
+        )
+
+    def open(self, directory: Path, name: str) -> SafetensorsFile:
+        """Open a safetensors file of the checkpoint; all that is read of it is checked.
+
+        Args:
+            directory: of the checkpoint.
+            name: of the file, relative to it.
+
+        Raises:
+            CheckpointError: it is damaged, of another save, or holds other tensors than it must.
+        """
+        file = SafetensorsFile(directory / name, self.files[name])
+        try:
+            self._check_header(file, name)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _check_header(self, file: SafetensorsFile, name: str) -> None:
+        if (save_id := file.metadata.get("save_id")) != self.save_id:
+            raise CheckpointError(
+                f"{file.path} is of the save {shown(save_id)}, but the manifest is of "
+                f"{self.save_id}; files of two saves were mixed"
+            )
+        if name == RNG_NAME:  # not of the model, so not listed
+            return
+        expected = {
+            tensor: (spec.dtype, spec.shape)
+            for tensor, (where, spec) in self.tensors.items()
+            if where == name
+        }
+        found = {tensor: (entry.dtype, entry.shape) for tensor, entry in file.tensors.items()}
+        if found != expected:
+            tensor = next(t for t in {**expected, **found} if expected.get(t) != found.get(t))
+            raise CheckpointError(
+                f"{file.path}: {tensor} is {found.get(tensor, 'missing')} there, but "
+                f"{expected.get(tensor, 'missing')} in the manifest"
+            )
+
+    def read(self, directory: Path, name: str) -> bytes:
+        """Read a small file of the checkpoint as a whole, checked.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        if name not in self.files:
+            raise CheckpointError(f"{directory / MANIFEST_NAME} does not list {name}")
+        content = read_content(directory / name)
+        self.files[name].check(content, directory / name)
+        return content
+
+
+class _Fields:
+    """The fields of a JSON object, of which nothing is taken for granted."""
+
+    def __init__(self, value: Any, where: str | Path) -> None:
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{where}: expected a JSON object, got {shown(value)}")
+        self._value, self._where = value, where
+
+    def exactly(self, *names: str) -> None:
+        if self._value.keys() != set(names):
+            raise CheckpointError(
+                f"{self._where}: expected the fields {', '.join(sorted(names))}, got "
+                f"{shown(sorted(self._value))}"
+            )
+
+    def _wrong(self, name: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._where}: {name} must be {expected}, got {shown(self._value.get(name))}"
+        )
+
+    def number(self, name: str) -> int:
+        value = self._value.get(name)
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise self._wrong(name, "a whole number of at least 0")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self._value.get(name)
+        if not isinstance(value, dict):
+            raise self._wrong(name, "a JSON object")
+        return value
+
+    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
+        value = self._value.get(name)
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise self._wrong(name, f"text like {pattern.pattern}")
+        return value
+
+    def one_of(self, name: str, known: Any) -> str:
+        value = self._value.get(name)
+        if not isinstance(value, str) or value not in known:
+            raise self._wrong(name, f"one of {shown(sorted(known))}")
+        return value
+
+    def list_of(self, name: str, fits: Any, expected: str) -> list[Any]:
+        value = self._value.get(name)
+        if not isinstance(value, list) or not all(fits(each) for each in value):
+            raise self._wrong(name, f"a list of {expected}")
+        return value
+
+
+def _named_plainly(name: str, path: Path) -> bool:
+    if not _FILE_NAME.fullmatch(name) or name in (MANIFEST_NAME, COMMIT_NAME):
+        raise CheckpointError(f"{path}: {shown(name)} is no name of a file of a checkpoint")
+    return True
+
+
+def _record(fields: _Fields) -> FileRecord:
+    fields.exactly("size", "xxh3_128")
+    hashes = fields.list_of(
+        "xxh3_128", lambda h: isinstance(h, str) and bool(_HASH.fullmatch(h)), "hashes"
+    )
+    record = FileRecord(fields.number("size"), tuple(hashes))
+    if len(hashes) != -(-record.size // CHUNK_BYTES):
+        raise fields._wrong("xxh3_128", f"one hash for each {CHUNK_BYTES} of {record.size} bytes")
+    return record
+
+
+def _tensor(name: str, fields: _Fields, files: Mapping[str, Any]) -> tuple[str, TensorSpec]:
+    fields.exactly("file", "dtype", "shape")
+    shape = fields.list_of(
+        "shape", lambda n: type(n) is int and 0 <= n < 2**63, "whole numbers of at least 0"
+    )
+    dtype = DTYPES[fields.one_of("dtype", DTYPES)]
+    return fields.one_of("file", files), TensorSpec(name, dtype, tuple(shape))
+
+
+def commit_of(content: bytes, manifest: Manifest) -> bytes:
+    """What the file that seals a checkpoint holds, given the content of the manifest's file."""
+    digest = xxhash.xxh3_128_hexdigest(content)
+    commit = {"manifest": digest, "save_id": manifest.save_id, "step": manifest.step}
+    return to_json(commit, "the commit")
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a training checkpoint, once its commit has been found to fit.
+
+    Args:
+        directory: of one step.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or commit or manifest are damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    if (directory / STATE_FOLDER).is_symlink():
+        raise CheckpointError(f"{directory / STATE_FOLDER}: a symbolic link; put the files there")
+    if not os.path.lexists(directory / COMMIT_NAME):
+        raise CheckpointError(
+            f"{directory} has no file {COMMIT_NAME}, which a save writes last: it is no training "
+            "checkpoint, or not a complete one"
+        )
+    commit = read_content(directory / COMMIT_NAME)
+    content = read_content(directory / MANIFEST_NAME)
+    sealed = parse_json(commit, directory / COMMIT_NAME)
+    found = xxhash.xxh3_128_hexdigest(content)
+    if sealed.get("manifest") != found:
+        raise CheckpointError(
+            f"{directory / MANIFEST_NAME}, bytes [0, {len(content)}), or {COMMIT_NAME} is damaged: "
+            f"the manifest's hash is {found}, but {COMMIT_NAME} says "
+            f"{shown(sealed.get('manifest'))}"
+        )
+    manifest = Manifest.from_bytes(content, directory / MANIFEST_NAME)
+    if commit_of(content, manifest) != commit:
+        raise CheckpointError(
+            f"{directory / COMMIT_NAME}, bytes [0, {len(commit)}), is damaged: expected "
+            f"{commit_of(content, manifest)!r}, found {shown(commit)}"
+        )
+    return manifest

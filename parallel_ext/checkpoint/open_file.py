@@ -1,0 +1,59 @@
+"""Opening the files of a saved model, which somebody else may have put there."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import stat
+from io import FileIO
+from pathlib import Path
+
+_KINDS = {"d": "directory", "p": "FIFO", "s": "socket"}  # by the letter of ``ls -l``
+_shorten = reprlib.Repr()  # the repr of a hostile value may be larger than memory
+_shorten.maxstring = _shorten.maxother = _shorten.maxlong = 200
+shown = _shorten.repr
+"""The ``repr`` of any value, cut to a length that fits into a message."""
+
+
+class CheckpointError(RuntimeError):
+    """A file or directory of a saved model is not what it must be."""
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a regular file of a saved model for unbuffered reading.
+
+    A symbolic link may lead to a place in its own directory, and in a HuggingFace hub cache from a
+    snapshot to the blobs of the same repository.
+
+    Args:
+        path: of the file; what it is, is found out before, since opening a FIFO would wait.
+
+    Raises:
+        CheckpointError: there is no such file, it is no regular file, it cannot be opened, or it is
+            a symbolic link that leads elsewhere.
+    """
+    try:
+        if path.is_symlink():
+            folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+            if not (target.is_relative_to(folder) or target.parent == _hub_blobs(folder)):
+                raise CheckpointError(
+                    f"{path}: this symbolic link leads out of its directory, to {target}; put the "
+                    "file itself there"
+                )
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.filemode(mode)[0], "device")
+            raise CheckpointError(f"{path}: a regular file is needed, but this is a {kind}")
+        return FileIO(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: not a name that a file can have
+        raise CheckpointError(f"{path}: cannot be opened: {error}") from error
+
+
+def _hub_blobs(folder: Path) -> Path | None:
+    """Where the files of ``models--<repository>/snapshots/<revision>`` lie in a hub cache."""
+    for repository in folder.parents:
+        if repository.name.startswith("models--") and repository / "snapshots" in folder.parents:
+            return repository / "blobs"
+    return None

@@ -1,0 +1,395 @@
+"""The state of torch's optimizers by logical names: out of one, and into one of any layout."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.checkpoint.gather import part_value
+from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.reading import Wanted
+from parallel_ext.checkpoint.safetensors_file import DTYPES
+from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
+from parallel_ext.checkpoint.strict_json import to_json
+from parallel_ext.layout import ModelLayout, Part, TensorLayout
+from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.sharded import local_part, named_shards, to_shards
+
+_KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam
+# How a step is computed, not what: the running optimizer's count. The last is written apart.
+_OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer holds, by the names of the model's files.
+
+    Attributes:
+        tensors: ``exp_avg/<name>`` and so on -> this rank's shard, and where the whole lives.
+        description: the rest, as JSON: the class, the groups with their options, and numbers such
+            as ``step``; the same on every rank.
+    """
+
+    tensors: Mapping[str, tuple[torch.Tensor, TensorLayout]]
+    description: dict[str, Any]
+
+
+def _names_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, layout: ModelLayout
+) -> dict[nn.Parameter, str]:
+    """The logical name of every parameter of the optimizer, in its order."""
+    if not isinstance(optimizer, _KNOWN):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}: only the state of torch's Adam, AdamW, SGD and Adafactor "
+            "is known, and saved in a training checkpoint"
+        )
+    to_shards(model)
+    known = {id(p): layout.tied.get(at.name, at.name) for _, p, at in named_shards(model)}
+    names: dict[nn.Parameter, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} in "
+                    f"group {number} does not belong to the model; build the optimizer after "
+                    "px.parallelize and px.data_parallel, from the parameters of the model"
+                )
+            names[parameter] = known[id(parameter)]
+    return names
+
+
+def _files_of(name: str, layout: ModelLayout) -> list[str]:
+    return [part.name for part in layout.parts_of(name)]
+
+
+def _is_number(key: str, value: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether an entry is one number for the whole parameter, such as ``step``."""
+    return value.dim() == 0 and (key == "step" or parameter.dim() > 0)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group as JSON; a tensor of one is its number."""
+    plain: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        elif isinstance(value, tuple):
+            value = list(value)
+        if key not in _OF_THE_RUN:
+            plain[key] = value
+    return plain
+
+
+def _entries(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
+) -> dict[str, torch.Tensor]:
+    """The state of one parameter, without what is None."""
+    state = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if not (value is None or isinstance(value, torch.Tensor)) or "/" in key:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}: the state {key!r} of {name} is {shown(value)}, which "
+                "is no tensor; it cannot be saved"
+            )
+    return {key: value for key, value in state.items() if value is not None}
+
+
+def _summary(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> dict[str, dict[str, Any]]:
+    """What the state of each parameter with elements here looks like."""
+    found: dict[str, dict[str, Any]] = {}
+    for parameter, name in names.items():
+        if local_part(parameter).numel() == 0:  # torch's optimizers may leave it out
+            continue
+        entries = _entries(optimizer, parameter, name)
+        found[name] = {
+            key: [DTYPE_NAMES[value.dtype], value.item()]
+            if _is_number(key, value, parameter)
+            else [DTYPE_NAMES[value.dtype]]
+            for key, value in sorted(entries.items())
+        }
+    return found
+
+
+def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, what: str) -> dict[str, dict[str, Any]]:
+    """The summaries of all ranks as one; a rank without elements of a parameter has no say."""
+    digests = mesh.gather_objects(hashlib.sha256(repr(own).encode()).digest())
+    if len(set(digests)) == 1:
+        return own
+    merged: dict[str, tuple[int, dict[str, Any]]] = {}
+    for rank, summary in enumerate(mesh.gather_objects(own)):
+        for name, entries in summary.items():
+            first, expected = merged.setdefault(name, (rank, entries))
+            if entries != expected:
+                raise DisagreementError(
+                    f"{what}: the optimizers differ in the state of {name}: rank {first} has "
+                    f"{expected}, rank {rank} has {entries}"
+                )
+    return {name: entries for name, (_, entries) in merged.items()}
+
+
+def collect(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    layout: ModelLayout,
+    mesh: Mesh,
+    what: str,
+) -> OptimizerState:
+    """What an optimizer holds; every rank calls it, and nothing of it is copied.
+
+    Args:
+        optimizer: of the parameters of ``model``, or of some of them.
+        model: a parallel model.
+        layout: of its tensors.
+        mesh: its ranks.
+        what: what the ranks are doing, for errors.
+
+    Raises:
+        CheckpointError: there is state that is no part of a logical tensor, on all ranks.
+        DisagreementError: the ranks' optimizers differ.
+    """
+    names, own = mesh.together(what, lambda: _look(optimizer, model, layout))
+    summary = _agreed(own, mesh, what)
+
+    def take() -> OptimizerState:
+        tensors: dict[str, tuple[torch.Tensor, TensorLayout]] = {}
+        for parameter, name in names.items():
+            entries = _entries(optimizer, parameter, name)
+            for key, (dtype, *number) in summary.get(name, {}).items():
+                if not number:
+                    value = _value(optimizer, parameter, layout[name], key, entries, dtype)
+                    tensors.update(_by_file(key, value, layout, name, parameter, mesh.rank))
+        return OptimizerState(tensors, _description(optimizer, names, layout, summary))
+
+    return mesh.together(what, take)
+
+
+def _look(
+    optimizer: torch.optim.Optimizer, model: nn.Module, layout: ModelLayout
+) -> tuple[dict[nn.Parameter, str], dict[str, dict[str, Any]]]:
+    names = _names_of(optimizer, model, layout)
+    return names, _summary(optimizer, names)
+
+
+def _value(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    whole: TensorLayout,
+    key: str,
+    entries: Mapping[str, torch.Tensor],
+    dtype: str,
+) -> torch.Tensor:
+    """This rank's shard of a state; of a parameter that is empty here there may be none."""
+    shard = local_part(parameter)
+    if key not in entries:
+        return torch.empty(shard.shape, dtype=DTYPES[dtype], device="cpu")
+    value = local_part(entries[key])
+    if value.shape == shard.shape or whole.is_replicated:
+        return value
+    raise CheckpointError(
+        f"{type(optimizer).__name__}: the state {key!r} of {whole.name} has the shape "
+        f"{tuple(value.shape)}, but this rank's shard has {tuple(shard.shape)}, "
+        f"{whole.describe(0)} on rank 0. What one rank computes of its shard, such as a mean over "
+        "rows or columns, is no part of a state of the whole parameter, so it cannot be saved (and "
+        "training is not that of one process); use AdamW or SGD for parameters that are cut"
+    )
+
+
+def _by_file(
+    key: str,
+    value: torch.Tensor,
+    layout: ModelLayout,
+    name: str,
+    parameter: nn.Parameter,
+    rank: int,
+) -> Iterator[tuple[str, tuple[torch.Tensor, TensorLayout]]]:
+    """A state by the names of the files: cut as the parameter is, or whole in another shape."""
+    if value.shape != local_part(parameter).shape:
+        if _files_of(name, layout) != [name]:
+            raise CheckpointError(
+                f"the state {key!r} of {name} has the shape {tuple(value.shape)}, but files hold "
+                f"the parameter as {len(_files_of(name, layout))} tensors; use AdamW or SGD"
+            )
+        own = f"{key}/{name}"
+        yield own, (value, TensorLayout(own, tuple(value.shape)))
+        return
+    for part in layout.parts_of(name):
+        own = f"{key}/{part.name}"
+        at = replace(part.layout(layout[name]), name=own)
+        yield own, (part_value(value, layout[name], part, rank), at)
+
+
+def _description(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    layout: ModelLayout,
+    summary: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    groups = [
+        {
+            "parameters": [f for p in group["params"] for f in _files_of(names[p], layout)],
+            "options": _options(group),
+        }
+        for group in optimizer.param_groups
+    ]
+    trained = {file: name for name in names.values() for file in _files_of(name, layout)}
+    numbers = {}
+    for key in sorted({k for entries in summary.values() for k, at in entries.items() if at[1:]}):
+        values = {
+            file: (summary.get(name, {}).get(key) or [None, None])[1]
+            for file, name in trained.items()
+        }
+        dtype = next(entries[key][0] for entries in summary.values() if key in entries)
+        counts = list(values.values())
+        most = max(dict.fromkeys(counts), key=counts.count)
+        others = {file: value for file, value in values.items() if value != most}
+        numbers[key] = {"dtype": dtype, "most": most, "others": others}
+    description = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    to_json(description, f"{type(optimizer).__name__}'s state")  # refuses what JSON cannot hold
+    return description
+
+
+def restore(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    layout: ModelLayout,
+    description: Mapping[str, Any],
+    saved: Mapping[str, TensorSpec],
+) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
+    """Make room for a saved state in the layout of this model; the optimizer does not change yet.
+
+    Args:
+        optimizer: of the same class and groups of parameters as the saved one.
+        model: a parallel model, of any layout.
+        layout: of its tensors.
+        description: of :class:`OptimizerState`.
+        saved: all tensors of the saved state, by name.
+
+    Returns:
+        What is to be read to where, and what gives it to the optimizer afterwards.
+
+    Raises:
+        CheckpointError: the saved state is not that of such an optimizer.
+    """
+    if description["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the state of {description['class']} was saved, but the optimizer is "
+            f"{type(optimizer).__name__}"
+        )
+    names = _names_of(optimizer, model, layout)
+    _check_groups(optimizer, names, layout, description)
+    keys_of: dict[str, dict[str, TensorSpec]] = {}
+    for name, spec in saved.items():
+        key, _, file = name.partition("/")
+        keys_of.setdefault(file, {})[key] = spec
+    wanted: list[tuple[Wanted, torch.Tensor]] = []
+    states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for parameter, name in names.items():
+        files = _files_of(name, layout)
+        of_parts = [keys_of.pop(file, {}) for file in files]
+        numbers = _numbers(parameter, group_of[parameter], files, description)
+        states[parameter] = dict(numbers)
+        for key, spec in of_parts[0].items():
+            if any(p.keys() != of_parts[0].keys() or p[key].dtype != spec.dtype for p in of_parts):
+                raise CheckpointError(
+                    f"the state {key!r} of {name} was not saved for all its parts"
+                )
+            tensor, places = _room(key, spec, parameter, layout, name, saved)
+            states[parameter][key] = tensor
+            wanted += places
+    if keys_of:
+        raise CheckpointError(
+            f"state of {', '.join(sorted(keys_of)[:4])} was saved, but the optimizer does not have "
+            "these parameters"
+        )
+
+    def apply() -> None:
+        for parameter, state in states.items():
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = state
+        for group, at in zip(optimizer.param_groups, description["groups"], strict=True):
+            for key, value in at["options"].items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    return wanted, apply
+
+
+def _check_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    layout: ModelLayout,
+    description: Mapping[str, Any],
+) -> None:
+    groups = optimizer.param_groups
+    if len(groups) != len(description["groups"]):
+        raise CheckpointError(
+            f"{len(description['groups'])} groups of parameters were saved, but the optimizer has "
+            f"{len(groups)}"
+        )
+    for number, (group, at) in enumerate(zip(groups, description["groups"], strict=True)):
+        own = {file for p in group["params"] for file in _files_of(names[p], layout)}
+        if other := own ^ set(at["parameters"]):
+            name = sorted(other)[0]
+            raise CheckpointError(
+                f"group {number} of the optimizer {'has' if name in own else 'lacks'} {name}, the "
+                f"saved one {'lacks' if name in own else 'has'} it; {len(other)} differ"
+            )
+
+
+def _numbers(
+    parameter: nn.Parameter,
+    group: Mapping[str, Any],
+    files: list[str],
+    description: Mapping[str, Any],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``step`` and the like of one parameter, where torch's optimizer keeps it."""
+    on_device = group.get("capturable") or group.get("fused")
+    for key, at in description["numbers"].items():
+        values = {at["others"].get(file, at["most"]) for file in files}
+        if len(values) > 1:
+            raise CheckpointError(
+                f"{key} of {files[0]} and {files[-1]}, which are one parameter here, are "
+                f"{shown(sorted(map(str, values)))}"
+            )
+        value = values.pop()
+        if value is not None:
+            device = parameter.device if on_device else "cpu"
+            yield key, torch.tensor(value, dtype=DTYPES[at["dtype"]], device=device)
+
+
+def _room(
+    key: str,
+    spec: TensorSpec,
+    parameter: nn.Parameter,
+    layout: ModelLayout,
+    name: str,
+    saved: Mapping[str, TensorSpec],
+) -> tuple[torch.Tensor, list[tuple[Wanted, torch.Tensor]]]:
+    """A state of one parameter, and what of the files goes where in it."""
+    whole, parts = layout[name], layout.parts_of(name)
+    shapes = [part.layout(whole).shape for part in parts]
+    if [saved[f"{key}/{part.name}"].shape for part in parts] == shapes:
+        tensor = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
+        shard = local_part(tensor)
+        return tensor, [(Wanted(f"{key}/{part.name}", whole, part), shard) for part in parts]
+    if not whole.is_replicated or len(parts) > 1 or not math.prod(spec.shape):
+        raise CheckpointError(
+            f"the state {key!r} of {name} was saved in the shape {spec.shape}, of a parameter of "
+            f"{whole.shape} that was whole on every rank, but here a rank holds "
+            f"{whole.describe(0)}; load it without px.data_parallel and at tp=1"
+        )
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
+    own = TensorLayout(spec.name, spec.shape)
+    return tensor, [(Wanted(spec.name, own, Part(spec.name, spec.name, own.whole, False)), tensor)]

@@ -1,0 +1,143 @@
+"""The random numbers of the ranks: what draws them now, and what draws them after a resume."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from parallel_ext.checkpoint.chunk_hashes import FileRecord
+from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
+from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.mesh import Mesh
+
+
+def capture(mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The state of the generators of torch, Python and NumPy in this process, as tensors.
+
+    Raises:
+        CheckpointError: NumPy uses another generator than its default.
+    """
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    if kind != "MT19937":
+        raise CheckpointError(f"the state of a {kind} of NumPy is not known; use its default")
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached] if has_gauss else [], dtype=torch.float64),
+    }
+    if mesh.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return states
+
+
+def restore(states: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
+    """Let the generators of this process go on where ``states`` were captured."""
+    torch.set_rng_state(states["torch"])
+    version, *words = states["python"].tolist()
+    gauss = states["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    *keys, position = states["numpy"].tolist()
+    cached = states["numpy_gauss"].tolist()
+    numpy.random.set_state(
+        ("MT19937", numpy.array(keys, numpy.uint32), position, len(cached), sum(cached))
+    )
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], mesh.device)
+
+
+def layout_of(mesh: Mesh) -> dict[str, Any]:
+    """What must be equal for every rank to go on with its own random numbers."""
+    sides = {"tp": mesh.tp_size, "ep": mesh.ep_size, "dp": mesh.dp_size}
+    return {**sides, "device": mesh.device.type}
+
+
+def describe(states_of: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh) -> dict[str, Any]:
+    """What ``loop.json`` says of the random numbers, given the states of all ranks.
+
+    ``alike_in_tp`` tells whether the ranks that share a model draw the same numbers, as router
+    jitter needs it; they shall then do so on another mesh as well.
+    """
+    alike = all(
+        torch.equal(states[name], states_of[rank - rank % mesh.tp_size][name])
+        for rank, states in enumerate(states_of)
+        for name in ("torch", "cuda")
+        if name in states
+    )
+    return {"mesh": layout_of(mesh), "seed": torch.initial_seed(), "alike_in_tp": alike}
+
+
+def write(
+    path: Path, states_of: Sequence[Mapping[str, torch.Tensor]], metadata: Mapping[str, str]
+) -> FileRecord:
+    """Write the states of all ranks into one file; on one rank.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tensors = {
+        f"{name}.{rank:05}": value
+        for rank, states in enumerate(states_of)
+        for name, value in states.items()
+    }
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    specs = [TensorSpec(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in ordered]
+    with SafetensorsWriter(path, specs, metadata, hashed=True) as writer:
+        for name in ordered:
+            writer.append(name, tensors[name])
+    return writer.record()
+
+
+def read(file: SafetensorsFile, rank: int) -> dict[str, torch.Tensor]:
+    """The states of one rank.
+
+    Raises:
+        CheckpointError: the file does not hold them.
+    """
+    states = {}
+    for name, entry in file.tensors.items():
+        kind, _, of = name.partition(".")
+        if of == f"{rank:05}":
+            states[kind] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            file.read_box(name, tuple((0, size) for size in entry.shape), states[kind])
+    missing = {"torch", "python", "python_gauss", "numpy", "numpy_gauss"} - states.keys()
+    if missing:
+        raise CheckpointError(
+            f"{file.path}: {', '.join(sorted(missing))} of rank {rank} is missing"
+        )
+    return states
+
+
+def seed_of(saved: Mapping[str, Any], step: int, mesh: Mesh) -> int:
+    """The seed of a rank that resumes on another mesh: a function of (seed, step, rank).
+
+    Where the ranks of one model drew the same numbers, the first of them counts.
+    """
+    rank = mesh.dp_rank * mesh.tp_size if saved["alike_in_tp"] else mesh.rank
+    text = f"{saved['seed']} {step} {rank}".encode()
+    return xxhash.xxh3_64_intdigest(text) >> 1  # torch takes 63 bits
+
+
+def reseed(saved: Mapping[str, Any], step: int, mesh: Mesh) -> None:
+    """Seed the generators of this process anew by :func:`seed_of`, and say so on rank 0."""
+    seed = seed_of(saved, step, mesh)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    if mesh.rank == 0:
+        warnings.warn(
+            f"the checkpoint was saved on {saved['mesh']} and is loaded on {layout_of(mesh)}: "
+            "random numbers cannot go on where they were, so every rank was seeded anew from the "
+            "saved seed, the step and its rank",
+            stacklevel=3,
+        )

@@ -1,0 +1,150 @@
+"""The training checkpoints of a job: a directory for each step, and a file that names the last."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallel_ext.checkpoint import disk
+from parallel_ext.checkpoint.manifest import (
+    COMMIT_NAME,
+    MANIFEST_NAME,
+    STATE_FOLDER,
+    Manifest,
+    commit_of,
+    read_manifest,
+)
+from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.strict_json import read_content
+
+LATEST_NAME = "LATEST"
+LOOP_NAME = f"{STATE_FOLDER}/loop.json"
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+_LATEST = re.compile(rb"(step-\d{8,}) ([0-9a-f]{32})\n")
+
+
+class Scheduler(Protocol):
+    """What a learning rate scheduler must be able to do."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def name_of_step(step: int) -> str:
+    """The name of the directory of a step.
+
+    Example:
+        >>> name_of_step(1200)
+        'step-00001200'
+    """
+    return f"step-{step:08}"
+
+
+def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
+    """Seal a directory whose files are durable, and give it its name; on one rank.
+
+    Args:
+        temporary: the directory, inside of ``root``.
+        root: where the checkpoints of a job are.
+        manifest: of the directory.
+
+    Raises:
+        OSError: the file system refused. Until the directory has its name ``latest`` finds the one
+            before.
+    """
+    content = manifest.to_bytes()
+    disk.write_file(temporary / MANIFEST_NAME, content)
+    disk.sync_path(temporary / STATE_FOLDER)
+    disk.sync_path(temporary)
+    disk.write_file(temporary / COMMIT_NAME, commit_of(content, manifest))
+    disk.sync_path(temporary)
+    name = name_of_step(manifest.step)
+    disk.rename(temporary, root / name)
+    disk.sync_path(root)
+    disk.sync_path(root.absolute().parent)  # root itself may be new
+    pointer = root / f".{LATEST_NAME}-{manifest.save_id}"
+    disk.write_file(pointer, f"{name} {manifest.save_id}\n".encode())
+    disk.rename(pointer, root / LATEST_NAME)
+    disk.sync_path(root)
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The last complete checkpoint that was saved under ``root``; any process may ask.
+
+    It is the one that ``root/LATEST`` names. Without that file, as after a first save that was
+    killed in its last moment, it is the one of the highest step.
+
+    Args:
+        root: as of ``save_checkpoint``.
+
+    Returns:
+        The directory of the step; None if there is none.
+
+    Raises:
+        CheckpointError: ``LATEST``, or the commit or manifest of that checkpoint, is damaged.
+
+    Example:
+        >>> latest("a/directory/that/is/not/there") is None
+        True
+    """
+    root = Path(root)
+    pointer = root / LATEST_NAME
+    if os.path.lexists(pointer):
+        content = read_content(pointer)
+        named = _LATEST.fullmatch(content)
+        if named is None:
+            raise CheckpointError(
+                f"{pointer}, bytes [0, {len(content)}), is damaged: expected the name of a step "
+                f"and the id of its save, found {shown(content)}; load a step by its number"
+            )
+        path, save_id = root / named[1].decode(), named[2].decode()
+        found = read_manifest(path).save_id
+        if found != save_id:
+            raise CheckpointError(
+                f"{pointer}, bytes [0, {len(content)}), names the save {save_id} of {path.name}, "
+                f"but that directory is of {found}; load a step by its number"
+            )
+        return path
+    steps = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _STEP_NAME.fullmatch(path.name)
+        if match and os.path.lexists(path / COMMIT_NAME):
+            steps[int(match[1])] = path
+    if not steps:
+        return None
+    path = steps[max(steps)]
+    read_manifest(path)
+    return path
+
+
+def verify(path: str | os.PathLike[str]) -> int:
+    """Read every byte of a training checkpoint and compare it with what was written.
+
+    Needs neither a model nor other ranks.
+
+    Args:
+        path: the directory of a step.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, damaged or of another save; names the file,
+            the bytes and the tensors in them, and the hashes.
+
+    Example:
+        >>> verify(latest("ckpts"))  # doctest: +SKIP
+        1200
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    for name in manifest.files:
+        if name.endswith(".safetensors"):
+            with manifest.open(path, name) as file:
+                file.check_all()
+        else:
+            manifest.read(path, name)
+    return manifest.step

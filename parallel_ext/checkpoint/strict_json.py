@@ -1,0 +1,121 @@
+"""JSON of saved models: repeats no key, takes bounded time, and comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from parallel_ext.checkpoint.open_file import CheckpointError, open_file, shown
+
+MAX_TENSORS = 1_000_000
+MAX_JSON_BYTES = 100_000_000  # the limit of the reference implementation for a header
+OFFSETS_WORD = b'"data_offsets"'  # once in the header of a safetensors file for each tensor
+_MAX_NAME_LENGTH = 1024
+
+
+def read_content(path: Path) -> bytes:
+    """Read a whole file that holds JSON.
+
+    Raises:
+        CheckpointError: as :func:`open_file`, or the file is too large.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, more than {MAX_JSON_BYTES} for JSON")
+        return file.readall()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Args:
+        path: of a file of a saved model.
+
+    Raises:
+        CheckpointError: as :func:`open_file` and :func:`parse_json`, or the file is too large.
+    """
+    return parse_json(read_content(path), path)
+
+
+def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
+    """Parse a JSON object that repeats no key, in bounded time and memory.
+
+    Args:
+        text: UTF-8.
+        where: what the error names, for example the file.
+
+    Raises:
+        CheckpointError: it is not such an object, or has a key of more than 1024 characters.
+    """
+
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        parsed = dict(pairs)
+        if len(parsed) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated = next(key for key, count in counts.items() if count > 1)
+            raise CheckpointError(f"{where}: the key {shown(repeated)} occurs more than once")
+        for key in parsed:
+            if len(key) > _MAX_NAME_LENGTH:
+                raise CheckpointError(
+                    f"{where}: the name {shown(key)} has {len(key)} characters, more than "
+                    f"{_MAX_NAME_LENGTH}"
+                )
+        return parsed
+
+    def no_constant(constant: str) -> None:
+        raise CheckpointError(f"{where}: not valid JSON: {constant} is no number")
+
+    # Three bytes of text can become an object of 64. An entry of an index has one of these
+    # characters, one of a header at most 16, unless its tensor has more than 10 dimensions.
+    values = sum(text.count(character) for character in (b",", b"[", b"{"))
+    if values > 2 * MAX_TENSORS + 16 * text.count(OFFSETS_WORD):
+        raise CheckpointError(f"{where}: holds {values} values, far more than it has tensors")
+    try:
+        parsed = json.loads(
+            text.decode("utf-8"), object_pairs_hook=without_repetition, parse_constant=no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def to_json(value: dict[str, Any], what: str) -> bytes:
+    """The one text for a JSON object: keys sorted, two spaces, a line end.
+
+    Args:
+        value: of dicts with text as keys, lists, text, finite numbers, booleans and None.
+        what: what it is, for the error.
+
+    Raises:
+        CheckpointError: JSON would not give it back as it is; names the place and what is there.
+    """
+    _check(value, what)
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return (text + "\n").encode()
+
+
+def _check(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if type(key) is not str:
+                raise CheckpointError(
+                    f"{where} has the key {shown(key)}, but in JSON only text is a key"
+                )
+            _check(inner, f"{where}[{key!r}]")
+    elif type(value) is list:
+        for index, inner in enumerate(value):
+            _check(inner, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"{where} is {value}, which is no number in JSON")
+    elif not (value is None or isinstance(value, (str, int, float))):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, {shown(value)}, which JSON cannot hold; pass "
+            "dicts, lists, text and numbers"
+        )

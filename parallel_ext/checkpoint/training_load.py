@@ -1,0 +1,180 @@
+"""Loading a training checkpoint into a model of any layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.checkpoint import rng
+from parallel_ext.checkpoint.full_state import local_values
+from parallel_ext.checkpoint.hf_directory import HFDirectory
+from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.optimizer_state import restore
+from parallel_ext.checkpoint.reading import Wanted, read_shards
+from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
+from parallel_ext.checkpoint.steps import LOOP_NAME, Scheduler, latest, name_of_step
+from parallel_ext.checkpoint.strict_json import parse_json
+from parallel_ext.mesh import Mesh
+from parallel_ext.state import ParallelState, model_of, state_of
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on; the same on every rank.
+
+    Attributes:
+        step: the saved step.
+        data_state: what ``save_checkpoint`` was given.
+        path: the directory that was loaded.
+        same_random_numbers: whether every rank draws the numbers that it would have drawn.
+    """
+
+    step: int
+    data_state: Any
+    path: Path
+    same_random_numbers: bool
+
+
+def load_checkpoint(
+    root: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    *,
+    step: int | None = None,
+) -> Resumed:
+    """Put a training checkpoint into a model, its optimizer and its scheduler, in place.
+
+    Every rank calls it. Mesh and ZeRO stage may be others than when it was saved: each rank reads
+    its own slices, and every chunk that it reads is compared with the hash that was written. What
+    is not passed is not loaded. On the mesh of the save, random numbers go on where they were;
+    on another, every rank is seeded anew from (saved seed, step, rank), with a warning.
+
+    Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
+    afterwards, model and optimizer hold a mixture: load another step before training goes on.
+
+    Args:
+        root: as of ``save_checkpoint``.
+        model: a parallel model of the same configuration, filled or not yet trained.
+        optimizer: of the class and the groups of parameters that were saved; built after
+            ``px.data_parallel``.
+        scheduler: to be given its saved ``state_dict()``.
+        step: the one to load; when None the latest.
+
+    Returns:
+        The step and the data state, among others.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        CheckpointError: there is no such checkpoint, it is damaged, or of another model or
+            optimizer; all ranks raise, those that did not fail a RuntimeError that quotes it.
+
+    Example:
+        >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
+    """
+    what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
+    own, state = model_of(model), state_of(model)
+    mesh = state.mesh
+    mesh.meet(what)
+    chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
+    path, save_id = mesh.gather_objects(chosen)[0]
+    with ExitStack() as cleanup:
+        opened = mesh.together(what, lambda: _Opened(path, save_id, cleanup))
+        wanted, apply = mesh.together(what, lambda: opened.match(own, state, optimizer, scheduler))
+        read_shards(wanted, opened.file_of, mesh, what)
+        mesh.together(what, apply)
+        same = opened.loop["random"]["mesh"] == rng.layout_of(mesh)
+        mesh.together(what, partial(opened.restore_random_numbers, mesh, same))
+    return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
+
+
+def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[Path, str] | None:
+    """The directory to load, by rank 0's eyes."""
+    if mesh.rank != 0:
+        return None
+    path = latest(root) if step is None else root / name_of_step(step)
+    if path is None:
+        raise CheckpointError(f"{root} holds no training checkpoint")
+    return path, read_manifest(path).save_id
+
+
+class _Opened:
+    """A training checkpoint whose files have been opened and found consistent."""
+
+    def __init__(self, path: Path, save_id: str, cleanup: ExitStack) -> None:
+        self.path, self.manifest = path, read_manifest(path)
+        if self.manifest.save_id != save_id:
+            raise CheckpointError(
+                f"{path} is of the save {self.manifest.save_id} here, but rank 0 sees {save_id}"
+            )
+        files = self.manifest.files
+        json_of = {n: self.manifest.read(path, n) for n in files if n.endswith(".json")}
+        self.loop = parse_json(json_of[LOOP_NAME], path / LOOP_NAME)
+        open_file = partial(self.manifest.open, path)
+        self.directory = cleanup.enter_context(HFDirectory(path, open_file))
+        self.file_of: dict[str, SafetensorsFile] = dict(self.directory.file_of)
+        for name in files:
+            if name.startswith(STATE_FOLDER) and name.endswith(".safetensors") and name != RNG_NAME:
+                file = cleanup.enter_context(open_file(name))
+                self.file_of.update(dict.fromkeys(file.tensors, file))
+
+    def match(
+        self,
+        model: nn.Module,
+        state: ParallelState,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Scheduler | None,
+    ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
+        """What goes where, and what is to be done when it is there; nothing changes yet."""
+        layout, rank = state.layout, state.mesh.rank
+        vocabulary = [f"{path}.weight" for path in (state.table.embedding, state.table.head)]
+        self.directory.check(layout.in_files(), vocabulary)
+        wanted = []
+        for name, shard in local_values(model, layout, rank).items():
+            for part in layout.parts_of(name):
+                dtype = self.directory.dtypes[part.name]
+                if dtype != shard.dtype:
+                    raise CheckpointError(
+                        f"{self.path}: {part.name} was saved as {dtype}, but the model has "
+                        f"{shard.dtype}; build the model in the dtype that was trained"
+                    )
+                wanted.append((Wanted(part.name, layout[name], part), shard))
+        for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if given is not None and self.loop[what] is None:
+                raise CheckpointError(f"{self.path} was saved without the state of a {what}")
+        apply = []
+        if optimizer is not None:
+            saved = {
+                name: spec
+                for name, (file, spec) in self.manifest.tensors.items()
+                if file.startswith(STATE_FOLDER)
+            }
+            description = self.loop["optimizer"]
+            places, give = restore(optimizer, model, layout, description, saved)
+            wanted += places
+            apply.append(give)
+        if scheduler is not None:
+            apply.append(partial(scheduler.load_state_dict, self.loop["scheduler"]))
+
+        def apply_all() -> None:
+            for function in apply:
+                function()
+
+        return wanted, apply_all
+
+    def restore_random_numbers(self, mesh: Mesh, same: bool) -> None:
+        """Go on with the saved random numbers, or with new ones by the rule."""
+        if not same:
+            rng.reseed(self.loop["random"], self.manifest.step, mesh)
+            return
+        with self.manifest.open(self.path, RNG_NAME) as file:
+            rng.restore(rng.read(file, mesh.rank), mesh)

@@ -1,0 +1,221 @@
+"""Saving all that a job needs to go on, in a directory that HuggingFace can read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from parallel_ext.checkpoint import disk, rng
+from parallel_ext.checkpoint.chunk_hashes import FileRecord
+from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, Manifest
+from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
+from parallel_ext.checkpoint.safetensors_writer import TensorSpec
+from parallel_ext.checkpoint.save import values_in_files, write_configuration, write_index
+from parallel_ext.checkpoint.steps import LOOP_NAME, Scheduler, name_of_step, publish_step
+from parallel_ext.checkpoint.stream import (
+    PlannedFile,
+    TensorStream,
+    plan_files,
+    warn_of_non_finite,
+)
+from parallel_ext.checkpoint.strict_json import to_json
+from parallel_ext.layout import TensorLayout
+from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.state import ParallelState, model_of, state_of
+from parallel_ext.version import VERSION
+
+_OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
+_MAX_FILE_BYTES = 5 * 10**9
+
+
+def save_checkpoint(
+    root: str | os.PathLike[str],
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    data_state: Any = None,
+) -> Path:
+    """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
+
+    Every rank calls it. The directory is one that plain ``from_pretrained`` reads, with a folder
+    ``parallel_state`` beside the model's files. Each tensor is written once, unpadded and under its
+    HuggingFace name, by one of all ranks, and hashed on the way; rows stream to the rank that
+    writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
+    it then; a save that is killed leaves a ``.tmp-step-...`` behind, which nothing reads.
+
+    Args:
+        root: directory of all checkpoints of a job, the same place for all ranks.
+        step: number of the training step; it must not have been saved there yet.
+        model: a parallel model.
+        optimizer: torch's Adam, AdamW or SGD, built from the model's parameters; Adafactor where
+            no parameter is cut.
+        scheduler: of the learning rate; its ``state_dict()`` must be JSON.
+        data_state: where the data is, as JSON, for example the number of samples that all ranks
+            together have taken; equal on all ranks.
+
+    Returns:
+        The directory, on every rank.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        DisagreementError: the ranks were given different things.
+        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise, those that did
+            not fail a RuntimeError that quotes the error; checkpoints that were there stay whole.
+
+    Example:
+        >>> save_checkpoint("ckpts", 1200, model, optimizer)  # doctest: +SKIP
+    """
+    what = f"save_checkpoint of step {step} to {os.fspath(root)}"
+    own, state = model_of(model), state_of(model)
+    mesh = state.mesh
+    mesh.meet(what)
+    mesh.together(what, lambda: _check_servable(step, state))
+    kept = OptimizerState({}, {})
+    if optimizer is not None:
+        kept = collect(optimizer, own, state.layout, mesh, what)
+    loop = {
+        "step": step,
+        "optimizer": kept.description or None,
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "data_state": data_state,
+    }
+    _agree(loop, mesh, what)
+    plan = mesh.together(what, lambda: _Plan(own, state, kept))
+    states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
+    with ExitStack() as cleanup:
+        begun = mesh.together(what, lambda: _begin(Path(root), step, mesh, cleanup))
+        temporary, save_id = mesh.gather_objects(begun)[0]
+        metadata = {"save_id": save_id, "parallel_ext": VERSION}
+        stream = TensorStream(plan.values, mesh, hashed=True)
+        stream.write(plan.files, plan.layouts, temporary, metadata, what)
+        records, counts = {}, mesh.gather_objects(stream.non_finite)
+        for of_rank in mesh.gather_objects(stream.records()):
+            records |= of_rank
+
+        def finish() -> None:
+            if mesh.rank == 0:
+                described = {**loop, "random": rng.describe(states_of, mesh)}
+                records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
+                records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
+                records.update(_write_model_json(temporary, own, plan.files))
+                non_finite = {name: n for each in counts for name, n in each.items()}
+                manifest = Manifest(
+                    save_id, step, _saved_by(mesh), records, plan.tensors, non_finite
+                )
+                publish_step(temporary, Path(root), manifest)
+
+        mesh.together(what, finish, patient=True)
+    warn_of_non_finite(counts, what, mesh)
+    return Path(root) / name_of_step(step)
+
+
+def _check_servable(step: int, state: ParallelState) -> None:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
+    if state.adapted:
+        raise NotImplementedError(
+            "training checkpoints of a model with adapters are not supported yet; save the adapter "
+            "by model.save_pretrained"
+        )
+
+
+def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
+    """See that all ranks were given the same, as JSON."""
+    own = mesh.together(
+        what,
+        lambda: {
+            name: xxhash.xxh3_128_hexdigest(to_json({name: value}, "what to save"))
+            for name, value in loop.items()
+        },
+    )
+    first, *others = mesh.gather_objects(own)
+    for rank, digests in enumerate(others, start=1):
+        if differing := [name for name in loop if digests[name] != first[name]]:
+            raise DisagreementError(
+                f"{what}: {', '.join(differing)} must be the same on all ranks, but rank {rank} "
+                "was given another than rank 0"
+            )
+
+
+class _Plan:
+    """What is written where; the same on every rank but for ``values``."""
+
+    def __init__(self, model: nn.Module, state: ParallelState, kept: OptimizerState) -> None:
+        owners = state.mesh.world_size
+        of_model = values_in_files(model, state.layout, state.mesh.rank)
+        in_files = state.layout.in_files()
+        self.values = {**of_model, **{name: value for name, (value, _) in kept.tensors.items()}}
+        self.layouts: dict[str, TensorLayout] = {
+            **in_files.tensors,
+            **{name: layout for name, (_, layout) in kept.tensors.items()},
+        }
+        specs = {
+            name: TensorSpec(name, value.dtype, self.layouts[name].shape)
+            for name, value in self.values.items()
+        }
+        self.files = plan_files([specs[name] for name in of_model], owners, _MAX_FILE_BYTES)
+        self.files += plan_files(
+            [specs[name] for name in kept.tensors],
+            owners,
+            _MAX_FILE_BYTES,
+            _OPTIMIZER_FILES.format(1, 1),
+            _OPTIMIZER_FILES,
+        )
+        self.tensors = {
+            spec.name: (file.name, spec) for file in self.files for spec in file.tensors
+        }
+
+
+def _begin(root: Path, step: int, mesh: Mesh, cleanup: ExitStack) -> tuple[Path, str] | None:
+    """Rank 0 makes the directory to write into, which vanishes unless it is published."""
+    if mesh.rank != 0:
+        return None
+    target = root / name_of_step(step)
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{target} is there already; remove it, or save to another root, since a step is never "
+            "overwritten"
+        )
+    save_id = secrets.token_hex(16)
+    temporary = root / f".tmp-{name_of_step(step)}-{save_id}"
+    disk.make_directory(temporary)
+    cleanup.callback(disk.remove_tree, temporary)
+    disk.make_directory(temporary / STATE_FOLDER)
+    return temporary, save_id
+
+
+def _write(path: Path, content: bytes) -> FileRecord:
+    disk.write_file(path, content)
+    return FileRecord.of(content)
+
+
+def _write_model_json(
+    temporary: Path, model: nn.Module, files: list[PlannedFile]
+) -> dict[str, FileRecord]:
+    """The JSON files of a HuggingFace directory, durably."""
+    before = set(temporary.iterdir())
+    write_index(temporary, [file for file in files if not file.name.startswith(STATE_FOLDER)])
+    generation_config = model.generation_config if model.can_generate() else None
+    write_configuration(temporary, model, model.config, generation_config)
+    records = {}
+    for path in sorted(set(temporary.iterdir()) - before):
+        disk.sync_path(path)
+        records[path.name] = FileRecord.of(path.read_bytes())
+    return records
+
+
+def _saved_by(mesh: Mesh) -> dict[str, Any]:
+    import transformers  # not needed to import this package
+
+    versions = {"parallel_ext": VERSION, "torch": torch.__version__}
+    return {**versions, "transformers": transformers.__version__, **rng.layout_of(mesh)}
