@@ -20,6 +20,8 @@ import torch.distributed as dist
 import transformers
 from ranks import Raised, pool
 from reference import Tiny, batch, parallel, shard_differences, worst
+from reference_cogagent import batches_of, picture, text, tiny_model
+from reference_cogagent import exact as exact_cogagent
 from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral
 from safetensors import safe_open
@@ -147,6 +149,57 @@ def test_training_goes_on_as_in_one_process(before: Job, after: Job, tmp_path: P
     pool(before.layout.world).run(_save_after_two_steps, before, tmp_path)
     after = replace(after, optimizer=before.optimizer)
     for error, name in pool(after.layout.world).run(_go_on, after, tmp_path):
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+def _cogagent(layout: Layout, zero: int | None) -> tuple[Any, Any, px.Mesh]:
+    mesh = layout.mesh()
+    model = parallel(tiny_model(), mesh).train()
+    if zero:
+        px.data_parallel(model, mesh, zero)
+    return model, _optimizer(model, "AdamW"), mesh
+
+
+# The towers see images in the second and the fourth step only, so that their ``step`` is another.
+IMAGES = [[[text(9)], [text(7)]], [[picture(6)], [text(9)]]] * 2
+
+
+def _train_on_images(model: Any, optimizer: Any, dp: int, dp_rank: int, steps: range) -> None:
+    for step in steps:
+        whole, own = batches_of(IMAGES[step])
+        _step(model, optimizer, mock.Mock(), whole if dp == 1 else own[dp_rank])
+
+
+def _save_on_images(layout: Layout, zero: int | None, root: Path) -> None:
+    model, optimizer, mesh = _cogagent(layout, zero)
+    _train_on_images(model, optimizer, mesh.dp_size, mesh.dp_rank, range(2))
+    px.save_checkpoint(root, 2, model, optimizer)
+
+
+def _go_on_on_images(layout: Layout, zero: int | None, root: Path) -> tuple[float, str]:
+    model, optimizer, mesh = _cogagent(layout, zero)
+    with warnings.catch_warnings(action="ignore"):
+        px.load_checkpoint(root, model, optimizer)
+    _train_on_images(model, optimizer, mesh.dp_size, mesh.dp_rank, range(2, 4))
+    reference = exact_cogagent(tiny_model()).train()
+    _train_on_images(reference, _optimizer(reference, "AdamW"), 1, 0, range(4))
+    return worst(shard_differences(model, dict(reference.named_parameters()), False))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((Layout(1, 2, 1), None), (Layout(2, 1, 1), 3)),
+        ((Layout(2, 2, 1), 2), (Layout(1, 1, 1), None)),
+    ],
+    ids=str,
+)
+def test_a_cogagent_goes_on_as_in_one_process(before: Any, after: Any, tmp_path: Path) -> None:
+    pool(before[0].world).run(_save_on_images, *before, tmp_path)
+    loop = json.loads((tmp_path / "step-00000002/parallel_state/loop.json").read_text())
+    number = loop["optimizer"]["numbers"]["step"]
+    assert {number["most"], *number["others"].values()} >= {1.0, 2.0}
+    for error, name in pool(after[0].world).run(_go_on_on_images, *after, tmp_path):
         assert error <= 1e-9, f"{name} differs by {error:.1e}"
 
 

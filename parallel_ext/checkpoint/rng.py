@@ -31,10 +31,14 @@ def capture(mesh: Mesh) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"the state of a {kind} of NumPy is not known; use its default")
     states = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached] if has_gauss else [], dtype=torch.float64),
+        "python": torch.tensor([version, *words], dtype=torch.int64, device="cpu"),
+        "python_gauss": torch.tensor(
+            [] if gauss is None else [gauss], dtype=torch.float64, device="cpu"
+        ),
+        "numpy": torch.tensor([*keys.tolist(), position], dtype=torch.int64, device="cpu"),
+        "numpy_gauss": torch.tensor(
+            [cached] if has_gauss else [], dtype=torch.float64, device="cpu"
+        ),
     }
     if mesh.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(mesh.device)
