@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,13 @@ class Job:
         return f"{self.layout}{stage}-{self.optimizer}"
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -70,7 +80,7 @@ def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
 def _build(job: Job, seed: int = 1) -> tuple[Any, Any, Any, px.Mesh]:
     """A model, its optimizer and scheduler, and the mesh."""
     mesh = job.layout.mesh() if dist.is_initialized() else px.init_mesh()
-    with warnings.catch_warnings(action="ignore"):  # of rows that do not divide
+    with _quietly():  # of rows that do not divide
         model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
@@ -116,7 +126,7 @@ def _save_after_two_steps(job: Job, root: Path) -> None:
 def _go_on(job: Job, root: Path) -> tuple[float, str]:
     """Two more steps, from other weights than the saved ones; how far this is from one process."""
     model, optimizer, scheduler, mesh = _build(job, seed=5)
-    with warnings.catch_warnings(action="ignore"):  # of other random numbers
+    with _quietly():  # of other random numbers
         resumed = px.load_checkpoint(root, model, optimizer, scheduler)
     assert (resumed.step, resumed.data_state) == (2, {"samples": 8})
     _train(model, optimizer, scheduler, mesh, range(2, 4))
@@ -178,7 +188,7 @@ def _save_on_images(layout: Layout, zero: int | None, root: Path) -> None:
 
 def _go_on_on_images(layout: Layout, zero: int | None, root: Path) -> tuple[float, str]:
     model, optimizer, mesh = _cogagent(layout, zero)
-    with warnings.catch_warnings(action="ignore"):
+    with _quietly():
         px.load_checkpoint(root, model, optimizer)
     _train_on_images(model, optimizer, mesh.dp_size, mesh.dp_rank, range(2, 4))
     reference = exact_cogagent(tiny_model()).train()
@@ -515,6 +525,29 @@ def test_all_raise_what_one_rank_raises(what: str, name: str, tmp_path: Path) ->
     assert all("No space left on device" in raised.text for raised in results), results
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
     assert px.verify(px.latest(tmp_path)) == 2
+
+
+def _lose(root: Path) -> None:
+    """The second rank is killed while it writes a file of step 3."""
+    mesh = px.init_mesh(tp=3, timeout=4.0)
+    model = parallel(LLAMA.model(), mesh)
+    px.save_checkpoint(root, 2, model)
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(disk, "write", die if mesh.rank == 1 else disk.write):
+        px.save_checkpoint(root, 3, model)
+
+
+def test_a_killed_rank_is_named_and_the_step_before_stays(tmp_path: Path) -> None:
+    for survivor in pool(3).run_losing(1, _lose, tmp_path):
+        assert isinstance(survivor, Raised), survivor
+        assert survivor.type == "CollectiveTimeout", survivor
+        assert "save_checkpoint of step 3" in survivor.text
+        assert "rank 1" in survivor.text
+    assert px.verify(px.latest(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
 
 
 class _Counting(dict):

@@ -52,6 +52,7 @@ def save_checkpoint(
     HuggingFace name, by one of all ranks, and hashed on the way; rows stream to the rank that
     writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
     it then; a save that is killed leaves a ``.tmp-step-...`` behind, which nothing reads.
+    Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
 
     Args:
         root: directory of all checkpoints of a job, the same place for all ranks.
@@ -83,10 +84,11 @@ def save_checkpoint(
     kept = OptimizerState({}, {})
     if optimizer is not None:
         kept = collect(optimizer, own, state.layout, mesh, what)
+    rates = mesh.together(what, lambda: None if scheduler is None else scheduler.state_dict())
     loop = {
         "step": step,
         "optimizer": kept.description or None,
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scheduler": rates,
         "data_state": data_state,
     }
     _agree(loop, mesh, what)
