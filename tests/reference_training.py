@@ -1,0 +1,84 @@
+"""Small jobs whose training is saved and goes on elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reference import Tiny, batch, parallel
+from reference_mixtral import Layout, TinyMixtral
+from torch import nn
+
+import parallel_ext as px
+
+LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1)
+TIED = replace(LLAMA, tied=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a model is spread and trained."""
+
+    tiny: Any = LLAMA
+    layout: Layout = Layout(1, 1, 1)
+    zero: int | None = None
+    optimizer: str = "AdamW"
+    vocab_multiple_of: int = 1
+
+    def __str__(self) -> str:
+        stage = f"-zero{self.zero}" if self.zero else ""
+        return f"{self.layout}{stage}-{self.optimizer}"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings, which other tests look at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    if name == "Adafactor":
+        return torch.optim.Adafactor(groups, lr=0.1)
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), amsgrad=name == "amsgrad")
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+
+
+def build(job: Job, seed: int = 1) -> tuple[Any, Any, Any, px.Mesh]:
+    """A model, its optimizer and scheduler, and the mesh."""
+    mesh = job.layout.mesh() if dist.is_initialized() else px.init_mesh()
+    with quietly():  # of rows that do not divide
+        model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
+    if job.zero:
+        px.data_parallel(model, mesh, job.zero)
+    optimizer = optimizer_of(model, job.optimizer)
+    return model, optimizer, scheduler_of(optimizer), mesh
+
+
+def one_step(model: Any, optimizer: Any, scheduler: Any, data: dict[str, Any]) -> None:
+    model(**data).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+
+def train(model: Any, optimizer: Any, scheduler: Any, mesh: px.Mesh, steps: range) -> None:
+    """Every step has the same four rows, whatever the number of dp ranks."""
+    for step in steps:
+        whole = batch(model.config.vocab_size, rows=4, tokens=6, seed=step)
+        own = {name: value[mesh.dp_rank :: mesh.dp_size] for name, value in whole.items()}
+        one_step(model, optimizer, scheduler, own)
