@@ -93,6 +93,8 @@ def save_checkpoint(
     }
     _agree(loop, mesh, what)
     plan = mesh.together(what, lambda: _Plan(own, state, kept))
+    digest = xxhash.xxh3_64_hexdigest(repr(plan.files).encode())
+    mesh.meet(f"{what} as {len(plan.files)} files, plan {digest}")
     states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
     with ExitStack() as cleanup:
         begun = mesh.together(what, lambda: _begin(Path(root), step, mesh, cleanup))
