@@ -35,8 +35,7 @@ ALLOWED = {
     "forwards": set(),
     "moe": {"forwards", "layout", "mesh", "ops", "partial_gradients", "sharded"},
     "models": {"checkpoint", "layout"},
-    # a training checkpoint is told by the model how it is spread, and says what has written it
-    "checkpoint": {"layout", "mesh", "sharded", "state", "version"},
+    "checkpoint": {"layout", "mesh", "sharded", "version"},
     "held_gradients": set(),
     "routing_counter": set(),
     "state": {
@@ -44,6 +43,7 @@ ALLOWED = {
         "routing_counter",
     },
     "forced_routing": {"moe", "state"},
+    "resume": {"checkpoint", "state"},
     "routing_metrics": {"ops", "routing_counter", "state"},
     "gradients": {"ops", "sharded", "state"},
     "lora": {

@@ -7,9 +7,9 @@ from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.checkpoint.save import save_directory
-from parallel_ext.checkpoint.steps import latest, verify
-from parallel_ext.checkpoint.training_load import Resumed, load_checkpoint
-from parallel_ext.checkpoint.training_save import save_checkpoint
+from parallel_ext.checkpoint.steps import Scheduler, latest, verify
+from parallel_ext.checkpoint.training_load import Resumed, load_step
+from parallel_ext.checkpoint.training_save import save_step
 
 __all__ = [
     "CheckpointError",
@@ -17,14 +17,15 @@ __all__ = [
     "Resumed",
     "SafetensorsFile",
     "SafetensorsWriter",
+    "Scheduler",
     "TensorSpec",
     "bytes_of",
     "full_state_dict",
     "gather_in_step",
     "gather_tensor",
     "latest",
-    "load_checkpoint",
-    "save_checkpoint",
+    "load_step",
     "save_directory",
+    "save_step",
     "verify",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ from parallel_ext.checkpoint.reading import Wanted, read_shards
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
 from parallel_ext.checkpoint.steps import LOOP_NAME, Scheduler, latest, name_of_step
 from parallel_ext.checkpoint.strict_json import parse_json
+from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
-from parallel_ext.state import ParallelState, model_of, state_of
 
 
 @dataclass(frozen=True)
@@ -44,52 +44,39 @@ class Resumed:
     same_random_numbers: bool
 
 
-def load_checkpoint(
+def load_step(
     root: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
-    *,
-    step: int | None = None,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    step: int | None,
+    mesh: Mesh,
+    layout: ModelLayout,
+    vocabulary: Collection[str],
 ) -> Resumed:
-    """Put a training checkpoint into a model, its optimizer and its scheduler, in place.
-
-    Every rank calls it. Mesh and ZeRO stage may be others than when it was saved: each rank reads
-    its own slices, and every chunk that it reads is compared with the hash that was written. What
-    is not passed is not loaded. On the mesh of the save, random numbers go on where they were;
-    on another, every rank is seeded anew from (saved seed, step, rank), with a warning.
-
-    Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
-    afterwards, model and optimizer hold a mixture: load another step before training goes on.
+    """What :func:`parallel_ext.load_checkpoint` does, of a model whose layout is known.
 
     Args:
-        root: as of ``save_checkpoint``.
-        model: a parallel model of the same configuration, filled or not yet trained.
-        optimizer: of the class and the groups of parameters that were saved; built after
-            ``px.data_parallel``.
-        scheduler: to be given its saved ``state_dict()``.
-        step: the one to load; when None the latest.
+        root, model, optimizer, scheduler, step: as there.
+        mesh: the ranks of the model.
+        layout: where its tensors live.
+        vocabulary: names of its tensors with a row for each id.
 
     Returns:
         The step and the data state, among others.
 
     Raises:
-        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
-        CheckpointError: there is no such checkpoint, it is damaged, or of another model or
-            optimizer; all ranks raise, those that did not fail a RuntimeError that quotes it.
-
-    Example:
-        >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
+        as there.
     """
     what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
-    own, state = model_of(model), state_of(model)
-    mesh = state.mesh
     mesh.meet(what)
     chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
     path, save_id = mesh.gather_objects(chosen)[0]
     with ExitStack() as cleanup:
         opened = mesh.together(what, lambda: _Opened(path, save_id, cleanup))
-        wanted, apply = mesh.together(what, lambda: opened.match(own, state, optimizer, scheduler))
+        wanted, apply = mesh.together(
+            what, lambda: opened.match(model, optimizer, scheduler, mesh, layout, vocabulary)
+        )
         read_shards(wanted, opened.file_of, mesh, what)
         mesh.together(what, apply)
         same = opened.loop["random"]["mesh"] == rng.layout_of(mesh)
@@ -130,16 +117,16 @@ class _Opened:
     def match(
         self,
         model: nn.Module,
-        state: ParallelState,
         optimizer: torch.optim.Optimizer | None,
         scheduler: Scheduler | None,
+        mesh: Mesh,
+        layout: ModelLayout,
+        vocabulary: Collection[str],
     ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
         """What goes where, and what is to be done when it is there; nothing changes yet."""
-        layout, rank = state.layout, state.mesh.rank
-        vocabulary = [f"{path}.weight" for path in (state.table.embedding, state.table.head)]
         self.directory.check(layout.in_files(), vocabulary)
         wanted = []
-        for name, shard in local_values(model, layout, rank).items():
+        for name, shard in local_values(model, layout, mesh.rank).items():
             for part in layout.parts_of(name):
                 dtype = self.directory.dtypes[part.name]
                 if dtype != shard.dtype:

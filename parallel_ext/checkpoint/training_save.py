@@ -28,62 +28,45 @@ from parallel_ext.checkpoint.stream import (
     warn_of_non_finite,
 )
 from parallel_ext.checkpoint.strict_json import to_json
-from parallel_ext.layout import TensorLayout
+from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import DisagreementError, Mesh
-from parallel_ext.state import ParallelState, model_of, state_of
 from parallel_ext.version import VERSION
 
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9
 
 
-def save_checkpoint(
+def save_step(
     root: str | os.PathLike[str],
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
-    data_state: Any = None,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    data_state: Any,
+    mesh: Mesh,
+    layout: ModelLayout,
+    refused: str = "",
 ) -> Path:
-    """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
-
-    Every rank calls it. The directory is one that plain ``from_pretrained`` reads, with a folder
-    ``parallel_state`` beside the model's files. Each tensor is written once, unpadded and under its
-    HuggingFace name, by one of all ranks, and hashed on the way; rows stream to the rank that
-    writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
-    it then; a save that is killed leaves a ``.tmp-step-...`` behind, which nothing reads.
-    Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
+    """What :func:`parallel_ext.save_checkpoint` does, of a model whose layout is known.
 
     Args:
-        root: directory of all checkpoints of a job, the same place for all ranks.
-        step: number of the training step; it must not have been saved there yet.
-        model: a parallel model.
-        optimizer: torch's Adam, AdamW or SGD, built from the model's parameters; Adafactor where
-            no parameter is cut.
-        scheduler: of the learning rate; its ``state_dict()`` must be JSON.
-        data_state: where the data is, as JSON, for example the number of samples that all ranks
-            together have taken; equal on all ranks.
+        root, step, model, optimizer, scheduler, data_state: as there.
+        mesh: the ranks of the model.
+        layout: where its tensors live.
+        refused: why this model cannot be saved, if so.
 
     Returns:
         The directory, on every rank.
 
     Raises:
-        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
-        DisagreementError: the ranks were given different things.
-        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise, those that did
-            not fail a RuntimeError that quotes the error; checkpoints that were there stay whole.
-
-    Example:
-        >>> save_checkpoint("ckpts", 1200, model, optimizer)  # doctest: +SKIP
+        as there.
     """
     what = f"save_checkpoint of step {step} to {os.fspath(root)}"
-    own, state = model_of(model), state_of(model)
-    mesh = state.mesh
     mesh.meet(what)
-    mesh.together(what, lambda: _check_servable(step, state))
+    mesh.together(what, lambda: _check(step, refused))
     kept = OptimizerState({}, {})
     if optimizer is not None:
-        kept = collect(optimizer, own, state.layout, mesh, what)
+        kept = collect(optimizer, model, layout, mesh, what)
     rates = mesh.together(what, lambda: None if scheduler is None else scheduler.state_dict())
     loop = {
         "step": step,
@@ -92,7 +75,7 @@ def save_checkpoint(
         "data_state": data_state,
     }
     _agree(loop, mesh, what)
-    plan = mesh.together(what, lambda: _Plan(own, state, kept))
+    plan = mesh.together(what, lambda: _Plan(model, layout, mesh, kept))
     digest = xxhash.xxh3_64_hexdigest(repr(plan.files).encode())
     mesh.meet(f"{what} as {len(plan.files)} files, plan {digest}")
     states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
@@ -111,7 +94,7 @@ def save_checkpoint(
                 described = {**loop, "random": rng.describe(states_of, mesh)}
                 records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
                 records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
-                records.update(_write_model_json(temporary, own, plan.files))
+                records.update(_write_model_json(temporary, model, plan.files))
                 non_finite = {name: n for each in counts for name, n in each.items()}
                 manifest = Manifest(
                     save_id, step, _saved_by(mesh), records, plan.tensors, non_finite
@@ -123,14 +106,11 @@ def save_checkpoint(
     return Path(root) / name_of_step(step)
 
 
-def _check_servable(step: int, state: ParallelState) -> None:
+def _check(step: int, refused: str) -> None:
     if type(step) is not int or step < 0:
         raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
-    if state.adapted:
-        raise NotImplementedError(
-            "training checkpoints of a model with adapters are not supported yet; save the adapter "
-            "by model.save_pretrained"
-        )
+    if refused:
+        raise NotImplementedError(refused)
 
 
 def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
@@ -154,10 +134,12 @@ def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
 class _Plan:
     """What is written where; the same on every rank but for ``values``."""
 
-    def __init__(self, model: nn.Module, state: ParallelState, kept: OptimizerState) -> None:
-        owners = state.mesh.world_size
-        of_model = values_in_files(model, state.layout, state.mesh.rank)
-        in_files = state.layout.in_files()
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, mesh: Mesh, kept: OptimizerState
+    ) -> None:
+        owners = mesh.world_size
+        of_model = values_in_files(model, layout, mesh.rank)
+        in_files = layout.in_files()
         self.values = {**of_model, **{name: value for name, (value, _) in kept.tensors.items()}}
         self.layouts: dict[str, TensorLayout] = {
             **in_files.tensors,

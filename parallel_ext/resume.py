@@ -1,0 +1,112 @@
+"""Training checkpoints of parallel models: saved, and resumed on any layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.checkpoint import Resumed, Scheduler, load_step, save_step
+from parallel_ext.state import model_of, state_of
+
+
+def save_checkpoint(
+    root: str | os.PathLike[str],
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    data_state: Any = None,
+) -> Path:
+    """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
+
+    Every rank calls it. The directory is one that plain ``from_pretrained`` reads, with a folder
+    ``parallel_state`` beside the model's files. Each tensor is written once, unpadded and under its
+    HuggingFace name, by one of all ranks, and hashed on the way; rows stream to the rank that
+    writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
+    it then; a save that is killed leaves a ``.tmp-step-...`` behind, which nothing reads.
+    Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
+
+    Args:
+        root: directory of all checkpoints of a job, the same place for all ranks.
+        step: number of the training step; it must not have been saved there yet.
+        model: a parallel model.
+        optimizer: torch's Adam, AdamW or SGD, built from the model's parameters; Adafactor where
+            no parameter is cut.
+        scheduler: of the learning rate; its ``state_dict()`` must be JSON.
+        data_state: where the data is, as JSON, for example the number of samples that all ranks
+            together have taken; equal on all ranks.
+
+    Returns:
+        The directory, on every rank.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        DisagreementError: the ranks were given different things.
+        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise, those that did
+            not fail a RuntimeError that quotes the error; checkpoints that were there stay whole.
+
+    Example:
+        >>> save_checkpoint("ckpts", 1200, model, optimizer)  # doctest: +SKIP
+    """
+    own, state = model_of(model), state_of(model)
+    refused = (
+        "training checkpoints of a model with adapters are not supported yet; save the adapter by "
+        "model.save_pretrained"
+    )
+    return save_step(
+        root,
+        step,
+        own,
+        optimizer,
+        scheduler,
+        data_state,
+        state.mesh,
+        state.layout,
+        refused if state.adapted else "",
+    )
+
+
+def load_checkpoint(
+    root: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    *,
+    step: int | None = None,
+) -> Resumed:
+    """Put a training checkpoint into a model, its optimizer and its scheduler, in place.
+
+    Every rank calls it. Mesh and ZeRO stage may be others than when it was saved: each rank reads
+    its own slices, and every chunk that it reads is compared with the hash that was written. What
+    is not passed is not loaded. On the mesh of the save, random numbers go on where they were;
+    on another, every rank is seeded anew from (saved seed, step, rank), with a warning.
+
+    Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
+    afterwards, model and optimizer hold a mixture: load another step before training goes on.
+
+    Args:
+        root: as of ``save_checkpoint``.
+        model: a parallel model of the same configuration, filled or not yet trained.
+        optimizer: of the class and the groups of parameters that were saved; built after
+            ``px.data_parallel``.
+        scheduler: to be given its saved ``state_dict()``.
+        step: the one to load; when None the latest.
+
+    Returns:
+        The step and the data state, among others.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        CheckpointError: there is no such checkpoint, it is damaged, or of another model or
+            optimizer; all ranks raise, those that did not fail a RuntimeError that quotes it.
+
+    Example:
+        >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
+    """
+    own, state = model_of(model), state_of(model)
+    vocabulary = [f"{path}.weight" for path in (state.table.embedding, state.table.head)]
+    return load_step(root, own, optimizer, scheduler, step, state.mesh, state.layout, vocabulary)
