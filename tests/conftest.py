@@ -2,6 +2,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -10,3 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
 )
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """What a test draws does not depend on the tests before it, which differ from run to run."""
+    import torch  # after the environment is set
+
+    torch.manual_seed(0)

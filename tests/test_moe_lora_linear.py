@@ -58,6 +58,21 @@ def _ours(
         torch.use_deterministic_algorithms(False)
 
 
+def _in_its_dtype(
+    tensors: list[torch.Tensor], counts: list[int], grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """The same by plain torch, product by product, rounded each time to the dtype of the rows."""
+    leaves = [tensor.detach().to(grad.dtype).requires_grad_() for tensor in tensors]
+    rows, *of_experts = leaves
+    output = torch.cat(
+        [
+            x @ w.T + SCALE * ((x @ a.T) @ b.T)
+            for x, w, a, b in zip(rows.split(counts), *of_experts, strict=True)
+        ]
+    )
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
 def _expected(
     tensors: list[torch.Tensor], counts: list[int], grad: torch.Tensor
 ) -> list[torch.Tensor]:
@@ -75,11 +90,14 @@ def test_products_and_gradients_are_those_of_the_changed_weights(dtype, counts, 
         tensors = _tensors(counts, r, dtype, low)
         for layout, grad in grad_outputs((sum(counts), 4), dtype).items():
             expected = _expected(tensors, counts, grad)
-            for name, ours, theirs in zip(
-                NAMES, _ours(tensors, counts, grad), expected, strict=True
+            rounded = _in_its_dtype(tensors, counts, grad)
+            for name, ours, theirs, own in zip(
+                NAMES, _ours(tensors, counts, grad), expected, rounded, strict=True
             ):
                 assert ours.dtype == (low if name.startswith("lora") else dtype), name
+                # A sum whose terms cancel is far from its true value in plain torch, too.
                 tolerance = max(TOLERANCE[dtype], TOLERANCE[ours.dtype])
+                tolerance = max(tolerance, 2 * relative_error(own, theirs))
                 assert relative_error(ours, theirs) <= tolerance, (name, layout, r)
 
 
