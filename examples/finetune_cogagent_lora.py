@@ -43,7 +43,7 @@ from parallel_ext.models.cogagent import (
     Conversation,
 )
 from parallel_ext.models.cogagent.table import COGAGENT
-from parallel_ext.models.table import ModelSizes, plan
+from parallel_ext.patch.parallelize import plan_of
 
 # Not EVA2-CLIP-L, the tower of the high-resolution picture, which is whole on every rank.
 TARGETS = (
@@ -187,13 +187,6 @@ def memory_lines(r: int, targets: Sequence[str]) -> list[str]:
     """GiB that each rank holds of the published model, from its layouts; nothing is allocated."""
     with torch.device("meta"):
         model = CogAgentForCausalLM(CogAgentConfig())
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    heads = {
-        path: getattr(model.get_submodule(path), block.heads)
-        for path, block in COGAGENT.blocks(shapes).items()
-        if block.heads is not None
-    }
-    sizes = ModelSizes(model.config.vocab_size, heads_of=heads)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     adapted = tuple(f".{target}.weight" for target in targets)
     parts = {"EVA2-CLIP-E": "model.vision.", "EVA2-CLIP-L": "model.cross_vision.", "decoder": ""}
@@ -202,7 +195,10 @@ def memory_lines(r: int, targets: Sequence[str]) -> list[str]:
     lines = ["".join(f"{title:>13}" for title in titles)]
     for tp in (1, 2, 4, 8):
         held, factors = dict.fromkeys(parts, 0), 0
-        for name, layout in plan(COGAGENT, shapes, {}, sizes, tp).items():
+        plan = plan_of(model, COGAGENT, tp)
+        for name, layout in plan.items():
+            if name in plan.buffers:  # of another dtype
+                continue
             local = layout.local_shape(0)
             part = next(part for part, start in parts.items() if name.startswith(start))
             held[part] += 2 * math.prod(local)

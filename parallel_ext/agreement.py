@@ -60,7 +60,9 @@ def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found[name] = value
         elif isinstance(value, (list, tuple)) and name not in _OF_THE_RANK:
-            found |= _tensors_in({f"{name}[{index}]": each for index, each in enumerate(value)})
+            inner = enumerate(value)  # often of a thousand plain values
+            kinds = (torch.Tensor, list, tuple)
+            found |= _tensors_in({f"{name}[{i}]": v for i, v in inner if isinstance(v, kinds)})
     return found
 
 

@@ -5,7 +5,7 @@ from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
-from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, write_tensors
 from parallel_ext.checkpoint.save import save_directory
 from parallel_ext.checkpoint.steps import Scheduler, latest, verify
 from parallel_ext.checkpoint.training_load import Resumed, load_step
@@ -28,4 +28,5 @@ __all__ = [
     "save_directory",
     "save_step",
     "verify",
+    "write_tensors",
 ]

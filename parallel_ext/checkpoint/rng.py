@@ -15,7 +15,7 @@ import xxhash
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
 from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
-from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.checkpoint.safetensors_writer import write_tensors
 from parallel_ext.mesh import Mesh
 
 
@@ -94,12 +94,7 @@ def write(
         for rank, states in enumerate(states_of)
         for name, value in states.items()
     }
-    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    specs = [TensorSpec(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in ordered]
-    with SafetensorsWriter(path, specs, metadata, hashed=True) as writer:
-        for name in ordered:
-            writer.append(name, tensors[name])
-    return writer.record()
+    return write_tensors(path, tensors, metadata, hashed=True).record()
 
 
 def read(file: SafetensorsFile, rank: int) -> dict[str, torch.Tensor]:

@@ -34,6 +34,28 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def write_tensors(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    hashed: bool = False,
+) -> SafetensorsWriter:
+    """Write whole CPU tensors into one new file, those of wider dtypes first.
+
+    Returns:
+        The writer, which is closed; its ``record()`` is that of the file if it was ``hashed``.
+
+    Raises:
+        CheckpointError, OSError: as :class:`SafetensorsWriter`.
+    """
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    specs = [TensorSpec(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in ordered]
+    with SafetensorsWriter(path, specs, metadata, hashed) as writer:
+        for name in ordered:
+            writer.append(name, tensors[name])
+    return writer
+
+
 class SafetensorsWriter:
     """Writes one safetensors file from front to back, in rows of its tensors.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from parallel_ext.checkpoint.safetensors_writer import TensorSpec
 from parallel_ext.checkpoint.stream import (
     PlannedFile,
     TensorStream,
+    meet_on,
     plan_files,
     warn_of_non_finite,
 )
@@ -122,8 +122,7 @@ def save_directory(
             publication.publish()
 
     values, files = mesh.together(what, plan)
-    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:8]
-    mesh.meet(f"{what} as {len(files)} files, plan {digest}")
+    meet_on(files, mesh, what)
     with ExitStack() as cleanup:
 
         def begin() -> Publication | None:

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
+import xxhash
 
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
 from parallel_ext.checkpoint.gather import RowBlock, Swap, row_blocks
@@ -117,6 +118,17 @@ def plan_turns(
                 queue[-1].blocks.append(block)
                 room -= num_bytes
     return list(zip_longest(*queues))
+
+
+def meet_on(files: Sequence[PlannedFile], mesh: Mesh, what: str) -> None:
+    """See that all ranks have planned the same files, before any of them is made.
+
+    Raises:
+        DisagreementError: they have not.
+        CollectiveTimeout: not all ranks are there.
+    """
+    digest = xxhash.xxh3_64_hexdigest(repr(files).encode())
+    mesh.meet(f"{what} as {len(files)} files, plan {digest}")
 
 
 class TensorStream:

@@ -24,6 +24,7 @@ from parallel_ext.checkpoint.steps import LOOP_NAME, Scheduler, name_of_step, pu
 from parallel_ext.checkpoint.stream import (
     PlannedFile,
     TensorStream,
+    meet_on,
     plan_files,
     warn_of_non_finite,
 )
@@ -76,8 +77,7 @@ def save_step(
     }
     _agree(loop, mesh, what)
     plan = mesh.together(what, lambda: _Plan(model, layout, mesh, kept))
-    digest = xxhash.xxh3_64_hexdigest(repr(plan.files).encode())
-    mesh.meet(f"{what} as {len(plan.files)} files, plan {digest}")
+    meet_on(plan.files, mesh, what)
     states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
     with ExitStack() as cleanup:
         begun = mesh.together(what, lambda: _begin(Path(root), step, mesh, cleanup))

@@ -243,10 +243,11 @@ class LoraRowLinear(_LoraLinear):
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         factor_a, factor_b = self.lora_A[adapter], self.lora_B[adapter]
-        group = self.get_base_layer().group
+        base = self.get_base_layer()
+        group = base.group
         factor_b_weight = self._caught(factor_b.weight, factor_b.layouts["weight"].name, group)
         bias = factor_b.bias
-        if bias is not None and self.get_base_layer().summed_over.size < group.size and group.rank:
+        if bias is not None and base.summed_over.size < group.size and group.rank:
             bias = bias - bias.detach()  # rank 0 adds it; every rank has its gradient
         return factor_a.weight, factor_b_weight, bias
 

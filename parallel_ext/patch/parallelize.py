@@ -83,7 +83,7 @@ def parallelize(
         check_plain(model, table)
         check_servable(model, mesh, allow_different_dropout)
         check_mixture(model, table, mesh, agreement)
-        return table, _plan(model, table, mesh, vocab_multiple_of)
+        return table, plan_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
 
     table, layout = mesh.together("parallelize", prepare)
     check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
@@ -104,7 +104,23 @@ def parallelize(
     return model
 
 
-def _plan(model: nn.Module, table: ModelTable, mesh: Mesh, vocab_multiple_of: int) -> ModelLayout:
+def plan_of(
+    model: nn.Module,
+    table: ModelTable,
+    tp_size: int,
+    ep_size: int = 1,
+    vocab_multiple_of: int = 1,
+) -> ModelLayout:
+    """The layout of every parameter and persistent buffer of a plain model, also one on meta.
+
+    Args:
+        model: of the architecture that ``table`` describes; nothing of it changes.
+        table: the architecture.
+        tp_size, ep_size, vocab_multiple_of: as of :func:`parallel_ext.models.table.plan`.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
     names: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, str] = {}
@@ -125,9 +141,7 @@ def _plan(model: nn.Module, table: ModelTable, mesh: Mesh, vocab_multiple_of: in
             )
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
     sizes = _sizes(model, table, shapes)
-    layout = plan(
-        table, {**shapes, **buffers}, tied, sizes, mesh.tp_size, mesh.ep_size, vocab_multiple_of
-    )
+    layout = plan(table, {**shapes, **buffers}, tied, sizes, tp_size, ep_size, vocab_multiple_of)
     return replace(layout, buffers=frozenset(buffers))
 
 

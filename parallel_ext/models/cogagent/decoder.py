@@ -67,6 +67,29 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (heads * cos + turned * sin).to(heads.dtype)
 
 
+def expert_query_key_value(
+    attention: nn.Module, hidden: Tensor, route: TokenRoute
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of every token by its expert, [B, heads, L, head_dim] each."""
+    vision, language = route.split(hidden)
+    fused = route.merge(
+        attention.vision_expert_query_key_value(vision),
+        attention.language_expert_query_key_value(language),
+    )
+    # Three blocks, query, key and value, each of whole heads.
+    fused = fused.view(*route.shape, 3, attention.num_heads, attention.head_dim)
+    query, key, value = fused.permute(2, 0, 3, 1, 4)
+    return query, key, value
+
+
+def expert_output(attention: nn.Module, context: Tensor, route: TokenRoute) -> Tensor:
+    """What the experts make of the context of their tokens, [B, heads, L, head_dim]: [B, L, H]."""
+    vision, language = route.split(context.transpose(1, 2).flatten(2))
+    return route.merge(
+        attention.vision_expert_dense(vision), attention.language_expert_dense(language)
+    )
+
+
 class VisionExpertAttention(nn.Module):
     """Causal self attention whose projections are chosen by the type of a token."""
 
@@ -90,22 +113,14 @@ class VisionExpertAttention(nn.Module):
         mask: Tensor | None,
         cache: EncoderDecoderCache | None,
     ) -> Tensor:
-        vision, language = route.split(hidden)
-        fused = route.merge(
-            self.vision_expert_query_key_value(vision),
-            self.language_expert_query_key_value(language),
-        )
-        # Three blocks, query, key and value, each of whole heads.
-        fused = fused.view(*route.shape, 3, self.num_heads, self.head_dim)
-        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        query, key, value = expert_query_key_value(self, hidden, route)
         query, key = rotate(query, *rotary), rotate(key, *rotary)
         if cache is not None:
             key, value = cache.self_attention_cache.update(key, value, self.layer_index)
         context = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None and query.shape[2] > 1
         )
-        vision, language = route.split(context.transpose(1, 2).flatten(2))
-        return route.merge(self.vision_expert_dense(vision), self.language_expert_dense(language))
+        return expert_output(self, context, route)
 
 
 class CrossAttention(nn.Module):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from parallel_ext.models.cogagent.decoder import rotate
+from parallel_ext.models.cogagent.decoder import expert_output, expert_query_key_value, rotate
 from parallel_ext.models.cogagent.table import COGAGENT, LAYER
 from parallel_ext.models.cogagent.tokens import TokenRoute
 
@@ -45,12 +45,7 @@ def expert_attention(
     if output_attentions:
         raise NotImplementedError("output_attentions under tp is not supported")
     route = TokenRoute.of(token_type_ids)
-    vision, language = route.split(hidden_states)
-    fused = route.merge(
-        self.vision_expert_query_key_value(vision), self.language_expert_query_key_value(language)
-    )
-    fused = fused.view(*route.shape, 3, self.num_heads, self.head_dim)
-    query, key, value = fused.permute(2, 0, 3, 1, 4)
+    query, key, value = expert_query_key_value(self, hidden_states, route)
     tables = self.rotary_emb(value, seq_len=position_ids.max() + 1)  # [positions, 1, head_dim]
     cos, sin = (table[:, 0][position_ids][:, None] for table in tables)
     query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -58,9 +53,7 @@ def expert_attention(
         before = zip(past_key_value, (key, value), strict=True)
         key, value = (torch.cat([old, new], dim=2) for old, new in before)
     context = _attend(query, key, value, attention_mask)
-    vision, language = route.split(context.transpose(1, 2).flatten(2))
-    output = route.merge(self.vision_expert_dense(vision), self.language_expert_dense(language))
-    return output, None, (key, value) if use_cache else None
+    return expert_output(self, context, route), None, (key, value) if use_cache else None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

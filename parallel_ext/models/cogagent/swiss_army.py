@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_ext.checkpoint import CheckpointError, SafetensorsWriter, TensorSpec
+from parallel_ext.checkpoint import CheckpointError, write_tensors
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import CogAgentForCausalLM
 from parallel_ext.models.cogagent.swiss_army_files import FACTOR, SavedRank, Source, read_ranks
@@ -169,7 +169,7 @@ def import_swiss_army_lora(
         alpha_pattern={name: blocks * lora_alpha for name, blocks in fused.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _FILE, _adapter(ranks, linears, adapted))
+    write_tensors(folder / _FILE, _adapter(ranks, linears, adapted))
     lora.save_pretrained(os.fspath(folder))
 
 
@@ -287,12 +287,3 @@ def _adapter(
         )
         tensors[f"{saved}.lora_B.weight"] = torch.block_diag(*factors_b)
     return tensors
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    specs = [
-        TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
-    ]
-    with SafetensorsWriter(path, specs) as writer:
-        for name, tensor in tensors.items():
-            writer.append(name, tensor)
