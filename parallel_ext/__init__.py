@@ -24,8 +24,9 @@ from parallel_ext.checkpoint import CheckpointError, latest, verify  # noqa: E40
 from parallel_ext.data_parallel import data_parallel  # noqa: E402
 from parallel_ext.forced_routing import force_routing  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
-from parallel_ext.mesh import CollectiveTimeout, DisagreementError, Mesh, init_mesh  # noqa: E402
+from parallel_ext.mesh import Mesh, init_mesh  # noqa: E402
 from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
+from parallel_ext.ranks import CollectiveTimeout, DisagreementError  # noqa: E402
 from parallel_ext.resume import load_checkpoint, save_checkpoint  # noqa: E402
 from parallel_ext.routing_metrics import RoutingMetrics  # noqa: E402
 from parallel_ext.version import VERSION  # noqa: E402

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
-from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.mesh import Mesh
+from parallel_ext.ranks import DisagreementError
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
 _OF_THE_RANK = ("past_key_values",)  # keys and values of its own heads

@@ -10,7 +10,8 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.layout import Range
-from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.mesh import Mesh
+from parallel_ext.ranks import DisagreementError
 
 
 def causal_lm_loss(

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from parallel_ext import ops
 from parallel_ext.forwards import REMEMBERED, ForwardCounter
 from parallel_ext.layout import TensorLayout, split
-from parallel_ext.mesh import DisagreementError
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
 from parallel_ext.partial_gradients import PartialGradients, for_use
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import ShardedModule
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,8 @@ from parallel_ext.checkpoint.safetensors_file import DTYPES
 from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
-from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.mesh import Mesh
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import local_part, named_shards, to_shards
 
 _KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam

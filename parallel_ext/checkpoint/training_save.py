@@ -30,7 +30,8 @@ from parallel_ext.checkpoint.stream import (
 )
 from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import ModelLayout, TensorLayout
-from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.mesh import Mesh
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.version import VERSION
 
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"

@@ -27,8 +27,8 @@ from parallel_ext.lora.targets import (
     refuse_whole,
     resolve_targets,
 )
-from parallel_ext.mesh import DisagreementError
 from parallel_ext.moe import ExpertParallelExperts
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead

@@ -17,7 +17,7 @@ from torch import nn
 from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
 from parallel_ext.layout import TensorLayout
 from parallel_ext.lora.replicas import bits_of, check_replicas, parallel_state
-from parallel_ext.mesh import DisagreementError
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import named_shards, persistent_buffers
 from parallel_ext.state import ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead

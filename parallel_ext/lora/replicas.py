@@ -8,7 +8,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from parallel_ext.checkpoint import bytes_of
-from parallel_ext.mesh import DisagreementError
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState, state_of
 

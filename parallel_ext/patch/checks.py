@@ -7,10 +7,11 @@ from torch import nn
 
 from parallel_ext.agreement import content_digest
 from parallel_ext.layout import ModelLayout
-from parallel_ext.mesh import DisagreementError, Mesh
+from parallel_ext.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, TABLES, learn
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.table import ModelTable
+from parallel_ext.ranks import DisagreementError
 from parallel_ext.state import ParallelState
 
 _MODEL_ATTRIBUTES = (

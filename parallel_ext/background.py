@@ -1,0 +1,64 @@
+"""Work of all ranks behind training, on a thread of each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+
+from parallel_ext.ranks import Ranks
+
+_NICE = 10  # of 19: training comes first where there are fewer cores than threads
+
+
+class Background:
+    """One piece of work at a time, which every rank of the job does on a thread of its own.
+
+    The threads meet over a group and a store connection of their own, so that they are in nobody's
+    way. The process does not end before its thread.
+
+    Args:
+        timeout: seconds after which the thread of another rank that does not come is reported.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._ranks: Ranks | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def start(self, what: str, work: Callable[[Ranks], None]) -> None:
+        """Begin; every rank calls it, after :meth:`finish`.
+
+        Args:
+            what: what the ranks do, for the warning when it fails.
+            work: gets the ranks as it may use them.
+        """
+        if self._ranks is None:
+            self._ranks = Ranks(self._timeout, own_connection=True)
+        ranks = self._ranks
+
+        def run() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # the thread alone
+            try:
+                work(ranks)
+            except Exception as error:
+                self._failure = error
+                warnings.warn(f"{what} failed in the background: {error}", stacklevel=2)
+
+        self._thread = threading.Thread(target=run, name=what)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing runs.
+
+        Raises:
+            Exception: what the work raised, if it failed and nobody was told so before.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
