@@ -28,6 +28,11 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
+    def connect(self) -> None:
+        """Make the group; every rank calls it, before :meth:`start`."""
+        if self._ranks is None:
+            self._ranks = Ranks(self._timeout, own_connection=True)
+
     def start(self, what: str, work: Callable[[Ranks], None]) -> None:
         """Begin; every rank calls it, after :meth:`finish`.
 
@@ -35,14 +40,11 @@ class Background:
             what: what the ranks do, for the warning when it fails.
             work: gets the ranks as it may use them.
         """
-        if self._ranks is None:
-            self._ranks = Ranks(self._timeout, own_connection=True)
-        ranks = self._ranks
 
         def run() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # the thread alone
             try:
-                work(ranks)
+                work(self._ranks)
             except Exception as error:
                 self._failure = error
                 warnings.warn(f"{what} failed in the background: {error}", stacklevel=2)

@@ -10,6 +10,7 @@ import torch
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, bytes_of
 from parallel_ext.layout import Box, Part, Range, TensorLayout
 from parallel_ext.mesh import Mesh
+from parallel_ext.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
     return [box for box in layout.owned(sender) if box not in at_receiver]
 
 
+def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
+    """Whether a :class:`Swap` to ``receiver`` reads the shard of ``rank``."""
+    return rank == receiver or bool(_sent(layout, rank, receiver))
+
+
 def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
     """The part of the block's ``rows`` that ``box`` fills; None if there is none."""
     if (overlap := block.overlap(box)) is None:
@@ -120,7 +126,7 @@ class Swap:
     """Rows of logical tensors on their way to the ranks that want them.
 
     Making it takes memory and may fail; :meth:`run` communicates. A rank that failed before the
-    others run would leave them waiting, so :meth:`Mesh.together` belongs around each of the two.
+    others run would leave them waiting, so :meth:`Ranks.together` belongs around each of the two.
 
     Every rank of the job makes and runs it with the same ``wanted``. Each element is sent once, or
     not at all where the rank that wants it holds it.
@@ -137,7 +143,7 @@ class Swap:
         values: Mapping[str, torch.Tensor],
         wanted: Sequence[Sequence[RowBlock]],
         out: Sequence[torch.Tensor],
-        mesh: Mesh,
+        mesh: Ranks,
     ) -> None:
         self._mesh = mesh
         self._outgoing: list[tuple[int, memoryview]] = []
@@ -177,7 +183,7 @@ class Swap:
         """Exchange the rows; ``out`` is filled afterwards.
 
         Raises:
-            PeerLostError: a rank did not do its part; see :meth:`Mesh.swap`.
+            PeerLostError: a rank did not do its part; see :meth:`Ranks.swap`.
         """
         self._mesh.swap(self._outgoing, self._incoming)
         for place, received in self._strided:

@@ -20,7 +20,7 @@ from parallel_ext.checkpoint.hf_directory import SINGLE_FILE_NAME
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.layout import TensorLayout
-from parallel_ext.mesh import Mesh
+from parallel_ext.ranks import Ranks
 
 SEVERAL_FILES_NAME = "model-{:05}-of-{:05}.safetensors"
 
@@ -120,7 +120,7 @@ def plan_turns(
     return list(zip_longest(*queues))
 
 
-def meet_on(files: Sequence[PlannedFile], mesh: Mesh, what: str) -> None:
+def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
     """See that all ranks have planned the same files, before any of them is made.
 
     Raises:
@@ -144,7 +144,7 @@ class TensorStream:
     """
 
     def __init__(
-        self, values: Mapping[str, torch.Tensor], mesh: Mesh, hashed: bool = False
+        self, values: Mapping[str, torch.Tensor], mesh: Ranks, hashed: bool = False
     ) -> None:
         self._values, self._mesh, self._hashed = values, mesh, hashed
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -250,7 +250,7 @@ class TensorStream:
             writer.close()
 
 
-def warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Mesh) -> None:
+def warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Ranks) -> None:
     """Say on rank 0 which tensors hold how many values that are NaN or infinite."""
     found = sum(counts, Counter())
     if mesh.rank == 0 and found:

@@ -70,6 +70,7 @@ def load_step(
     """
     what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
     mesh.meet(what)
+    mesh.together(what, mesh.background.finish, patient=True)
     chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
     path, save_id = mesh.gather_objects(chosen)[0]
     with ExitStack() as cleanup:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn
 
 from parallel_ext.checkpoint import disk, rng
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
+from parallel_ext.checkpoint.gather import is_needed
 from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, Manifest
 from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
@@ -31,7 +35,7 @@ from parallel_ext.checkpoint.stream import (
 from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
-from parallel_ext.ranks import DisagreementError
+from parallel_ext.ranks import DisagreementError, Ranks
 from parallel_ext.version import VERSION
 
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
@@ -48,11 +52,12 @@ def save_step(
     mesh: Mesh,
     layout: ModelLayout,
     refused: str = "",
+    asynchronous: bool = False,
 ) -> Path:
     """What :func:`parallel_ext.save_checkpoint` does, of a model whose layout is known.
 
     Args:
-        root, step, model, optimizer, scheduler, data_state: as there.
+        root, step, model, optimizer, scheduler, data_state, asynchronous: as there.
         mesh: the ranks of the model.
         layout: where its tensors live.
         refused: why this model cannot be saved, if so.
@@ -65,6 +70,7 @@ def save_step(
     """
     what = f"save_checkpoint of step {step} to {os.fspath(root)}"
     mesh.meet(what)
+    mesh.together(what, mesh.background.finish, patient=True)
     mesh.together(what, lambda: _check(step, refused))
     kept = OptimizerState({}, {})
     if optimizer is not None:
@@ -80,30 +86,31 @@ def save_step(
     plan = mesh.together(what, lambda: _Plan(model, layout, mesh, kept))
     meet_on(plan.files, mesh, what)
     states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
+    if asynchronous:
+        mesh.background.connect()
+        mesh.together(what, lambda: plan.copy_values(mesh))
     with ExitStack() as cleanup:
-        begun = mesh.together(what, lambda: _begin(Path(root), step, mesh, cleanup))
-        temporary, save_id = mesh.gather_objects(begun)[0]
-        metadata = {"save_id": save_id, "parallel_ext": VERSION}
-        stream = TensorStream(plan.values, mesh, hashed=True)
-        stream.write(plan.files, plan.layouts, temporary, metadata, what)
-        records, counts = {}, mesh.gather_objects(stream.non_finite)
-        for of_rank in mesh.gather_objects(stream.records()):
-            records |= of_rank
 
-        def finish() -> None:
-            if mesh.rank == 0:
-                described = {**loop, "random": rng.describe(states_of, mesh)}
-                records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
-                records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
-                records.update(_write_model_json(temporary, model, plan.files))
-                non_finite = {name: n for each in counts for name, n in each.items()}
-                manifest = Manifest(
-                    save_id, step, _saved_by(mesh), records, plan.tensors, non_finite
-                )
-                publish_step(temporary, Path(root), manifest)
+        def begin() -> tuple[Path, dict[str, str], Manifest] | None:
+            """Rank 0 makes the directory and writes all but the tensors."""
+            if mesh.rank != 0:
+                return None
+            temporary, save_id = _begin(Path(root), step, cleanup)
+            metadata = {"save_id": save_id, "parallel_ext": VERSION}
+            described = {**loop, "random": rng.describe(states_of, mesh)}
+            records = _write_model_json(temporary, model, plan.files)
+            records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
+            records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
+            manifest = Manifest(save_id, step, _saved_by(mesh), records, plan.tensors, {})
+            return temporary, metadata, manifest
 
-        mesh.together(what, finish, patient=True)
-    warn_of_non_finite(counts, what, mesh)
+        begun = mesh.together(what, begin)
+        temporary, metadata = mesh.gather_objects(begun and begun[:2])[0]
+        save = _Save(what, Path(root), temporary, metadata, plan, begun and begun[2])
+        if asynchronous:
+            mesh.background.start(what, partial(save.run, cleanup.pop_all()))
+        else:
+            save.run(cleanup, mesh)
     return Path(root) / name_of_step(step)
 
 
@@ -162,11 +169,74 @@ class _Plan:
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
 
+    def copy_values(self, mesh: Mesh) -> None:
+        """Keep what this rank will send or write, in memory of its own, and nothing else.
 
-def _begin(root: Path, step: int, mesh: Mesh, cleanup: ExitStack) -> tuple[Path, str] | None:
-    """Rank 0 makes the directory to write into, which vanishes unless it is published."""
-    if mesh.rank != 0:
-        return None
+        The copies hold what the values are now, whatever training makes of them.
+        """
+        for file in self.files:
+            for spec in file.tensors:
+                value = self.values[spec.name]
+                if is_needed(self.layouts[spec.name], mesh.rank, file.owner):
+                    copy = torch.empty(
+                        value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda
+                    )
+                    self.values[spec.name] = copy.copy_(value, non_blocking=True)
+                else:
+                    self.values[spec.name] = torch.empty_like(value, device="meta")
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save of which only the tensors are missing.
+
+    Attributes:
+        what: what the ranks are doing, for errors.
+        root: where the checkpoints of the job are.
+        temporary: the directory that is being filled.
+        metadata: of each safetensors file.
+        plan: what is written where.
+        manifest: of the other files; None but on rank 0.
+    """
+
+    what: str
+    root: Path
+    temporary: Path
+    metadata: Mapping[str, str]
+    plan: _Plan
+    manifest: Manifest | None
+
+    def run(self, cleanup: ExitStack, ranks: Ranks) -> None:
+        """Write the tensors and publish the directory; every rank runs it, on any thread.
+
+        Args:
+            cleanup: what is to be done in the end, successful or not.
+            ranks: all of them, as this thread may use them.
+        """
+        with cleanup:
+            stream = TensorStream(self.plan.values, ranks, hashed=True)
+            stream.write(
+                self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.what
+            )
+            written = ranks.gather_objects((stream.records(), stream.non_finite))
+            ranks.together(self.what, lambda: self._publish(written), patient=True)
+        warn_of_non_finite([counts for _, counts in written], self.what, ranks)
+
+    def _publish(self, written: Sequence[tuple[dict[str, FileRecord], Counter[str]]]) -> None:
+        if self.manifest is None:
+            return
+        files, non_finite = dict(self.manifest.files), Counter[str]()
+        for records, counts in written:
+            files |= records
+            non_finite += counts
+        manifest = replace(self.manifest, files=files, non_finite=non_finite)
+        publish_step(self.temporary, self.root, manifest)
+
+
+def _begin(root: Path, step: int, cleanup: ExitStack) -> tuple[Path, str]:
+    """Make the directory to write into, which vanishes unless it is published."""
     target = root / name_of_step(step)
     if os.path.lexists(target):
         raise CheckpointError(
