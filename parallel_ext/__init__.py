@@ -26,8 +26,13 @@ from parallel_ext.forced_routing import force_routing  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
 from parallel_ext.mesh import Mesh, init_mesh  # noqa: E402
 from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
+from parallel_ext.preemption import preempted  # noqa: E402
 from parallel_ext.ranks import CollectiveTimeout, DisagreementError  # noqa: E402
-from parallel_ext.resume import load_checkpoint, save_checkpoint  # noqa: E402
+from parallel_ext.resume import (  # noqa: E402
+    load_checkpoint,
+    save_checkpoint,
+    wait_for_checkpoint,
+)
 from parallel_ext.routing_metrics import RoutingMetrics  # noqa: E402
 from parallel_ext.version import VERSION  # noqa: E402
 from parallel_ext.workspaces import release_workspaces  # noqa: E402
@@ -62,7 +67,9 @@ __all__ = [
     "load_checkpoint",
     "no_sync",
     "parallelize",
+    "preempted",
     "release_workspaces",
     "save_checkpoint",
     "verify",
+    "wait_for_checkpoint",
 ]

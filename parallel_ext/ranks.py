@@ -173,6 +173,14 @@ class Ranks:
             group, what, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
         )
 
+    def exchange(self, record: bytes, what: str) -> list[bytes]:
+        """Records of one size of all ranks of the job, in rank order: one all-gather.
+
+        Raises:
+            CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
+        """
+        return self._exchange(self.control, record, what, self.timeout)
+
     def _gather(self, group: Group, value: Any, what: str) -> list[Any]:
         if group.size == 1:
             return [value]

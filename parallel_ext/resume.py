@@ -20,6 +20,8 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Scheduler | None = None,
     data_state: Any = None,
+    *,
+    asynchronous: bool = False,
 ) -> Path:
     """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
 
@@ -30,6 +32,11 @@ def save_checkpoint(
     it then; a save that is killed leaves a ``.tmp-step-...`` behind, which nothing reads.
     Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
 
+    When ``asynchronous``, each rank copies what it will send or write to its host's memory, at most
+    once its shard, and a thread writes it while training goes on. One save is in flight at a time:
+    the next call waits for it, and raises the error with which it failed. End a job with
+    :func:`wait_for_checkpoint`.
+
     Args:
         root: directory of all checkpoints of a job, the same place for all ranks.
         step: number of the training step; it must not have been saved there yet.
@@ -39,9 +46,10 @@ def save_checkpoint(
         scheduler: of the learning rate; its ``state_dict()`` must be JSON.
         data_state: where the data is, as JSON, for example the number of samples that all ranks
             together have taken; equal on all ranks.
+        asynchronous: return when the values are copied, not when they are on the disk.
 
     Returns:
-        The directory, on every rank.
+        The directory, on every rank; of an asynchronous save the one that will be there.
 
     Raises:
         CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
@@ -67,7 +75,27 @@ def save_checkpoint(
         state.mesh,
         state.layout,
         refused if state.adapted else "",
+        asynchronous,
     )
+
+
+def wait_for_checkpoint(model: nn.Module) -> None:
+    """Wait until no asynchronous save is in flight; every rank calls it.
+
+    Args:
+        model: the parallel model that was saved.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it.
+        CheckpointError, ValueError, OSError: the save failed, as ``save_checkpoint`` would have;
+            raised once, by the first call after it.
+
+    Example:
+        >>> wait_for_checkpoint(model)  # doctest: +SKIP
+    """
+    mesh, what = state_of(model).mesh, "wait_for_checkpoint"
+    mesh.meet(what)
+    mesh.together(what, mesh.background.finish, patient=True)
 
 
 def load_checkpoint(

@@ -45,6 +45,7 @@ ALLOWED = {
         "routing_counter",
     },
     "forced_routing": {"moe", "state"},
+    "preemption": {"state"},
     "resume": {"checkpoint", "state"},
     "routing_metrics": {"ops", "routing_counter", "state"},
     "gradients": {"ops", "sharded", "state"},

@@ -1,0 +1,321 @@
+"""Saves behind training, and jobs that are told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import pool
+from reference_mixtral import Layout
+from reference_training import LLAMA, MIXTRAL, Job, build, quietly, train
+
+import parallel_ext as px
+from parallel_ext import preemption
+from parallel_ext.checkpoint import disk
+
+JOBS = [
+    Job(),
+    Job(layout=Layout(1, 2, 1)),
+    Job(layout=Layout(2, 2, 1), zero=2),
+    Job(MIXTRAL, Layout(2, 1, 2), zero=3),
+]
+
+
+def _files(step: Path) -> dict[str, bytes]:
+    """The content of a checkpoint but for what is new in each save."""
+    return {
+        str(path.relative_to(step)): path.read_bytes().replace(_save_id(step), b"")
+        for path in step.rglob("*")
+        if path.is_file() and path.name not in ("COMMIT", "manifest.json")
+    }
+
+
+def _save_id(step: Path) -> bytes:
+    return (step / "COMMIT").read_bytes().split(b'"save_id": "')[1][:32]
+
+
+@contextmanager
+def _slow_disk(gate: threading.Event) -> Any:
+    """No tensor reaches a file before ``gate`` is open."""
+    write = disk.write
+
+    def later(file: Any, memory: memoryview, offset: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert gate.wait(60)
+        write(file, memory, offset)
+
+    with mock.patch.object(disk, "write", later):
+        yield
+
+
+def _save_both_ways(job: Job, root: Path) -> None:
+    model, optimizer, scheduler, mesh = build(job)
+    train(model, optimizer, scheduler, mesh, range(2))
+    data_state = {"samples": [8]}
+    px.save_checkpoint(root / "sync", 2, model, optimizer, scheduler, data_state)
+    gate = threading.Event()
+    with _slow_disk(gate):
+        path = px.save_checkpoint(
+            root / "async", 2, model, optimizer, scheduler, data_state, asynchronous=True
+        )
+        assert not path.exists()
+        data_state["samples"].append(9)  # nothing of this reaches the files
+        model.config.hidden_act = "relu"
+        train(model, optimizer, scheduler, mesh, range(2, 4))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        torch.manual_seed(99)
+        assert not path.exists()
+        gate.set()
+        px.wait_for_checkpoint(model)
+    assert px.verify(path) == 2
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(
+    job: Job, tmp_path: Path
+) -> None:
+    pool(job.layout.world).run(_save_both_ways, job, tmp_path)
+    expected = _files(tmp_path / "sync" / "step-00000002")
+    assert len(expected) >= 6
+    assert _files(tmp_path / "async" / "step-00000002") == expected
+
+
+def _train_while_it_saves(root: Path) -> list[float]:
+    job = Job(layout=Layout(1, 2, 1))
+    model, optimizer, scheduler, mesh = build(job)
+    for step in range(3):
+        train(model, optimizer, scheduler, mesh, range(step, step + 1))
+        if root.name == "saves":
+            px.save_checkpoint(root, step + 1, model, optimizer, scheduler, asynchronous=True)
+    px.wait_for_checkpoint(model)
+    return [float(p.double().sum()) for p in model.parameters()]
+
+
+def test_training_is_the_same_whether_it_is_saved_or_not(tmp_path: Path) -> None:
+    saved = pool(2).run(_train_while_it_saves, tmp_path / "saves")
+    assert saved == pool(2).run(_train_while_it_saves, tmp_path / "none")
+    assert px.latest(tmp_path / "saves").name == "step-00000003"
+    for step in (1, 2, 3):
+        assert px.verify(tmp_path / "saves" / f"step-0000000{step}") == step
+    assert not list((tmp_path / "saves").glob(".tmp*"))
+
+
+def _the_next_call_raises(root: Path, guilty: int, call: str) -> tuple[str, str, bool]:
+    model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 2, 1)))
+
+    def full(file: Any, size: int) -> None:
+        if mesh.rank == guilty and threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(disk, "reserve", full),
+    ):
+        warnings.simplefilter("always")
+        px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
+        mesh.background._thread.join()
+    warned = " ".join(str(each.message) for each in caught)
+    calls = {
+        "save": lambda: px.save_checkpoint(root, 2, model, optimizer),
+        "load": lambda: px.load_checkpoint(root, model, optimizer),
+        "wait": lambda: px.wait_for_checkpoint(model),
+    }
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        calls[call]()
+    px.save_checkpoint(root, 3, model, optimizer)
+    return str(raised.value), warned, isinstance(raised.value, OSError)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("call", ["save", "load", "wait"])
+def test_the_next_call_raises_what_went_wrong_once(tmp_path: Path, guilty: int, call: str) -> None:
+    answers = pool(2).run(_the_next_call_raises, tmp_path, guilty, call)
+    for rank, (error, warned, is_its_own) in enumerate(answers):
+        assert "No space left" in error
+        assert "in the background" in warned
+        assert "No space left" in warned
+        assert is_its_own == (rank == guilty)
+        assert rank == guilty or f"rank {guilty}" in error
+    assert px.latest(tmp_path).name == "step-00000003"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000003"]
+
+
+def _save_while_one_is_slow(root: Path) -> bool:
+    model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 2, 1)))
+    gate = threading.Event()
+    with _slow_disk(gate):
+        px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
+        threading.Timer(0.3, gate.set).start()
+        px.save_checkpoint(root, 2, model, optimizer)
+    return (root / "step-00000001" / "COMMIT").exists()
+
+
+def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
+    assert pool(2).run(_save_while_one_is_slow, tmp_path) == [True, True]
+    assert px.latest(tmp_path).name == "step-00000002"
+
+
+def _copied(job: Job, root: Path) -> tuple[int, int]:
+    """Bytes that a rank copies for a save, and that it holds."""
+    model, optimizer, scheduler, mesh = build(job)
+    train(model, optimizer, scheduler, mesh, range(1))
+    plans: list[Any] = []
+    from parallel_ext.checkpoint import training_save
+
+    copy_values = training_save._Plan.copy_values
+
+    def spy(plan: Any, mesh: px.Mesh) -> None:
+        held = sum(value.nbytes for value in plan.values.values())
+        copy_values(plan, mesh)
+        copied = sum(v.nbytes for v in plan.values.values() if v.device.type == "cpu")
+        plans.append((copied, held))
+
+    with mock.patch.object(training_save._Plan, "copy_values", spy):
+        px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
+        px.wait_for_checkpoint(model)
+    return plans[0]
+
+
+def test_replicas_share_the_copies_that_are_made(tmp_path: Path) -> None:
+    job = Job(replace(LLAMA, vocab_size=301), Layout(4, 1, 1))
+    copied = pool(4).run(_copied, job, tmp_path)
+    whole = copied[0][1]
+    assert sum(c for c, _ in copied) == whole
+    assert max(c for c, _ in copied) < 0.5 * whole
+
+
+# SIGTERM.
+
+
+def _told(rank_told: int) -> list[bool]:
+    model, _, _, mesh = build(Job(layout=Layout(1, 2, 1)))
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with (
+            mock.patch.object(preemption, "_told", threading.Event()),
+            mock.patch.object(preemption, "_listening", threading.Event()),
+        ):
+            answers = [px.preempted(model)]
+            if mesh.rank == rank_told:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert seen == [signal.SIGTERM], "the handler of before was dropped"
+            answers += [px.preempted(model), px.preempted(model)]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return answers
+
+
+@pytest.mark.parametrize("rank_told", [0, 1])
+def test_all_ranks_learn_at_the_same_step_that_one_was_told_to_end(rank_told: int) -> None:
+    assert pool(2).run(_told, rank_told) == [[False, True, True]] * 2
+
+
+def _fork_and_end() -> int:
+    model, _, _, _ = build(Job())
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            mock.patch.object(preemption, "_told", threading.Event()),
+            mock.patch.object(preemption, "_listening", threading.Event()),
+        ):
+            px.preempted(model)
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(7)
+            time.sleep(0.1)
+            os.kill(child, signal.SIGTERM)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_forked_process_still_ends_by_sigterm() -> None:
+    assert pool(1).run(_fork_and_end) == [-signal.SIGTERM]
+
+
+def _on_another_thread() -> str:
+    model, _, _, _ = build(Job())
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            px.preempted(model)
+        except RuntimeError as error:
+            errors.append(error)
+
+    with mock.patch.object(preemption, "_listening", threading.Event()):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    return str(errors[0])
+
+
+def test_only_the_main_thread_can_listen() -> None:
+    assert "main thread" in pool(1).run(_on_another_thread)[0]
+
+
+_SCRIPT = """
+import sys, time
+import torch
+sys.path.insert(0, {tests!r})
+from reference_mixtral import Layout
+from reference_training import Job, build, train
+import parallel_ext as px
+
+root = {root!r}
+model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 2, 1)))
+px.preempted(model)
+for step in range(1, 10_000):
+    train(model, optimizer, scheduler, mesh, range(step, step + 1))
+    if step % 3 == 0:
+        px.save_checkpoint(root, step, model, optimizer, scheduler, asynchronous=True)
+        open(root + f"/saved-by-{{mesh.rank}}", "w").close()
+    if px.preempted(model):
+        px.wait_for_checkpoint(model)
+        if step % 3:
+            px.save_checkpoint(root, step, model, optimizer, scheduler)
+        open(root + f"/ended-{{mesh.rank}}", "w").write(str(step))
+        break
+"""
+
+
+def test_a_job_under_torchrun_saves_one_step_when_it_is_told_to_end(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(_SCRIPT.format(tests=str(Path(__file__).parent), root=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with quietly():
+        job = subprocess.Popen(
+            [*command, str(script)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("saved-by-*"))) < 2:
+            assert job.poll() is None, job.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    ended = [int(path.read_text()) for path in tmp_path.glob("ended-*")]
+    assert len(ended) == 2, errors
+    assert ended[0] == ended[1]
+    assert px.verify(px.latest(tmp_path)) == ended[0]
