@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from parallel_ext import _C
@@ -104,22 +104,29 @@ class TensorLayout:
         return tuple(shape)
 
     @cached_property
-    def _owners(self) -> dict[Box, int]:
+    def filled(self) -> tuple[tuple[int, Box], ...]:
+        """The ranks below ``period`` and each of their boxes that has an element."""
+        return tuple(
+            (rank, box)
+            for rank in range(self.period)
+            for box in self.boxes(rank)
+            if all(start < stop for start, stop in box)
+        )
+
+    @cached_property
+    def owners(self) -> dict[Box, int]:
+        """Each box and the lowest rank that holds it: it alone counts and sends its elements."""
         owners: dict[Box, int] = {}
         for rank in range(self.period):
             for box in self.boxes(rank):
                 owners.setdefault(box, rank)
         return owners
 
-    def owner(self, box: Box) -> int:
-        """The lowest rank that holds ``box``: it alone counts and sends its elements."""
-        return self._owners[box]
-
     def owned(self, rank: int) -> tuple[Box, ...]:
         """The boxes of ``rank`` that no lower rank holds; over all ranks each element once."""
         if rank >= self.period:
             return ()
-        return tuple(box for box in self.boxes(rank) if self.owner(box) == rank)
+        return tuple(box for box in self.boxes(rank) if self.owners[box] == rank)
 
     def holders(self, rank: int) -> tuple[int, ...]:
         """The ranks below ``period`` whose shard equals that of ``rank``."""
@@ -152,14 +159,8 @@ class TensorLayout:
         Args:
             groups: ranks of the job that deal one shard among them, in order; every rank once.
         """
-        cut: dict[int, tuple[Box, ...]] = {}
-        for ranks in groups:
-            rows = self.local_shape(ranks[0])[0]
-            at_once = -(-rows // len(ranks))
-            for number, rank in enumerate(ranks):
-                start, stop = (min(n * at_once, rows) for n in (number, number + 1))
-                cut[rank] = self._rows_of(rank, start, stop)
-        held = tuple(cut[rank] for rank in sorted(cut))
+        nameless = replace(self, name="")  # the layers of a model are cut alike, and only once so
+        held = _cut_again(nameless, tuple(map(tuple, groups)))
         return TensorLayout(self.name, self.shape, self.dim or 0, held)
 
     def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
@@ -175,6 +176,21 @@ class TensorLayout:
                 boxes.append((inner, *box[1:]))
             before += last - first
         return tuple(boxes)
+
+
+@lru_cache(maxsize=64)
+def _cut_again(
+    layout: TensorLayout, groups: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Box, ...], ...]:
+    """What :meth:`TensorLayout.cut_rows_again` lets each rank hold."""
+    cut: dict[int, tuple[Box, ...]] = {}
+    for ranks in groups:
+        rows = layout.local_shape(ranks[0])[0]
+        at_once = -(-rows // len(ranks))
+        for number, rank in enumerate(ranks):
+            start, stop = (min(n * at_once, rows) for n in (number, number + 1))
+            cut[rank] = layout._rows_of(rank, start, stop)
+    return tuple(cut[rank] for rank in sorted(cut))
 
 
 def cut_ranges(
@@ -270,12 +286,13 @@ class Part:
         shape = box_shape(self.box)[self.index :]
         if source.dim is None:
             return TensorLayout(self.name, shape)
-        dim = max(0, source.dim - self.index)
-        held = []
-        for rank in range(source.period):
-            overlaps = (self.overlap(box) for box in source.boxes(rank))
-            held.append(tuple(self.inside(box) for box in overlaps if box is not None))
-        return TensorLayout(self.name, shape, dim, tuple(held))
+        if shape == source.shape:
+            return replace(source, name=self.name)
+        held: list[tuple[Box, ...]] = [()] * source.period
+        for rank, box in source.filled:
+            if (overlap := self.overlap(box)) is not None:
+                held[rank] += (self.inside(overlap),)
+        return TensorLayout(self.name, shape, max(0, source.dim - self.index), tuple(held))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import Ranks
 
 
-@dataclass(frozen=True)
-class RowBlock:
+class RowBlock(NamedTuple):
     """Consecutive rows (indices of dimension 0) of a logical tensor; a scalar is one row.
 
     Attributes:
@@ -90,14 +89,17 @@ def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int)
     pieces = [view for _, view in part_views(shard, layout, part, rank)]
     if len(pieces) == 1:
         return pieces[0]
-    shape = part.layout(layout).local_shape(rank)
-    return torch.cat(pieces, part.layout(layout).dim) if pieces else shard.new_empty(shape)
+    at = part.layout(layout)
+    return torch.cat(pieces, at.dim) if pieces else shard.new_empty(at.local_shape(rank))
 
 
 def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
     """The boxes that one rank sends to another: those that no lower rank holds, nor it itself."""
+    owned = layout.owned(sender)
+    if not owned:  # as of most replicas
+        return []
     at_receiver = set(layout.boxes(receiver))
-    return [box for box in layout.owned(sender) if box not in at_receiver]
+    return [box for box in owned if box not in at_receiver]
 
 
 def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
@@ -165,12 +167,16 @@ class Swap:
 
     def _send(self, block: RowBlock, shard: torch.Tensor, receiver: int) -> None:
         boxes = _sent(block.layout, self._mesh.rank, receiver)
+        if not boxes:
+            return
         for box, view in shard_views(shard, block.layout, self._mesh.rank):
             if box in boxes and (rows := _rows_in(block, box, view)) is not None:
                 self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
 
     def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
-        for sender in range(block.layout.period):
+        owners = block.layout.owners.items()
+        senders = dict.fromkeys(rank for box, rank in owners if block.overlap(box) is not None)
+        for sender in senders:
             for box in _sent(block.layout, sender, self._mesh.rank):
                 if (place := _place(block, box, out)) is None:
                     continue

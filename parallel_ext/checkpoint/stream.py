@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heapreplace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -69,12 +70,12 @@ def plan_files(
         The files, ordered by owner. Within an owner's files the tensors are in the given order,
         those of wider dtypes first, so that all are aligned.
     """
-    load = [0] * owners
+    loads = [(0, rank) for rank in range(owners)]  # a heap: the first has the fewest bytes
     owner_of: dict[str, int] = {}
     for spec in sorted(tensors, key=lambda spec: -spec.num_bytes):
-        owner = min(range(owners), key=lambda rank: load[rank])
+        load, owner = loads[0]
         owner_of[spec.name] = owner
-        load[owner] += spec.num_bytes
+        heapreplace(loads, (load + spec.num_bytes, owner))
     files: list[PlannedFile] = []
     room = 0
     for spec in sorted(tensors, key=lambda spec: (owner_of[spec.name], -spec.dtype.itemsize)):
@@ -110,8 +111,9 @@ def plan_turns(
         queue.append(Turn(file))
         room = STRIPE_BYTES
         for spec in file.tensors:
+            row_bytes = spec.num_bytes // max(1, spec.shape[0]) if spec.shape else spec.num_bytes
             for block in row_blocks(layouts[spec.name], spec.dtype.itemsize):
-                num_bytes = math.prod(block.shape) * spec.dtype.itemsize
+                num_bytes = (block.stop - block.start) * row_bytes
                 if num_bytes > room and queue[-1].blocks:
                     queue.append(Turn(file))
                     room = STRIPE_BYTES
