@@ -47,11 +47,11 @@ def long_step(
         _forget(store, f"step/{number - 1}", world_size)  # which all have left
         store.set(f"{step}/all_here", "1")
     beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
-    pause, looked = 0.001, time.monotonic()
-    # Polled, since a wait in the store would warn of each second that it lasts.
+    began = looked = time.monotonic()
+    # Polled, since a wait in the store would warn of each second that it lasts. The pauses are a
+    # share of what was waited, so that the end is noticed soon and the store is asked seldom.
     while not store.check([f"{step}/all_here"]):
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+        time.sleep(min(max(0.0002, (time.monotonic() - began) / 8), 0.1))
         if time.monotonic() - looked < min(1.0, timeout / 4):
             continue
         looked = time.monotonic()

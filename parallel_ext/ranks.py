@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
+_SHORT_BYTES = 504  # an object of so many travels in one message with its length
 _GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
 
@@ -184,10 +186,14 @@ class Ranks:
     def _gather(self, group: Group, value: Any, what: str) -> list[Any]:
         if group.size == 1:
             return [value]
-        values: list[Any] = [None] * group.size
-        process_group = self.process_groups[group.name]
-        self._communicate(group, what, lambda: dist.all_gather_object(values, value, process_group))
-        return values
+        own = pickle.dumps(value)
+        start = own[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
+        records = self._exchange(group, len(own).to_bytes(8, "little") + start, what, self.timeout)
+        lengths = [int.from_bytes(record[:8], "little") for record in records]
+        contents = [record[8:] for record in records]
+        if max(lengths) > _SHORT_BYTES:
+            contents = self._exchange(group, own.ljust(max(lengths), b"\0"), what, self.timeout)
+        return [pickle.loads(each[:n]) for each, n in zip(contents, lengths, strict=True)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank of the job, in rank order."""
