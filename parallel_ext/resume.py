@@ -43,7 +43,8 @@ def save_checkpoint(
         model: a parallel model.
         optimizer: torch's Adam, AdamW or SGD, built from the model's parameters; Adafactor where
             no parameter is cut.
-        scheduler: of the learning rate; its ``state_dict()`` must be JSON.
+        scheduler: of the learning rate: any of torch's, or one whose ``state_dict()`` consists of
+            plain values, such as numbers, text, lists, dicts and small tensors.
         data_state: where the data is, as JSON, for example the number of samples that all ranks
             together have taken; equal on all ranks.
         asynchronous: return when the values are copied, not when they are on the disk.
@@ -121,7 +122,7 @@ def load_checkpoint(
         model: a parallel model of the same configuration, filled or not yet trained.
         optimizer: of the class and the groups of parameters that were saved; built after
             ``px.data_parallel``.
-        scheduler: to be given its saved ``state_dict()``.
+        scheduler: of the class that was saved, to be given its ``state_dict()``.
         step: the one to load; when None the latest.
 
     Returns:

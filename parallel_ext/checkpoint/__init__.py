@@ -7,7 +7,8 @@ from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, write_tensors
 from parallel_ext.checkpoint.save import save_directory
-from parallel_ext.checkpoint.steps import Scheduler, latest, verify
+from parallel_ext.checkpoint.scheduler_state import Scheduler
+from parallel_ext.checkpoint.steps import latest, verify
 from parallel_ext.checkpoint.training_load import Resumed, load_step
 from parallel_ext.checkpoint.training_save import save_step
 

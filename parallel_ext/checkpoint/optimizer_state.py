@@ -17,6 +17,7 @@ from parallel_ext.checkpoint.reading import Wanted
 from parallel_ext.checkpoint.safetensors_file import DTYPES
 from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.checkpoint.strict_json import to_json
+from parallel_ext.checkpoint.tagged_json import decode, encode
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError
@@ -75,16 +76,20 @@ def _is_number(key: str, value: torch.Tensor, parameter: nn.Parameter) -> bool:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group as JSON; a tensor of one is its number."""
-    plain: dict[str, Any] = {}
-    for key, value in group.items():
-        if isinstance(value, torch.Tensor):
-            value = value.item()
-        elif isinstance(value, tuple):
-            value = list(value)
-        if key not in _OF_THE_RUN:
-            plain[key] = value
-    return plain
+    """The hyperparameters of a group, as JSON."""
+    return {
+        key: encode(value, f"the option {key!r} of a group")
+        for key, value in group.items()
+        if key not in _OF_THE_RUN
+    }
+
+
+def _option(own: Any, saved: Any) -> Any:
+    """A saved option in the kind of the running one; its tensors stay, since a graph has them."""
+    if isinstance(own, tuple) and isinstance(saved, tuple) and len(own) == len(saved):
+        return tuple(map(_option, own, saved))
+    number = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
+    return own.fill_(number) if isinstance(own, torch.Tensor) else number
 
 
 def _entries(
@@ -312,17 +317,16 @@ def restore(
             "these parameters"
         )
 
+    options = [decode(at["options"], "options of the optimizer") for at in description["groups"]]
+
     def apply() -> None:
         for parameter, state in states.items():
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
-        for group, at in zip(optimizer.param_groups, description["groups"], strict=True):
-            for key, value in at["options"].items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for group, at in zip(optimizer.param_groups, options, strict=True):
+            for key, value in at.items():
+                group[key] = _option(group.get(key), value)
 
     return wanted, apply
 

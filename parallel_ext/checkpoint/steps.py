@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Protocol
 
 from parallel_ext.checkpoint import disk
 from parallel_ext.checkpoint.manifest import (
@@ -23,14 +22,6 @@ LATEST_NAME = "LATEST"
 LOOP_NAME = f"{STATE_FOLDER}/loop.json"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LATEST = re.compile(rb"(step-\d{8,}) ([0-9a-f]{32})\n")
-
-
-class Scheduler(Protocol):
-    """What a learning rate scheduler must be able to do."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def name_of_step(step: int) -> str:

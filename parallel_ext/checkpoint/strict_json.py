@@ -104,6 +104,10 @@ def to_json(value: dict[str, Any], what: str) -> bytes:
 def _check(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
+            if type(key) is str and len(key) > _MAX_NAME_LENGTH:
+                raise CheckpointError(
+                    f"{where} has a key of {len(key)} characters, more than {_MAX_NAME_LENGTH}"
+                )
             if type(key) is not str:
                 raise CheckpointError(
                     f"{where} has the key {shown(key)}, but in JSON only text is a key"

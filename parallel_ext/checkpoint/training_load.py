@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.checkpoint import rng
+from parallel_ext.checkpoint import rng, scheduler_state
 from parallel_ext.checkpoint.full_state import local_values
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, read_manifest
@@ -21,7 +21,8 @@ from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.reading import Wanted, read_shards
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
-from parallel_ext.checkpoint.steps import LOOP_NAME, Scheduler, latest, name_of_step
+from parallel_ext.checkpoint.scheduler_state import Scheduler
+from parallel_ext.checkpoint.steps import LOOP_NAME, latest, name_of_step
 from parallel_ext.checkpoint.strict_json import parse_json
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
@@ -151,7 +152,8 @@ class _Opened:
             wanted += places
             apply.append(give)
         if scheduler is not None:
-            apply.append(partial(scheduler.load_state_dict, self.loop["scheduler"]))
+            state = scheduler_state.saved_for(scheduler, self.loop["scheduler"], self.path)
+            apply.append(partial(scheduler.load_state_dict, state))
 
         def apply_all() -> None:
             for function in apply:

@@ -24,7 +24,8 @@ from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
 from parallel_ext.checkpoint.save import values_in_files, write_configuration, write_index
-from parallel_ext.checkpoint.steps import LOOP_NAME, Scheduler, name_of_step, publish_step
+from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
+from parallel_ext.checkpoint.steps import LOOP_NAME, name_of_step, publish_step
 from parallel_ext.checkpoint.stream import (
     PlannedFile,
     TensorStream,
@@ -75,7 +76,7 @@ def save_step(
     kept = OptimizerState({}, {})
     if optimizer is not None:
         kept = collect(optimizer, model, layout, mesh, what)
-    rates = mesh.together(what, lambda: None if scheduler is None else scheduler.state_dict())
+    rates = mesh.together(what, lambda: None if scheduler is None else describe(scheduler))
     loop = {
         "step": step,
         "optimizer": kept.description or None,

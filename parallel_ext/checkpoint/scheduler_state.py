@@ -1,0 +1,51 @@
+"""The state of a learning rate scheduler: out of one, and for one of the same class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.tagged_json import decode, encode
+
+
+class Scheduler(Protocol):
+    """What a learning rate scheduler must be able to do."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def describe(scheduler: Scheduler) -> dict[str, Any]:
+    """Its class and its state, as JSON.
+
+    Raises:
+        CheckpointError: the state holds what a checkpoint cannot.
+    """
+    kind = type(scheduler).__name__
+    return {"class": kind, "state": encode(scheduler.state_dict(), f"the state of {kind}")}
+
+
+def saved_for(scheduler: Scheduler, description: Any, path: Path) -> dict[str, Any]:
+    """What ``scheduler.load_state_dict`` is to be given.
+
+    Args:
+        scheduler: of the class that was saved; torch's would take the state of any other.
+        description: of :func:`describe`, as it was read.
+        path: the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: the state is not that of such a scheduler.
+    """
+    own = type(scheduler).__name__
+    saved = description if isinstance(description, dict) else {}
+    if saved.get("class") != own:
+        raise CheckpointError(
+            f"{path}: the state of {shown(saved.get('class'))} was saved, but the scheduler is "
+            f"{own}"
+        )
+    state = decode(saved.get("state"), f"{path}, the state of {own}")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: {shown(state)} is no state of a scheduler")
+    return state
