@@ -21,6 +21,8 @@ def save_checkpoint(
     scheduler: Scheduler | None = None,
     data_state: Any = None,
     *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
     asynchronous: bool = False,
 ) -> Path:
     """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
@@ -29,7 +31,9 @@ def save_checkpoint(
     ``parallel_state`` beside the model's files. Each tensor is written once, unpadded and under its
     HuggingFace name, by one of all ranks, and hashed on the way; rows stream to the rank that
     writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
-    it then; a save that is killed leaves a ``.tmp-step-...`` behind, which nothing reads.
+    it then. A save that is killed, or loses its power, leaves the last checkpoint as it is, and
+    what it left behind is removed by the next. One job at a time saves into a root: the file
+    ``.lock`` is there meanwhile, and stops nobody once its holder is dead.
     Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
 
     When ``asynchronous``, each rank copies what it will send or write to its host's memory, at most
@@ -39,7 +43,8 @@ def save_checkpoint(
 
     Args:
         root: directory of all checkpoints of a job, the same place for all ranks.
-        step: number of the training step; it must not have been saved there yet.
+        step: number of the training step. It must not be that of the last checkpoint there; an
+            older save of the same step, of a run that was given up, is replaced.
         model: a parallel model.
         optimizer: torch's Adam, AdamW or SGD, built from the model's parameters; Adafactor where
             no parameter is cut.
@@ -47,6 +52,9 @@ def save_checkpoint(
             plain values, such as numbers, text, lists, dicts and small tensors.
         data_state: where the data is, as JSON, for example the number of samples that all ranks
             together have taken; equal on all ranks.
+        keep_last: how many checkpoints stay, with this one; all when None. Others of earlier steps
+            are removed once this one is durable; what cannot be removed is a warning.
+        keep_every: those whose step is a multiple of it stay too.
         asynchronous: return when the values are copied, not when they are on the disk.
 
     Returns:
@@ -55,11 +63,12 @@ def save_checkpoint(
     Raises:
         CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
         DisagreementError: the ranks were given different things.
-        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise, those that did
-            not fail a RuntimeError that quotes the error; checkpoints that were there stay whole.
+        CheckpointError, ValueError, OSError: it cannot be saved, for example while another job
+            saves there. All ranks raise, those that did not fail a RuntimeError that quotes the
+            error; checkpoints that were there stay whole.
 
     Example:
-        >>> save_checkpoint("ckpts", 1200, model, optimizer)  # doctest: +SKIP
+        >>> save_checkpoint("ckpts", 1200, model, optimizer, keep_last=2)  # doctest: +SKIP
     """
     own, state = model_of(model), state_of(model)
     refused = (
@@ -76,6 +85,8 @@ def save_checkpoint(
         state.mesh,
         state.layout,
         refused if state.adapted else "",
+        keep_last,
+        keep_every,
         asynchronous,
     )
 

@@ -7,21 +7,35 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from io import FileIO
 from pathlib import Path
 
 from parallel_ext import _C
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory that must not exist; its parents may be missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir()
+def make_directory(path: Path, exist_ok: bool = False) -> None:
+    """Make a directory in one that is there."""
+    path.mkdir(exist_ok=exist_ok)
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and its parents, durably, as far as they are missing."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        make_directory(each, exist_ok=True)  # somebody may have been faster
+        sync_path(each.parent)
 
 
 def create(path: Path) -> FileIO:
     """Open a file that must not exist, for unbuffered writing."""
     return FileIO(path, "x")
+
+
+def open_or_create(path: Path) -> FileIO:
+    """Open a file for reading and writing, unbuffered; make it, empty, if it is not there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    return FileIO(os.open(path, flags, 0o644), "r+")
 
 
 def reserve(file: FileIO, size: int) -> None:
@@ -35,6 +49,11 @@ def write(file: FileIO, memory: memoryview, offset: int) -> None:
     while done < len(memory):
         done += os.pwrite(file.fileno(), memory[done:], offset + done)
     _C.start_writeback(file.fileno(), offset, done)
+
+
+def touch(file: FileIO) -> None:
+    """Set the time of the last change of the file to now."""
+    os.utime(file.fileno())
 
 
 def sync(file: FileIO) -> None:
@@ -56,9 +75,38 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
+def link(old: Path, new: Path) -> None:
+    """Give a file, or a symbolic link, a second name; where that is not possible, copy it."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(old, new, follow_symlinks=False)
+
+
+def copy_mode(old: Path, new: Path) -> None:
+    """Give ``new`` the permissions of ``old``."""
+    shutil.copymode(old, new)
+
+
+def remove(path: Path) -> None:
+    """Remove a file."""
+    path.unlink()
+
+
 def remove_tree(path: Path) -> None:
-    """Remove what is left of a directory, as far as it can be removed."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a directory and all that is in it."""
+    shutil.rmtree(path)
+
+
+def discard(path: Path) -> None:
+    """Remove what is not needed any more, if it is there; if that fails, say so and go on."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(path)
+        elif os.path.lexists(path):
+            remove(path)
+    except OSError as error:
+        warnings.warn(f"{path} is not needed, but could not be removed: {error}", stacklevel=3)
 
 
 def write_file(path: Path, content: bytes) -> None:

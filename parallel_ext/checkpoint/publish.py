@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import warnings
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -57,14 +55,14 @@ class Publication:
         suffix = secrets.token_hex(4)
         self.temporary = self.target.with_name(f".{self.target.name}.tmp-{suffix}")
         self._old = self.target.with_name(f".{self.target.name}.old-{suffix}")
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary.mkdir()
+        disk.make_directories(self.target.parent)
+        disk.make_directory(self.temporary)
         if self.target.exists():
-            shutil.copymode(self.target, self.temporary)
+            disk.copy_mode(self.target, self.temporary)
 
     def discard(self) -> None:
         """Remove the temporary directory, if it is still there."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        disk.discard(self.temporary)
 
     def publish(self) -> None:
         """Put the temporary directory in the place of ``target``.
@@ -80,35 +78,23 @@ class Publication:
             self._carry_files()
         for path in self.temporary.iterdir():
             if path.is_file() and not path.is_symlink():
-                disk.sync_path(path)
+                disk.sync_path(path)  # what was carried over may not be durable
         disk.sync_path(self.temporary)
         try:
             if replaces:
-                os.rename(self.target, self._old)
-            os.rename(self.temporary, self.target)
+                disk.rename(self.target, self._old)
+            disk.rename(self.temporary, self.target)
         except BaseException:  # an interrupt too must not leave the place empty
             if self._old.exists() and not self.target.exists():
-                os.rename(self._old, self.target)
+                disk.rename(self._old, self.target)
             raise
         if replaces:
             for path in self._old.iterdir():
                 if path.is_dir() and not path.is_symlink():
-                    os.rename(path, self.target / path.name)
+                    disk.rename(path, self.target / path.name)
         disk.sync_path(self.target)
         disk.sync_path(self.target.parent)
-        if replaces:
-            self._delete_old()
-
-    def _delete_old(self) -> None:
-        """The new directory is in place, so nothing that happens here makes the save fail."""
-        try:
-            shutil.rmtree(self._old)
-        except OSError as error:
-            warnings.warn(
-                f"{self.target} is saved, but {self._old}, which was there before, could not be "
-                f"deleted: {error}",
-                stacklevel=2,
-            )
+        disk.discard(self._old)
 
     def _carry_files(self) -> None:
         """Link the files that do not belong to a saved model into the temporary directory."""
@@ -116,8 +102,4 @@ class Publication:
             is_directory = path.is_dir() and not path.is_symlink()
             if is_directory or any(fnmatchcase(path.name, pattern) for pattern in _OF_A_SAVE):
                 continue
-            copy = self.temporary / path.name
-            try:
-                os.link(path, copy, follow_symlinks=False)
-            except OSError:  # a file system without hard links
-                shutil.copy2(path, copy, follow_symlinks=False)
+            disk.link(path, self.temporary / path.name)

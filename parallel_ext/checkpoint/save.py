@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,8 +118,9 @@ def save_directory(
 
     def finish() -> None:
         if publication is not None:
-            write_index(publication.temporary, files)
-            write_configuration(publication.temporary, model, config, generation_config)
+            contents = json_files(model, files, config, generation_config)
+            for name, content in contents.items():
+                disk.write_file(publication.temporary / name, content)
             publication.publish()
 
     values, files = mesh.together(what, plan)
@@ -141,10 +143,29 @@ def save_directory(
     warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
 
 
-def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
-    """Write which of several files holds which tensor; a single one needs none."""
-    if len(files) == 1:
-        return
+def json_files(
+    model: PreTrainedModel,
+    files: Sequence[PlannedFile],
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig | None,
+) -> dict[str, bytes]:
+    """The files beside the tensors that HuggingFace's ``save_pretrained`` would write, by name."""
+    config = copy.deepcopy(config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
+    with TemporaryDirectory() as folder:  # so that each write to the directory is one of ours
+        config.save_pretrained(folder)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
+        contents = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
+    if len(files) > 1:  # a single one needs no index
+        contents[INDEX_NAME] = _index(files)
+    return contents
+
+
+def _index(files: Sequence[PlannedFile]) -> bytes:
+    """Which of several files holds which tensor."""
     specs = [spec for file in files for spec in file.tensors]
     index = {
         "metadata": {
@@ -153,33 +174,20 @@ def write_index(directory: Path, files: Sequence[PlannedFile]) -> None:
         },
         "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
     }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    disk.write_file(directory / INDEX_NAME, text.encode())
+    return _json(index)
 
 
-def write_configuration(
-    directory: Path,
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
-    generation_config: GenerationConfig | None,
-) -> None:
-    """Write the JSON files that HuggingFace's ``save_pretrained`` would write."""
-    config = copy.deepcopy(config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-    config.save_pretrained(directory)
-    _write_old_rope_names(directory / CONFIG_NAME)
-    if generation_config is not None:
-        generation_config.save_pretrained(directory)
-
-
-def _write_old_rope_names(path: Path) -> None:
+def _with_old_rope_names(content: bytes) -> bytes:
     """Say how positions rotate in transformers 4's words too, which else takes its defaults."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = json.loads(content)
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
-        return
+        return content
     config["rope_theta"] = rope["rope_theta"]
     if rope.get("rope_type", "default") != "default":
         config["rope_scaling"] = {name: rope[name] for name in rope if name != "rope_theta"}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return _json(config)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

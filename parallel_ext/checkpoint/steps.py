@@ -19,6 +19,9 @@ from parallel_ext.checkpoint.open_file import CheckpointError, shown
 from parallel_ext.checkpoint.strict_json import read_content
 
 LATEST_NAME = "LATEST"
+TEMPORARY_NAME = ".tmp-{name}-{save_id}"  # of a step that is being written
+TRASH_NAME = ".trash-{name}-{save_id}"  # of a step that is not needed any more, by the save
+POINTER_NAME = f".{LATEST_NAME}-{{save_id}}"  # of what is to become LATEST
 LOOP_NAME = f"{STATE_FOLDER}/loop.json"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LATEST = re.compile(rb"(step-\d{8,}) ([0-9a-f]{32})\n")
@@ -37,6 +40,9 @@ def name_of_step(step: int) -> str:
 def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
     """Seal a directory whose files are durable, and give it its name; on one rank.
 
+    A directory of the same step is renamed to ``.trash-...`` before. It is not the one that
+    ``LATEST`` names, so that this one is found all the time.
+
     Args:
         temporary: the directory, inside of ``root``.
         root: where the checkpoints of a job are.
@@ -53,10 +59,12 @@ def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
     disk.write_file(temporary / COMMIT_NAME, commit_of(content, manifest))
     disk.sync_path(temporary)
     name = name_of_step(manifest.step)
+    if os.path.lexists(root / name):
+        disk.rename(root / name, root / TRASH_NAME.format(name=name, save_id=manifest.save_id))
     disk.rename(temporary, root / name)
     disk.sync_path(root)
     disk.sync_path(root.absolute().parent)  # root itself may be new
-    pointer = root / f".{LATEST_NAME}-{manifest.save_id}"
+    pointer = root / POINTER_NAME.format(save_id=manifest.save_id)
     disk.write_file(pointer, f"{name} {manifest.save_id}\n".encode())
     disk.rename(pointer, root / LATEST_NAME)
     disk.sync_path(root)
@@ -82,33 +90,77 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         True
     """
     root = Path(root)
-    pointer = root / LATEST_NAME
-    if os.path.lexists(pointer):
-        content = read_content(pointer)
-        named = _LATEST.fullmatch(content)
-        if named is None:
+    named = _named_by_latest(root)
+    if named is not None:
+        pointer, path, save_id = root / LATEST_NAME, root / named[0], named[1]
+        if not path.is_dir():
             raise CheckpointError(
-                f"{pointer}, bytes [0, {len(content)}), is damaged: expected the name of a step "
-                f"and the id of its save, found {shown(content)}; load a step by its number"
+                f"{pointer} names {path.name}, but there is no such directory; load a step by its "
+                "number"
             )
-        path, save_id = root / named[1].decode(), named[2].decode()
         found = read_manifest(path).save_id
         if found != save_id:
             raise CheckpointError(
-                f"{pointer}, bytes [0, {len(content)}), names the save {save_id} of {path.name}, "
-                f"but that directory is of {found}; load a step by its number"
+                f"{pointer} names the save {save_id} of {path.name}, but that directory is of "
+                f"{found}; load a step by its number"
             )
         return path
-    steps = {}
-    for path in root.iterdir() if root.is_dir() else ():
-        match = _STEP_NAME.fullmatch(path.name)
-        if match and os.path.lexists(path / COMMIT_NAME):
-            steps[int(match[1])] = path
+    steps = complete_steps(root)
     if not steps:
         return None
     path = steps[max(steps)]
     read_manifest(path)
     return path
+
+
+def _named_by_latest(root: Path) -> tuple[str, str] | None:
+    """Name and save of the step in ``LATEST``; None if there is no such file."""
+    pointer = root / LATEST_NAME
+    if not os.path.lexists(pointer):
+        return None
+    content = read_content(pointer)
+    named = _LATEST.fullmatch(content)
+    if named is None:
+        raise CheckpointError(
+            f"{pointer}, bytes [0, {len(content)}), is damaged: expected the name of a step "
+            f"and the id of its save, found {shown(content)}; load a step by its number"
+        )
+    return named[1].decode(), named[2].decode()
+
+
+def complete_steps(root: Path) -> dict[int, Path]:
+    """The directories of steps under ``root`` that have a commit, by the number of the step."""
+    steps = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _STEP_NAME.fullmatch(path.name)
+        if match and os.path.lexists(path / COMMIT_NAME):
+            steps[int(match[1])] = path
+    return steps
+
+
+def check_may_save(root: Path, step: int) -> None:
+    """See that saving a step would overwrite neither the last checkpoint nor something foreign.
+
+    Another complete checkpoint of that step may be replaced: it is of a save that was killed before
+    ``LATEST`` named it, or of a run that was given up for an earlier step.
+
+    Raises:
+        CheckpointError: it would.
+    """
+    target = root / name_of_step(step)
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not os.path.lexists(target / COMMIT_NAME):
+        raise CheckpointError(
+            f"{target} is there already, and is no training checkpoint; remove it, or save to "
+            "another root"
+        )
+    named = _named_by_latest(root)
+    if name_of_step(step) == (named[0] if named else name_of_step(max(complete_steps(root)))):
+        raise CheckpointError(
+            f"{target} is there already, and is the last checkpoint, which a save never "
+            "overwrites; load it, remove it, or save to another root"
+        )
 
 
 def verify(path: str | os.PathLike[str]) -> int:

@@ -19,13 +19,20 @@ from torch import nn
 from parallel_ext.checkpoint import disk, rng
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
 from parallel_ext.checkpoint.gather import is_needed
+from parallel_ext.checkpoint.lock import one_writer
 from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, Manifest
-from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
+from parallel_ext.checkpoint.retention import check_keep, prune, remove_leftovers
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.save import values_in_files, write_configuration, write_index
+from parallel_ext.checkpoint.save import json_files, values_in_files
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
-from parallel_ext.checkpoint.steps import LOOP_NAME, name_of_step, publish_step
+from parallel_ext.checkpoint.steps import (
+    LOOP_NAME,
+    TEMPORARY_NAME,
+    check_may_save,
+    name_of_step,
+    publish_step,
+)
 from parallel_ext.checkpoint.stream import (
     PlannedFile,
     TensorStream,
@@ -53,12 +60,15 @@ def save_step(
     mesh: Mesh,
     layout: ModelLayout,
     refused: str = "",
+    keep_last: int | None = None,
+    keep_every: int | None = None,
     asynchronous: bool = False,
 ) -> Path:
     """What :func:`parallel_ext.save_checkpoint` does, of a model whose layout is known.
 
     Args:
-        root, step, model, optimizer, scheduler, data_state, asynchronous: as there.
+        root, step, model, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as
+            there.
         mesh: the ranks of the model.
         layout: where its tensors live.
         refused: why this model cannot be saved, if so.
@@ -72,7 +82,7 @@ def save_step(
     what = f"save_checkpoint of step {step} to {os.fspath(root)}"
     mesh.meet(what)
     mesh.together(what, mesh.background.finish, patient=True)
-    mesh.together(what, lambda: _check(step, refused))
+    mesh.together(what, lambda: _check(step, refused, keep_last, keep_every))
     kept = OptimizerState({}, {})
     if optimizer is not None:
         kept = collect(optimizer, model, layout, mesh, what)
@@ -83,7 +93,7 @@ def save_step(
         "scheduler": rates,
         "data_state": data_state,
     }
-    _agree(loop, mesh, what)
+    _agree({**loop, "keep_last": keep_last, "keep_every": keep_every}, mesh, what)
     plan = mesh.together(what, lambda: _Plan(model, layout, mesh, kept))
     meet_on(plan.files, mesh, what)
     states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
@@ -105,9 +115,10 @@ def save_step(
             manifest = Manifest(save_id, step, _saved_by(mesh), records, plan.tensors, {})
             return temporary, metadata, manifest
 
-        begun = mesh.together(what, begin)
+        begun = mesh.together(what, begin, patient=True)
         temporary, metadata = mesh.gather_objects(begun and begun[:2])[0]
-        save = _Save(what, Path(root), temporary, metadata, plan, begun and begun[2])
+        keep = (keep_last, keep_every)
+        save = _Save(what, Path(root), keep, temporary, metadata, plan, begun and begun[2])
         if asynchronous:
             mesh.background.start(what, partial(save.run, cleanup.pop_all()))
         else:
@@ -115,9 +126,10 @@ def save_step(
     return Path(root) / name_of_step(step)
 
 
-def _check(step: int, refused: str) -> None:
+def _check(step: int, refused: str, keep_last: int | None, keep_every: int | None) -> None:
     if type(step) is not int or step < 0:
         raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
+    check_keep(keep_last, keep_every)
     if refused:
         raise NotImplementedError(refused)
 
@@ -196,6 +208,7 @@ class _Save:
     Attributes:
         what: what the ranks are doing, for errors.
         root: where the checkpoints of the job are.
+        keep: how many of them stay, and every which.
         temporary: the directory that is being filled.
         metadata: of each safetensors file.
         plan: what is written where.
@@ -204,6 +217,7 @@ class _Save:
 
     what: str
     root: Path
+    keep: tuple[int | None, int | None]
     temporary: Path
     metadata: Mapping[str, str]
     plan: _Plan
@@ -234,20 +248,19 @@ class _Save:
             non_finite += counts
         manifest = replace(self.manifest, files=files, non_finite=non_finite)
         publish_step(self.temporary, self.root, manifest)
+        prune(self.root, manifest.step, manifest.save_id, *self.keep)
 
 
 def _begin(root: Path, step: int, cleanup: ExitStack) -> tuple[Path, str]:
-    """Make the directory to write into, which vanishes unless it is published."""
-    target = root / name_of_step(step)
-    if os.path.lexists(target):
-        raise CheckpointError(
-            f"{target} is there already; remove it, or save to another root, since a step is never "
-            "overwritten"
-        )
+    """Lock the root, and make a directory to write into, which vanishes unless it is published."""
+    disk.make_directories(root)
+    cleanup.enter_context(one_writer(root))
+    check_may_save(root, step)
+    remove_leftovers(root)
     save_id = secrets.token_hex(16)
-    temporary = root / f".tmp-{name_of_step(step)}-{save_id}"
+    temporary = root / TEMPORARY_NAME.format(name=name_of_step(step), save_id=save_id)
+    cleanup.callback(disk.discard, temporary)
     disk.make_directory(temporary)
-    cleanup.callback(disk.remove_tree, temporary)
     disk.make_directory(temporary / STATE_FOLDER)
     return temporary, save_id
 
@@ -261,15 +274,10 @@ def _write_model_json(
     temporary: Path, model: nn.Module, files: list[PlannedFile]
 ) -> dict[str, FileRecord]:
     """The JSON files of a HuggingFace directory, durably."""
-    before = set(temporary.iterdir())
-    write_index(temporary, [file for file in files if not file.name.startswith(STATE_FOLDER)])
+    of_model = [file for file in files if not file.name.startswith(STATE_FOLDER)]
     generation_config = model.generation_config if model.can_generate() else None
-    write_configuration(temporary, model, model.config, generation_config)
-    records = {}
-    for path in sorted(set(temporary.iterdir()) - before):
-        disk.sync_path(path)
-        records[path.name] = FileRecord.of(path.read_bytes())
-    return records
+    contents = json_files(model, of_model, model.config, generation_config)
+    return {name: _write(temporary / name, content) for name, content in contents.items()}
 
 
 def _saved_by(mesh: Mesh) -> dict[str, Any]:
