@@ -3,6 +3,7 @@
 #   make demo-lora    the same with LoRA, beside plain PEFT
 #   make demo-mixtral    a mixture of experts on up to 4 ranks
 #   make demo-cogagent    LoRA on a tiny CogAgent, merged and read again
+#   make demo-checkpoint    a job that is stopped and killed, and goes on elsewhere
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-oldest  the suite with the oldest supported transformers
@@ -19,7 +20,7 @@ PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(wildcard csrc/*) $(shell find parallel_ext -name '*.py') setup.py pyproject.toml
 
-.PHONY: demo demo-lora demo-mixtral demo-cogagent test test-oldest test-slow lint bench clean
+.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-checkpoint test test-oldest test-slow lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -50,6 +51,9 @@ demo-mixtral: $(VENV)/installed
 
 demo-cogagent: $(VENV)/installed
 	$(ENV) $(PY) examples/demo_cogagent.py --work $(WORK)
+
+demo-checkpoint: $(VENV)/installed $(WORK)/smollm2/config.json
+	$(ENV) $(PY) examples/demo_checkpoint.py --work $(WORK)
 
 test: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow" \

@@ -1,0 +1,101 @@
+"""Train a HuggingFace model so that any job, on any number of ranks, can go on with it.
+
+    torchrun --nproc_per_node 2 examples/train_resumable.py MODEL CHECKPOINTS --tp 2 --steps 1000
+
+Run the same command again, with as many ranks as there are, to go on after the last checkpoint.
+The steps, their batches and the learning rates are those of one uninterrupted job. A SIGTERM makes
+all ranks save the step that they are at and leave.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from finetune_llama import common_parser, default_text
+
+import parallel_ext as px
+
+
+def samples_of(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
+    """The text as [samples, tokens] ids; which sample is which does not depend on the ranks."""
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    return ids[: len(ids) // tokens * tokens].view(-1, tokens)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """A short warm-up, then a cosine down to nothing after the last step."""
+    return transformers.get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
+
+
+def main() -> None:
+    parser = common_parser(__doc__.splitlines()[0])
+    parser.add_argument("checkpoints", type=Path, help="directory of the checkpoints")
+    parser.add_argument("--zero", type=int, choices=(2, 3), default=2, help="stage over dp ranks")
+    parser.add_argument("--save-every", type=int, default=100, help="steps")
+    parser.add_argument("--keep-last", type=int, default=2, help="checkpoints that stay")
+    parser.set_defaults(rows=4, steps=1000)
+    options = parser.parse_args()
+
+    mesh = px.init_mesh(tp=options.tp)
+    if options.rows % mesh.dp_size:
+        raise SystemExit(f"--rows {options.rows} must be a multiple of dp = {mesh.dp_size}")
+    model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    text = options.text.read_text() if options.text else default_text()
+    samples = samples_of(tokenizer, text, options.tokens)
+    if mesh.dp_size > 1:
+        px.data_parallel(model, mesh, options.zero)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    scheduler = learning_rates(optimizer, options.steps)
+
+    step, taken = 0, 0
+    if px.latest(options.checkpoints):
+        resumed = px.load_checkpoint(options.checkpoints, model, optimizer, scheduler)
+        step, taken = resumed.step, resumed.data_state["samples"]
+    report: dict[str, Any] = {"first": step, "loss": []}
+    leave = px.preempted(model)  # from here on a SIGTERM is heard, and nothing is lost
+    while step < options.steps and not leave:
+        rows = samples[torch.arange(taken, taken + options.rows) % len(samples)]
+        own = rows[mesh.dp_rank :: mesh.dp_size]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        px.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        step, taken = step + 1, taken + options.rows
+        report["loss"].append(mean_over_dp(loss.detach(), mesh))
+        leave = px.preempted(model)
+        if leave or step % options.save_every == 0 or step == options.steps:
+            px.save_checkpoint(
+                options.checkpoints,
+                step,
+                model,
+                optimizer,
+                scheduler,
+                {"samples": taken},
+                keep_last=options.keep_last,
+                asynchronous=True,
+            )
+        if mesh.rank == 0:
+            if options.report:
+                options.report.write_text(json.dumps(report))
+            print(f"step {step} of {options.steps}: loss {report['loss'][-1]:.4f}", flush=True)
+    px.wait_for_checkpoint(model)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mean_over_dp(loss: torch.Tensor, mesh: px.Mesh) -> float:
+    """The loss of the whole batch."""
+    return sum(mesh.gather_objects(loss.item())) / mesh.world_size
+
+
+if __name__ == "__main__":
+    main()
