@@ -74,6 +74,7 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed
 	$(ENV) $(PY) benchmarks/train_step.py
 	$(ENV) $(PY) benchmarks/checkpoint.py
+	$(ENV) $(PY) benchmarks/training_checkpoint.py
 	$(ENV) $(PY) benchmarks/lora.py
 	$(ENV) $(PY) benchmarks/moe.py
 	$(ENV) $(PY) benchmarks/cogagent.py
