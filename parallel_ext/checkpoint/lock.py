@@ -66,7 +66,8 @@ def _take(path: Path) -> FileIO:
             if _is_at(file, path):
                 if not holder:
                     return file
-                if not (known and _machine() in holder):
+                # An incomplete name is of a process that died before it did anything else.
+                if holder.endswith("\n") and not (known and _machine() in holder):
                     _watch(path, holder)
                 disk.remove(path)
         except BaseException:
@@ -96,7 +97,7 @@ def _watch(path: Path, holder: str) -> None:
         if _touched(path) != begin:
             raise _busy(path, holder)
     warnings.warn(
-        f"{path.parent}: the lock of {shown(holder)} is taken over, since nobody has touched it "
+        f"{path.parent}: the lock of {shown(holder.strip())} is taken over, since nobody has touched it "
         f"for {_WATCH_S:g} s",
         stacklevel=2,
     )
@@ -133,7 +134,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 
 def _text(file: FileIO) -> str:
-    return os.pread(file.fileno(), _MOST_TEXT, 0).decode(errors="replace").strip()
+    return os.pread(file.fileno(), _MOST_TEXT, 0).decode(errors="replace")
 
 
 def _machine() -> str:
@@ -150,6 +151,6 @@ def _own_name() -> bytes:
 
 def _busy(path: Path, holder: str) -> CheckpointError:
     return CheckpointError(
-        f"{path.parent}: another save is going on there, by {holder or 'a process'}; wait until "
+        f"{path.parent}: another save is going on there, by {holder.strip() or 'a process'}; wait until "
         "it is over, or save to another root, since each job needs its own"
     )
