@@ -21,6 +21,11 @@ class ForwardCounter:
         self.count = 0
         self._number_of: OrderedDict[int, int] = OrderedDict()
 
+    def restart(self, count: int) -> None:
+        """Number the next forward ``count + 1``, and forget those that ran here before."""
+        self.count = count
+        self._number_of.clear()
+
     def number(self, what: str) -> int:
         """The number of the forward that is running.
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel_ext.checkpoint import Resumed, Scheduler, load_step, save_step
+from parallel_ext.checkpoint import (
+    Contents,
+    Resumed,
+    Scheduler,
+    WholeModel,
+    load_step,
+    save_step,
+)
 from parallel_ext.state import model_of, state_of
 
 
@@ -70,21 +78,14 @@ def save_checkpoint(
     Example:
         >>> save_checkpoint("ckpts", 1200, model, optimizer, keep_last=2)  # doctest: +SKIP
     """
-    own, state = model_of(model), state_of(model)
-    refused = (
-        "training checkpoints of a model with adapters are not supported yet; save the adapter by "
-        "model.save_pretrained"
-    )
     return save_step(
         root,
         step,
-        own,
+        partial(_contents_of, model),
         optimizer,
         scheduler,
         data_state,
-        state.mesh,
-        state.layout,
-        refused if state.adapted else "",
+        state_of(model).mesh,
         keep_last,
         keep_every,
         asynchronous,
@@ -147,6 +148,18 @@ def load_checkpoint(
     Example:
         >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
     """
+    contents_of = partial(_contents_of, model)
+    return load_step(root, contents_of, optimizer, scheduler, step, state_of(model).mesh)
+
+
+def _contents_of(model: nn.Module) -> Contents:
+    """What of the model is in a checkpoint: its adapter if it has one, else all of it."""
     own, state = model_of(model), state_of(model)
+    if state.adapted:
+        # which is there already, and takes seconds to import where it is not
+        from parallel_ext.lora.contents import AdapterContents, has_adapters
+
+        if has_adapters(own):
+            return AdapterContents(model)
     vocabulary = [f"{path}.weight" for path in (state.table.embedding, state.table.head)]
-    return load_step(root, own, optimizer, scheduler, step, state.mesh, state.layout, vocabulary)
+    return WholeModel(own, state.layout, vocabulary)

@@ -46,7 +46,7 @@ ALLOWED = {
     },
     "forced_routing": {"moe", "state"},
     "preemption": {"state"},
-    "resume": {"checkpoint", "state"},
+    "resume": {"checkpoint", "lora", "state"},
     "routing_metrics": {"ops", "routing_counter", "state"},
     "gradients": {"ops", "sharded", "state"},
     "lora": {

@@ -20,7 +20,6 @@ import torch
 import transformers
 from ranks import Raised, pool
 from reference import Tiny, parallel
-from reference_lora import config
 from reference_mixtral import Layout
 from reference_training import (
     LLAMA,
@@ -297,10 +296,6 @@ def _refused(case: str, root: Path) -> None:
         save(root, 2, model, torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     elif case == "unknown":
         save(root, 2, model, torch.optim.Rprop(model.parameters()))
-    elif case == "adapter":
-        import peft
-
-        save(root, 2, peft.get_peft_model(model, config()))
     elif case == "Adafactor":
         other = build(replace(job, optimizer="Adafactor"))
         train(*other, range(1))
@@ -330,7 +325,6 @@ REFUSED = {
     "infinite": "['data_state']['loss'][1] is inf, which is no number in JSON",
     "foreign": "a parameter of shape (2, 2) in group 0 does not belong to the model",
     "unknown": "Rprop: only the state of torch's Adam, AdamW, SGD and Adafactor is known",
-    "adapter": "checkpoints of a model with adapters are not supported yet",
     "Adafactor": "is no part of a state of the whole parameter",
     "nothing": "elsewhere holds no training checkpoint",
     "no scheduler": "was saved without the state of a scheduler",

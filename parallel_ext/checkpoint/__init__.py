@@ -1,31 +1,44 @@
 """Reading and writing saved models: the files, HuggingFace directories, full state dicts."""
 
-from parallel_ext.checkpoint.full_state import full_state_dict, gather_in_step
+from parallel_ext.checkpoint.contents import ADAPTER_NAME, Contents, WholeModel
+from parallel_ext.checkpoint.full_state import check_shapes, full_state_dict, gather_in_step
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
+from parallel_ext.checkpoint.manifest import Manifest
 from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, write_tensors
-from parallel_ext.checkpoint.save import save_directory
+from parallel_ext.checkpoint.save import files_that, save_directory
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.steps import latest, verify
+from parallel_ext.checkpoint.stream import PlannedFile, plan_files
+from parallel_ext.checkpoint.strict_json import parse_json
 from parallel_ext.checkpoint.training_load import Resumed, load_step
 from parallel_ext.checkpoint.training_save import save_step
 
 __all__ = [
+    "ADAPTER_NAME",
     "CheckpointError",
+    "Contents",
     "HFDirectory",
+    "Manifest",
+    "PlannedFile",
     "Resumed",
     "SafetensorsFile",
     "SafetensorsWriter",
     "Scheduler",
     "TensorSpec",
+    "WholeModel",
     "bytes_of",
+    "check_shapes",
+    "files_that",
     "full_state_dict",
     "gather_in_step",
     "gather_tensor",
     "latest",
     "load_step",
+    "parse_json",
+    "plan_files",
     "save_directory",
     "save_step",
     "verify",

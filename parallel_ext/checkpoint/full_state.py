@@ -50,6 +50,16 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
                 else ""
             )
             raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}{hint}")
+    check_shapes(values, layout, rank)
+    return {name: values[name] for name in layout.tensors}
+
+
+def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int) -> None:
+    """See that tensors are ``rank``'s shards.
+
+    Raises:
+        CheckpointError: one of them has another shape, or is on ``meta``.
+    """
     for name, value in values.items():
         expected = layout[name].local_shape(rank)
         # FSDP leaves alone what is empty here, so its other sides stay what they were.
@@ -59,7 +69,6 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
                 f"{name}: expected a shard of shape {expected}, "
                 f"{layout[name].describe(rank)}; got {tuple(value.shape)} on {value.device}"
             )
-    return {name: values[name] for name in layout.tensors}
 
 
 def gather_in_step(

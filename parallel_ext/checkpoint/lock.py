@@ -97,8 +97,8 @@ def _watch(path: Path, holder: str) -> None:
         if _touched(path) != begin:
             raise _busy(path, holder)
     warnings.warn(
-        f"{path.parent}: the lock of {shown(holder.strip())} is taken over, since nobody has touched it "
-        f"for {_WATCH_S:g} s",
+        f"{path.parent}: the lock of {shown(holder.strip())} is taken over, since nobody has "
+        f"touched it for {_WATCH_S:g} s",
         stacklevel=2,
     )
 
@@ -151,6 +151,6 @@ def _own_name() -> bytes:
 
 def _busy(path: Path, holder: str) -> CheckpointError:
     return CheckpointError(
-        f"{path.parent}: another save is going on there, by {holder.strip() or 'a process'}; wait until "
-        "it is over, or save to another root, since each job needs its own"
+        f"{path.parent}: another save is going on there, by {holder.strip() or 'a process'}; wait "
+        "until it is over, or save to another root, since each job needs its own"
     )

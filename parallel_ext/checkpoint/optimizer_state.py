@@ -11,21 +11,20 @@ import torch
 import xxhash
 from torch import nn
 
+from parallel_ext.checkpoint.contents import Contents
 from parallel_ext.checkpoint.gather import part_value
 from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.optimizer_options import give_options, options_of, read_options
 from parallel_ext.checkpoint.reading import Wanted
 from parallel_ext.checkpoint.safetensors_file import DTYPES
 from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.checkpoint.strict_json import to_json
-from parallel_ext.checkpoint.tagged_json import decode, encode
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError
-from parallel_ext.sharded import local_part, named_shards, to_shards
+from parallel_ext.sharded import local_part, to_shards
 
 _KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam
-# How a step is computed, not what: the running optimizer's count. The last is written apart.
-_OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
 
 
 @dataclass(frozen=True)
@@ -42,27 +41,32 @@ class OptimizerState:
     description: dict[str, Any]
 
 
-def _names_of(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layout: ModelLayout
-) -> dict[nn.Parameter, str]:
-    """The logical name of every parameter of the optimizer, in its order."""
+def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.Parameter, str]:
+    """The logical name of every parameter of the optimizer that is saved, in its order."""
     if not isinstance(optimizer, _KNOWN):
         raise CheckpointError(
             f"{type(optimizer).__name__}: only the state of torch's Adam, AdamW, SGD and Adafactor "
             "is known, and saved in a training checkpoint"
         )
-    to_shards(model)
-    known = {id(p): layout.tied.get(at.name, at.name) for _, p, at in named_shards(model)}
+    to_shards(contents.model)
+    known = {id(parameter): name for name, parameter in contents.parameters()}
+    others = {id(parameter): name for name, parameter in contents.model.named_parameters()}
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in known:
+            if id(parameter) in known:
+                names[parameter] = known[id(parameter)]
+            elif id(parameter) not in others:
                 raise CheckpointError(
                     f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} in "
                     f"group {number} does not belong to the model; build the optimizer after "
                     "px.parallelize and px.data_parallel, from the parameters of the model"
                 )
-            names[parameter] = known[id(parameter)]
+            elif optimizer.state.get(parameter):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds state of {others[id(parameter)]}, which is "
+                    "frozen and not saved; build the optimizer from what is trained"
+                )
     return names
 
 
@@ -70,26 +74,16 @@ def _files_of(name: str, layout: ModelLayout) -> list[str]:
     return [part.name for part in layout.parts_of(name)]
 
 
+def _files_of_group(
+    group: Mapping[str, Any], names: Mapping[nn.Parameter, str], layout: ModelLayout
+) -> list[str]:
+    saved = (names[parameter] for parameter in group["params"] if parameter in names)
+    return [file for name in saved for file in _files_of(name, layout)]
+
+
 def _is_number(key: str, value: torch.Tensor, parameter: nn.Parameter) -> bool:
     """Whether an entry is one number for the whole parameter, such as ``step``."""
     return value.dim() == 0 and (key == "step" or parameter.dim() > 0)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as JSON."""
-    return {
-        key: encode(value, f"the option {key!r} of a group")
-        for key, value in group.items()
-        if key not in _OF_THE_RUN
-    }
-
-
-def _option(own: Any, saved: Any) -> Any:
-    """A saved option in the kind of the running one; its tensors stay, since a graph has them."""
-    if isinstance(own, tuple) and isinstance(saved, tuple) and len(own) == len(saved):
-        return tuple(map(_option, own, saved))
-    number = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
-    return own.fill_(number) if isinstance(own, torch.Tensor) else number
 
 
 def _entries(
@@ -142,18 +136,13 @@ def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, what: str) -> dict[str, 
 
 
 def collect(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    layout: ModelLayout,
-    mesh: Mesh,
-    what: str,
+    optimizer: torch.optim.Optimizer, contents: Contents, mesh: Mesh, what: str
 ) -> OptimizerState:
     """What an optimizer holds; every rank calls it, and nothing of it is copied.
 
     Args:
-        optimizer: of the parameters of ``model``, or of some of them.
-        model: a parallel model.
-        layout: of its tensors.
+        optimizer: of the parameters of a model, or of some of them.
+        contents: what of the model is saved.
         mesh: its ranks.
         what: what the ranks are doing, for errors.
 
@@ -161,8 +150,8 @@ def collect(
         CheckpointError: there is state that is no part of a logical tensor, on all ranks.
         DisagreementError: the ranks' optimizers differ.
     """
-    names, own = mesh.together(what, lambda: _look(optimizer, model, layout))
-    summary = _agreed(own, mesh, what)
+    names, own = mesh.together(what, lambda: _look(optimizer, contents))
+    summary, layout = _agreed(own, mesh, what), contents.layout
 
     def take() -> OptimizerState:
         tensors: dict[str, tuple[torch.Tensor, TensorLayout]] = {}
@@ -178,9 +167,9 @@ def collect(
 
 
 def _look(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layout: ModelLayout
+    optimizer: torch.optim.Optimizer, contents: Contents
 ) -> tuple[dict[nn.Parameter, str], dict[str, dict[str, Any]]]:
-    names = _names_of(optimizer, model, layout)
+    names = _names_of(optimizer, contents)
     return names, _summary(optimizer, names)
 
 
@@ -240,8 +229,8 @@ def _description(
 ) -> dict[str, Any]:
     groups = [
         {
-            "parameters": [f for p in group["params"] for f in _files_of(names[p], layout)],
-            "options": _options(group),
+            "parameters": _files_of_group(group, names, layout),
+            "options": options_of(group),
         }
         for group in optimizer.param_groups
     ]
@@ -264,8 +253,7 @@ def _description(
 
 def restore(
     optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    layout: ModelLayout,
+    contents: Contents,
     description: Mapping[str, Any],
     saved: Mapping[str, TensorSpec],
 ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
@@ -273,8 +261,7 @@ def restore(
 
     Args:
         optimizer: of the same class and groups of parameters as the saved one.
-        model: a parallel model, of any layout.
-        layout: of its tensors.
+        contents: what is loaded of a parallel model of any layout.
         description: of :class:`OptimizerState`.
         saved: all tensors of the saved state, by name.
 
@@ -289,7 +276,7 @@ def restore(
             f"the state of {description['class']} was saved, but the optimizer is "
             f"{type(optimizer).__name__}"
         )
-    names = _names_of(optimizer, model, layout)
+    names, layout = _names_of(optimizer, contents), contents.layout
     _check_groups(optimizer, names, layout, description)
     keys_of: dict[str, dict[str, TensorSpec]] = {}
     for name, spec in saved.items():
@@ -317,7 +304,7 @@ def restore(
             "these parameters"
         )
 
-    options = [decode(at["options"], "options of the optimizer") for at in description["groups"]]
+    options = [read_options(at["options"]) for at in description["groups"]]
 
     def apply() -> None:
         for parameter, state in states.items():
@@ -325,8 +312,7 @@ def restore(
             if state:
                 optimizer.state[parameter] = state
         for group, at in zip(optimizer.param_groups, options, strict=True):
-            for key, value in at.items():
-                group[key] = _option(group.get(key), value)
+            give_options(group, at)
 
     return wanted, apply
 
@@ -344,7 +330,7 @@ def _check_groups(
             f"{len(groups)}"
         )
     for number, (group, at) in enumerate(zip(groups, description["groups"], strict=True)):
-        own = {file for p in group["params"] for file in _files_of(names[p], layout)}
+        own = set(_files_of_group(group, names, layout))
         if other := own ^ set(at["parameters"]):
             name = sorted(other)[0]
             raise CheckpointError(

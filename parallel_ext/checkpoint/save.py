@@ -7,14 +7,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from parallel_ext.checkpoint import disk
 from parallel_ext.checkpoint.full_state import local_values
@@ -56,15 +55,19 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit
 
 
-def values_in_files(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
+def values_in_files(
+    values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int
+) -> dict[str, torch.Tensor]:
     """This rank's shard of every tensor of the files of a model, by its name there.
 
-    Raises:
-        CheckpointError: as :func:`local_values`.
+    Args:
+        values: its shards of the tensors of the model, by their names in ``layout``.
+        layout: where they live, and under which names the files hold them.
+        rank: this rank.
     """
     return {
         part.name: part_value(value, layout[name], part, rank)
-        for name, value in local_values(model, layout, rank).items()
+        for name, value in values.items()
         for part in layout.parts_of(name)
     }
 
@@ -112,7 +115,7 @@ def save_directory(
     in_files = layout.in_files()
 
     def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
-        values = values_in_files(model, layout, mesh.rank)
+        values = values_in_files(local_values(model, layout, mesh.rank), layout, mesh.rank)
         specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
         return values, plan_files(specs, in_files.period, parse_size(max_shard_size))
 
@@ -153,15 +156,20 @@ def json_files(
     config = copy.deepcopy(config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-    with TemporaryDirectory() as folder:  # so that each write to the directory is one of ours
-        config.save_pretrained(folder)
-        if generation_config is not None:
-            generation_config.save_pretrained(folder)
-        contents = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    contents = files_that(config.save_pretrained)
+    if generation_config is not None:
+        contents |= files_that(generation_config.save_pretrained)
     contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
     if len(files) > 1:  # a single one needs no index
         contents[INDEX_NAME] = _index(files)
     return contents
+
+
+def files_that(save: Callable[[str], Any]) -> dict[str, bytes]:
+    """What a library writes into a folder, by name, so that each change to ours is one of ours."""
+    with TemporaryDirectory() as folder:
+        save(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def _index(files: Sequence[PlannedFile]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from parallel_ext.checkpoint import rng, scheduler_state
-from parallel_ext.checkpoint.full_state import local_values
-from parallel_ext.checkpoint.hf_directory import HFDirectory
+from parallel_ext.checkpoint.contents import Contents
 from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.reading import Wanted, read_shards
-from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.steps import LOOP_NAME, latest, name_of_step
 from parallel_ext.checkpoint.strict_json import parse_json
-from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
 
 
@@ -47,21 +43,18 @@ class Resumed:
 
 def load_step(
     root: str | os.PathLike[str],
-    model: nn.Module,
+    contents_of: Callable[[], Contents],
     optimizer: torch.optim.Optimizer | None,
     scheduler: Scheduler | None,
     step: int | None,
     mesh: Mesh,
-    layout: ModelLayout,
-    vocabulary: Collection[str],
 ) -> Resumed:
-    """What :func:`parallel_ext.load_checkpoint` does, of a model whose layout is known.
+    """What :func:`parallel_ext.load_checkpoint` does, given what there is to load of a model.
 
     Args:
-        root, model, optimizer, scheduler, step: as there.
+        root, optimizer, scheduler, step: as there.
+        contents_of: says what there is; may raise.
         mesh: the ranks of the model.
-        layout: where its tensors live.
-        vocabulary: names of its tensors with a row for each id.
 
     Returns:
         The step and the data state, among others.
@@ -75,10 +68,9 @@ def load_step(
     chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
     path, save_id = mesh.gather_objects(chosen)[0]
     with ExitStack() as cleanup:
-        opened = mesh.together(what, lambda: _Opened(path, save_id, cleanup))
-        wanted, apply = mesh.together(
-            what, lambda: opened.match(model, optimizer, scheduler, mesh, layout, vocabulary)
-        )
+        contents = mesh.together(what, contents_of)
+        opened = mesh.together(what, lambda: _Opened(path, save_id, contents, cleanup))
+        wanted, apply = mesh.together(what, lambda: opened.match(optimizer, scheduler, mesh))
         read_shards(wanted, opened.file_of, mesh, what)
         mesh.together(what, apply)
         same = opened.loop["random"]["mesh"] == rng.layout_of(mesh)
@@ -99,8 +91,8 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[Path, str] | None
 class _Opened:
     """A training checkpoint whose files have been opened and found consistent."""
 
-    def __init__(self, path: Path, save_id: str, cleanup: ExitStack) -> None:
-        self.path, self.manifest = path, read_manifest(path)
+    def __init__(self, path: Path, save_id: str, contents: Contents, cleanup: ExitStack) -> None:
+        self.path, self.manifest, self.contents = path, read_manifest(path), contents
         if self.manifest.save_id != save_id:
             raise CheckpointError(
                 f"{path} is of the save {self.manifest.save_id} here, but rank 0 sees {save_id}"
@@ -108,29 +100,26 @@ class _Opened:
         files = self.manifest.files
         json_of = {n: self.manifest.read(path, n) for n in files if n.endswith(".json")}
         self.loop = parse_json(json_of[LOOP_NAME], path / LOOP_NAME)
-        open_file = partial(self.manifest.open, path)
-        self.directory = cleanup.enter_context(HFDirectory(path, open_file))
-        self.file_of: dict[str, SafetensorsFile] = dict(self.directory.file_of)
+        self.file_of = dict(contents.open(path, self.manifest, cleanup))
+        self._of_model = frozenset(self.file_of)
         for name in files:
             if name.startswith(STATE_FOLDER) and name.endswith(".safetensors") and name != RNG_NAME:
-                file = cleanup.enter_context(open_file(name))
+                file = cleanup.enter_context(self.manifest.open(path, name))
                 self.file_of.update(dict.fromkeys(file.tensors, file))
 
     def match(
         self,
-        model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         scheduler: Scheduler | None,
         mesh: Mesh,
-        layout: ModelLayout,
-        vocabulary: Collection[str],
     ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
         """What goes where, and what is to be done when it is there; nothing changes yet."""
-        self.directory.check(layout.in_files(), vocabulary)
-        wanted = []
-        for name, shard in local_values(model, layout, mesh.rank).items():
+        wanted, layout = [], self.contents.layout
+        for name, shard in self.contents.values(mesh.rank).items():
             for part in layout.parts_of(name):
-                dtype = self.directory.dtypes[part.name]
+                if part.name not in self._of_model:
+                    continue
+                dtype = self.file_of[part.name].tensors[part.name].dtype
                 if dtype != shard.dtype:
                     raise CheckpointError(
                         f"{self.path}: {part.name} was saved as {dtype}, but the model has "
@@ -140,7 +129,7 @@ class _Opened:
         for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and self.loop[what] is None:
                 raise CheckpointError(f"{self.path} was saved without the state of a {what}")
-        apply = []
+        apply = [partial(self.contents.restore_dropout_masks, self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {
                 name: spec
@@ -148,7 +137,7 @@ class _Opened:
                 if file.startswith(STATE_FOLDER)
             }
             description = self.loop["optimizer"]
-            places, give = restore(optimizer, model, layout, description, saved)
+            places, give = restore(optimizer, self.contents, description, saved)
             wanted += places
             apply.append(give)
         if scheduler is not None:

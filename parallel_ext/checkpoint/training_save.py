@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 
 from parallel_ext.checkpoint import disk, rng
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
+from parallel_ext.checkpoint.contents import Contents
 from parallel_ext.checkpoint.gather import is_needed
 from parallel_ext.checkpoint.lock import one_writer
 from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, Manifest
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.retention import check_keep, prune, remove_leftovers
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.save import json_files, values_in_files
+from parallel_ext.checkpoint.save import values_in_files
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
 from parallel_ext.checkpoint.steps import (
     LOOP_NAME,
@@ -41,7 +41,7 @@ from parallel_ext.checkpoint.stream import (
     warn_of_non_finite,
 )
 from parallel_ext.checkpoint.strict_json import to_json
-from parallel_ext.layout import ModelLayout, TensorLayout
+from parallel_ext.layout import TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError, Ranks
 from parallel_ext.version import VERSION
@@ -53,25 +53,21 @@ _MAX_FILE_BYTES = 5 * 10**9
 def save_step(
     root: str | os.PathLike[str],
     step: int,
-    model: nn.Module,
+    contents_of: Callable[[], Contents],
     optimizer: torch.optim.Optimizer | None,
     scheduler: Scheduler | None,
     data_state: Any,
     mesh: Mesh,
-    layout: ModelLayout,
-    refused: str = "",
     keep_last: int | None = None,
     keep_every: int | None = None,
     asynchronous: bool = False,
 ) -> Path:
-    """What :func:`parallel_ext.save_checkpoint` does, of a model whose layout is known.
+    """What :func:`parallel_ext.save_checkpoint` does, given what there is to save of a model.
 
     Args:
-        root, step, model, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as
-            there.
+        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as there.
+        contents_of: says what there is; may raise.
         mesh: the ranks of the model.
-        layout: where its tensors live.
-        refused: why this model cannot be saved, if so.
 
     Returns:
         The directory, on every rank.
@@ -82,19 +78,21 @@ def save_step(
     what = f"save_checkpoint of step {step} to {os.fspath(root)}"
     mesh.meet(what)
     mesh.together(what, mesh.background.finish, patient=True)
-    mesh.together(what, lambda: _check(step, refused, keep_last, keep_every))
+    mesh.together(what, lambda: _check(step, keep_last, keep_every))
+    contents = mesh.together(what, contents_of)
     kept = OptimizerState({}, {})
     if optimizer is not None:
-        kept = collect(optimizer, model, layout, mesh, what)
+        kept = collect(optimizer, contents, mesh, what)
     rates = mesh.together(what, lambda: None if scheduler is None else describe(scheduler))
     loop = {
         "step": step,
         "optimizer": kept.description or None,
         "scheduler": rates,
         "data_state": data_state,
+        "dropout_masks": contents.dropout_masks(),
     }
     _agree({**loop, "keep_last": keep_last, "keep_every": keep_every}, mesh, what)
-    plan = mesh.together(what, lambda: _Plan(model, layout, mesh, kept))
+    plan = mesh.together(what, lambda: _Plan(contents, mesh, kept))
     meet_on(plan.files, mesh, what)
     states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
     if asynchronous:
@@ -109,7 +107,7 @@ def save_step(
             temporary, save_id = _begin(Path(root), step, cleanup)
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
             described = {**loop, "random": rng.describe(states_of, mesh)}
-            records = _write_model_json(temporary, model, plan.files)
+            records = _write_model_json(temporary, contents, plan.files)
             records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
             records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
             manifest = Manifest(save_id, step, _saved_by(mesh), records, plan.tensors, {})
@@ -126,12 +124,10 @@ def save_step(
     return Path(root) / name_of_step(step)
 
 
-def _check(step: int, refused: str, keep_last: int | None, keep_every: int | None) -> None:
+def _check(step: int, keep_last: int | None, keep_every: int | None) -> None:
     if type(step) is not int or step < 0:
         raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
     check_keep(keep_last, keep_every)
-    if refused:
-        raise NotImplementedError(refused)
 
 
 def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
@@ -155,12 +151,10 @@ def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
 class _Plan:
     """What is written where; the same on every rank but for ``values``."""
 
-    def __init__(
-        self, model: nn.Module, layout: ModelLayout, mesh: Mesh, kept: OptimizerState
-    ) -> None:
+    def __init__(self, contents: Contents, mesh: Mesh, kept: OptimizerState) -> None:
         owners = mesh.world_size
-        of_model = values_in_files(model, layout, mesh.rank)
-        in_files = layout.in_files()
+        of_model = values_in_files(contents.values(mesh.rank), contents.layout, mesh.rank)
+        in_files = contents.layout.in_files()
         self.values = {**of_model, **{name: value for name, (value, _) in kept.tensors.items()}}
         self.layouts: dict[str, TensorLayout] = {
             **in_files.tensors,
@@ -170,7 +164,7 @@ class _Plan:
             name: TensorSpec(name, value.dtype, self.layouts[name].shape)
             for name, value in self.values.items()
         }
-        self.files = plan_files([specs[name] for name in of_model], owners, _MAX_FILE_BYTES)
+        self.files = contents.plan([specs[name] for name in of_model], owners)
         self.files += plan_files(
             [specs[name] for name in kept.tensors],
             owners,
@@ -271,13 +265,12 @@ def _write(path: Path, content: bytes) -> FileRecord:
 
 
 def _write_model_json(
-    temporary: Path, model: nn.Module, files: list[PlannedFile]
+    temporary: Path, contents: Contents, files: list[PlannedFile]
 ) -> dict[str, FileRecord]:
-    """The JSON files of a HuggingFace directory, durably."""
+    """The JSON files beside those of the model, durably."""
     of_model = [file for file in files if not file.name.startswith(STATE_FOLDER)]
-    generation_config = model.generation_config if model.can_generate() else None
-    contents = json_files(model, of_model, model.config, generation_config)
-    return {name: _write(temporary / name, content) for name, content in contents.items()}
+    content_of = contents.json_files(of_model)
+    return {name: _write(temporary / name, content) for name, content in content_of.items()}
 
 
 def _saved_by(mesh: Mesh) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,21 @@ from peft.utils.transformers_weight_conversion import (
 )
 from torch import nn
 
-from parallel_ext.checkpoint import CheckpointError, SafetensorsFile, gather_in_step
+from parallel_ext.checkpoint import ADAPTER_NAME, CheckpointError, SafetensorsFile, gather_in_step
 from parallel_ext.layout import TensorLayout
 from parallel_ext.lora.replicas import bits_of, check_replicas, parallel_state
 from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import named_shards, persistent_buffers
-from parallel_ext.state import ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
-_FILE, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+_PICKLE = "adapter_model.bin"
 
 
-def _saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
+def saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
     """Name in an adapter's file -> its name in the model, by PEFT's own choice."""
     names: dict[int, str] = {}
     logical: dict[str, torch.Tensor] = {}
-    for name, (tensor, layout) in _layouts(model).items():
+    for name, (tensor, layout) in layouts_of(model).items():
         logical[name] = torch.empty(layout.shape, dtype=tensor.dtype, device="meta")
         names[id(logical[name])] = name
     chosen = peft.get_peft_model_state_dict(
@@ -38,7 +38,7 @@ def _saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, 
     return {saved: names[id(tensor)] for saved, tensor in chosen.items()}
 
 
-def _layouts(model: nn.Module) -> dict[str, tuple[torch.Tensor, TensorLayout]]:
+def layouts_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, TensorLayout]]:
     """Every name of every parameter and persistent buffer -> the tensor and its layout."""
     layouts = {id(parameter): layout for _, parameter, layout in named_shards(model)}
     parameters = {
@@ -95,8 +95,8 @@ def save_pretrained(
         unknown = set(adapters) - self.peft_config.keys()
         if unknown:
             raise ValueError(f"{what}: there is no adapter {', '.join(sorted(unknown))}")
-        wanted = {n for a in adapters for n in _saved_tensors(self, a, **options).values()}
-        return {name: at for name, at in _layouts(self).items() if name in wanted}
+        wanted = {n for a in adapters for n in saved_tensors(self, a, **options).values()}
+        return {name: at for name, at in layouts_of(self).items() if name in wanted}
 
     chosen = mesh.together(what, choose)
     if len({tuple(names) for names in mesh.gather_objects(list(chosen))}) > 1:
@@ -127,10 +127,10 @@ def load_adapter(
 
     def look() -> None:
         folder = Path(model_id, kwargs.get("subfolder") or "")
-        if (folder / _FILE).exists():
-            SafetensorsFile(folder / _FILE).close()
+        if (folder / ADAPTER_NAME).exists():
+            SafetensorsFile(folder / ADAPTER_NAME).close()
         elif folder.is_dir() and not (folder / _PICKLE).exists():  # else PEFT looks on the hub
-            raise CheckpointError(f"{folder} holds no {_FILE}")
+            raise CheckpointError(f"{folder} holds no {ADAPTER_NAME}")
 
     state.mesh.together(what, look)
     return plain(self, model_id, *args, **kwargs)
@@ -165,7 +165,14 @@ def set_state_dict(
         tensors = convert_peft_adapter_state_dict_for_transformers(
             model, model.peft_config[adapter_name], state_dict, adapter_name
         )
-        _check_fits(model, tensors, adapter_name, state)
+        layouts = layouts_of(model)
+        saved = partial(saved_tensors, model, adapter_name)
+        all_names = saved(save_embedding_layers=True)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        known = {name: layouts[own][1].shape for name, own in all_names.items()}
+        optional = known.keys() - saved(save_embedding_layers=False).keys()
+        if problems := misfits(found, known, state.mesh.tp_size, optional):
+            raise ValueError(f"adapter {adapter_name!r} does not fit the model: {problems}")
         return plain(model, tensors, adapter_name=adapter_name, **kwargs)
 
     result = state.mesh.together(what, load)
@@ -173,22 +180,28 @@ def set_state_dict(
     return result
 
 
-def _check_fits(
-    model: nn.Module, found: dict[str, torch.Tensor], adapter: str, state: ParallelState
-) -> None:
-    layouts = _layouts(model)
-    needed = _saved_tensors(model, adapter, save_embedding_layers=False)
-    known = _saved_tensors(model, adapter, save_embedding_layers=True)
-    problems = [f"it lacks {name}" for name in sorted(needed.keys() - found.keys())]
+def misfits(
+    found: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, tuple[int, ...]],
+    tp_size: int,
+    optional: Container[str] = (),
+) -> str:
+    """What speaks against tensors being those of an adapter, in words; empty where nothing does.
+
+    Args:
+        found: the shapes in an adapter's file, by name there.
+        known: those that the model's adapter has there.
+        tp_size: of the model.
+        optional: names that the file may lack.
+    """
+    lacked = (name for name in known.keys() - found.keys() if name not in optional)
+    problems = [f"it lacks {name}" for name in sorted(lacked)]
     problems += [f"it holds {name}, unknown here" for name in sorted(found.keys() - known.keys())]
-    for name in sorted(known.keys() & found.keys()):
-        _, layout = layouts[known[name]]
-        if tuple(found[name].shape) != layout.shape:
-            problems.append(
-                f"{name} has the shape {tuple(found[name].shape)}, but that of the model, cut over "
-                f"tp={state.mesh.tp_size}, has the whole shape {layout.shape}"
-            )
-    if problems:
-        shown = "; ".join(problems[:4])
-        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-        raise ValueError(f"adapter {adapter!r} does not fit the model: {shown}{more}")
+    problems += [
+        f"{name} has the shape {found[name]}, but that of the model, cut over tp={tp_size}, has "
+        f"the whole shape {known[name]}"
+        for name in sorted(known.keys() & found.keys())
+        if found[name] != known[name]
+    ]
+    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+    return "; ".join(problems[:4]) + more

@@ -104,6 +104,15 @@ class Adapted(Mergeable):
         ]
         return f"{'; '.join(states) or 'none'} (forwards with dropout: {self._forwards.count})"
 
+    def dropout_masks(self, adapter: str) -> dict[str, int]:
+        """What the masks of the next forward depend on, beside the places of its elements."""
+        return {"key": self._mask_keys[adapter], "forwards": self._forwards.count}
+
+    def restore_dropout_masks(self, adapter: str, key: int, forwards: int) -> None:
+        """Let the next forward draw the masks that it would have drawn where these were taken."""
+        self._mask_keys[adapter] = key
+        self._forwards.restart(forwards)
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The base and its active adapters."""
         if kwargs.pop("adapter_names", None) is not None:
