@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Raised, pool
 from reference import Tiny, mesh_of, parallel
+from reference_memory import needs_peak, peak_growth
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
@@ -32,20 +33,6 @@ MIB = 2**20
 
 
 # Memory.
-
-
-def _status(field: str) -> float:
-    """A field of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
-
-
-def _peak_growth(function: Callable[[], Any]) -> tuple[float, Any]:
-    """MiB of anonymous memory that a call adds at its peak, and what it returned."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
-    before, files_before = _status("VmRSS"), _status("RssFile")
-    result = function()
-    return _status("VmHWM") - before - max(0.0, _status("RssFile") - files_before), result
 
 
 def _large_config() -> LlamaConfig:
@@ -99,16 +86,10 @@ def _write_sparse(directory: Path, config: PreTrainedConfig) -> None:
 
 def _load_and_save(source: Path, target: Path, ep: int = 1) -> dict[str, float]:
     mesh = mesh_of(ep=ep)
-    loaded, model = _peak_growth(lambda: px.from_pretrained(source, mesh))
+    loaded, model = peak_growth(lambda: px.from_pretrained(source, mesh))
     shard = sum(parameter.nbytes for parameter in model.parameters()) / MIB
-    saved, _ = _peak_growth(lambda: model.save_pretrained(target))
+    saved, _ = peak_growth(lambda: model.save_pretrained(target))
     return {"shard": shard, "load": loaded - shard, "save": saved}
-
-
-needs_peak = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK),
-    reason="the kernel does not let the peak of the memory be measured",
-)
 
 
 @needs_peak

@@ -10,11 +10,12 @@ from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, write_tensors
 from parallel_ext.checkpoint.save import files_that, save_directory
 from parallel_ext.checkpoint.scheduler_state import Scheduler
-from parallel_ext.checkpoint.steps import latest, verify
+from parallel_ext.checkpoint.steps import latest
 from parallel_ext.checkpoint.stream import PlannedFile, plan_files
 from parallel_ext.checkpoint.strict_json import parse_json
 from parallel_ext.checkpoint.training_load import Resumed, load_step
 from parallel_ext.checkpoint.training_save import save_step
+from parallel_ext.checkpoint.verify import verify
 
 __all__ = [
     "ADAPTER_NAME",

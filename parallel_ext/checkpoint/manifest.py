@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from parallel_ext.checkpoint.chunk_hashes import CHUNK_BYTES, FileRecord
+from parallel_ext.checkpoint.fields import Fields
 from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.checkpoint.publish import of_a_save
 from parallel_ext.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
-from parallel_ext.checkpoint.strict_json import parse_json, read_content, to_json
+from parallel_ext.checkpoint.strict_json import (
+    MAX_OWN_JSON_BYTES,
+    parse_json,
+    read_content,
+    to_json,
+)
 
 STATE_FOLDER = "parallel_state"
 MANIFEST_NAME = f"{STATE_FOLDER}/manifest.json"
 RNG_NAME = f"{STATE_FOLDER}/rng.safetensors"
 COMMIT_NAME = "COMMIT"
 _VERSION = 1
-_FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+LOOP_NAME = f"{STATE_FOLDER}/loop.json"
+_FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}")
+_MAX_COMMIT_BYTES = 4096
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -49,8 +60,12 @@ class Manifest:
     non_finite: Mapping[str, int]
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
-        return to_json(
+        """The content of the file.
+
+        Raises:
+            CheckpointError: there are so many tensors that no load would take it.
+        """
+        content = to_json(
             {
                 "version": _VERSION,
                 "save_id": self.save_id,
@@ -73,6 +88,12 @@ class Manifest:
             },
             "the manifest",
         )
+        if len(content) > MAX_OWN_JSON_BYTES:
+            raise CheckpointError(
+                f"a manifest of {len(self.tensors)} tensors takes {len(content)} bytes, more than "
+                f"{MAX_OWN_JSON_BYTES}"
+            )
+        return content
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Manifest:
@@ -82,7 +103,7 @@ class Manifest:
             CheckpointError: it is not one; names the field that is wrong.
         """
         parsed = parse_json(content, path)
-        fields = _Fields(parsed, path)
+        fields = Fields(parsed, path)
         if parsed.get("version") != _VERSION:
             raise CheckpointError(
                 f"{path}: version {shown(parsed.get('version'))} of the format; this version of "
@@ -95,17 +116,21 @@ class Manifest:
         if fields.number("chunk_bytes") != CHUNK_BYTES:
             raise CheckpointError(f"{path}: chunk_bytes must be {CHUNK_BYTES}")
         files = {
-            name: _record(_Fields(value, f"{path}: {shown(name)}"))
+            name: _record(Fields(value, f"{path}: {shown(name)}"))
             for name, value in fields.object("files").items()
             if _named_plainly(name, path)
         }
+        for name in (LOOP_NAME, RNG_NAME):
+            if name not in files:
+                raise CheckpointError(f"{path}: {name} is not among the files")
+        holders = {name for name in files if name.endswith(".safetensors") and name != RNG_NAME}
         tensors = {
-            name: _tensor(name, _Fields(value, f"{path}: {shown(name)}"), files)
+            name: _tensor(name, Fields(value, f"{path}: {shown(name)}"), holders)
             for name, value in fields.object("tensors").items()
         }
         non_finite = fields.object("non_finite")
         for name in non_finite:
-            _Fields(non_finite, f"{path}: non_finite").number(name)
+            Fields(non_finite, f"{path}: non_finite").number(name)
         return cls(
             fields.matching("save_id", _SAVE_ID),
             fields.number("step"),
@@ -123,15 +148,31 @@ class Manifest:
             name: of the file, relative to it.
 
         Raises:
-            CheckpointError: it is damaged, of another save, or holds other tensors than it must.
+            CheckpointError: it is not listed, damaged, of another save, or holds other tensors than
+                it must.
         """
-        file = SafetensorsFile(directory / name, self.files[name])
+        file = SafetensorsFile(directory / name, self._listed(directory, name))
         try:
             self._check_header(file, name)
         except BaseException:
             file.close()
             raise
         return file
+
+    def _listed(self, directory: Path, name: str) -> FileRecord:
+        if name not in self.files:
+            raise CheckpointError(
+                f"{directory / name}: {directory / MANIFEST_NAME} does not list this file"
+            )
+        return self.files[name]
+
+    @cached_property
+    def _in_files(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+        """What each file must hold: dtype and shape by name."""
+        held: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        for name, (file, spec) in self.tensors.items():
+            held.setdefault(file, {})[name] = spec.dtype, spec.shape
+        return held
 
     def _check_header(self, file: SafetensorsFile, name: str) -> None:
         if (save_id := file.metadata.get("save_id")) != self.save_id:
@@ -141,11 +182,7 @@ class Manifest:
             )
         if name == RNG_NAME:  # not of the model, so not listed
             return
-        expected = {
-            tensor: (spec.dtype, spec.shape)
-            for tensor, (where, spec) in self.tensors.items()
-            if where == name
-        }
+        expected = self._in_files.get(name, {})
         found = {tensor: (entry.dtype, entry.shape) for tensor, entry in file.tensors.items()}
         if found != expected:
             tensor = next(t for t in {**expected, **found} if expected.get(t) != found.get(t))
@@ -158,84 +195,47 @@ class Manifest:
         """Read a small file of the checkpoint as a whole, checked.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: it is not listed, missing or damaged.
         """
-        if name not in self.files:
-            raise CheckpointError(f"{directory / MANIFEST_NAME} does not list {name}")
-        content = read_content(directory / name)
-        self.files[name].check(content, directory / name)
+        record = self._listed(directory, name)
+        content = read_content(directory / name, MAX_OWN_JSON_BYTES, links=False)
+        record.check(content, directory / name)
         return content
 
+    def check_names(self, directory: Path) -> None:
+        """See that there is no file that the manifest does not list but somebody could read.
 
-class _Fields:
-    """The fields of a JSON object, of which nothing is taken for granted."""
+        Others may lie beside a saved model, such as those of its tokenizer.
 
-    def __init__(self, value: Any, where: str | Path) -> None:
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{where}: expected a JSON object, got {shown(value)}")
-        self._value, self._where = value, where
-
-    def exactly(self, *names: str) -> None:
-        if self._value.keys() != set(names):
-            raise CheckpointError(
-                f"{self._where}: expected the fields {', '.join(sorted(names))}, got "
-                f"{shown(sorted(self._value))}"
-            )
-
-    def _wrong(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._where}: {name} must be {expected}, got {shown(self._value.get(name))}"
-        )
-
-    def number(self, name: str) -> int:
-        value = self._value.get(name)
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise self._wrong(name, "a whole number of at least 0")
-        return value
-
-    def object(self, name: str) -> dict[str, Any]:
-        value = self._value.get(name)
-        if not isinstance(value, dict):
-            raise self._wrong(name, "a JSON object")
-        return value
-
-    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
-        value = self._value.get(name)
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise self._wrong(name, f"text like {pattern.pattern}")
-        return value
-
-    def one_of(self, name: str, known: Any) -> str:
-        value = self._value.get(name)
-        if not isinstance(value, str) or value not in known:
-            raise self._wrong(name, f"one of {shown(sorted(known))}")
-        return value
-
-    def list_of(self, name: str, fits: Any, expected: str) -> list[Any]:
-        value = self._value.get(name)
-        if not isinstance(value, list) or not all(fits(each) for each in value):
-            raise self._wrong(name, f"a list of {expected}")
-        return value
+        Raises:
+            CheckpointError: there is; names it.
+        """
+        known = {*self.files, MANIFEST_NAME}
+        found = [f"{STATE_FOLDER}/{name}" for name in os.listdir(directory / STATE_FOLDER)]
+        found += [name for name in os.listdir(directory) if of_a_save(name)]
+        for name in sorted(found):
+            if name not in known:
+                self._listed(directory, name)
 
 
 def _named_plainly(name: str, path: Path) -> bool:
-    if not _FILE_NAME.fullmatch(name) or name in (MANIFEST_NAME, COMMIT_NAME):
+    if not _FILE_NAME.fullmatch(name) or name in (STATE_FOLDER, MANIFEST_NAME, COMMIT_NAME):
         raise CheckpointError(f"{path}: {shown(name)} is no name of a file of a checkpoint")
     return True
 
 
-def _record(fields: _Fields) -> FileRecord:
+def _record(fields: Fields) -> FileRecord:
     fields.exactly("size", "xxh3_128")
     hashes = fields.list_of(
         "xxh3_128", lambda h: isinstance(h, str) and bool(_HASH.fullmatch(h)), "hashes"
     )
     record = FileRecord(fields.number("size"), tuple(hashes))
     if len(hashes) != -(-record.size // CHUNK_BYTES):
-        raise fields._wrong("xxh3_128", f"one hash for each {CHUNK_BYTES} of {record.size} bytes")
+        raise fields.wrong("xxh3_128", f"one hash for each {CHUNK_BYTES} of {record.size} bytes")
     return record
 
 
-def _tensor(name: str, fields: _Fields, files: Mapping[str, Any]) -> tuple[str, TensorSpec]:
+def _tensor(name: str, fields: Fields, files: Collection[str]) -> tuple[str, TensorSpec]:
     fields.exactly("file", "dtype", "shape")
     shape = fields.list_of(
         "shape", lambda n: type(n) is int and 0 <= n < 2**63, "whole numbers of at least 0"
@@ -263,15 +263,19 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
-    if (directory / STATE_FOLDER).is_symlink():
-        raise CheckpointError(f"{directory / STATE_FOLDER}: a symbolic link; put the files there")
+    for folder in (directory, directory / STATE_FOLDER):
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder}: a symbolic link, which is not followed in a training checkpoint; name "
+                "or put the directory itself"
+            )
     if not os.path.lexists(directory / COMMIT_NAME):
         raise CheckpointError(
             f"{directory} has no file {COMMIT_NAME}, which a save writes last: it is no training "
             "checkpoint, or not a complete one"
         )
-    commit = read_content(directory / COMMIT_NAME)
-    content = read_content(directory / MANIFEST_NAME)
+    commit = read_content(directory / COMMIT_NAME, _MAX_COMMIT_BYTES, links=False)
+    content = read_content(directory / MANIFEST_NAME, MAX_OWN_JSON_BYTES, links=False)
     sealed = parse_json(commit, directory / COMMIT_NAME)
     found = xxhash.xxh3_128_hexdigest(content)
     if sealed.get("manifest") != found:

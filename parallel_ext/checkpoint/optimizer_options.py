@@ -10,7 +10,7 @@ import torch
 from parallel_ext.checkpoint.tagged_json import decode, encode
 
 # How a step is computed, not what: the running optimizer's count. The parameters are written apart.
-_OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
+OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: encode(value, f"the option {key!r} of a group")
         for key, value in group.items()
-        if key not in _OF_THE_RUN
+        if key not in OF_THE_RUN
     }
 
 

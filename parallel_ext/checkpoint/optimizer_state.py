@@ -18,6 +18,7 @@ from parallel_ext.checkpoint.optimizer_options import give_options, options_of, 
 from parallel_ext.checkpoint.reading import Wanted
 from parallel_ext.checkpoint.safetensors_file import DTYPES
 from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
+from parallel_ext.checkpoint.saved_optimizer import check_groups, check_state
 from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.mesh import Mesh
@@ -276,35 +277,39 @@ def restore(
             f"the state of {description['class']} was saved, but the optimizer is "
             f"{type(optimizer).__name__}"
         )
-    names, layout = _names_of(optimizer, contents), contents.layout
-    _check_groups(optimizer, names, layout, description)
+    names, layout, groups = _names_of(optimizer, contents), contents.layout, optimizer.param_groups
+    files_of = [set(_files_of_group(group, names, layout)) for group in groups]
+    options = [read_options(at["options"]) for at in description["groups"]]
+    check_groups(optimizer, files_of, [at["parameters"] for at in description["groups"]], options)
     keys_of: dict[str, dict[str, TensorSpec]] = {}
     for name, spec in saved.items():
         key, _, file = name.partition("/")
         keys_of.setdefault(file, {})[key] = spec
     wanted: list[tuple[Wanted, torch.Tensor]] = []
     states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     for parameter, name in names.items():
         files = _files_of(name, layout)
         of_parts = [keys_of.pop(file, {}) for file in files]
-        numbers = _numbers(parameter, group_of[parameter], files, description)
+        number = group_of[parameter]
+        numbers = _numbers(parameter, groups[number], files, description)
         states[parameter] = dict(numbers)
         for key, spec in of_parts[0].items():
             if any(p.keys() != of_parts[0].keys() or p[key].dtype != spec.dtype for p in of_parts):
                 raise CheckpointError(
                     f"the state {key!r} of {name} was not saved for all its parts"
                 )
+            if key in states[parameter]:
+                raise CheckpointError(f"{key} of {name} was saved as a number and as a tensor")
             tensor, places = _room(key, spec, parameter, layout, name, saved)
             states[parameter][key] = tensor
             wanted += places
+        check_state(optimizer, parameter, name, states[parameter], options[number])
     if keys_of:
         raise CheckpointError(
-            f"state of {', '.join(sorted(keys_of)[:4])} was saved, but the optimizer does not have "
-            "these parameters"
+            f"state of {', '.join(map(shown, sorted(keys_of)[:4]))} was saved, but the optimizer "
+            "does not have these parameters"
         )
-
-    options = [read_options(at["options"]) for at in description["groups"]]
 
     def apply() -> None:
         for parameter, state in states.items():
@@ -315,28 +320,6 @@ def restore(
             give_options(group, at)
 
     return wanted, apply
-
-
-def _check_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    layout: ModelLayout,
-    description: Mapping[str, Any],
-) -> None:
-    groups = optimizer.param_groups
-    if len(groups) != len(description["groups"]):
-        raise CheckpointError(
-            f"{len(description['groups'])} groups of parameters were saved, but the optimizer has "
-            f"{len(groups)}"
-        )
-    for number, (group, at) in enumerate(zip(groups, description["groups"], strict=True)):
-        own = set(_files_of_group(group, names, layout))
-        if other := own ^ set(at["parameters"]):
-            name = sorted(other)[0]
-            raise CheckpointError(
-                f"group {number} of the optimizer {'has' if name in own else 'lacks'} {name}, the "
-                f"saved one {'lacks' if name in own else 'has'} it; {len(other)} differ"
-            )
 
 
 def _numbers(
@@ -375,7 +358,9 @@ def _room(
         tensor = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
         shard = local_part(tensor)
         return tensor, [(Wanted(f"{key}/{part.name}", whole, part), shard) for part in parts]
-    if not whole.is_replicated or len(parts) > 1 or not math.prod(spec.shape):
+    fits = len(spec.shape) == len(whole.shape) and math.prod(spec.shape)
+    fits = fits and all(a <= b for a, b in zip(spec.shape, whole.shape, strict=True))
+    if not whole.is_replicated or len(parts) > 1 or not fits:
         raise CheckpointError(
             f"the state {key!r} of {name} was saved in the shape {spec.shape}, of a parameter of "
             f"{whole.shape} that was whole on every rank, but here a rank holds "

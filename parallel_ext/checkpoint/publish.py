@@ -23,6 +23,11 @@ _OF_A_SAVE = (
 )
 
 
+def of_a_save(name: str) -> bool:
+    """Whether a file of this name is one that a save writes or makes stale."""
+    return any(fnmatchcase(name, pattern) for pattern in _OF_A_SAVE)
+
+
 class Publication:
     """A temporary directory beside ``target`` that takes its place, or vanishes. One process only.
 
@@ -100,6 +105,6 @@ class Publication:
         """Link the files that do not belong to a saved model into the temporary directory."""
         for path in self.target.iterdir():
             is_directory = path.is_dir() and not path.is_symlink()
-            if is_directory or any(fnmatchcase(path.name, pattern) for pattern in _OF_A_SAVE):
+            if is_directory or of_a_save(path.name):
                 continue
             disk.link(path, self.temporary / path.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
 from parallel_ext.checkpoint.safetensors_writer import write_tensors
 from parallel_ext.mesh import Mesh
+
+# What the states of the generators look like; NumPy and Python hold 624 words and a position.
+_KINDS: dict[str, tuple[torch.dtype, Container[int]]] = {
+    "torch": (torch.uint8, range(1, 2**16)),
+    "cuda": (torch.uint8, range(1, 2**16)),
+    "python": (torch.int64, [626]),  # a version as well
+    "python_gauss": (torch.float64, [0, 1]),
+    "numpy": (torch.int64, [625]),
+    "numpy_gauss": (torch.float64, [0, 1]),
+}
 
 
 def capture(mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -45,12 +56,16 @@ def capture(mesh: Mesh) -> dict[str, torch.Tensor]:
     return states
 
 
+def _python_state(states: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    version, *words = states["python"].tolist()
+    gauss = states["python_gauss"].tolist()
+    return version, tuple(words), gauss[0] if gauss else None
+
+
 def restore(states: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
     """Let the generators of this process go on where ``states`` were captured."""
     torch.set_rng_state(states["torch"])
-    version, *words = states["python"].tolist()
-    gauss = states["python_gauss"].tolist()
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    random.setstate(_python_state(states))
     *keys, position = states["numpy"].tolist()
     cached = states["numpy_gauss"].tolist()
     numpy.random.set_state(
@@ -97,23 +112,49 @@ def write(
     return write_tensors(path, tensors, metadata, hashed=True).record()
 
 
-def read(file: SafetensorsFile, rank: int) -> dict[str, torch.Tensor]:
-    """The states of one rank.
+def check_kinds(file: SafetensorsFile) -> None:
+    """See that the file holds states of generators, by what its header says.
+
+    Raises:
+        CheckpointError: it holds something else; names it.
+    """
+    for name, entry in file.tensors.items():
+        kind, _, rank = name.partition(".")
+        dtype, sizes = _KINDS.get(kind, (None, range(0)))
+        fits = entry.dtype == dtype and len(entry.shape) == 1 and entry.shape[0] in sizes
+        if not fits or not re.fullmatch("[0-9]{5,}", rank):
+            raise CheckpointError(
+                f"{file.path}: {name} of {entry.dtype} and shape {entry.shape} is no state of a "
+                "generator of random numbers"
+            )
+
+
+def read(file: SafetensorsFile, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The states of this rank, which its generators would take; they stay as they are.
 
     Raises:
         CheckpointError: the file does not hold them.
     """
-    states = {}
+    check_kinds(file)
+    rank, states = mesh.rank, {}
     for name, entry in file.tensors.items():
         kind, _, of = name.partition(".")
         if of == f"{rank:05}":
             states[kind] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             file.read_box(name, tuple((0, size) for size in entry.shape), states[kind])
-    missing = {"torch", "python", "python_gauss", "numpy", "numpy_gauss"} - states.keys()
+    missing = _KINDS.keys() - states.keys() - ({"cuda"} if mesh.device.type != "cuda" else set())
     if missing:
         raise CheckpointError(
             f"{file.path}: {', '.join(sorted(missing))} of rank {rank} is missing"
         )
+    try:
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(_python_state(states))
+        *keys, position = states["numpy"].tolist()
+        if not (0 <= position <= len(keys) and all(0 <= key < 2**32 for key in keys)):
+            raise ValueError("invalid state of NumPy")  # which would not look at it
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{file.path}: of rank {rank}: {error}") from error
     return states
 
 

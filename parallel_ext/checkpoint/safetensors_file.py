@@ -24,6 +24,7 @@ from parallel_ext.checkpoint.chunk_hashes import (
 from parallel_ext.checkpoint.open_file import CheckpointError, open_file, shown
 from parallel_ext.checkpoint.strict_json import (
     MAX_JSON_BYTES,
+    MAX_OWN_JSON_BYTES,
     MAX_TENSORS,
     OFFSETS_WORD,
     parse_json,
@@ -98,12 +99,13 @@ class SafetensorsFile:
 
     Raises:
         CheckpointError: the file is not a valid safetensors file, or not the one of ``record``;
-            names the file, and the tensor or the sizes that do not fit.
+            names the file, and the tensor or the sizes that do not fit. With a record, also: it is
+            a symbolic link.
     """
 
     def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None) -> None:
         self.path = Path(path)
-        self._file = open_file(self.path)
+        self._file = open_file(self.path, links=record is None)
         self._checked: CheckedReader | None = None
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorEntry] = {}
@@ -113,7 +115,8 @@ class SafetensorsFile:
                 if size != record.size:
                     raise wrong_size(self.path, record.size, size)
                 self._checked = CheckedReader(self.path, record, self._read_plain)
-            self.tensors = self._read_header(size)
+            most = MAX_JSON_BYTES if record is None else MAX_OWN_JSON_BYTES
+            self.tensors = self._read_header(size, most)
         except BaseException:
             self.close()
             raise
@@ -128,7 +131,7 @@ class SafetensorsFile:
         """Close the file; nothing can be read afterwards."""
         self._file.close()
 
-    def _read_header(self, size: int) -> dict[str, TensorEntry]:
+    def _read_header(self, size: int, most: int) -> dict[str, TensorEntry]:
         if size < LENGTH_BYTES:
             raise CheckpointError(
                 f"{self.path}: the file has {size} bytes, fewer than the {LENGTH_BYTES} with "
@@ -137,10 +140,10 @@ class SafetensorsFile:
         length = bytearray(LENGTH_BYTES)
         self._read(memoryview(length), 0)
         header_bytes = int.from_bytes(length, "little")
-        if header_bytes > MAX_JSON_BYTES:
+        if header_bytes > most:
             raise CheckpointError(
                 f"{self.path}: a header of {header_bytes} bytes is announced, more than "
-                f"{MAX_JSON_BYTES}; this is no safetensors file"
+                f"{most}; this is no safetensors file"
             )
         data_start = LENGTH_BYTES + header_bytes
         if data_start > size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from parallel_ext.checkpoint.loop import differs_in_kind
 from parallel_ext.checkpoint.open_file import CheckpointError, shown
 from parallel_ext.checkpoint.tagged_json import decode, encode
 
@@ -48,4 +49,19 @@ def saved_for(scheduler: Scheduler, description: Any, path: Path) -> dict[str, A
     state = decode(saved.get("state"), f"{path}, the state of {own}")
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: {shown(state)} is no state of a scheduler")
+    _check(state, scheduler, f"{path}: the state of {own}: ")
     return state
+
+
+def _check(saved: dict[str, Any], scheduler: Scheduler, where: str) -> None:
+    """See that the values are of the kinds of the running ones, as far as can be told.
+
+    torch's schedulers make attributes of what they are given, also of a key such as ``step``.
+    """
+    own = scheduler.state_dict()
+    for key, value in saved.items():
+        if key not in own:
+            if hasattr(scheduler, str(key)):
+                raise CheckpointError(f"{where}{shown(key)} is no state, but something else of it")
+        elif problem := differs_in_kind(value, own[key]):
+            raise CheckpointError(f"{where}{shown(key)} {problem}")

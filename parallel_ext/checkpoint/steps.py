@@ -22,9 +22,9 @@ LATEST_NAME = "LATEST"
 TEMPORARY_NAME = ".tmp-{name}-{save_id}"  # of a step that is being written
 TRASH_NAME = ".trash-{name}-{save_id}"  # of a step that is not needed any more, by the save
 POINTER_NAME = f".{LATEST_NAME}-{{save_id}}"  # of what is to become LATEST
-LOOP_NAME = f"{STATE_FOLDER}/loop.json"
-_STEP_NAME = re.compile(r"step-(\d{8,})")
-_LATEST = re.compile(rb"(step-\d{8,}) ([0-9a-f]{32})\n")
+_STEP_NAME = re.compile(r"step-([0-9]{8,19})")
+_LATEST = re.compile(rb"(step-[0-9]{8,19}) ([0-9a-f]{32})\n")
+_MAX_LATEST_BYTES = 4096
 
 
 def name_of_step(step: int) -> str:
@@ -70,6 +70,18 @@ def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
     disk.sync_path(root)
 
 
+def manifest_of_step(path: Path) -> Manifest:
+    """The manifest of a directory that has the name of a step, as :func:`read_manifest`.
+
+    Raises:
+        CheckpointError: the directory holds another step than its name says, among others.
+    """
+    manifest = read_manifest(path)
+    if path.name != name_of_step(manifest.step):
+        raise CheckpointError(f"{path} holds the step {manifest.step}, by its {MANIFEST_NAME}")
+    return manifest
+
+
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The last complete checkpoint that was saved under ``root``; any process may ask.
 
@@ -98,7 +110,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
                 f"{pointer} names {path.name}, but there is no such directory; load a step by its "
                 "number"
             )
-        found = read_manifest(path).save_id
+        found = manifest_of_step(path).save_id
         if found != save_id:
             raise CheckpointError(
                 f"{pointer} names the save {save_id} of {path.name}, but that directory is of "
@@ -109,7 +121,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     if not steps:
         return None
     path = steps[max(steps)]
-    read_manifest(path)
+    manifest_of_step(path)
     return path
 
 
@@ -118,7 +130,7 @@ def _named_by_latest(root: Path) -> tuple[str, str] | None:
     pointer = root / LATEST_NAME
     if not os.path.lexists(pointer):
         return None
-    content = read_content(pointer)
+    content = read_content(pointer, _MAX_LATEST_BYTES, links=False)
     named = _LATEST.fullmatch(content)
     if named is None:
         raise CheckpointError(
@@ -133,7 +145,8 @@ def complete_steps(root: Path) -> dict[int, Path]:
     steps = {}
     for path in root.iterdir() if root.is_dir() else ():
         match = _STEP_NAME.fullmatch(path.name)
-        if match and os.path.lexists(path / COMMIT_NAME):
+        is_step = match and name_of_step(int(match[1])) == path.name
+        if is_step and os.path.lexists(path / COMMIT_NAME):
             steps[int(match[1])] = path
     return steps
 
@@ -161,33 +174,3 @@ def check_may_save(root: Path, step: int) -> None:
             f"{target} is there already, and is the last checkpoint, which a save never "
             "overwrites; load it, remove it, or save to another root"
         )
-
-
-def verify(path: str | os.PathLike[str]) -> int:
-    """Read every byte of a training checkpoint and compare it with what was written.
-
-    Needs neither a model nor other ranks.
-
-    Args:
-        path: the directory of a step.
-
-    Returns:
-        The step.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, damaged or of another save; names the file,
-            the bytes and the tensors in them, and the hashes.
-
-    Example:
-        >>> verify(latest("ckpts"))  # doctest: +SKIP
-        1200
-    """
-    path = Path(path)
-    manifest = read_manifest(path)
-    for name in manifest.files:
-        if name.endswith(".safetensors"):
-            with manifest.open(path, name) as file:
-                file.check_all()
-        else:
-            manifest.read(path, name)
-    return manifest.step

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +16,28 @@ from parallel_ext.checkpoint.open_file import CheckpointError, open_file, shown
 
 MAX_TENSORS = 1_000_000
 MAX_JSON_BYTES = 100_000_000  # the limit of the reference implementation for a header
+MAX_OWN_JSON_BYTES = 64_000_000  # of a training checkpoint: parsed, it may be three times in memory
 OFFSETS_WORD = b'"data_offsets"'  # once in the header of a safetensors file for each tensor
 _MAX_NAME_LENGTH = 1024
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False).encode
 
 
-def read_content(path: Path) -> bytes:
-    """Read a whole file that holds JSON.
+def read_content(path: Path, most: int = MAX_JSON_BYTES, links: bool = True) -> bytes:
+    """Read a whole file that holds JSON, or a line.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+        links: as of :func:`open_file`.
 
     Raises:
         CheckpointError: as :func:`open_file`, or the file is too large.
     """
-    with open_file(path) as file:
+    with open_file(path, links) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: has {size} bytes, more than {MAX_JSON_BYTES} for JSON")
-        return file.readall()
+        if size > most:
+            raise CheckpointError(f"{path}: has {size} bytes, more than the {most} that it may")
+        return file.read(size)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,6 +77,12 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
                 )
         return parsed
 
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            raise CheckpointError(f"{where}: not valid JSON: {shown(number)} is too large a number")
+        return value
+
     def no_constant(constant: str) -> None:
         raise CheckpointError(f"{where}: not valid JSON: {constant} is no number")
 
@@ -77,14 +92,33 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
     if values > 2 * MAX_TENSORS + 16 * text.count(OFFSETS_WORD):
         raise CheckpointError(f"{where}: holds {values} values, far more than it has tensors")
     try:
-        parsed = json.loads(
-            text.decode("utf-8"), object_pairs_hook=without_repetition, parse_constant=no_constant
-        )
+        with _no_collection():
+            parsed = json.loads(
+                text.decode("utf-8"),
+                object_pairs_hook=without_repetition,
+                parse_float=finite,
+                parse_constant=no_constant,
+            )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where}: expected a JSON object, got {type(parsed).__name__}")
     return parsed
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without looking for garbage, of which parsing makes none.
+
+    Else it is looked for over and over in all that was parsed, for most of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def to_json(value: dict[str, Any], what: str) -> bytes:

@@ -14,13 +14,13 @@ import torch
 
 from parallel_ext.checkpoint import rng, scheduler_state
 from parallel_ext.checkpoint.contents import Contents
-from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.open_file import CheckpointError
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.reading import Wanted, read_shards
 from parallel_ext.checkpoint.scheduler_state import Scheduler
-from parallel_ext.checkpoint.steps import LOOP_NAME, latest, name_of_step
-from parallel_ext.checkpoint.strict_json import parse_json
+from parallel_ext.checkpoint.steps import latest, manifest_of_step, name_of_step
+from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.mesh import Mesh
 
 
@@ -73,8 +73,7 @@ def load_step(
         wanted, apply = mesh.together(what, lambda: opened.match(optimizer, scheduler, mesh))
         read_shards(wanted, opened.file_of, mesh, what)
         mesh.together(what, apply)
-        same = opened.loop["random"]["mesh"] == rng.layout_of(mesh)
-        mesh.together(what, partial(opened.restore_random_numbers, mesh, same))
+    same = opened.states is not None
     return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
 
 
@@ -85,7 +84,7 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[Path, str] | None
     path = latest(root) if step is None else root / name_of_step(step)
     if path is None:
         raise CheckpointError(f"{root} holds no training checkpoint")
-    return path, read_manifest(path).save_id
+    return path, manifest_of_step(path).save_id
 
 
 class _Opened:
@@ -98,8 +97,8 @@ class _Opened:
                 f"{path} is of the save {self.manifest.save_id} here, but rank 0 sees {save_id}"
             )
         files = self.manifest.files
-        json_of = {n: self.manifest.read(path, n) for n in files if n.endswith(".json")}
-        self.loop = parse_json(json_of[LOOP_NAME], path / LOOP_NAME)
+        self.states: dict[str, torch.Tensor] | None = None  # of random numbers, on the same mesh
+        self.loop = read_small_files(path, self.manifest)
         self.file_of = dict(contents.open(path, self.manifest, cleanup))
         self._of_model = frozenset(self.file_of)
         for name in files:
@@ -141,8 +140,13 @@ class _Opened:
             wanted += places
             apply.append(give)
         if scheduler is not None:
-            state = scheduler_state.saved_for(scheduler, self.loop["scheduler"], self.path)
+            where = self.path / LOOP_NAME
+            state = scheduler_state.saved_for(scheduler, self.loop["scheduler"], where)
             apply.append(partial(scheduler.load_state_dict, state))
+        if self.loop["random"]["mesh"] == rng.layout_of(mesh):
+            with self.manifest.open(self.path, RNG_NAME) as file:
+                self.states = rng.read(file, mesh)
+        apply.append(partial(self._restore_random_numbers, mesh))
 
         def apply_all() -> None:
             for function in apply:
@@ -150,10 +154,9 @@ class _Opened:
 
         return wanted, apply_all
 
-    def restore_random_numbers(self, mesh: Mesh, same: bool) -> None:
+    def _restore_random_numbers(self, mesh: Mesh) -> None:
         """Go on with the saved random numbers, or with new ones by the rule."""
-        if not same:
+        if self.states is None:
             rng.reseed(self.loop["random"], self.manifest.step, mesh)
-            return
-        with self.manifest.open(self.path, RNG_NAME) as file:
-            rng.restore(rng.read(file, mesh.rank), mesh)
+        else:
+            rng.restore(self.states, mesh)

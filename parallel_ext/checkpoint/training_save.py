@@ -20,14 +20,13 @@ from parallel_ext.checkpoint.chunk_hashes import FileRecord
 from parallel_ext.checkpoint.contents import Contents
 from parallel_ext.checkpoint.gather import is_needed
 from parallel_ext.checkpoint.lock import one_writer
-from parallel_ext.checkpoint.manifest import RNG_NAME, STATE_FOLDER, Manifest
+from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.retention import check_keep, prune, remove_leftovers
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
 from parallel_ext.checkpoint.save import values_in_files
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
 from parallel_ext.checkpoint.steps import (
-    LOOP_NAME,
     TEMPORARY_NAME,
     check_may_save,
     name_of_step,
@@ -125,7 +124,7 @@ def save_step(
 
 
 def _check(step: int, keep_last: int | None, keep_every: int | None) -> None:
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step < 2**63:
         raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
     check_keep(keep_last, keep_every)
 
