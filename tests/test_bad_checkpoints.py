@@ -33,6 +33,7 @@ from reference_training import Job, build, quietly, train
 import parallel_ext as px
 from parallel_ext.checkpoint import contents, training_save
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
+from parallel_ext.checkpoint.strict_json import to_json
 
 JOB = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
 STEP, SAVE_ID = "step-00000001", "save_id"
@@ -54,7 +55,7 @@ def _seal(step: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None
     content = (step / MANIFEST).read_bytes()
     commit = json.loads((step / "COMMIT").read_text()) | dict(changes)
     commit["manifest"] = xxhash.xxh3_128_hexdigest(content)
-    (step / "COMMIT").write_text(json.dumps(commit, indent=2, sort_keys=True) + "\n")
+    (step / "COMMIT").write_bytes(to_json(commit, "the commit"))
 
 
 def _write(name: str, content: bytes) -> Spoil:
