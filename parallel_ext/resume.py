@@ -36,9 +36,11 @@ def save_checkpoint(
     """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
 
     Every rank calls it. The directory is one that plain ``from_pretrained`` reads, with a folder
-    ``parallel_state`` beside the model's files. Each tensor is written once, unpadded and under its
-    HuggingFace name, by one of all ranks, and hashed on the way; rows stream to the rank that
-    writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
+    ``parallel_state`` beside the model's files; of a model with an adapter, one that plain
+    ``PeftModel.from_pretrained`` reads: the adapter and its ``modules_to_save``, and of the base
+    only what PEFT saves too (embeddings that have an adapter). Each tensor is written once,
+    unpadded and under its HuggingFace name, by one of all ranks, and hashed on the way; rows stream
+    to the rank that writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
     it then. A save that is killed, or loses its power, leaves the last checkpoint as it is, and
     what it left behind is removed by the next. One job at a time saves into a root: the file
     ``.lock`` is there meanwhile, and stops nobody once its holder is dead.
@@ -53,7 +55,8 @@ def save_checkpoint(
         root: directory of all checkpoints of a job, the same place for all ranks.
         step: number of the training step. It must not be that of the last checkpoint there; an
             older save of the same step, of a run that was given up, is replaced.
-        model: a parallel model.
+        model: a parallel model, or PEFT's around one, with one adapter. What is trained beside that
+            adapter is refused, since it would be lost.
         optimizer: torch's Adam, AdamW or SGD, built from the model's parameters; Adafactor where
             no parameter is cut.
         scheduler: of the learning rate: any of torch's, or one whose ``state_dict()`` consists of
@@ -124,14 +127,19 @@ def load_checkpoint(
     Every rank calls it. Mesh and ZeRO stage may be others than when it was saved: each rank reads
     its own slices, and every chunk that it reads is compared with the hash that was written. What
     is not passed is not loaded. On the mesh of the save, random numbers go on where they were;
-    on another, every rank is seeded anew from (saved seed, step, rank), with a warning.
+    on another, every rank is seeded anew from (saved seed, step, rank), with a warning. The masks
+    of ``lora_dropout`` go on where they were on any mesh: they depend on a key, the number of the
+    forward, and the place of an element in the whole batch, of which a dp rank holds its share in
+    order.
 
     Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
     afterwards, model and optimizer hold a mixture: load another step before training goes on.
 
     Args:
         root: as of ``save_checkpoint``.
-        model: a parallel model of the same configuration, filled or not yet trained.
+        model: a parallel model of the same configuration, filled or not yet trained. Where an
+            adapter was saved: PEFT's around the same base, with an adapter of the same
+            configuration, which is filled; the base stays as it is.
         optimizer: of the class and the groups of parameters that were saved; built after
             ``px.data_parallel``.
         scheduler: of the class that was saved, to be given its ``state_dict()``.

@@ -28,6 +28,7 @@ from parallel_ext.layout import (
     cut_ranges,
     split,
 )
+from parallel_ext.lora.experts import factor_layouts
 from parallel_ext.sharded import take
 
 
@@ -90,7 +91,10 @@ def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
         for layout in dense
     }
     tensors["experts"] = sides.dealt_again(experts, sides.ep)
-    return ModelLayout(tensors, {}, {"experts": parts})
+    of_adapter = factor_layouts(experts, "lora_A", "lora_B", 3)  # whole on all dp ranks
+    tensors |= {layout.name: layout for layout in of_adapter}
+    renamed = {"lora_A": (Part("lora_A.weight", "lora_A", of_adapter[0].whole, index=False),)}
+    return ModelLayout(tensors, {}, {"experts": parts, **renamed})
 
 
 def _values(sizes: Sizes) -> dict[str, torch.Tensor]:

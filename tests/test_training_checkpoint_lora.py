@@ -140,6 +140,7 @@ KINDS = {
     "linears": Job(),
     "ends": Job(changes=ENDS),
     "whole beside": Job(changes=WHOLE_BESIDE),
+    "tied": Job(replace(LLAMA, tied=True), {"target_modules": ["embed_tokens", "k_proj"]}),
     "experts": Job(MIXTRAL, EXPERTS),
     "CogAgent": Job(None, COGAGENT),
     # whose tokens go two ways, so that only the masks of tp are those of one process
@@ -152,6 +153,7 @@ CHANGES: list[tuple[str, tuple[Layout, int | None], tuple[Layout, int | None]]] 
     ("ends", (Layout(2, 2, 1), 2), (Layout(1, 1, 1), None)),
     ("whole beside", (Layout(1, 1, 1), None), (Layout(2, 2, 1), 2)),
     ("whole beside", (Layout(2, 1, 1), 3), (Layout(1, 2, 1), None)),
+    ("tied", (Layout(2, 1, 1), 3), (Layout(1, 3, 1), None)),
     ("experts", (Layout(1, 2, 2), None), (Layout(2, 2, 4), 3)),
     ("experts", (Layout(2, 1, 2), 2), (Layout(1, 3, 3), None)),
     ("CogAgent", (Layout(1, 2, 1), None), (Layout(2, 1, 1), 2)),
@@ -262,7 +264,7 @@ def test_peft_reads_the_directory_which_is_that_of_save_pretrained(
     state: dict[str, torch.Tensor] = {}
     for path in (step / "parallel_state").glob("optim-*"):
         state |= load_file(path)
-    trained = {name for name in found if "base_layer" not in name}
+    trained = {name for name in found if "base_layer.weight" not in name}
     assert state.keys() == {f"{key}/{n}" for key in ("exp_avg", "exp_avg_sq") for n in trained}
     assert all(value.shape == found[n.partition("/")[2]].shape for n, value in state.items())
 
@@ -324,7 +326,7 @@ REFUSED = {
     "merged": "the adapter 'default' is merged into",
     "optimizer": f"group 1 of the optimizer lacks {Q_A}",
     "rank": "holds an adapter of r=3, but that of the model, 'default', has r=4",
-    "scale": "of lora_alpha=7, use_rslora=False, but that of the model, 'default', has lora_alpha=",
+    "scale": "lora_alpha=7, use_rslora=False, but that of the model, 'default', has lora_alpha=5",
     "pattern": "alpha_pattern={}, but that of the model, 'default', has alpha_pattern={'q_proj'",
     "fewer targets": f"it holds {Q_A}, unknown here",
     "more targets": "it lacks base_model.model.lm_head.lora_A.weight",

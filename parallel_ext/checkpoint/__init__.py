@@ -5,7 +5,7 @@ from parallel_ext.checkpoint.full_state import check_shapes, full_state_dict, ga
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.manifest import Manifest
-from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.open_file import CheckpointError, shown
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, write_tensors
 from parallel_ext.checkpoint.save import files_that, save_directory
@@ -42,6 +42,7 @@ __all__ = [
     "plan_files",
     "save_directory",
     "save_step",
+    "shown",
     "verify",
     "write_tensors",
 ]

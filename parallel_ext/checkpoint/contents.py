@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,12 @@ class Contents(Protocol):
     def dropout_masks(self) -> dict[str, Any]:
         """What further dropout masks depend on, as JSON."""
 
-    def restore_dropout_masks(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the masks that would have come after these."""
+    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
+        """What lets the next forwards draw the masks that would have come after ``saved``.
+
+        Raises:
+            CheckpointError: ``saved``, which was read, is not of ``dropout_masks()``.
+        """
 
 
 class WholeModel:
@@ -114,5 +118,5 @@ class WholeModel:
     def dropout_masks(self) -> dict[str, Any]:
         return {}
 
-    def restore_dropout_masks(self, saved: Mapping[str, Any]) -> None:
-        pass
+    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
+        return lambda: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from parallel_ext.checkpoint import (
     files_that,
     parse_json,
     plan_files,
+    shown,
 )
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.lora.files import layouts_of, misfits, saved_tensors
@@ -171,11 +172,24 @@ class AdapterContents:
             if isinstance(module.lora_dropout[self._adapter], nn.Dropout)
         }
 
-    def restore_dropout_masks(self, saved: Mapping[str, Any]) -> None:
-        """A module that had no dropout when it was saved begins with masks of its own."""
-        for path, module in self._adapted():
-            if path in saved:
-                module.restore_dropout_masks(self._adapter, **saved[path])
+    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
+        """Modules without dropout at the time begin with masks of their own."""
+        of_module = saved if isinstance(saved, dict) else {"": saved}
+        for path, at in of_module.items():
+            known = isinstance(at, dict) and at.keys() == {"key", "forwards"}
+            if not known or not all(map(_is_count, at.values())):
+                raise CheckpointError(f"{shown(at)} says nothing of the dropout masks of {path}")
+
+        def restore() -> None:
+            for path, module in self._adapted():
+                if path in of_module:
+                    module.restore_dropout_masks(self._adapter, **of_module[path])
+
+        return restore
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 2**63
 
 
 def has_adapters(model: nn.Module) -> bool:
