@@ -40,10 +40,10 @@ def save_checkpoint(
     ``PeftModel.from_pretrained`` reads: the adapter and its ``modules_to_save``, and of the base
     only what PEFT saves too (embeddings that have an adapter). Each tensor is written once,
     unpadded and under its HuggingFace name, by one of all ranks, and hashed on the way; rows stream
-    to the rank that writes them. The directory appears under its name when it is complete, and ``root/LATEST`` names
-    it then. A save that is killed, or loses its power, leaves the last checkpoint as it is, and
-    what it left behind is removed by the next. One job at a time saves into a root: the file
-    ``.lock`` is there meanwhile, and stops nobody once its holder is dead.
+    to the rank that writes them. The directory appears under its name when it is complete, and
+    ``root/LATEST`` names it then. A save that is killed, or loses its power, leaves the last
+    checkpoint as it is, and what it left behind is removed by the next. One job at a time saves
+    into a root: the file ``.lock`` is there meanwhile, and stops nobody once its holder is dead.
     Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
 
     When ``asynchronous``, each rank copies what it will send or write to its host's memory, at most
