@@ -91,10 +91,10 @@ def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
         for layout in dense
     }
     tensors["experts"] = sides.dealt_again(experts, sides.ep)
-    of_adapter = factor_layouts(experts, "lora_A", "lora_B", 3)  # whole on all dp ranks
-    tensors |= {layout.name: layout for layout in of_adapter}
-    renamed = {"lora_A": (Part("lora_A.weight", "lora_A", of_adapter[0].whole, index=False),)}
-    return ModelLayout(tensors, {}, {"experts": parts, **renamed})
+    _, factor = factor_layouts(experts, "lora_A", "lora_B", 2)  # whole on all dp ranks
+    tensors["lora_B"] = factor
+    renamed = (Part("lora_B.weight", "lora_B", factor.whole, index=False),)
+    return ModelLayout(tensors, {}, {"experts": parts, "lora_B": renamed})
 
 
 def _values(sizes: Sizes) -> dict[str, torch.Tensor]:
