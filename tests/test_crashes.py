@@ -22,12 +22,15 @@ NEVER = 10**9
 NEW = 30  # the number of the values that the save in question writes as step 3
 
 
-def _used_root(root: Path, job: SmallJob) -> None:
+def used_root(root: Path, job: SmallJob) -> None:
     """Step 2 is the last of 1 and 2; 3 is of another run; dead saves and a user left things."""
     for step in (1, 2):
         job.save(root, step, step)
     last = (root / "LATEST").read_bytes()
+    job.mesh.gather_objects(None)
     job.save(root, 3, 33)
+    if job.mesh.rank != 0:
+        return
     (root / "LATEST").write_bytes(last)
     shutil.copytree(root / "step-00000001", root / f".tmp-step-00000003-{1:032x}")
     shutil.copytree(root / "step-00000001", root / f".trash-step-00000001-{2:032x}")
@@ -86,7 +89,7 @@ def _crash_everywhere(folder: Path, fault: str, used: bool) -> dict[str, Any]:
     job = SmallJob(px.init_mesh())
     template = folder / "template"
     if used:
-        _used_root(template, job)
+        used_root(template, job)
     counted = folder / "counted"
     if used:
         shutil.copytree(template, counted)
