@@ -7,6 +7,7 @@ import gc
 import multiprocessing as mp
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
+_starting = threading.Lock()
 
 
 @lru_cache
@@ -97,7 +99,7 @@ class Ranks:
             args = (rank, self.size, rendezvous, theirs)
             process = _context.Process(target=_worker, args=args, daemon=True)
             fork = nursery.connect_to_new_process
-            with mock.patch.object(forkserver, "connect_to_new_process", fork):
+            with _starting, mock.patch.object(forkserver, "connect_to_new_process", fork):
                 process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -75,7 +75,7 @@ def _save(job: SmallJob, root: Path) -> None:
     job.save(root, 3, NEW, keep_last=2)
 
 
-def _different(operations: list[str]) -> list[tuple[int, str]]:
+def different(operations: list[str]) -> list[tuple[int, str]]:
     """All operations, but of many writes one after the other only the first and the last."""
     return [
         (number, name)
@@ -97,7 +97,7 @@ def _crash_everywhere(folder: Path, fault: str, used: bool) -> dict[str, Any]:
         _save(job, counted)
     _check_then_go_on(job, counted, used, "no fault")
     outcomes: dict[str, Any] = {"operations": list(operations), "old": 0, "new": 0}
-    for number, name in _different(operations):
+    for number, name in different(operations):
         root = folder / "root"
         if used:
             shutil.copytree(template, root)

@@ -142,6 +142,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+@pytest.mark.parametrize("recorded", ["new_root"], indirect=True)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_test_above_notices(mutation: str, recorded: Recorded) -> None:
     base, before, log = recorded
