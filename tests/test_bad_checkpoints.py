@@ -31,7 +31,7 @@ from reference_mixtral import Layout
 from reference_training import Job, build, quietly, train
 
 import parallel_ext as px
-from parallel_ext.checkpoint import contents, training_save
+from parallel_ext.checkpoint import stream
 from parallel_ext.checkpoint.chunk_hashes import FileRecord
 from parallel_ext.checkpoint.strict_json import to_json
 
@@ -534,10 +534,7 @@ def _canary(path: Path) -> bytes:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one step of one process, in several files."""
     root = tmp_path_factory.mktemp("good") / "root"
-    with (
-        mock.patch.object(contents, "_MAX_FILE_BYTES", 10_000),
-        mock.patch.object(training_save, "_MAX_FILE_BYTES", 10_000),
-    ):
+    with mock.patch.object(stream, "MAX_FILE_BYTES", 10_000):
         model, optimizer, scheduler, mesh = build(JOB)
         train(model, optimizer, scheduler, mesh, range(1))
         step = px.save_checkpoint(root, 1, model, optimizer, scheduler, {"samples": 4})

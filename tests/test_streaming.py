@@ -143,8 +143,7 @@ def _save_counted(directory: Path, max_shard_size: str) -> int:
 @pytest.mark.parametrize("max_shard_size", ["5GB", "300KB"])
 def test_every_byte_is_written_once(tmp_path: Path, ranks: int, max_shard_size: str) -> None:
     written = pool(ranks).run(_save_counted, tmp_path / "out", max_shard_size)
-    files = (tmp_path / "out").glob("*.safetensors*")  # their index as well
-    sizes = [path.stat().st_size for path in files]
+    sizes = [path.stat().st_size for path in (tmp_path / "out").iterdir()]
     assert sum(written) == sum(sizes)
     if ranks <= 2:  # two tensors, the embedding and the head, are most of this model
         assert max(written) < sum(sizes) / ranks * 1.25, "the ranks share the work"

@@ -324,7 +324,7 @@ REFUSED = {
     "whole": "step-00000001 holds an adapter, but the model has none",
     "adapter": "step-00000002 holds a whole model, but this one has the adapter 'default'",
     "merged": "the adapter 'default' is merged into",
-    "optimizer": f"group 1 of the optimizer lacks {Q_A}",
+    "optimizer": f"group 1 of the optimizer lacks '{Q_A}'",
     "rank": "holds an adapter of r=3, but that of the model, 'default', has r=4",
     "scale": "lora_alpha=7, use_rslora=False, but that of the model, 'default', has lora_alpha=5",
     "pattern": "alpha_pattern={}, but that of the model, 'default', has alpha_pattern={'q_proj'",

@@ -24,7 +24,6 @@ from parallel_ext.sharded import named_shards
 
 ADAPTER_NAME = "adapter_model.safetensors"
 """The file that an adapter is in; a directory with it holds no whole model."""
-_MAX_FILE_BYTES = 5 * 10**9
 
 
 class Contents(Protocol):
@@ -96,7 +95,7 @@ class WholeModel:
             yield self.layout.tied.get(at.name, at.name), parameter
 
     def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
-        return plan_files(tensors, owners, _MAX_FILE_BYTES)
+        return plan_files(tensors, owners)
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
         model = self.model

@@ -23,6 +23,7 @@ from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, Tensor
 from parallel_ext.layout import TensorLayout
 from parallel_ext.ranks import Ranks
 
+MAX_FILE_BYTES = 5 * 10**9
 SEVERAL_FILES_NAME = "model-{:05}-of-{:05}.safetensors"
 
 
@@ -51,7 +52,7 @@ class Turn:
 def plan_files(
     tensors: Sequence[TensorSpec],
     owners: int,
-    max_shard_size: int,
+    max_shard_size: int | None = None,
     single: str = SINGLE_FILE_NAME,
     several: str = SEVERAL_FILES_NAME,
 ) -> list[PlannedFile]:
@@ -63,7 +64,8 @@ def plan_files(
         tensors: all tensors of the files.
         owners: number of ranks that write; each tensor goes to the one with the fewest bytes, the
             largest tensor first.
-        max_shard_size: bytes that the tensors of a file may take; a larger tensor is alone in its.
+        max_shard_size: bytes that the tensors of a file may take, ``MAX_FILE_BYTES`` when None; a
+            larger tensor is alone in its.
         single, several: names of the one file, or by number of each and of all.
 
     Returns:
@@ -81,7 +83,7 @@ def plan_files(
     for spec in sorted(tensors, key=lambda spec: (owner_of[spec.name], -spec.dtype.itemsize)):
         if not files or files[-1].owner != owner_of[spec.name] or spec.num_bytes > room:
             files.append(PlannedFile(owner_of[spec.name]))
-            room = max_shard_size
+            room = MAX_FILE_BYTES if max_shard_size is None else max_shard_size
         files[-1].tensors.append(spec)
         room -= spec.num_bytes
     for number, file in enumerate(files, start=1):

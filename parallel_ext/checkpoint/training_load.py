@@ -128,7 +128,7 @@ class _Opened:
         for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and self.loop[what] is None:
                 raise CheckpointError(f"{self.path} was saved without the state of a {what}")
-        apply = [self.contents.dropout_masks_after(self.loop.get("dropout_masks"))]
+        apply = [self.contents.dropout_masks_after(self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {
                 name: spec

@@ -46,7 +46,6 @@ from parallel_ext.ranks import DisagreementError, Ranks
 from parallel_ext.version import VERSION
 
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
-_MAX_FILE_BYTES = 5 * 10**9
 
 
 def save_step(
@@ -167,9 +166,8 @@ class _Plan:
         self.files += plan_files(
             [specs[name] for name in kept.tensors],
             owners,
-            _MAX_FILE_BYTES,
-            _OPTIMIZER_FILES.format(1, 1),
-            _OPTIMIZER_FILES,
+            single=_OPTIMIZER_FILES.format(1, 1),
+            several=_OPTIMIZER_FILES,
         )
         self.tensors = {
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
