@@ -183,11 +183,11 @@ def test_the_test_above_notices_other_masks(what: str, tmp_path: Path) -> None:
 
 def _on_the_same_mesh(job: Job, root: Path) -> list[str]:
     """What differs after two steps from before, in bits."""
+    expected, differing = _uninterrupted(job), []
     model, optimizer = _build(job, seed=11)
     _train(job, model, optimizer, range(2))
     px.save_checkpoint(root, 2, model, optimizer)
-    _train(job, model, optimizer, range(2, 4))
-    expected, differing = _trained(model), []
+    _train(job, model, optimizer, range(2, 3))
     # a step back in the same model, which remembers its forwards, and in another
     for each in ((model, optimizer), _build(job, seed=5)):
         px.load_checkpoint(root, *each)
