@@ -274,6 +274,19 @@ def test_peft_reads_the_directory_which_is_that_of_save_pretrained(
 SMALL = Job(Tiny(layers=1, dtype=torch.float32), {"r": 3}, Layout(1, 2, 1), None, torch.float32)
 
 
+def _merged_for_good(root: Path) -> list[bool]:
+    model = _build(SMALL, seed=1)[0].merge_and_unload()
+    px.save_checkpoint(root, 1, model)
+    again = parallel(SMALL.tiny.model(), SMALL.layout.mesh())
+    px.load_checkpoint(root, again)
+    expected = dict(model.named_parameters())
+    return [torch.equal(value, expected[name]) for name, value in again.named_parameters()]
+
+
+def test_a_model_that_took_its_adapter_in_is_saved_whole(tmp_path: Path) -> None:
+    assert all(all(same) for same in pool(2).run(_merged_for_good, tmp_path))
+
+
 def _refused(case: str, root: Path) -> None:
     mesh, changes = SMALL.layout.mesh(), SMALL.changes
     model, optimizer = _build(SMALL, seed=1)
