@@ -66,7 +66,7 @@ def _check_then_go_on(job: SmallJob, root: Path, used: bool, case: str) -> tuple
     return found
 
 
-def _quick_disk() -> Any:
+def quick_disk() -> Any:
     """What was written outlives a process, durable or not."""
     return mock.patch.object(os, "fsync", return_value=None)
 
@@ -128,7 +128,7 @@ def _crash_everywhere(folder: Path, fault: str, used: bool) -> dict[str, Any]:
 
 
 def _crash_quickly(*args: Any) -> dict[str, Any]:
-    with _quick_disk():
+    with quick_disk():
         return _crash_everywhere(*args)
 
 

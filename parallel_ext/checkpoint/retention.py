@@ -60,7 +60,7 @@ def steps_to_remove(
     if keep_last is None:
         return []
     old = sorted(step for step in steps if step < saved)
-    removable = old[: len(old) - (keep_last - 1)] if keep_last > 1 else old
+    removable = old[: max(0, len(old) - (keep_last - 1))]
     return [step for step in removable if keep_every is None or step % keep_every]
 
 
