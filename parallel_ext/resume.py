@@ -16,6 +16,7 @@ from parallel_ext.checkpoint import (
     Scheduler,
     WholeModel,
     load_step,
+    one_error,
     save_step,
 )
 from parallel_ext.state import model_of, state_of
@@ -72,27 +73,29 @@ def save_checkpoint(
         The directory, on every rank; of an asynchronous save the one that will be there.
 
     Raises:
-        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
-        DisagreementError: the ranks were given different things.
-        CheckpointError, ValueError, OSError: it cannot be saved, for example while another job
-            saves there. All ranks raise, those that did not fail a RuntimeError that quotes the
-            error; checkpoints that were there stay whole.
+        CheckpointError: it cannot be saved, for example since the disk is full, or another job
+            saves there; on all ranks, with the rank that failed. Checkpoints that were there stay
+            whole. It is a :class:`CollectiveTimeout` too where not all ranks called it, or one was
+            killed or stopped meanwhile; a :class:`DisagreementError` where they were given
+            different things.
 
     Example:
         >>> save_checkpoint("ckpts", 1200, model, optimizer, keep_last=2)  # doctest: +SKIP
     """
-    return save_step(
-        root,
-        step,
-        partial(_contents_of, model),
-        optimizer,
-        scheduler,
-        data_state,
-        state_of(model).mesh,
-        keep_last,
-        keep_every,
-        asynchronous,
-    )
+    mesh = state_of(model).mesh
+    with one_error(f"save_checkpoint of step {step} to {os.fspath(root)}"):
+        return save_step(
+            root,
+            step,
+            partial(_contents_of, model),
+            optimizer,
+            scheduler,
+            data_state,
+            mesh,
+            keep_last,
+            keep_every,
+            asynchronous,
+        )
 
 
 def wait_for_checkpoint(model: nn.Module) -> None:
@@ -102,16 +105,16 @@ def wait_for_checkpoint(model: nn.Module) -> None:
         model: the parallel model that was saved.
 
     Raises:
-        CollectiveTimeout: not all ranks called it.
-        CheckpointError, ValueError, OSError: the save failed, as ``save_checkpoint`` would have;
-            raised once, by the first call after it.
+        CheckpointError: the save failed, as ``save_checkpoint`` would have; raised once, by the
+            first call after it. Or not all ranks called it.
 
     Example:
         >>> wait_for_checkpoint(model)  # doctest: +SKIP
     """
     mesh, what = state_of(model).mesh, "wait_for_checkpoint"
-    mesh.meet(what)
-    mesh.together(what, mesh.background.finish, patient=True)
+    with one_error(what):
+        mesh.meet(what)
+        mesh.together(what, mesh.background.finish, patient=True)
 
 
 def load_checkpoint(
@@ -149,15 +152,16 @@ def load_checkpoint(
         The step and the data state, among others.
 
     Raises:
-        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
         CheckpointError: there is no such checkpoint, it is damaged, or of another model or
-            optimizer; all ranks raise, those that did not fail a RuntimeError that quotes it.
+            optimizer; on all ranks, with the rank that failed. For ranks that do not come or differ
+            as ``save_checkpoint``.
 
     Example:
         >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
     """
-    contents_of = partial(_contents_of, model)
-    return load_step(root, contents_of, optimizer, scheduler, step, state_of(model).mesh)
+    contents_of, mesh = partial(_contents_of, model), state_of(model).mesh
+    with one_error(f"load_checkpoint from {os.fspath(root)}"):
+        return load_step(root, contents_of, optimizer, scheduler, step, mesh)
 
 
 def _contents_of(model: nn.Module) -> Contents:

@@ -48,6 +48,7 @@ class Raised:
 
     def __init__(self, error: BaseException) -> None:
         self.type, self.text = type(error).__name__, str(error)
+        self.classes = [cls.__name__ for cls in type(error).__mro__]
 
     def __repr__(self) -> str:
         return f"{self.type}: {self.text}"

@@ -117,7 +117,7 @@ def _crash_everywhere(folder: Path, fault: str, used: bool) -> dict[str, Any]:
                         number, {"full": full, "broken": broken}[fault], fault == "broken"
                     ):
                         _save(job, root)
-                except OSError as error:
+                except px.CheckpointError as error:
                     raised = error
         case = f"{fault} at operation {number}, {name}"
         found = _check_then_go_on(job, root, used, case)

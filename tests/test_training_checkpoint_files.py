@@ -260,7 +260,7 @@ def _lose(root: Path) -> None:
 def test_a_killed_rank_is_named_and_the_step_before_stays(tmp_path: Path) -> None:
     for survivor in pool(3).run_losing(1, _lose, tmp_path):
         assert isinstance(survivor, Raised), survivor
-        assert survivor.type == "CollectiveTimeout", survivor
+        assert {"CheckpointError", "CollectiveTimeout"} <= set(survivor.classes), survivor
         assert "save_checkpoint of step 3" in survivor.text
         assert "rank 1" in survivor.text
     assert px.verify(px.latest(tmp_path)) == 2

@@ -5,6 +5,7 @@ from parallel_ext.checkpoint.full_state import check_shapes, full_state_dict, ga
 from parallel_ext.checkpoint.gather import gather_tensor
 from parallel_ext.checkpoint.hf_directory import HFDirectory
 from parallel_ext.checkpoint.manifest import Manifest
+from parallel_ext.checkpoint.one_error import one_error
 from parallel_ext.checkpoint.open_file import CheckpointError, shown
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile, bytes_of
 from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, write_tensors
@@ -38,6 +39,7 @@ __all__ = [
     "gather_tensor",
     "latest",
     "load_step",
+    "one_error",
     "parse_json",
     "plan_files",
     "save_directory",
