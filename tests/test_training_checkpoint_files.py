@@ -207,6 +207,16 @@ def test_the_last_complete_step_is_found(tmp_path: Path) -> None:
     assert px.latest(tmp_path) == step
 
 
+def test_a_rate_below_zero_can_be_resumed_from(tmp_path: Path) -> None:
+    """Schedules end there by a rounding error, and no optimizer can be built so."""
+    model, optimizer, _, _ = build(Job(Tiny(vocab_size=11, heads=2, key_value_heads=1)))
+    optimizer.param_groups[0]["lr"] = -1e-20
+    px.save_checkpoint(tmp_path, 1, model, optimizer)
+    optimizer.param_groups[0]["lr"] = 1.0
+    px.load_checkpoint(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == -1e-20
+
+
 # Errors.
 
 
@@ -302,6 +312,8 @@ def _refused(case: str, root: Path) -> None:
         save(root, 2, *other[:2])
     elif case == "nothing":
         load(root / "elsewhere", model)
+    elif case == "step of a load":
+        load(root, model, step="1")  # which would be the step 10000000
     elif case == "no scheduler":
         load(root, model, optimizer, scheduler)
     elif case == "class":
@@ -327,6 +339,7 @@ REFUSED = {
     "unknown": "Rprop: only the state of torch's Adam, AdamW, SGD and Adafactor is known",
     "Adafactor": "is no part of a state of the whole parameter",
     "nothing": "elsewhere holds no training checkpoint",
+    "step of a load": "step must be a whole number from 0 on, got '1'",
     "no scheduler": "was saved without the state of a scheduler",
     "class": "the state of AdamW was saved, but the optimizer is SGD",
     "groups": "2 groups of parameters were saved, but the optimizer has 1",

@@ -65,11 +65,14 @@ def check_groups(
 def _check_values(
     optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any]
 ) -> None:
-    """See that torch takes the options, by making another such optimizer."""
+    """See that torch takes the options, by making another such optimizer.
+
+    Not the rate: a schedule may have brought it where no optimizer begins, such as below 0.
+    """
     if not type(optimizer).__module__.startswith("torch."):  # which may take other arguments
         return
     names = inspect.signature(type(optimizer).__init__).parameters
-    given = {name: value for name, value in options.items() if name in names}
+    given = {name: value for name, value in options.items() if name in names and name != "lr"}
     try:
         type(optimizer)([torch.zeros(1, device="cpu")], **given)
     except ValueError as error:

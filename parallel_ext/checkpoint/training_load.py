@@ -82,6 +82,8 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[Path, str] | None
     """The directory to load, by rank 0's eyes."""
     if mesh.rank != 0:
         return None
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"load_checkpoint: step must be a whole number from 0 on, got {step!r}")
     path = latest(root) if step is None else root / name_of_step(step)
     if path is None:
         raise CheckpointError(f"{root} holds no training checkpoint")
