@@ -133,7 +133,7 @@ def load_checkpoint(
     on another, every rank is seeded anew from (saved seed, step, rank), with a warning. The masks
     of ``lora_dropout`` go on where they were on any mesh: they depend on a key, the number of the
     forward, and the place of an element in the whole batch, of which a dp rank holds its share in
-    order.
+    order; those of CogAgent, which sorts tokens, change with the number of dp ranks.
 
     Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
     afterwards, model and optimizer hold a mixture: load another step before training goes on.
