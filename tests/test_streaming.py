@@ -114,6 +114,34 @@ def test_a_gibibyte_of_embedding_takes_little_memory_beyond_the_shard(tmp_path: 
         assert file.tensors["model.embed_tokens.weight"].shape == (131073, 2048)
 
 
+def _train_save_and_load(source: Path, root: Path) -> dict[str, float]:
+    model = px.from_pretrained(source, mesh_of())
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    shard = sum(parameter.nbytes for parameter in model.parameters()) / MIB
+    saved, _ = _peak_growth(lambda: px.save_checkpoint(root, 1, model, optimizer))
+    optimizer.state.clear()
+    loaded, _ = _peak_growth(lambda: px.load_checkpoint(root, model, optimizer))
+    return {"shard": shard, "save": saved, "load": loaded - shard}  # the new state
+
+
+@needs_peak
+def test_a_training_checkpoint_takes_little_memory_beyond_the_shards(tmp_path: Path) -> None:
+    config = _large_config()
+    config.vocab_size //= 4
+    _write_sparse(tmp_path, config)
+    for rank in pool(2).run(_train_save_and_load, tmp_path, tmp_path / "steps"):
+        assert rank["shard"] > 128, rank
+        assert rank["save"] < 48, rank
+        assert rank["load"] < 96, rank
+    files = (tmp_path / "steps" / "step-00000001").rglob("*.safetensors")
+    size = sum(path.stat().st_size for path in files)
+    assert size < 1.002 * 2 * (tmp_path / "model.safetensors").stat().st_size, "every byte once"
+
+
 # Bytes.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 import xxhash
@@ -113,7 +114,8 @@ class CheckedReader:
         self, path: Path, record: FileRecord, read: Callable[[memoryview, int], None]
     ) -> None:
         self._path, self._record, self._read = path, record, read
-        self._kept: tuple[int, memoryview] | None = None
+        self._room: memoryview | None = None  # of the chunk that is kept, and of the next
+        self._kept: int | None = None  # which chunk that is
 
     def read(self, memory: memoryview, offset: int, holds: Callable[[int, int], str]) -> None:
         """Fill ``memory`` from ``offset`` on.
@@ -136,12 +138,13 @@ class CheckedReader:
             if count == size:
                 self._take(number, start, target, holds)
             else:
-                if self._kept is None or self._kept[0] != number:
-                    self._kept = None  # before there is memory for another
-                    chunk = memoryview(bytearray(size))
-                    self._take(number, start, chunk, holds)
-                    self._kept = number, chunk
-                target[:] = self._kept[1][inside : inside + count]
+                if self._room is None:  # mapped, so that it goes back to the system at once
+                    self._room = memoryview(mmap(-1, min(CHUNK_BYTES, self._record.size)))
+                if self._kept != number:
+                    self._kept = None  # unless this raises
+                    self._take(number, start, self._room[:size], holds)
+                    self._kept = number
+                target[:] = self._room[inside : inside + count]
             done += count
 
     def _take(
@@ -152,4 +155,4 @@ class CheckedReader:
 
     def forget(self) -> None:
         """Give the memory of the chunk that is kept free."""
-        self._kept = None
+        self._kept = self._room = None

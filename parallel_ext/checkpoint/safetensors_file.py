@@ -117,6 +117,7 @@ class SafetensorsFile:
                 self._checked = CheckedReader(self.path, record, self._read_plain)
             most = MAX_JSON_BYTES if record is None else MAX_OWN_JSON_BYTES
             self.tensors = self._read_header(size, most)
+            self.forget()  # a large model has many files, which are open at the same time
         except BaseException:
             self.close()
             raise
