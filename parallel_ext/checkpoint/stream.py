@@ -182,9 +182,8 @@ class TensorStream:
         mesh = self._mesh
         try:
             mesh.together(what, lambda: self._open(files, metadata, directory))
-            for turn in plan_turns(files, layouts, mesh.world_size):
-                mesh.together(what, partial(self._prepare, turn))
-                mesh.together(what, self._take)
+            for turn in (*plan_turns(files, layouts, mesh.world_size), ()):
+                mesh.together(what, partial(self._take_and_prepare, turn))
             mesh.together(what, self._close, patient=True)  # disks may be slow
         finally:
             for writer in self._writers.values():
@@ -205,8 +204,12 @@ class TensorStream:
                     path, file.tensors, metadata, self._hashed
                 )
 
-    def _prepare(self, turn: Sequence[Turn | None]) -> None:
-        """Everything of a turn that may fail on one rank alone."""
+    def _take_and_prepare(self, turn: Sequence[Turn | None]) -> None:
+        """Do what was prepared; prepare everything of the next turn that may fail on one rank.
+
+        So the ranks meet once a turn, and none begins to send before all are ready.
+        """
+        self._take()
         wanted = [[] if part is None else part.blocks for part in turn]
         self._own = turn[self._mesh.rank] if self._mesh.rank < len(turn) else None
         self._rows = self._room_for([] if self._own is None else self._own.blocks)
