@@ -52,6 +52,11 @@ class Background:
         self._thread = threading.Thread(target=run, name=what)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """Whether work was begun that nobody has waited for; alike on all ranks."""
+        return self._thread is not None
+
     def finish(self) -> None:
         """Wait until nothing runs.
 

@@ -44,7 +44,6 @@ def long_step(
         thread.join()
     store.set(f"{step}/{rank}", "1")
     if store.add(f"{step}/arrived", 1) == world_size:
-        _forget(store, f"step/{number - 1}", world_size)  # which all have left
         store.set(f"{step}/all_here", "1")
     beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
     began = looked = time.monotonic()
@@ -63,10 +62,10 @@ def long_step(
                 beats[other] = (count, time.monotonic())
             elif time.monotonic() - since[1] > timeout:
                 raise TimeoutError(f"rank {other} has shown no sign of life for {timeout:g} s")
+    _forget(store, f"step/{number - 1}", rank)  # which all have left
 
 
-def _forget(store: Store, step: str, world_size: int) -> None:
-    for key in ("arrived", "all_here", *map(str, range(world_size))):
+def _forget(store: Store, step: str, rank: int) -> None:
+    """Delete this rank's keys of a step, so that the store stays small; rank 0 those of all too."""
+    for key in (str(rank), f"beat/{rank}", *(("arrived", "all_here") if rank == 0 else ())):
         store.delete_key(f"{step}/{key}")
-    for rank in range(world_size):
-        store.delete_key(f"{step}/beat/{rank}")

@@ -114,7 +114,7 @@ def wait_for_checkpoint(model: nn.Module) -> None:
     mesh, what = state_of(model).mesh, "wait_for_checkpoint"
     with one_error(what):
         mesh.meet(what)
-        mesh.together(what, mesh.background.finish, patient=True)
+        mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
 
 
 def load_checkpoint(

@@ -65,7 +65,7 @@ def load_step(
     what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
     given = type(optimizer).__name__, type(scheduler).__name__
     mesh.meet(f"{what}, into optimizer {given[0]}, scheduler {given[1]}")
-    mesh.together(what, mesh.background.finish, patient=True)
+    mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
     chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
     path, save_id = mesh.gather_objects(chosen)[0]
     with ExitStack() as cleanup:

@@ -76,7 +76,7 @@ def save_step(
     what = f"save_checkpoint of step {step} to {os.fspath(root)}"
     given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
     mesh.meet(f"{what}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}")
-    mesh.together(what, mesh.background.finish, patient=True)
+    mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
     mesh.together(what, lambda: _check(step, keep_last, keep_every))
     contents = mesh.together(what, contents_of)
     kept = OptimizerState({}, {})
