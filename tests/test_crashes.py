@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from disk_faults import SmallJob, at_operation, broken, full, in_child, kill
+from power_loss import read
 from ranks import pool
 
 import parallel_ext as px
@@ -145,6 +146,66 @@ def test_the_last_or_the_new_checkpoint_is_whole(fault: str, used: bool, tmp_pat
     assert outcomes["old"] > 30
     assert outcomes["new"] >= 3
     assert {"write", "sync", "sync_path", "rename", "remove"} <= set(outcomes["operations"])
+
+
+def used_directory(directory: Path, job: SmallJob) -> None:
+    """A saved model, to which a user has added something."""
+    job.fill(1)
+    job.model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "more").mkdir()
+    (directory / "more" / "notes").write_text("a user's")
+
+
+def model_of(entries: dict[str, Any]) -> dict[str, Any]:
+    """The files of a model among those of a directory, with what they hold."""
+    names = ("config.json", "generation_config.json", "model.safetensors")
+    return {name: entries.get(name) for name in names}
+
+
+def _kill_everywhere(folder: Path) -> list[str]:
+    """Kill ``save_pretrained`` at each operation in turn; where the model was afterwards."""
+    job = SmallJob(px.init_mesh())
+    used_directory(folder / "template" / "model", job)
+    job.fill(2)
+    shutil.copytree(folder / "template", folder / "new")
+    with at_operation(NEVER, kill) as operations:
+        job.model.save_pretrained(folder / "new" / "model")
+    models = [model_of(read(folder / name / "model")) for name in ("template", "new")]
+    where = []
+    for number, name in different(operations):
+        case, parent = f"operation {number}, {name}", folder / "root"
+        shutil.copytree(folder / "template", parent)
+
+        def save() -> None:
+            with at_operation(number, kill):  # noqa: B023 (it runs at once)
+                job.model.save_pretrained(parent / "model")  # noqa: B023
+
+        assert in_child(save) is None
+        found = {path.name: model_of(read(path)) for path in parent.iterdir()}
+        if "model" in found:
+            where.append("in place")
+            assert found["model"] in models, case
+        else:  # killed between two renames
+            where.append("beside")
+            assert [found[name] for name in sorted(found)] == models, case  # .old- and .tmp-
+        assert len(list(parent.rglob("notes"))) == 1, case
+        assert list(parent.rglob("tokenizer.json")), case
+        job.model.save_pretrained(parent / "model")
+        assert model_of(read(parent / "model")) == models[1], case
+        shutil.rmtree(parent)
+    return where
+
+
+def _kill_everywhere_quickly(folder: Path) -> list[str]:
+    with quick_disk():
+        return _kill_everywhere(folder)
+
+
+def test_a_killed_save_pretrained_leaves_a_whole_model(tmp_path: Path) -> None:
+    (where,) = pool(1).run(_kill_everywhere_quickly, tmp_path)
+    assert len(where) > 15
+    assert where.count("beside") == 1, "between two renames, and nowhere else"
 
 
 def _run_until_killed(job: SmallJob, root: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from disk_faults import SmallJob
 from power_loss import Operation, recording
 from ranks import pool
-from test_crashes import used_root
+from test_crashes import model_of, used_directory, used_root
 
 import parallel_ext as px
 
@@ -99,8 +99,8 @@ def test_the_last_or_the_new_checkpoint_is_whole(recorded: Recorded) -> None:
 
 def _without(name: str, is_directory: bool) -> Mutation:
     def mutate(log: list[Operation]) -> list[Operation]:
-        made = {each.path for each in log if each.name == "make_directory"}
-        return [e for e in log if e.name != name or (e.path in made) != is_directory]
+        files = {each.other or each.path for each in log if each.name in ("create", "link")}
+        return [e for e in log if e.name != name or (e.path in files) == is_directory]
 
     return mutate
 
@@ -147,3 +147,37 @@ MUTATIONS: dict[str, Mutation] = {
 def test_the_test_above_notices(mutation: str, recorded: Recorded) -> None:
     base, before, log = recorded
     assert next(_problems(base, before, MUTATIONS[mutation](log)), None)
+
+
+def _record_plain(parent: Path) -> tuple[list[Operation], Any]:
+    job = SmallJob(px.init_mesh())
+    used_directory(parent / "model", job)
+    before = power_loss.read(parent)
+    job.fill(2)
+    with recording() as log:
+        job.model.save_pretrained(parent / "model")
+    return log, before
+
+
+def _lost_models(base: Path, before: dict[str, Any], log: list[Operation]) -> Iterator[str]:
+    """Where no whole model is after ``save_pretrained``, on a disk that keeps renames in order."""
+    disk = power_loss.Disk(base, before)
+    for operation in log:
+        disk.apply(operation)
+    models = [model_of(entries["model"]) for entries in (before, disk.entries())]
+    for number, where, entries in power_loss.states(base, before, log):
+        if where.endswith("in no order"):
+            continue
+        place = [entries[name] for name in entries if name == "model"]
+        place += [entries[name] for name in entries if ".old-" in name]
+        if not place or model_of(place[0]) not in models[number == len(log) :]:
+            yield where
+
+
+def test_save_pretrained_leaves_a_whole_model(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    ((log, before),) = pool(1).run(_record_plain, base)
+    assert list(_lost_models(base, before, log)) == []
+    for mutation in ("no fsync of files", "no fsync of directories"):
+        assert next(_lost_models(base, before, MUTATIONS[mutation](log)), None), mutation
