@@ -122,9 +122,9 @@ def _train_save_and_load(source: Path, root: Path) -> dict[str, float]:
     optimizer.step()
     optimizer.zero_grad()
     shard = sum(parameter.nbytes for parameter in model.parameters()) / MIB
-    saved, _ = _peak_growth(lambda: px.save_checkpoint(root, 1, model, optimizer))
+    saved, _ = peak_growth(lambda: px.save_checkpoint(root, 1, model, optimizer))
     optimizer.state.clear()
-    loaded, _ = _peak_growth(lambda: px.load_checkpoint(root, model, optimizer))
+    loaded, _ = peak_growth(lambda: px.load_checkpoint(root, model, optimizer))
     return {"shard": shard, "save": saved, "load": loaded - shard}  # the new state
 
 
