@@ -99,6 +99,11 @@ class Mesh(Ranks):
             [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]
         )
 
+    def _members(self, group: Group) -> str:
+        if group == self.tp_control:
+            return f"every tp rank of dp_rank {self.dp_rank}"
+        return super()._members(group)
+
     def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
         """The 32-byte records of the tp ranks, in rank order: one all-gather.
 

@@ -156,8 +156,6 @@ class Ranks:
             return call()
         except RuntimeError as error:
             failed = f"failed/{group.name}/{self._calls[group.name]}"
-            of_all = group == self.control
-            who = "every rank" if of_all else f"every tp rank of dp_rank {self.dp_rank}"
             try:
                 self._store.set(f"{failed}/{group.rank}", "1")
                 time.sleep(_GRACE_S)
@@ -166,9 +164,13 @@ class Ranks:
                 absent = "a rank that died"
             missing = f"{absent} did not" if absent else "one of them was too slow to do so"
             raise CollectiveTimeout(
-                f"{what}: {who} must call it and stay in step, but {missing} within "
-                f"{self.timeout:g} s"
+                f"{what}: {self._members(group)} must call it and stay in step, but {missing} "
+                f"within {self.timeout:g} s"
             ) from error
+
+    def _members(self, group: Group) -> str:
+        """Who must take part in a collective of a control group, in words."""
+        return "every rank"
 
     def _exchange(self, group: Group, record: bytes, what: str, timeout: float) -> list[bytes]:
         return self._communicate(

@@ -81,7 +81,7 @@ def different(operations: list[str]) -> list[tuple[int, str]]:
     return [
         (number, name)
         for number, name in enumerate(operations)
-        if ["write"] * 3 != operations[number - 1 : number + 2]
+        if operations[number - 1 : number + 2] != ["write"] * 3
     ]
 
 

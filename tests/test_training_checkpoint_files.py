@@ -32,7 +32,7 @@ from safetensors import safe_open
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.checkpoint import disk
+from parallel_ext.checkpoint import disk, stream
 from parallel_ext.checkpoint.manifest import read_manifest
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
 
@@ -96,6 +96,26 @@ def _plain_checkpoint(root: Path) -> Path:
     model, optimizer, scheduler, mesh = build(job)
     train(model, optimizer, scheduler, mesh, range(1))
     return px.save_checkpoint(root, 1, model, optimizer, scheduler, {"samples": 4})
+
+
+def test_a_load_holds_few_files_open(tmp_path: Path) -> None:
+    with mock.patch.object(stream, "MAX_FILE_BYTES", 500):
+        step = _plain_checkpoint(tmp_path)
+    assert len(list(step.rglob("*.safetensors"))) > 30
+    job = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
+    model, optimizer, scheduler, _ = build(job, seed=2)
+    most = 0
+
+    def count_open(*args: Any) -> int:
+        nonlocal most
+        links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+        most = max(most, sum(str(step) in os.path.realpath(link) for link in links))
+        return preadv(*args)
+
+    preadv = os.preadv
+    with mock.patch.object(os, "preadv", count_open):
+        assert px.load_checkpoint(tmp_path, model, optimizer, scheduler).step == 1
+    assert 0 < most <= 3
 
 
 def _flips(files: list[Path], count: int) -> Iterator[Path]:

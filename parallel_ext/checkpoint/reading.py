@@ -96,10 +96,12 @@ def read_shards(
     def place(each: Wanted) -> tuple[str, int]:
         return str(files[each.name].path), files[each.name].tensors[each.name].start
 
+    before: SafetensorsFile | None = None
+
     def read(step: Sequence[Wanted]) -> None:
-        before = None
+        nonlocal before
         for each in step:
-            if before not in (None, files[each.name]):
+            if before is not None and before is not files[each.name]:
                 before.forget()
             before = files[each.name]
             read_shard(before, each, shards[each.name], mesh.rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ class SafetensorsFile:
     """An open safetensors file whose header has been validated.
 
     Args:
-        path: of the file; it stays open until ``close()`` or the end of a ``with`` block.
+        path: of the file; it can be read until ``close()`` or the end of a ``with`` block.
         record: its size and hashes, which all that is read is then compared with.
 
     Attributes:
@@ -105,19 +106,21 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None) -> None:
         self.path = Path(path)
-        self._file = open_file(self.path, links=record is None)
+        self._links = record is None
+        self._file: FileIO | None = open_file(self.path, links=self._links)
+        self._found = os.fstat(self._file.fileno())
         self._checked: CheckedReader | None = None
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorEntry] = {}
         try:
-            size = os.fstat(self._file.fileno()).st_size
+            size = self._found.st_size
             if record is not None:
                 if size != record.size:
                     raise wrong_size(self.path, record.size, size)
                 self._checked = CheckedReader(self.path, record, self._read_plain)
             most = MAX_JSON_BYTES if record is None else MAX_OWN_JSON_BYTES
             self.tensors = self._read_header(size, most)
-            self.forget()  # a large model has many files, which are open at the same time
+            self.forget()  # a large model has more files than a process may hold open
         except BaseException:
             self.close()
             raise
@@ -129,8 +132,10 @@ class SafetensorsFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; nothing can be read afterwards."""
-        self._file.close()
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _read_header(self, size: int, most: int) -> dict[str, TensorEntry]:
         if size < LENGTH_BYTES:
@@ -252,14 +257,23 @@ class SafetensorsFile:
             self._read(room[: end - start], start)
 
     def forget(self) -> None:
-        """Give the memory free that reading in order has kept."""
+        """Give the memory and the descriptor free that reading in order has kept."""
         if self._checked is not None:
             self._checked.forget()
+        self.close()
+
+    def _descriptor(self) -> int:
+        """Of the file, which is opened again if need be."""
+        if self._file is None:
+            self._file = open_file(self.path, links=self._links)
+            if not os.path.samestat(self._found, os.fstat(self._file.fileno())):
+                raise CheckpointError(f"{self.path}: another file was put there while it was read")
+        return self._file.fileno()
 
     def _read_plain(self, memory: memoryview, offset: int) -> None:
-        done = 0
+        done, descriptor = 0, self._descriptor()
         while done < len(memory):
-            count = os.preadv(self._file.fileno(), [memory[done:]], offset + done)
+            count = os.preadv(descriptor, [memory[done:]], offset + done)
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: the file ended at byte {offset + done}, where "
