@@ -1,6 +1,6 @@
 """Training checkpoints of a Llama with AdamW at tp = 2: ours, DCP, torch.save.
 
-    python benchmarks/training_checkpoint.py [--part speed|memory|commit|planner|all]
+    python benchmarks/training_checkpoint.py [--part PART]
         [--malloc default|tuned|all] [--repetitions N] [--update-readme]
 
 What is measured and how is in README.md beside this file.
@@ -24,7 +24,10 @@ from training_checkpoint_ranks import (
     DCP_HF,
     DCP_UNSYNCED,
     MIB,
+    NO_SAVE,
     OURS,
+    STEPS,
+    TOKENS,
     TORCH_SAVE,
     UNHASHED,
     UNSYNCED,
@@ -127,6 +130,25 @@ def commit(options: Any) -> str:
     return f"A save of a tiny model, ms: {harness.spread(times)}; target {MAX_COMMIT_MS}: {met}."
 
 
+def asynchronous(options: Any) -> str:
+    answer, size = run("asynchronous", [], SPEED, "default", options.repetitions)
+    rounds = [harness.Round(**values) for values in answer["rounds"]]
+    calls, cycles = harness.seconds(rounds, 0), harness.seconds(rounds, 1)
+    rows = [
+        [
+            kind,
+            "" if kind == NO_SAVE else harness.spread(calls[kind], 2),
+            harness.spread(cycles[kind], 2),
+            ratio(cycles[kind], cycles[NO_SAVE]),
+            f"{harness.disturbance(rounds):.0%}",
+        ]
+        for kind in cycles
+    ]
+    header = ["", "the call, s", f"with {STEPS} steps, s", "/ no save", "disturbed"]
+    about = f"{size:.0f} MiB; a step is of {TOKENS} tokens."
+    return f"{about}\n\n{harness.markdown_table(header, rows)}"
+
+
 def mixtral_layout(dealt: bool, world_size: int, tp: int = 8, ep: int = 8) -> ModelLayout:
     """Mixtral-8x7B on that many ranks; ``dealt`` over the dp ranks, as ZeRO does, or not."""
     with torch.device("meta"):
@@ -183,7 +205,13 @@ def planner(options: Any) -> str:
     return harness.markdown_table(header, rows)
 
 
-PARTS = {"speed": speed, "memory": memory, "commit": commit, "planner": planner}
+PARTS = {
+    "speed": speed,
+    "memory": memory,
+    "commit": commit,
+    "asynchronous": asynchronous,
+    "planner": planner,
+}
 
 
 def main() -> None:

@@ -46,6 +46,8 @@ BOUND = "bound"  # each rank writes its state to a file of its own, or reads it 
 UNHASHED = "parallel_ext, nothing hashed"
 UNSYNCED = "parallel_ext, no fsync"
 DCP_UNSYNCED = "DCP, no fsync"
+NO_SAVE, SAVE, BEHIND = "no save", "save", "asynchronous save"
+STEPS, TOKENS = 8, 512  # after each save; of a sequence
 
 MIB = 2**20
 TINY = {
@@ -352,12 +354,43 @@ def _tiny_saves(scratch: str, repetitions: int) -> list[float]:
     return harness.slowest(times[2:])
 
 
+def _saves_between_steps(source: str, scratch: str, repetitions: int) -> dict[str, Any]:
+    """Seconds of the call that saves, and with the steps after it until all is on the disk."""
+    ours = Trained(px.from_pretrained(source, px.init_mesh(tp=dist.get_world_size())))
+    ids = torch.randint(ours.model.config.vocab_size, (1, TOKENS))
+    dist.broadcast(ids, 0)
+    saved = 0
+
+    def run(kind: str) -> list[float]:
+        nonlocal saved
+        dist.barrier()
+        start = time.perf_counter()
+        if kind != NO_SAVE:
+            saved += 1
+            root, behind = Path(scratch, "steps"), kind == BEHIND
+            px.save_checkpoint(
+                root, saved, ours.model, ours.optimizer, keep_last=1, asynchronous=behind
+            )
+        called = time.perf_counter() - start
+        for _ in range(STEPS):
+            ours.model(input_ids=ids, labels=ids).loss.backward()
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        px.wait_for_checkpoint(ours.model)
+        return [called, time.perf_counter() - start]
+
+    timed = {kind: partial(run, kind) for kind in (NO_SAVE, SAVE, BEHIND)}
+    return {"rounds": [asdict(each) for each in harness.interleaved(timed, repetitions, warm_up=1)]}
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     request: Mapping[str, Any] = harness.arguments()
     dist.init_process_group("gloo")
     if request["part"] == "commit":
         answer: Any = _tiny_saves(request["scratch"], request["repetitions"])
+    elif request["part"] == "asynchronous":
+        answer = _saves_between_steps(request["source"], request["scratch"], request["repetitions"])
     else:
         names = request["names"]
         jobs = Jobs(request["source"], names)
