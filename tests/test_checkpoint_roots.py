@@ -157,7 +157,7 @@ def test_the_steps_that_stay_are_those_asked_for() -> None:
 def test_numbers_that_make_no_sense_are_refused(
     keep: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(px.CheckpointError, match=message):
         SmallJob(px.init_mesh()).save(tmp_path / "root", 1, 1, **keep)
     assert not (tmp_path / "root").exists()
 
@@ -169,7 +169,7 @@ def _keep_by_rank(root: Path) -> None:
 
 def test_ranks_that_keep_different_steps_are_refused(tmp_path: Path) -> None:
     for raised in pool(2).run_raising(_keep_by_rank, tmp_path):
-        assert raised.type == "DisagreementError"
+        assert raised.type == "CheckpointDisagreement"
         assert "keep_last must be the same on all ranks" in raised.text
 
 
