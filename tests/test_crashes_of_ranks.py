@@ -8,6 +8,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from disk_faults import SmallJob, at_operation, broken, full, kill
 from ranks import Raised, Ranks, pool
@@ -98,12 +99,18 @@ def _go_on(roots: list[Path]) -> list[tuple[int, int]]:
     return steps
 
 
-def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_is_named_and_the_job_goes_on(
+    everywhere: bool, tmp_path: Path
+) -> None:
     first, second = pool(2).run(_operations, tmp_path / "template", tmp_path / "counted")
-    renames = [number for number, name in enumerate(first) if name == "rename"]
-    # The last operation of rank 0, which gives the lock back, is one after the save.
-    cases = [(0, n) for n in (2, *renames[:2], len(first) - 2)]
-    cases += [(1, n) for n in (0, len(second) // 2, len(second) - 1)]
+    first.pop()  # it gives the lock back, after the save
+    if everywhere:
+        of_each = [[number for number, _ in different(names)] for names in (first, second)]
+    else:
+        renames = [number for number, name in enumerate(first) if name == "rename"]
+        of_each = [[2, *renames[:2], len(first) - 1], [0, len(second) // 2, len(second) - 1]]
+    cases = [(rank, number) for rank in (0, 1) for number in of_each[rank]]
     roots = [tmp_path / f"{lost}-{number}" for lost, number in cases]
     for root in roots:
         shutil.copytree(tmp_path / "template", root)
