@@ -271,10 +271,15 @@ class Ranks:
         wait = self.timeout
         if peer_lost:
             wait = min(wait, 2 * _GRACE_S)  # half of the time has gone already
-        if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):
-            return result
         text = failure and f"{type(failure).__name__}: {failure}"
-        outcomes = self._gather(self.control, (text, peer_lost), what)
+        try:
+            if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):
+                return result
+            outcomes = self._gather(self.control, (text, peer_lost), what)
+        except CollectiveTimeout as error:
+            if failure is None:
+                raise
+            raise CollectiveTimeout(f"{error}; this rank had failed by {text}") from failure
         causes, broken = (
             [f"rank {r}: {t}" for r, (t, lost) in enumerate(outcomes) if t and lost == wanted]
             for wanted in (False, True)

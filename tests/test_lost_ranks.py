@@ -141,3 +141,14 @@ def _save_slowly(directory: Path) -> None:
 def test_a_disk_slower_than_the_timeout_fails_no_save(tmp_path: Path) -> None:
     pool(3).run(_save_slowly, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_what_a_rank_failed_by_is_told_when_others_are_lost_meanwhile() -> None:
+    mesh = px.init_mesh()
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lost = mock.patch.object(mesh, "_exchange", side_effect=px.CollectiveTimeout("rank 1 is lost"))
+    with lost, pytest.raises(px.CollectiveTimeout, match=r"rank 1 is lost.*No space left"):
+        mesh.together("a save", fail)
