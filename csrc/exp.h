@@ -9,12 +9,19 @@
 
 namespace parallel_ext {
 
-// exp(x) for x <= 0, to 1e-7 relative; 0 below the smallest normal number, NaN for NaN.
+// exp(x) - 1 = power * (1 + series) - 1.
+struct ExpParts {
+  float power;
+  float series;
+};
+
+inline constexpr float kLowestExp = -87.33f;  // exp is below the smallest normal number
+
 // x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite's two-part reduction), exp(r) by its Taylor
 // polynomial of degree 7, 2^n by its bits.
-PARALLEL_EXT_INLINE float exp_nonpositive(float x) {
-  constexpr float kLowest = -87.33f, kRound = 12582912.0f;  // 1.5 * 2^23
-  const float clamped = x < kLowest ? kLowest : x;
+PARALLEL_EXT_INLINE ExpParts exp_parts(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  const float clamped = x < kLowestExp ? kLowestExp : x;
   const float shifted = clamped * 1.44269504f + kRound;
   const float n = shifted - kRound;
   const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -25,14 +32,27 @@ PARALLEL_EXT_INLINE float exp_nonpositive(float x) {
   p = p * r + 1.0f / 6.0f;
   p = p * r + 0.5f;
   p = p * r + 1.0f;
-  p = p * r + 1.0f;
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
   bits = (bits << 23) + 0x3f800000u;  // the low bits of `shifted` are n
   float power;
   std::memcpy(&power, &bits, sizeof(power));
-  return x < kLowest ? 0.0f : p * power;
+  return {power, p * r};
+}
+
+// exp(x) for x <= 0, to 1e-7 relative; 0 below the smallest normal number, NaN for NaN.
+PARALLEL_EXT_INLINE float exp_nonpositive(float x) {
+  const ExpParts parts = exp_parts(x);
+  return x < kLowestExp ? 0.0f : (parts.series + 1.0f) * parts.power;
 }
 PARALLEL_EXT_INLINE double exp_nonpositive(double x) { return std::exp(x); }
+
+// tanh(x) to 2e-7 relative, also near 0, by exp(-2|x|) - 1.
+PARALLEL_EXT_INLINE float tanh_by_exp(float x) {
+  const ExpParts parts = exp_parts(-2.0f * std::fabs(x));
+  const float minus_one = parts.power * parts.series + (parts.power - 1.0f);
+  return std::copysign(minus_one / (2.0f + minus_one), x);
+}
+PARALLEL_EXT_INLINE double tanh_by_exp(double x) { return std::tanh(x); }
 
 }  // namespace parallel_ext

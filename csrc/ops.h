@@ -87,29 +87,38 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Ten
                                     c10::SymInt num_rows, int64_t vocab_start,
                                     std::optional<int64_t> padding_idx);
 
-// --- vocab_cross_entropy.cpp, vocab_cross_entropy_cpu.cpp ---
+// --- vocab_cross_entropy*.cpp ---
 
-// sharded logits [T, vocab_stop - vocab_start], replicated labels [T] in [0, V) or ignore_index
-// -> replicated loss, [T] for reduction "none" and [] for "sum" and "mean"; fp32, or fp64 for fp64
-// logits; the same bits on every rank.
-at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
-                               int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop,
-                               int64_t ignore_index, const std::string& reduction,
-                               int64_t group_size, const std::string& group_name);
+// sharded logits [T, vocab_stop - vocab_start], replicated labels [T] in [0, V) or ignore_index,
+// replicated class weight [V] -> four replicated tensors, the same bits on every rank: the loss,
+// [T] for reduction "none" and [] for "sum" and "mean"; and, where `wanted`, else [0], of each
+// token the log-sum-exp, the entropy and the lowest id of the largest, all of softcap *
+// tanh(logit_scale * logits / softcap). fp32, or fp64 for fp64 logits; ids int64. The first three
+// have gradients.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> vocab_cross_entropy(
+    const at::Tensor& logits, const at::Tensor& labels, const std::optional<at::Tensor>& weight,
+    int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
+    const std::string& reduction, double label_smoothing, double z_loss,
+    std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
+    int64_t group_size, const std::string& group_name);
 
-// -> the loss as above, and [2, T]: the maximum over the whole vocabulary, and the log of the sum
-// of exp(logit - maximum).
-std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy_forward(
-    const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size, int64_t vocab_start,
-    int64_t vocab_stop, int64_t ignore_index, const std::string& reduction, int64_t group_size,
-    const std::string& group_name);
+// -> the four as above, and [2, T] or, with the entropy, [3, T]: the maximum over the whole
+// vocabulary, the log of the sum of exp(logit - maximum), the entropy.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> vocab_cross_entropy_forward(
+    const at::Tensor& logits, const at::Tensor& labels, const std::optional<at::Tensor>& weight,
+    int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
+    const std::string& reduction, double label_smoothing, double z_loss,
+    std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
+    int64_t group_size, const std::string& group_name);
 
-// replicated grad_loss ([T] or []) -> sharded gradient of the logits, in their dtype and row
-// stride; local.
-at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& logits,
-                                        const at::Tensor& labels, const at::Tensor& normalizer,
-                                        int64_t vocab_start, int64_t ignore_index,
-                                        const std::string& reduction);
+// replicated gradients of the loss ([T] or []), log-sum-exp and entropy ([T]), if any -> sharded
+// gradient of the logits, in their dtype and row stride; local.
+at::Tensor vocab_cross_entropy_backward(
+    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
+    const std::optional<at::Tensor>& grad_entropy, const at::Tensor& logits,
+    const at::Tensor& labels, const std::optional<at::Tensor>& weight, const at::Tensor& normalizer,
+    int64_t vocab_size, int64_t vocab_start, int64_t ignore_index, const std::string& reduction,
+    double label_smoothing, double z_loss, std::optional<double> softcap, double logit_scale);
 
 // --- moe_route.cpp: E experts, each of T tokens chooses top_k of them ---
 

@@ -47,17 +47,22 @@ TORCH_LIBRARY(parallel_ext, m) {
       "int? padding_idx) -> Tensor",
       tags);
   m.def(
-      "vocab_cross_entropy(Tensor logits, Tensor labels, int vocab_size, int vocab_start, "
-      "int vocab_stop, int ignore_index, str reduction, int group_size, str group_name) -> Tensor",
+      "vocab_cross_entropy(Tensor logits, Tensor labels, Tensor? weight, int vocab_size, "
+      "int vocab_start, int vocab_stop, int ignore_index, str reduction, float label_smoothing, "
+      "float z_loss, float? softcap, float logit_scale, bool[3] wanted, int group_size, "
+      "str group_name) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, int vocab_size, "
-      "int vocab_start, int vocab_stop, int ignore_index, str reduction, int group_size, "
-      "str group_name) -> (Tensor, Tensor)",
+      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, Tensor? weight, int vocab_size, "
+      "int vocab_start, int vocab_stop, int ignore_index, str reduction, float label_smoothing, "
+      "float z_loss, float? softcap, float logit_scale, bool[3] wanted, int group_size, "
+      "str group_name) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "vocab_cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor labels, "
-      "Tensor normalizer, int vocab_start, int ignore_index, str reduction) -> Tensor",
+      "vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor? grad_entropy, Tensor logits, Tensor labels, Tensor? weight, Tensor normalizer, "
+      "int vocab_size, int vocab_start, int ignore_index, str reduction, float label_smoothing, "
+      "float z_loss, float? softcap, float logit_scale) -> Tensor",
       tags);
   m.def(
       "moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "

@@ -6,32 +6,59 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <limits>
 #include <numeric>
 
 #include "check.h"
 #include "comm.h"
-#include "dispatch.h"
 #include "kernel_choice.h"
-#include "ops.h"
+#include "workspace.h"
 
 namespace parallel_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-
 constexpr const char* kOp = "vocab_cross_entropy";
+using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Softcap = std::optional<double>;
+using Weight = std::optional<at::Tensor>;
 
-void check_loss(const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size,
-                int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
+void check_weight(const at::Tensor& weight, const at::Tensor& logits, int64_t vocab_size) {
+  check_floating(kOp, "weight", weight);
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == vocab_size, kOp, ": weight of shape ",
+                    weight.sizes(), " does not fit the vocabulary of ", vocab_size,
+                    "; pass one number for each id, the whole ", vocab_size, " on every rank");
+  TORCH_CHECK_VALUE(weight.device() == logits.device(), kOp, ": weight is on ", weight.device(),
+                    " but logits are on ", logits.device(), "; move one of them");
+  if (!weight.is_cpu()) return;  // reading it back would stall the device
+  const at::Tensor wide = weight.to(at::kDouble).contiguous();
+  const double* value = wide.const_data_ptr<double>();
+  for (int64_t id = 0; id < vocab_size; ++id) {
+    TORCH_CHECK_VALUE(0 <= value[id] && value[id] < std::numeric_limits<double>::infinity(), kOp,
+                      ": weight ", value[id], " of id ", id, " is not a finite number >= 0");
+  }
+}
+
+void check_options(double label_smoothing, double z_loss, Softcap softcap, double logit_scale) {
+  TORCH_CHECK_VALUE(0 <= label_smoothing && label_smoothing < 1, kOp,
+                    ": label_smoothing must be in [0, 1), got ", label_smoothing);
+  TORCH_CHECK_VALUE(0 <= z_loss && std::isfinite(z_loss), kOp,
+                    ": z_loss must be a finite number >= 0, got ", z_loss);
+  TORCH_CHECK_VALUE(!softcap || (*softcap > 0 && std::isfinite(*softcap)), kOp,
+                    ": softcap must be a finite number > 0, or None for no cap, got ", *softcap);
+  TORCH_CHECK_VALUE(std::isfinite(logit_scale), kOp, ": logit_scale must be finite, got ",
+                    logit_scale);
+}
+
+void check_loss(const at::Tensor& logits, const at::Tensor& labels, const Weight& weight,
+                int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
                 const std::string& reduction) {
   check_floating(kOp, "logits", logits);
   check_int64(kOp, "labels", labels);
@@ -42,6 +69,7 @@ void check_loss(const at::Tensor& logits, const at::Tensor& labels, int64_t voca
                     logits.sizes(), "; one label per row is expected");
   TORCH_CHECK_VALUE(reduction == "none" || reduction == "sum" || reduction == "mean", kOp,
                     ": reduction must be 'none', 'sum' or 'mean', got '", reduction, "'");
+  if (weight) check_weight(*weight, logits, vocab_size);
   if (!labels.is_cpu()) return;  // reading ids back would stall the device; agreement checks them
   const int64_t* label = labels.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < labels.numel(); ++token) {
@@ -59,238 +87,244 @@ at::Tensor with_adjacent_columns(const at::Tensor& logits) {
 
 bool use_cpu_loops(const at::Tensor& logits) { return logits.is_cpu() && !aten_path_on_cpu(); }
 
-at::ScalarType record_type(const at::Tensor& logits) {
-  return logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// The passes over the shard by ATen calls, for any device; as in vocab_cross_entropy.h.
-
-// Columns of the labels, and whether this shard holds them.
-std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t vocab_start,
-                                               int64_t size) {
-  const at::Tensor column = labels - vocab_start;
-  const at::Tensor own = (column >= 0).logical_and(column < size);
-  return {column.masked_fill(own.logical_not(), 0).unsqueeze(1), own};
-}
-
-at::Tensor shard_record_aten(const at::Tensor& logits, const at::Tensor& labels,
-                             int64_t vocab_start) {
-  const auto options = logits.options().dtype(record_type(logits));
-  constexpr double kLowest = -std::numeric_limits<double>::infinity();
-  if (logits.size(1) == 0) {
-    at::Tensor record = at::zeros({3, logits.size(0)}, options);
-    record.select(0, 0).fill_(kLowest);
-    return record;
+VocabShard shard_of(const at::Tensor& logits, const at::Tensor& labels, const Weight& weight,
+                    int64_t vocab_start, Softcap softcap, double logit_scale) {
+  at::Tensor own_weight;
+  if (weight) {
+    own_weight = weight->narrow(0, vocab_start, logits.size(1)).to(wide_type(logits)).contiguous();
   }
-  const at::Tensor values = logits.to(record_type(logits));
-  const at::Tensor max = values.amax(1);
-  const at::Tensor base = max.masked_fill(max == kLowest, 0);
-  const auto [column, own] = local_labels(labels, vocab_start, logits.size(1));
-  return at::stack({max, (values - base.unsqueeze(1)).exp().sum(1),
-                    values.gather(1, column).squeeze(1).masked_fill(own.logical_not(), 0)});
+  return {with_adjacent_columns(logits),
+          labels.contiguous(),
+          own_weight,
+          vocab_start,
+          logit_scale,
+          softcap.value_or(0)};
 }
-
-void shard_gradient_aten(const at::Tensor& logits, const at::Tensor& labels,
-                         const at::Tensor& normalizer, const at::Tensor& scale, int64_t vocab_start,
-                         at::Tensor& grad_logits) {
-  if (logits.size(1) == 0) return;
-  at::Tensor grad = logits.to(record_type(logits)) - normalizer[0].unsqueeze(1);
-  grad.sub_(normalizer[1].unsqueeze(1)).exp_();
-  const auto [column, own] = local_labels(labels, vocab_start, logits.size(1));
-  grad.scatter_add_(1, column, own.to(grad.scalar_type()).neg().unsqueeze(1));
-  grad.mul_(scale.unsqueeze(1)).masked_fill_((scale == 0).unsqueeze(1), 0);
-  grad_logits.copy_(grad);
-}
-
-// Kernels.
 
 // ATen cuts long sums by the number of threads; on the CPU the bits shall not depend on it.
 at::Tensor sum_in_order(const at::Tensor& values) {
   if (!values.is_cpu()) return values.sum();
-  const double* value = values.const_data_ptr<double>();
+  const at::Tensor in_order = values.contiguous();
+  const double* value = in_order.const_data_ptr<double>();
   return at::full({}, std::accumulate(value, value + values.numel(), 0.0), values.options());
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_kernel(const at::Tensor& logits_in,
-                                                  const at::Tensor& labels_in, int64_t vocab_size,
-                                                  int64_t vocab_start, int64_t vocab_stop,
-                                                  int64_t ignore_index,
-                                                  const std::string& reduction, int64_t group_size,
-                                                  const std::string& group_name) {
-  const at::Tensor labels = labels_in.contiguous();
-  check_loss(logits_in, labels, vocab_size, vocab_start, vocab_stop, ignore_index, reduction);
-  const at::Tensor logits = with_adjacent_columns(logits_in);
-  const at::Tensor record =
-      (use_cpu_loops(logits) ? shard_record_cpu : shard_record_aten)(logits, labels, vocab_start);
-  // Three numbers a token, every rank. The merge below is the same arithmetic on the same numbers
-  // on every rank, so that its bits are equal too; in fp64 its own rounding does not count.
-  const at::Tensor all = all_gather(kOp, record, group_size, group_name).to(at::kDouble);
-  const at::Tensor maxima = all.select(1, 0), sums = all.select(1, 1), targets = all.select(1, 2);
-  const at::Tensor max = maxima.amax(0);
-  at::Tensor sum = at::zeros_like(max), target = at::zeros_like(max);
-  for (int64_t rank = 0; rank < group_size; ++rank) {
-    // A shard of nothing but -inf has the sum 0 and must not turn it into 0 * NaN.
-    const at::Tensor weight = (maxima[rank] - max).exp().masked_fill(sums[rank] == 0, 0);
-    sum += sums[rank] * weight;
-    target += targets[rank];
+// What labels and class weights make of each token, in fp64.
+struct Tokens {
+  at::Tensor ignored;
+  at::Tensor weight;        // of the label's class, 0 where ignored; undefined: 1
+  at::Tensor total_weight;  // of the tokens not ignored, [], for "mean"; NaN for 0, as in torch
+  at::Tensor count;         // of them
+};
+
+Tokens tokens_of(const at::Tensor& labels, const Weight& weight, int64_t ignore_index,
+                 const std::string& reduction) {
+  Tokens tokens;
+  tokens.ignored = labels == ignore_index;
+  if (weight) {
+    const at::Tensor ids = labels.masked_fill(tokens.ignored, 0);
+    tokens.weight = weight->index_select(0, ids).to(at::kDouble).masked_fill(tokens.ignored, 0);
   }
-  const at::Tensor log_sum = sum.log(), ignored = labels == ignore_index;
-  // The maximum is subtracted before anything small is added to it, here and in the gradient.
-  at::Tensor loss = ((max - target) + log_sum).masked_fill(ignored, 0);
-  if (reduction != "none") loss = sum_in_order(loss);
-  if (reduction == "mean") loss = loss / ignored.logical_not().sum();
-  return {loss.to(record.scalar_type()), at::stack({max, log_sum}).to(record.scalar_type())};
+  if (reduction == "mean") {
+    tokens.count = tokens.ignored.logical_not().sum();
+    tokens.total_weight = weight ? sum_in_order(tokens.weight) : tokens.count;
+    if (weight) tokens.total_weight.masked_fill_(tokens.total_weight == 0, std::nan(""));
+  }
+  return tokens;
 }
 
-at::Tensor backward_kernel(const at::Tensor& grad_loss, const at::Tensor& logits_in,
-                           const at::Tensor& labels_in, const at::Tensor& normalizer,
-                           int64_t vocab_start, int64_t ignore_index,
-                           const std::string& reduction) {
+// What the records say of each token, in fp64: the same arithmetic on the same numbers on every
+// rank, so that its bits are equal too; in fp64 its own rounding does not count.
+struct Merged {
+  at::Tensor max, log_sum, target;
+  at::Tensor log_sum_exp;  // their sum, but inf where a logit is, as in torch
+  at::Tensor smooth;       // sum over the classes of weight * (log-sum-exp - z)
+  at::Tensor entropy;
+  at::Tensor id;  // int64
+};
+
+Merged merge(const at::Tensor& records, const RecordRows& rows) {
+  const at::Tensor all = records.to(at::kDouble);
+  const auto row = [&all](int64_t number) { return all.select(1, number); };
+  const at::Tensor maxima = row(RecordRows::kMax), sums = row(RecordRows::kSum);
+  const at::Tensor targets = row(RecordRows::kTarget);
+  Merged merged;
+  merged.max = maxima.amax(0);
+  const auto zeros = [&merged] { return at::zeros_like(merged.max); };
+  at::Tensor sum = zeros(), smooth = zeros(), weight = zeros(), moment = zeros();
+  merged.target = zeros();
+  for (int64_t rank = 0; rank < all.size(0); ++rank) {
+    // A shard of nothing but -inf has the sum 0 and must not turn it into 0 * NaN.
+    const at::Tensor nothing = sums[rank] == 0, step = maxima[rank] - merged.max;
+    const at::Tensor factor = step.exp().masked_fill(nothing, 0);
+    sum += sums[rank] * factor;
+    merged.target += targets[rank];
+    if (rows.smooth >= 0) {
+      const at::Tensor own = row(rows.smooth + 1)[rank];
+      const at::Tensor base = maxima[rank].masked_fill(nothing, 0);
+      smooth += row(rows.smooth)[rank] + (own * (base - merged.max)).masked_fill(own == 0, 0);
+      weight += own;
+    }
+    if (rows.moment >= 0) {
+      moment += factor * (row(rows.moment)[rank] + (step * sums[rank]).masked_fill(nothing, 0));
+    }
+  }
+  merged.log_sum = sum.log();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  merged.log_sum_exp = merged.max + merged.log_sum.masked_fill(merged.max == kInfinity, 0);
+  if (rows.smooth >= 0) merged.smooth = weight * merged.log_sum - smooth;
+  if (rows.moment >= 0) merged.entropy = merged.log_sum - moment / sum;
+  if (rows.id >= 0) {
+    const bool wide = records.scalar_type() == at::kDouble;
+    const at::Tensor ids = records.select(1, rows.id).view(wide ? at::kLong : at::kInt);
+    // Where one maximum is NaN, so is that of all, and only those with NaN are it.
+    const at::Tensor is_max = (maxima == merged.max).logical_or(maxima.isnan());
+    merged.id = ids.to(at::kLong).masked_fill(is_max.logical_not(), kLastId).amin(0);
+  }
+  return merged;
+}
+
+at::Tensor loss_of(const Merged& merged, const Tokens& tokens, int64_t vocab_size,
+                   const std::string& reduction, double label_smoothing, double z_loss) {
+  const auto reduced = [&](at::Tensor per_token, const at::Tensor& divisor) {
+    per_token.masked_fill_(tokens.ignored, 0);
+    if (reduction == "none") return per_token;
+    const at::Tensor sum = sum_in_order(per_token);
+    return reduction == "mean" ? sum / divisor : sum;
+  };
+  // The maximum is subtracted before anything small is added to it, here and in the gradient.
+  at::Tensor per_token = (merged.max - merged.target) + merged.log_sum;
+  if (tokens.weight.defined()) per_token = tokens.weight * per_token;
+  if (label_smoothing > 0) {
+    const double share = label_smoothing / static_cast<double>(vocab_size);
+    per_token = (1 - label_smoothing) * per_token + share * merged.smooth;
+  }
+  at::Tensor loss = reduced(per_token, tokens.total_weight);
+  if (z_loss > 0) {
+    loss = loss + reduced(z_loss * merged.log_sum_exp.square(), tokens.count);
+  }
+  return loss;
+}
+
+FiveTensors forward_kernel(const at::Tensor& logits, const at::Tensor& labels_in,
+                           const Weight& weight, int64_t vocab_size, int64_t vocab_start,
+                           int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
+                           double label_smoothing, double z_loss, Softcap softcap,
+                           double logit_scale, std::array<bool, 3> wanted, int64_t group_size,
+                           const std::string& group_name) {
+  const auto [want_log_sum_exp, want_entropy, want_argmax] = wanted;
+  check_options(label_smoothing, z_loss, softcap, logit_scale);
+  TORCH_CHECK_VALUE(!want_argmax || vocab_size <= kLastId, kOp, ": argmax is for at most ", kLastId,
+                    " ids, got ", vocab_size);
+  const at::Tensor labels = labels_in.contiguous();
+  check_loss(logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index, reduction);
+  const VocabShard shard = shard_of(logits, labels, weight, vocab_start, softcap, logit_scale);
+  const RecordRows rows(label_smoothing > 0, want_entropy, want_argmax);
+  const at::Tensor record =
+      (use_cpu_loops(logits) ? vocab_shard_record_cpu : vocab_shard_record_aten)(shard, rows);
+  const Merged merged = merge(all_gather(kOp, record, group_size, group_name), rows);
+  const Tokens tokens = tokens_of(labels, weight, ignore_index, reduction);
+  const at::Tensor loss = loss_of(merged, tokens, vocab_size, reduction, label_smoothing, z_loss);
+  const auto wide = [&record](const at::Tensor& value) { return value.to(record.scalar_type()); };
+  const at::Tensor none = at::empty({0}, record.options());
+  std::vector<at::Tensor> normalizer{merged.max, merged.log_sum};
+  if (want_entropy) normalizer.push_back(merged.entropy);
+  return {wide(loss), want_log_sum_exp ? wide(merged.log_sum_exp) : none,
+          want_entropy ? wide(merged.entropy) : at::empty_like(none),
+          want_argmax ? merged.id : at::empty({0}, none.options().dtype(at::kLong)),
+          wide(at::stack(normalizer))};
+}
+
+// The rows of GradientRows.
+at::Tensor factors_of(const Weight& grad_loss, const Weight& grad_log_sum_exp,
+                      const Weight& grad_entropy, const at::Tensor& labels, const Weight& weight,
+                      const at::Tensor& normalizer, int64_t vocab_size, int64_t ignore_index,
+                      const std::string& reduction, double label_smoothing, double z_loss) {
+  const at::Tensor normal = normalizer.to(at::kDouble);
+  const auto zeros = [&normal] { return at::zeros_like(normal[0]); };
+  at::Tensor probability = zeros(), column = zeros(), label = zeros(), of_entropy = zeros();
+  if (grad_loss) {
+    const Tokens tokens = tokens_of(labels, weight, ignore_index, reduction);
+    const auto of_tokens = [&](const at::Tensor& divisor) {
+      at::Tensor grad = grad_loss->to(at::kDouble);
+      if (reduction == "mean") grad = grad / divisor;
+      return grad.expand_as(labels).masked_fill(tokens.ignored, 0);
+    };
+    const at::Tensor grad = of_tokens(tokens.total_weight);
+    label = tokens.weight.defined() ? grad * tokens.weight : grad;
+    if (label_smoothing > 0) {
+      column = grad * (label_smoothing / static_cast<double>(vocab_size));
+      label = label * (1 - label_smoothing);
+      const at::Tensor total =
+          weight ? sum_in_order(weight->to(at::kDouble))
+                 : at::full({}, static_cast<double>(vocab_size), column.options());
+      probability = label + column * total;
+    } else {
+      probability = label;
+    }
+    if (z_loss > 0) {
+      const at::Tensor of_square = 2 * z_loss * of_tokens(tokens.count);
+      const at::Tensor more = of_square * (normal[0] + normal[1]);
+      probability = probability + more.masked_fill(tokens.ignored, 0);
+    }
+  }
+  if (grad_log_sum_exp) probability = probability + *grad_log_sum_exp;
+  if (grad_entropy) {
+    of_entropy = -grad_entropy->to(at::kDouble);
+    const at::Tensor more = of_entropy * normal[2];
+    probability = probability + more.masked_fill(of_entropy == 0, 0);
+  }
+  return at::stack({probability, column, label, of_entropy}).to(normalizer.scalar_type());
+}
+
+at::Tensor empty_with_row_stride(const at::Tensor& like) {
+  const std::vector<int64_t> strides{like.stride(0), 1};
+  if (like.numel() == 0) return at::empty_strided(like.sizes(), strides, like.options());
+  const int64_t length = (like.size(0) - 1) * like.stride(0) + like.size(1);
+  return pooled_empty({length}, like.options()).as_strided(like.sizes(), strides);
+}
+
+at::Tensor backward_kernel(const Weight& grad_loss, const Weight& grad_log_sum_exp,
+                           const Weight& grad_entropy, const at::Tensor& logits,
+                           const at::Tensor& labels, const Weight& weight,
+                           const at::Tensor& normalizer, int64_t vocab_size, int64_t vocab_start,
+                           int64_t ignore_index, const std::string& reduction,
+                           double label_smoothing, double z_loss, Softcap softcap,
+                           double logit_scale) {
   TORCH_CHECK_VALUE(
-      normalizer.dim() == 2 && normalizer.size(0) == 2 && normalizer.size(1) == logits_in.size(0),
-      kOp, ": the normalizer of ", logits_in.size(0), " tokens has shape [2, ", logits_in.size(0),
-      "], got ", normalizer.sizes());
-  const at::Tensor labels = labels_in.contiguous(), logits = with_adjacent_columns(logits_in);
-  const at::Tensor ignored = labels == ignore_index;
-  at::Tensor scale = grad_loss.to(normalizer.scalar_type());
-  if (reduction == "mean") scale = scale / ignored.logical_not().sum();
-  scale = scale.expand_as(labels).masked_fill(ignored, 0).contiguous();
-  at::Tensor grad_logits =
-      at::empty_strided(logits.sizes(), {logits.stride(0), 1}, logits.options());
-  (use_cpu_loops(logits) ? shard_gradient_cpu : shard_gradient_aten)(
-      logits, labels, normalizer, scale, vocab_start, grad_logits);
+      normalizer.dim() == 2 && normalizer.size(1) == logits.size(0) &&
+          normalizer.size(0) == (grad_entropy ? kRowsWithEntropy : normalizer.size(0)) &&
+          normalizer.size(0) >= kRowsWithoutEntropy,
+      kOp, ": the normalizer of ", logits.size(0), " tokens has shape [2, ", logits.size(0),
+      "], or [3, ", logits.size(0), "] with the entropy, got ", normalizer.sizes());
+  const VocabShard shard = shard_of(logits, labels, weight, vocab_start, softcap, logit_scale);
+  const at::Tensor factors =
+      factors_of(grad_loss, grad_log_sum_exp, grad_entropy, labels, weight, normalizer, vocab_size,
+                 ignore_index, reduction, label_smoothing, z_loss);
+  at::Tensor grad_logits = empty_with_row_stride(shard.logits);
+  (use_cpu_loops(logits) ? vocab_shard_gradient_cpu : vocab_shard_gradient_aten)(
+      shard, normalizer.contiguous(), factors, grad_logits);
   return grad_logits;
 }
 
-at::Tensor loss_kernel(const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size,
-                       int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
-                       const std::string& reduction, int64_t group_size,
-                       const std::string& group_name) {
-  return std::get<0>(forward_kernel(logits, labels, vocab_size, vocab_start, vocab_stop,
-                                    ignore_index, reduction, group_size, group_name));
-}
-
-// Meta.
-
-std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& logits, const at::Tensor& labels,
-                                                int64_t, int64_t, int64_t, int64_t,
-                                                const std::string& reduction, int64_t,
-                                                const std::string&) {
-  const auto options = logits.options().dtype(record_type(logits));
-  at::Tensor per_token = at::empty_symint(labels.sym_sizes(), options);
-  return {reduction == "none" ? per_token : at::empty({}, options),
-          at::empty_symint({2, labels.sym_size(0)}, options)};
-}
-
-at::Tensor backward_meta(const at::Tensor&, const at::Tensor& logits, const at::Tensor&,
-                         const at::Tensor&, int64_t, int64_t, const std::string&) {
-  const auto strides = logits.sym_strides();
-  const bool adjacent = strides[1] == 1 || logits.sym_size(1) <= 1;
-  const bool plain = adjacent && strides[0] >= logits.sym_size(1);  // as with_adjacent_columns
-  return at::empty_strided_symint(
-      logits.sym_sizes(), {plain ? strides[0] : logits.sym_size(1).max(1), 1}, logits.options());
-}
-
-at::Tensor loss_meta(const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size,
-                     int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
-                     const std::string& reduction, int64_t group_size,
-                     const std::string& group_name) {
-  return std::get<0>(forward_meta(logits, labels, vocab_size, vocab_start, vocab_stop, ignore_index,
-                                  reduction, group_size, group_name));
-}
-
-// Autograd. The normalizer is saved, never the loss, which users add to in place.
-
-class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
-                            const at::Tensor& labels, int64_t vocab_size, int64_t vocab_start,
-                            int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
-                            int64_t group_size, const std::string& group_name) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [loss, normalizer] =
-        vocab_cross_entropy_forward(logits, labels, vocab_size, vocab_start, vocab_stop,
-                                    ignore_index, reduction, group_size, group_name);
-    ctx->save_for_backward({logits, labels, normalizer});
-    ctx->saved_data["vocab_start"] = vocab_start;
-    ctx->saved_data["ignore_index"] = ignore_index;
-    ctx->saved_data["reduction"] = reduction;
-    return loss;
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const auto saved = ctx->get_saved_variables();
-    Variable grad_logits = vocab_cross_entropy_backward(
-        grad_outputs[0], saved[0], saved[1], saved[2], ctx->saved_data["vocab_start"].toInt(),
-        ctx->saved_data["ignore_index"].toInt(), ctx->saved_data["reduction"].toStringRef());
-    variable_list grads(9);
-    grads[0] = grad_logits;
-    return grads;
-  }
-};
-
-at::Tensor backward_autograd(const at::Tensor& grad_loss, const at::Tensor& logits,
-                             const at::Tensor& labels, const at::Tensor& normalizer,
-                             int64_t vocab_start, int64_t ignore_index,
-                             const std::string& reduction) {
-  refuse_second_derivative(kOp, {grad_loss, logits});
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return vocab_cross_entropy_backward(grad_loss, logits, labels, normalizer, vocab_start,
-                                      ignore_index, reduction);
-}
-
-at::Tensor loss_autograd(const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size,
-                         int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
-                         const std::string& reduction, int64_t group_size,
-                         const std::string& group_name) {
-  return VocabCrossEntropy::apply(logits, labels, vocab_size, vocab_start, vocab_stop, ignore_index,
-                                  reduction, group_size, group_name);
+FourTensors loss_kernel(const at::Tensor& logits, const at::Tensor& labels, const Weight& weight,
+                        int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop,
+                        int64_t ignore_index, const std::string& reduction, double label_smoothing,
+                        double z_loss, Softcap softcap, double logit_scale,
+                        std::array<bool, 3> wanted, int64_t group_size,
+                        const std::string& group_name) {
+  const auto [loss, log_sum_exp, entropy, argmax, _] = forward_kernel(
+      logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index, reduction,
+      label_smoothing, z_loss, softcap, logit_scale, wanted, group_size, group_name);
+  return {loss, log_sum_exp, entropy, argmax};
 }
 
 }  // namespace
-
-at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
-                               int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop,
-                               int64_t ignore_index, const std::string& reduction,
-                               int64_t group_size, const std::string& group_name) {
-  static auto op = op_handle<decltype(vocab_cross_entropy)>("parallel_ext::vocab_cross_entropy");
-  return op.call(logits, labels, vocab_size, vocab_start, vocab_stop, ignore_index, reduction,
-                 group_size, group_name);
-}
-
-std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy_forward(
-    const at::Tensor& logits, const at::Tensor& labels, int64_t vocab_size, int64_t vocab_start,
-    int64_t vocab_stop, int64_t ignore_index, const std::string& reduction, int64_t group_size,
-    const std::string& group_name) {
-  static auto op =
-      op_handle<decltype(vocab_cross_entropy_forward)>("parallel_ext::vocab_cross_entropy_forward");
-  return op.call(logits, labels, vocab_size, vocab_start, vocab_stop, ignore_index, reduction,
-                 group_size, group_name);
-}
-
-at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& logits,
-                                        const at::Tensor& labels, const at::Tensor& normalizer,
-                                        int64_t vocab_start, int64_t ignore_index,
-                                        const std::string& reduction) {
-  static auto op = op_handle<decltype(vocab_cross_entropy_backward)>(
-      "parallel_ext::vocab_cross_entropy_backward");
-  return op.call(grad_loss, logits, labels, normalizer, vocab_start, ignore_index, reduction);
-}
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
   m.impl("vocab_cross_entropy", loss_kernel);
   m.impl("vocab_cross_entropy_forward", forward_kernel);
   m.impl("vocab_cross_entropy_backward", backward_kernel);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("vocab_cross_entropy", loss_meta);
-  m.impl("vocab_cross_entropy_forward", forward_meta);
-  m.impl("vocab_cross_entropy_backward", backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("vocab_cross_entropy", loss_autograd);
-  m.impl("vocab_cross_entropy_backward", backward_autograd);
 }
 
 }  // namespace parallel_ext

@@ -1,11 +1,16 @@
-// The two passes of the cross entropy over a shard of the logits, as CPU loops.
+// The two passes of the cross entropy over a shard of the logits, as CPU loops: each reads the
+// logits once from memory, a block at a time.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <type_traits>
 
+#include "check.h"
 #include "exp.h"
 #include "kernel_choice.h"
 #include "number.h"
@@ -18,152 +23,316 @@ namespace {
 // in vector registers, and the bits depend neither on the threads nor on the instruction set's
 // width.
 constexpr int64_t kLanes = 64;
-// A block is read twice, for its maximum and for its sum, and stays in the first-level cache.
+// A block is read several times, and stays in the first-level cache.
 constexpr int64_t kBlock = 2048;
 
-struct MaxAndSum {
-  float max;
-  float sum;
+template <typename wide_t>
+constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
+
+// From logits to z, and what is asked of a row beside its maximum and its sum.
+template <typename wide_t>
+struct RowTask {
+  int64_t size;
+  const wide_t* weight;  // or null
+  wide_t scale;
+  wide_t cap;
+  bool holds_logits;
+  bool smooth, moment, id;
 };
 
-template <typename scalar_t>
-PARALLEL_EXT_INLINE MaxAndSum max_and_sum(const scalar_t* row, int64_t size) {
-  constexpr float kLowest = -std::numeric_limits<float>::infinity();
-  float max = kLowest;
-  double sum = 0;
-  for (int64_t start = 0; start < size; start += kBlock) {
-    const int64_t stop = std::min(size, start + kBlock);
-    const int64_t whole = start + (stop - start) / kLanes * kLanes;
-    float lane[kLanes];
-    for (int64_t j = 0; j < kLanes; ++j) lane[j] = kLowest;
-    for (int64_t i = start; i < whole; i += kLanes) {
-      for (int64_t j = 0; j < kLanes; ++j) {
-        const float x = to_float(row[i + j]);
-        lane[j] = x > lane[j] ? x : lane[j];
-      }
-    }
-    for (int64_t i = whole; i < stop; ++i) lane[0] = std::max(lane[0], to_float(row[i]));
-    float block_max = lane[0];
-    for (int64_t j = 1; j < kLanes; ++j) block_max = std::max(block_max, lane[j]);
-    if (block_max > max) {
-      sum *= std::exp(static_cast<double>(max) - block_max);
-      max = block_max;
-    }
-    // Nothing but -inf so far contributes nothing; a NaN must still reach the sum.
-    const float base = max == kLowest ? 0.0f : max;
-    for (int64_t j = 0; j < kLanes; ++j) lane[j] = 0.0f;
-    for (int64_t i = start; i < whole; i += kLanes) {
-      for (int64_t j = 0; j < kLanes; ++j) lane[j] += exp_nonpositive(to_float(row[i + j]) - base);
-    }
-    for (int64_t i = whole; i < stop; ++i) lane[0] += exp_nonpositive(to_float(row[i]) - base);
-    for (int64_t j = 0; j < kLanes; ++j) sum += lane[j];
-  }
-  return {max, static_cast<float>(sum)};
+template <typename wide_t>
+struct RowRecord {
+  wide_t max;
+  double sum = 0, smooth = 0, weight = 0, moment = 0;
+  int64_t id = 0;
+  bool found_nan = false;
+};
+
+template <typename wide_t>
+PARALLEL_EXT_INLINE wide_t to_z(wide_t logit, wide_t scale, wide_t cap) {
+  return cap == 0 ? logit * scale : cap * tanh_by_exp(logit * scale / cap);
 }
 
-template <typename scalar_t>
-PARALLEL_EXT_INLINE void softmax_times(const scalar_t* row, int64_t size, float max, float log_sum,
-                                       float scale, scalar_t* out) {
-  for (int64_t i = 0; i < size; ++i) {
-    store(exp_nonpositive((to_float(row[i]) - max) - log_sum) * scale, out + i);
+// z of a block of logits; the logits themselves where they are it.
+template <typename scalar_t, typename wide_t>
+PARALLEL_EXT_INLINE const wide_t* z_of_block(const scalar_t* block, int64_t size,
+                                             const RowTask<wide_t>& task, wide_t* buffer) {
+  if (task.holds_logits) {
+    if constexpr (std::is_same_v<scalar_t, wide_t>) {
+      return block;
+    } else {
+      for (int64_t i = 0; i < size; ++i) buffer[i] = widen(block[i]);
+    }
+  } else if (task.cap == 0) {
+    for (int64_t i = 0; i < size; ++i) buffer[i] = widen(block[i]) * task.scale;
+  } else {
+    for (int64_t i = 0; i < size; ++i) buffer[i] = to_z(widen(block[i]), task.scale, task.cap);
+  }
+  return buffer;
+}
+
+// The sum of what `term` gives for each index below `size`.
+template <typename wide_t, typename Term>
+PARALLEL_EXT_INLINE double sum_in_lanes(int64_t size, Term term) {
+  const int64_t whole = size / kLanes * kLanes;
+  wide_t lane[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) lane[j] = 0;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) lane[j] += term(i + j);
+  }
+  for (int64_t i = whole; i < size; ++i) lane[0] += term(i);
+  double sum = 0;
+  for (int64_t j = 0; j < kLanes; ++j) sum += lane[j];
+  return sum;
+}
+
+// NaN is never larger.
+template <typename wide_t>
+PARALLEL_EXT_INLINE wide_t max_of_block(const wide_t* z, int64_t size) {
+  const int64_t whole = size / kLanes * kLanes;
+  wide_t lane[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) lane[j] = kLowest<wide_t>;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) lane[j] = z[i + j] > lane[j] ? z[i + j] : lane[j];
+  }
+  for (int64_t i = whole; i < size; ++i) lane[0] = z[i] > lane[0] ? z[i] : lane[0];
+  wide_t max = lane[0];
+  for (int64_t j = 1; j < kLanes; ++j) max = lane[j] > max ? lane[j] : max;
+  return max;
+}
+
+// The sums so far, which were made with the old maximum, as if made with the new one.
+template <typename wide_t>
+PARALLEL_EXT_INLINE void raise_max(RowRecord<wide_t>& record, wide_t max) {
+  const bool first = record.max == kLowest<wide_t>;
+  const double step = static_cast<double>(record.max) - max, factor = std::exp(step);
+  record.smooth += record.weight * (first ? -static_cast<double>(max) : step);
+  record.moment = factor * (record.moment + (first ? 0 : step) * record.sum);
+  record.sum *= factor;
+  record.max = max;
+}
+
+template <typename scalar_t, typename wide_t>
+PARALLEL_EXT_INLINE RowRecord<wide_t> record_of_row(const scalar_t* row,
+                                                    const RowTask<wide_t>& task) {
+  RowRecord<wide_t> record{kLowest<wide_t>};
+  wide_t buffer[kBlock];
+  for (int64_t start = 0; start < task.size; start += kBlock) {
+    const int64_t size = std::min(kBlock, task.size - start);
+    const wide_t* z = z_of_block(row + start, size, task, buffer);
+    const wide_t max = max_of_block(z, size);
+    if (max > record.max) {
+      raise_max(record, max);
+      if (task.id && !record.found_nan) record.id = start + (std::find(z, z + size, max) - z);
+    }
+    // Nothing but -inf so far contributes nothing; a NaN must still reach the sum.
+    const wide_t base = record.max == kLowest<wide_t> ? 0 : record.max;
+    const double sum =
+        sum_in_lanes<wide_t>(size, [&](int64_t i) { return exp_nonpositive(z[i] - base); });
+    record.sum += sum;
+    if (task.smooth && task.weight == nullptr) {
+      record.smooth += sum_in_lanes<wide_t>(size, [&](int64_t i) { return z[i] - base; });
+      record.weight += static_cast<double>(size);
+    } else if (task.smooth) {
+      const wide_t* weight = task.weight + start;
+      record.smooth +=
+          sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i] * (z[i] - base); });
+      record.weight += sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i]; });
+    }
+    if (task.moment) {
+      record.moment += sum_in_lanes<wide_t>(size, [&](int64_t i) {
+        const wide_t x = z[i] - base;
+        return x == kLowest<wide_t> ? 0 : exp_nonpositive(x) * x;
+      });
+    }
+    if (std::isnan(sum) && !record.found_nan) {  // by a NaN, or by inf - inf
+      const wide_t* nan = std::find_if(z, z + size, [](wide_t x) { return std::isnan(x); });
+      record.found_nan = nan != z + size;
+      if (record.found_nan) record.id = start + (nan - z);
+    }
+  }
+  return record;
+}
+
+template <typename wide_t>
+struct RowFactors {
+  wide_t max, log_sum;
+  wide_t probability, column, label, entropy;
+
+  bool all_zero() const { return probability == 0 && column == 0 && label == 0 && entropy == 0; }
+};
+
+// Where the gradient is probability * p, but in the label's column, and z the logit.
+template <typename scalar_t, typename wide_t>
+PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTask<wide_t>& task,
+                                               const RowFactors<wide_t>& factor, int64_t label,
+                                               scalar_t* out) {
+  const auto probability = [&factor](wide_t z) {
+    return exp_nonpositive((z - factor.max) - factor.log_sum) * factor.probability;
+  };
+  for (int64_t i = 0; i < task.size; ++i) store(probability(widen(row[i])), out + i);
+  if (label >= 0) store(probability(widen(row[label])) - factor.label, out + label);
+}
+
+template <typename scalar_t, typename wide_t>
+PARALLEL_EXT_INLINE void gradient_of_row(const scalar_t* row, const RowTask<wide_t>& task,
+                                         const RowFactors<wide_t>& factor, int64_t label,
+                                         scalar_t* out) {
+  wide_t buffer[kBlock], grad[kBlock];
+  for (int64_t start = 0; start < task.size; start += kBlock) {
+    const int64_t size = std::min(kBlock, task.size - start);
+    const wide_t* z = z_of_block(row + start, size, task, buffer);
+    for (int64_t i = 0; i < size; ++i) {
+      const wide_t x = (z[i] - factor.max) - factor.log_sum;
+      const wide_t log_p = x == kLowest<wide_t> ? 0 : x;  // 0 * log 0 is 0
+      grad[i] = exp_nonpositive(x) * (factor.probability + factor.entropy * log_p);
+    }
+    if (task.weight != nullptr) {
+      for (int64_t i = 0; i < size; ++i) grad[i] -= factor.column * task.weight[start + i];
+    } else {
+      for (int64_t i = 0; i < size; ++i) grad[i] -= factor.column;
+    }
+    if (start <= label && label < start + size) grad[label - start] -= factor.label;
+    if (task.cap != 0) {
+      for (int64_t i = 0; i < size; ++i) {
+        const wide_t t = z[i] / task.cap;
+        grad[i] *= (1 - t) * (1 + t);
+      }
+    }
+    for (int64_t i = 0; i < size; ++i) store(grad[i] * task.scale, out + start + i);
   }
 }
 
 // One function per dtype, since target_clones does not go with templates.
-#define PARALLEL_EXT_ROW_LOOPS(scalar_t)                                                    \
-  PARALLEL_EXT_MULTIVERSION MaxAndSum row_record(const scalar_t* row, int64_t size) {       \
-    return max_and_sum(row, size);                                                          \
-  }                                                                                         \
-  PARALLEL_EXT_MULTIVERSION void row_gradient(const scalar_t* row, int64_t size, float max, \
-                                              float log_sum, float scale, scalar_t* out) {  \
-    softmax_times(row, size, max, log_sum, scale, out);                                     \
+#define PARALLEL_EXT_ROW_LOOPS(scalar_t, wide_t)                                                \
+  PARALLEL_EXT_MULTIVERSION RowRecord<wide_t> row_record(const scalar_t* row,                   \
+                                                         const RowTask<wide_t>& task) {         \
+    return record_of_row(row, task);                                                            \
+  }                                                                                             \
+  PARALLEL_EXT_MULTIVERSION void plain_row_gradient(                                            \
+      const scalar_t* row, const RowTask<wide_t>& task, const RowFactors<wide_t>& factor,       \
+      int64_t label, scalar_t* out) {                                                           \
+    plain_gradient_of_row(row, task, factor, label, out);                                       \
+  }                                                                                             \
+  PARALLEL_EXT_MULTIVERSION void row_gradient(const scalar_t* row, const RowTask<wide_t>& task, \
+                                              const RowFactors<wide_t>& factor, int64_t label,  \
+                                              scalar_t* out) {                                  \
+    gradient_of_row(row, task, factor, label, out);                                             \
   }
 
-PARALLEL_EXT_ROW_LOOPS(float)
-PARALLEL_EXT_ROW_LOOPS(c10::BFloat16)
-PARALLEL_EXT_ROW_LOOPS(c10::Half)
+PARALLEL_EXT_ROW_LOOPS(float, float)
+PARALLEL_EXT_ROW_LOOPS(c10::BFloat16, float)
+PARALLEL_EXT_ROW_LOOPS(c10::Half, float)
+PARALLEL_EXT_ROW_LOOPS(double, double)
 
-// fp64 proves the algebra; it need not be fast.
-struct MaxAndSum64 {
-  double max;
-  double sum;
-};
-
-MaxAndSum64 row_record(const double* row, int64_t size) {
-  double max = -std::numeric_limits<double>::infinity(), sum = 0;
-  for (int64_t i = 0; i < size; ++i) max = std::max(max, row[i]);
-  const double base = std::isinf(max) && max < 0 ? 0.0 : max;
-  for (int64_t i = 0; i < size; ++i) sum += std::exp(row[i] - base);
-  return {max, sum};
+template <typename wide_t>
+RowTask<wide_t> row_task(const VocabShard& shard) {
+  return {shard.logits.size(1),
+          shard.weight.defined() ? shard.weight.const_data_ptr<wide_t>() : nullptr,
+          static_cast<wide_t>(shard.scale),
+          static_cast<wide_t>(shard.cap),
+          shard.holds_logits(),
+          false,
+          false,
+          false};
 }
 
-void row_gradient(const double* row, int64_t size, double max, double log_sum, double scale,
-                  double* out) {
-  for (int64_t i = 0; i < size; ++i) out[i] = std::exp((row[i] - max) - log_sum) * scale;
+// The bits of an id in the place of a number.
+template <typename wide_t>
+wide_t bits_of_id(int64_t id) {
+  const std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t> narrow = id;
+  wide_t bits;
+  std::memcpy(&bits, &narrow, sizeof(bits));
+  return bits;
 }
 
 template <typename scalar_t>
-using record_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+void fill_record(const VocabShard& shard, const RecordRows& rows, at::Tensor& record) {
+  using wide_t = wide_of<scalar_t>;
+  RowTask<wide_t> task = row_task<wide_t>(shard);
+  task.smooth = rows.smooth >= 0, task.moment = rows.moment >= 0, task.id = rows.id >= 0;
+  const scalar_t* logits = shard.logits.const_data_ptr<scalar_t>();
+  const int64_t* labels = shard.labels.const_data_ptr<int64_t>();
+  const int64_t num_tokens = shard.logits.size(0), stride = shard.logits.stride(0);
+  wide_t* out = record.mutable_data_ptr<wide_t>();
+  at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const scalar_t* row = logits + token * stride;
+      const auto put = [&](int64_t name, wide_t value) { out[name * num_tokens + token] = value; };
+      const RowRecord<wide_t> of_row = row_record(row, task);
+      constexpr wide_t kNaN = std::numeric_limits<wide_t>::quiet_NaN();
+      put(RecordRows::kMax, of_row.found_nan ? kNaN : of_row.max);
+      put(RecordRows::kSum, static_cast<wide_t>(of_row.sum));
+      const int64_t label = labels[token] - shard.vocab_start;
+      const bool own = 0 <= label && label < task.size;
+      put(RecordRows::kTarget, own ? to_z(widen(row[label]), task.scale, task.cap) : 0);
+      if (task.smooth) {
+        put(rows.smooth, static_cast<wide_t>(of_row.smooth));
+        put(rows.smooth + 1, static_cast<wide_t>(of_row.weight));
+      }
+      if (task.moment) put(rows.moment, static_cast<wide_t>(of_row.moment));
+      if (task.id) {
+        const int64_t id = task.size == 0 ? kLastId : shard.vocab_start + of_row.id;
+        put(rows.id, bits_of_id<wide_t>(id));
+      }
+    }
+  });
+}
+
+template <typename scalar_t>
+void fill_gradient(const VocabShard& shard, const at::Tensor& normalizer, const at::Tensor& factors,
+                   at::Tensor& grad_logits) {
+  using wide_t = wide_of<scalar_t>;
+  const RowTask<wide_t> task = row_task<wide_t>(shard);
+  const scalar_t* logits = shard.logits.const_data_ptr<scalar_t>();
+  const int64_t* labels = shard.labels.const_data_ptr<int64_t>();
+  const int64_t num_tokens = shard.logits.size(0);
+  const int64_t stride = shard.logits.stride(0), grad_stride = grad_logits.stride(0);
+  const wide_t* normal = normalizer.const_data_ptr<wide_t>();
+  const wide_t* factor = factors.const_data_ptr<wide_t>();
+  scalar_t* grads = grad_logits.mutable_data_ptr<scalar_t>();
+  at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const auto of = [&](int64_t name) { return factor[name * num_tokens + token]; };
+      const RowFactors<wide_t> row_factors{normal[token],
+                                           normal[num_tokens + token],
+                                           of(GradientRows::kProbability),
+                                           of(GradientRows::kColumn),
+                                           of(GradientRows::kLabel),
+                                           of(GradientRows::kEntropy)};
+      scalar_t* grad = grads + token * grad_stride;
+      if (row_factors.all_zero()) {
+        std::fill(grad, grad + task.size, scalar_t(0));
+        continue;
+      }
+      const int64_t column = labels[token] - shard.vocab_start;
+      const int64_t label = 0 <= column && column < task.size ? column : -1;
+      const scalar_t* row = logits + token * stride;
+      if (task.holds_logits && row_factors.column == 0 && row_factors.entropy == 0) {
+        plain_row_gradient(row, task, row_factors, label, grad);
+      } else {
+        row_gradient(row, task, row_factors, label, grad);
+      }
+    }
+  });
+}
 
 }  // namespace
 
-at::Tensor shard_record_cpu(const at::Tensor& logits, const at::Tensor& labels,
-                            int64_t vocab_start) {
-  const int64_t num_tokens = logits.size(0), size = logits.size(1), stride = logits.stride(0);
-  const auto dtype = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor record = at::empty({3, num_tokens}, logits.options().dtype(dtype));
-  const int64_t* label = labels.const_data_ptr<int64_t>();
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, logits.scalar_type(), "vocab_cross_entropy_forward", [&] {
-        const scalar_t* data = logits.const_data_ptr<scalar_t>();
-        auto* out = record.mutable_data_ptr<record_t<scalar_t>>();
-        at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t token = begin; token < end; ++token) {
-            const scalar_t* row = data + token * stride;
-            const auto stats = row_record(row, size);
-            const int64_t column = label[token] - vocab_start;
-            out[token] = stats.max;
-            out[num_tokens + token] = stats.sum;
-            out[2 * num_tokens + token] =
-                0 <= column && column < size ? static_cast<record_t<scalar_t>>(row[column]) : 0;
-          }
-        });
-      });
+at::Tensor vocab_shard_record_cpu(const VocabShard& shard, const RecordRows& rows) {
+  at::Tensor record = at::empty({rows.count, shard.logits.size(0)},
+                                shard.logits.options().dtype(wide_type(shard.logits)));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, shard.logits.scalar_type(),
+                                  "vocab_cross_entropy_forward",
+                                  [&] { fill_record<scalar_t>(shard, rows, record); });
   return record;
 }
 
-void shard_gradient_cpu(const at::Tensor& logits, const at::Tensor& labels,
-                        const at::Tensor& normalizer, const at::Tensor& scale, int64_t vocab_start,
-                        at::Tensor& grad_logits) {
-  const int64_t num_tokens = logits.size(0), size = logits.size(1);
-  const int64_t stride = logits.stride(0), out_stride = grad_logits.stride(0);
-  const int64_t* label = labels.const_data_ptr<int64_t>();
+void vocab_shard_gradient_cpu(const VocabShard& shard, const at::Tensor& normalizer,
+                              const at::Tensor& factors, at::Tensor& grad_logits) {
   AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, logits.scalar_type(), "vocab_cross_entropy_backward", [&] {
-        using value_t = record_t<scalar_t>;
-        const scalar_t* data = logits.const_data_ptr<scalar_t>();
-        const value_t* max = normalizer.const_data_ptr<value_t>();
-        const value_t* log_sum = max + num_tokens;
-        const value_t* factor = scale.const_data_ptr<value_t>();
-        scalar_t* out = grad_logits.mutable_data_ptr<scalar_t>();
-        at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t token = begin; token < end; ++token) {
-            const scalar_t* row = data + token * stride;
-            scalar_t* grad = out + token * out_stride;
-            if (factor[token] == 0) {
-              std::fill(grad, grad + size, scalar_t(0));
-              continue;
-            }
-            row_gradient(row, size, max[token], log_sum[token], factor[token], grad);
-            const int64_t column = label[token] - vocab_start;
-            if (0 <= column && column < size) {
-              const value_t probability =
-                  std::exp((static_cast<value_t>(row[column]) - max[token]) - log_sum[token]);
-              grad[column] = static_cast<scalar_t>((probability - 1) * factor[token]);
-            }
-          }
-        });
-      });
+      at::kHalf, at::kBFloat16, shard.logits.scalar_type(), "vocab_cross_entropy_backward",
+      [&] { fill_gradient<scalar_t>(shard, normalizer, factors, grad_logits); });
 }
 
 }  // namespace parallel_ext

@@ -65,16 +65,25 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     maps = route[2:]
     origins = moe_dispatch(_plain(4, 3), _plain(4, 2), route, ExchangePlan(*plan[:3]), group)[2]
     brought = origins.numel()
-    loss_ends = [(5, start, stop, IGNORED, kind, *of_group) for kind in ("mean", "sum", "none")]
-    whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *of_group)
+    weight = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0])
+    plain, none = (0.0, 0.0, None, 1.0), [False] * 3
+    smooth = (0.1, 1e-3, 5.0, 0.7)
+    loss_ends = [(5, start, stop, IGNORED, kind, *plain) for kind in ("mean", "sum", "none")]
+    whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *smooth)
     width_of_whole = 5 if group.rank == 0 else 0
     losses = [
-        *((_values(4, own), labels, *end) for end in loss_ends),
-        (_values(4, own + 3)[:, :own], labels, *loss_ends[0]),
-        (_values(4, own, dtype=bf16), labels, *loss_ends[1]),
-        (_values(0, own), labels[:0], *loss_ends[2]),
-        (_values(4, width_of_whole), labels, *whole_on_one_rank),
+        *((_values(4, own), labels, None, *end, none, *of_group) for end in loss_ends),
+        (_values(4, own + 3)[:, :own], labels, weight, *loss_ends[0], none, *of_group),
+        (_values(4, own, dtype=bf16), labels, None, *loss_ends[1], [True, False, True], *of_group),
+        (_values(0, own), labels[:0], weight.double(), *loss_ends[2], [True] * 3, *of_group),
+        (_values(4, width_of_whole), labels, weight, *whole_on_one_rank, [True] * 3, *of_group),
     ]
+    backward_ends = [
+        (5, start, IGNORED, "mean", *plain),
+        (5, start, IGNORED, "none", *smooth),
+        (5, start, IGNORED, "sum", *plain),
+    ]
+    per_token = (_plain(8)[::2], _plain(4), _plain(1).expand(4))
     return {
         "reduce_from_tp": [
             (_values(3, 4), *of_group),
@@ -141,18 +150,13 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         "vocab_cross_entropy": losses,
         "vocab_cross_entropy_forward": [(sample[0].detach(), *sample[1:]) for sample in losses],
         "vocab_cross_entropy_backward": [
-            (_plain(), _plain(4, own), labels, _plain(2, 4), start, IGNORED, "mean"),
-            (
-                _plain(8)[::2],
-                _plain(4, own + 3)[:, :own],
-                labels,
-                _plain(2, 4),
-                start,
-                IGNORED,
-                "none",
-            ),
-            (_plain(), _plain(own, 4).T, labels, _plain(2, 4), start, IGNORED, "sum"),
-            (_plain(), _plain(4, 4, 8)[:, :1, 0], labels, _plain(2, 4), start, IGNORED, "sum"),
+            (_plain(), None, None, _plain(4, own), labels, None, _plain(2, 4), *backward_ends[0]),
+            (*per_token, _plain(4, own + 3)[:, :own], labels, weight, _plain(3, 4))
+            + backward_ends[1],
+            (None, _plain(4), None, _plain(own, 4).T, labels, None, _plain(2, 4))
+            + backward_ends[2],
+            (_plain(), None, None, _plain(4, 4, 8)[:, :1, 0], labels, None, _plain(2, 4))
+            + backward_ends[2],
         ],
         "moe_route_plan": [
             (choices, sizes, 4096, group.rank),
@@ -268,7 +272,7 @@ def _collectives(group: Group, name: str) -> list[dict[str, int]]:
     output = getattr(torch.ops.parallel_ext, name)(*sample)
     forward = _C.collective_counts()
     _C.reset_collective_counts()
-    output.sum().backward()
+    (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
     return [forward, _C.collective_counts()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference_loss import FP64, IGNORED, INF, NAN, labels_of, special_logits
 from reference_ops import (
     ALL_DTYPES,
     ALL_SIZES,
@@ -11,7 +12,6 @@ from reference_ops import (
     MUTATIONS,
     NOTICED,
     TOLERANCE,
-    assert_refused,
     aten_path,
     data_bytes,
     grad_outputs,
@@ -27,17 +27,6 @@ from torch.nn import functional
 
 from parallel_ext.layout import split
 from parallel_ext.ops import Group, vocab_cross_entropy
-
-FP64 = torch.float64
-NAN, INF = float("nan"), float("inf")
-IGNORED = -100
-
-
-def _labels(vocab_size: int) -> torch.Tensor:
-    """Labels of every shard, its ends included, and ignored ones between them."""
-    last = vocab_size - 1
-    in_sevenths = [vocab_size * k // 7 for k in range(1, 7)]
-    return torch.tensor([IGNORED, 0, last, *in_sevenths, IGNORED, last])
 
 
 def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,7 +105,7 @@ def _loss_errors(
 def _errors_of_random_logits(
     group: Group, vocab_size: int, dtype: torch.dtype, mutation: str = "none"
 ) -> dict[str, float]:
-    labels = _labels(vocab_size)
+    labels = labels_of(vocab_size)
     logits = (3 * torch.randn(len(labels), vocab_size, dtype=FP64)).to(dtype)
     return _loss_errors(group, logits, labels, mutation=mutation)
 
@@ -144,7 +133,7 @@ def test_the_comparison_notices_a_broken_loss(mutation):
 
 
 def _errors_of_shifted_logits(group: Group, dtype: torch.dtype, shift: float) -> dict[str, float]:
-    labels = _labels(101)
+    labels = labels_of(101)
     logits = (8 * torch.randn(len(labels), 101, dtype=FP64) + shift).to(dtype)
     return _loss_errors(group, logits, labels)
 
@@ -159,10 +148,10 @@ def test_accuracy_does_not_depend_on_a_shift_of_the_logits(shift, aten):
 
 
 def _errors_of_ignored_tokens(group: Group, ignore_index: int) -> dict[str, float]:
-    some_ignored = _labels(9).masked_fill(_labels(9) == IGNORED, ignore_index)
-    labels_of = {"some": some_ignored, "all": torch.full_like(some_ignored, ignore_index)}
+    some_ignored = labels_of(9).masked_fill(labels_of(9) == IGNORED, ignore_index)
+    ignored_labels = {"some": some_ignored, "all": torch.full_like(some_ignored, ignore_index)}
     logits, errors = torch.randn(len(some_ignored), 9, dtype=FP64), {}
-    for ignored, labels in labels_of.items():
+    for ignored, labels in ignored_labels.items():
         found = _loss_errors(group, logits, labels, ignore_index)
         errors.update({f"{ignored} ignored, {case}": error for case, error in found.items()})
     return errors
@@ -183,43 +172,11 @@ def test_nothing_but_ignored_tokens_gives_nan_as_mean_and_zero_as_sum():
     assert vocab_cross_entropy(logits, labels, 4, (0, 4), reduction="sum") == 0
 
 
-def _special_logits(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ten columns, of which the first five are rank 0's of two; the label is 3 or 7."""
-    lowest, largest = torch.finfo(dtype).min, torch.finfo(dtype).max
-    rows: list[tuple[int, dict[int | range, float]]] = [
-        (3, {0: NAN}),
-        (3, {3: NAN}),
-        (7, {range(0, 5): NAN}),
-        (7, {range(5, 10): NAN}),
-        (3, {range(0, 10): NAN}),
-        (3, {0: INF}),
-        (3, {3: INF}),
-        (7, {0: INF, 9: INF}),
-        (3, {0: INF, 9: NAN}),
-        (3, {0: -INF}),
-        (3, {3: -INF}),
-        (7, {range(0, 5): -INF}),
-        (3, {range(0, 5): -INF}),
-        (3, {range(5, 10): -INF}),
-        (7, {range(0, 5): -INF, 9: INF}),
-        (7, {range(0, 5): -INF, 9: NAN}),
-        (3, {range(0, 3): -INF, range(4, 10): -INF}),
-        (3, {range(0, 10): -INF}),
-        (3, {range(0, 10): lowest, 3: largest}),
-        (7, {range(0, 10): lowest, 3: 0.0, 7: 0.0}),
-    ]
-    logits = torch.randn(len(rows), 10).to(dtype)
-    for row, (_, values) in zip(logits, rows, strict=True):
-        for columns, value in values.items():
-            row[columns] = value
-    return logits, torch.tensor([label for label, _ in rows])
-
-
 def _errors_of_special_logits(group: Group, dtype: torch.dtype) -> dict[str, float]:
     """Each row on its own, so that no NaN hides another."""
     return {
         f"row {row}, {case}": error
-        for row, (logits, label) in enumerate(zip(*_special_logits(dtype), strict=True))
+        for row, (logits, label) in enumerate(zip(*special_logits(dtype), strict=True))
         for case, error in _loss_errors(group, logits[None], label[None]).items()
     }
 
@@ -264,7 +221,7 @@ def _layouts_of_logits(num_tokens: int, vocab_size: int) -> dict[str, torch.Tens
 
 
 def _errors_of_layouts(group: Group, vocab_size: int) -> dict[str, float]:
-    errors, labels = {}, _labels(vocab_size)
+    errors, labels = {}, labels_of(vocab_size)
     for layout, logits in _layouts_of_logits(len(labels), vocab_size).items():
         for tokens in (len(labels), 1, 0):
             found = _loss_errors(group, logits[:tokens], labels[:tokens])
@@ -287,7 +244,7 @@ def _loss_of_rows_apart(
 ) -> tuple[list[bytes], tuple[int, ...]]:
     """Bits of the loss and of the gradient, and the gradient's strides."""
     start, stop = own_range(vocab_size, group)
-    labels = _labels(vocab_size)
+    labels = labels_of(vocab_size)
     buffer = torch.full((len(labels), stop - start + gap), filling, dtype=dtype)
     columns = buffer[:, : stop - start]
     columns.copy_(torch.randn(len(labels), vocab_size)[:, start:stop])
@@ -389,94 +346,3 @@ def test_the_loss_may_be_changed_in_place(reduction, aten):
         loss.sum().backward()
     expected = functional.cross_entropy(logits, labels, reduction=reduction).sum()
     assert relative_error(logits.grad, *torch.autograd.grad(expected, logits)) <= TOLERANCE[FP64]
-
-
-def _loss(
-    group: Group,
-    labels: list[int],
-    logits: torch.Tensor | None = None,
-    label_dtype: torch.dtype = torch.int64,
-    reduction: str = "mean",
-    vocab_range: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """The loss over the ids [0, 10), of which each of two ranks holds five."""
-    return vocab_cross_entropy(
-        torch.zeros(len(labels), 5) if logits is None else logits,
-        torch.tensor(labels, dtype=label_dtype),
-        10,
-        own_range(10, group) if vocab_range is None else vocab_range,
-        reduction=reduction,
-        group=group,
-    )
-
-
-REFUSALS = {
-    "label too large": (
-        lambda group: _loss(group, [0, 9, IGNORED, 10, -1]),
-        "IndexError",
-        "vocab_cross_entropy: label 10 at position 3 is outside the vocabulary [0, 10) and is not "
-        "ignore_index -100",
-    ),
-    "negative label": (
-        lambda group: _loss(group, [0, -1]),
-        "IndexError",
-        "vocab_cross_entropy: label -1 at position 1 is outside the vocabulary [0, 10)",
-    ),
-    "gathered logits": (
-        lambda group: _loss(group, [0, 1], torch.zeros(2, 10)),
-        "ValueError",
-        "vocab_cross_entropy: logits hold 10 of the vocabulary, but this rank's shard is [",
-    ),
-    "padded logits": (
-        lambda group: _loss(group, [0, 1], torch.zeros(2, 8)),
-        "ValueError",
-        "which is 5; pass this rank's shard, neither gathered nor padded",
-    ),
-    "range outside the vocabulary": (
-        lambda group: _loss(group, [0, 1], vocab_range=(6, 11)),
-        "ValueError",
-        "vocab_cross_entropy: the shard [6, 11) is not inside [0, 10)",
-    ),
-    "range in reverse": (
-        lambda group: _loss(group, [0, 1], vocab_range=(5, 0)),
-        "ValueError",
-        "vocab_cross_entropy: the shard [5, 0) is not inside [0, 10)",
-    ),
-    "labels of another length": (
-        lambda group: _loss(group, [0, 1], torch.zeros(3, 5)),
-        "ValueError",
-        "vocab_cross_entropy: labels of shape [2] do not fit logits of shape [3, 5]; "
-        "one label per row is expected",
-    ),
-    "logits of three dimensions": (
-        lambda group: _loss(group, [0, 1], torch.zeros(1, 2, 5)),
-        "ValueError",
-        "vocab_cross_entropy: expected 2 dimensions in logits, got shape [1, 2, 5]",
-    ),
-    "integer logits": (
-        lambda group: _loss(group, [0], torch.zeros(1, 5, dtype=torch.int64)),
-        "TypeError",
-        "vocab_cross_entropy: logits must be floating point, got Long",
-    ),
-    "labels of another dtype": (
-        lambda group: _loss(group, [0], label_dtype=torch.int32),
-        "TypeError",
-        "vocab_cross_entropy: labels must be int64 (Long), got Int",
-    ),
-    "unknown reduction": (
-        lambda group: _loss(group, [0], reduction="average"),
-        "ValueError",
-        "vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got 'average'",
-    ),
-    "group size": (
-        lambda group: _loss(group._replace(size=3), [0], vocab_range=(0, 5)),
-        "ValueError",
-        "has 2 ranks, but group_size is 3",
-    ),
-}
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case, aten):
-    assert_refused(__name__, case, aten)

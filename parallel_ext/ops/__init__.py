@@ -20,7 +20,12 @@ from parallel_ext.ops.moe import (
     moe_take_tokens,
 )
 from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
-from parallel_ext.ops.vocab import vocab_cross_entropy, vocab_embedding
+from parallel_ext.ops.vocab import (
+    VocabStatistics,
+    vocab_cross_entropy,
+    vocab_cross_entropy_statistics,
+    vocab_embedding,
+)
 
 __all__ = [
     "ALONE",
@@ -28,6 +33,7 @@ __all__ = [
     "ExchangePlan",
     "Group",
     "RoutePlan",
+    "VocabStatistics",
     "column_linear",
     "copy_to_tp",
     "gather_from_tp",
@@ -43,5 +49,6 @@ __all__ = [
     "reduce_from_tp",
     "row_linear",
     "vocab_cross_entropy",
+    "vocab_cross_entropy_statistics",
     "vocab_embedding",
 ]

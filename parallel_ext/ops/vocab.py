@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from parallel_ext.layout import Range
@@ -48,44 +50,144 @@ def vocab_embedding(
     )
 
 
+class VocabStatistics(NamedTuple):
+    """What :func:`vocab_cross_entropy_statistics` returns; None where not asked for."""
+
+    loss: torch.Tensor
+    log_sum_exp: torch.Tensor | None
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+
+
 def vocab_cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
     vocab_size: int,
     vocab_range: Range,
     *,
+    weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Cross entropy of logits that are cut by vocabulary; the logits are never gathered.
 
+    All is computed of ``z = softcap * tanh(logit_scale * logits / softcap)``, the names that torch
+    has as torch computes them.
+
     Args:
         logits: [T, stop - start], this rank's columns, floating point; rows may lie further apart
-            than they are long.
+            than they are long. Never written to.
         labels: [T], int64, replicated; in ``[0, vocab_size)`` or ``ignore_index``.
         vocab_size: V.
         vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
+        weight: [V], floating point, replicated: of each class, finite and not negative; or None.
         ignore_index: label of tokens that count neither in the loss nor in its mean.
         reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the
-            tokens not ignored; NaN when there are none, as in torch).
+            weights of the labels of the tokens not ignored; NaN when there are none, as in torch).
+        label_smoothing: in [0, 1): this share of the loss is that of the uniform distribution over
+            the V classes.
+        z_loss: not negative; ``z_loss * log_sum_exp**2`` is added to each token's loss. Class
+            weights do not touch it: "mean" averages it over the tokens not ignored.
+        softcap: positive, or None for no cap.
+        logit_scale: finite.
         group: the tensor-parallel group.
 
     Returns:
         The loss, replicated, the same bits on every rank; fp32 (fp64 for fp64 logits) whatever the
-        dtype of the logits. One all-gather of three numbers a token in forward; backward gives
-        each rank its columns of the gradient and communicates nothing.
+        dtype of the logits. One all-gather in forward, of three numbers a token, or five with label
+        smoothing; backward gives each rank its columns of the gradient and communicates nothing. It
+        may run again (``retain_graph=True``), but has no derivative of its own.
 
     Raises:
         IndexError: a label is outside the vocabulary (on the CPU).
-        TypeError, ValueError: dtypes or shapes do not fit, gathered logits included.
+        TypeError, ValueError: dtypes, shapes or options do not fit, gathered logits included, and
+            class weights that are negative or not finite (on the CPU).
 
-    Source: log-sum-exp by (maximum, sum) pairs, Milakov and Gimelshein (arXiv 1805.02867), eq. 4.
+    Source: log-sum-exp by (maximum, sum) pairs, Milakov and Gimelshein (arXiv 1805.02867), eq. 4;
+    z-loss: ST-MoE (arXiv 2202.08906), section 3; softcap: Gemma 2 (arXiv 2408.00118), section 2.
 
     Example:
         >>> vocab_cross_entropy(torch.zeros(1, 4), torch.tensor([2]), 4, (0, 4))
         tensor(1.3863)
     """
     return torch.ops.parallel_ext.vocab_cross_entropy(
-        logits, labels, vocab_size, *vocab_range, ignore_index, reduction, group.size, group.name
+        logits,
+        labels,
+        weight,
+        vocab_size,
+        *vocab_range,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        (False, False, False),
+        group.size,
+        group.name,
+    )[0]
+
+
+def vocab_cross_entropy_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    *,
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    group: Group = ALONE,
+) -> VocabStatistics:
+    """:func:`vocab_cross_entropy`, and what else the same exchange can tell of each token.
+
+    Args:
+        log_sum_exp: whether to return it.
+        entropy: whether to return it; one more number a token travels.
+        argmax: whether to return it; one more number a token travels.
+
+    The others are those of :func:`vocab_cross_entropy`, and so are the errors.
+
+    Returns:
+        The loss, and what was asked for, [T], replicated, the same bits on every rank, also of
+        tokens that are ignored: ``log_sum_exp`` and ``entropy`` (in nats, 0 log 0 being 0) in the
+        dtype of the loss, ``argmax`` in int64, the lowest id of the largest, or of the first NaN.
+        Loss, ``log_sum_exp`` and ``entropy`` have gradients, ``argmax`` has none.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0, 2.0]])
+        >>> vocab_cross_entropy_statistics(logits, torch.tensor([0]), 3, (0, 3), argmax=True).argmax
+        tensor([1])
+    """
+    wanted = (log_sum_exp, entropy, argmax)
+    loss, *statistics = torch.ops.parallel_ext.vocab_cross_entropy(
+        logits,
+        labels,
+        weight,
+        vocab_size,
+        *vocab_range,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        wanted,
+        group.size,
+        group.name,
+    )
+    return VocabStatistics(
+        loss, *(value if want else None for value, want in zip(statistics, wanted, strict=True))
     )

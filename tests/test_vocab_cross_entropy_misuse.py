@@ -1,0 +1,387 @@
+"""What the cross entropy on shards refuses, what it leaves alone, and bugs that others had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference_loss import FP64, IGNORED, INF, NAN, dense_statistics, labels_of
+from reference_ops import (
+    BOTH_PATHS,
+    TOLERANCE,
+    assert_all_raise,
+    assert_refused,
+    aten_path,
+    data_bytes,
+    grad_outputs,
+    on_ranks,
+    own_range,
+    relative_error,
+    with_gradients,
+    worst,
+)
+from torch.nn import functional
+
+from parallel_ext import _C, release_workspaces
+from parallel_ext.ops import (
+    Group,
+    column_linear,
+    vocab_cross_entropy,
+    vocab_cross_entropy_statistics,
+)
+
+EVERYTHING: dict[str, Any] = {
+    "weight": torch.rand(101, generator=torch.Generator().manual_seed(0)),
+    "label_smoothing": 0.1,
+    "z_loss": 1e-2,
+    "softcap": 10.0,
+    "logit_scale": 0.7,
+}
+
+
+def _loss(
+    group: Group,
+    labels: list[int],
+    logits: torch.Tensor | None = None,
+    label_dtype: torch.dtype = torch.int64,
+    reduction: str = "mean",
+    vocab_range: tuple[int, int] | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The loss over the ids [0, 10), of which each of two ranks holds five."""
+    return vocab_cross_entropy(
+        torch.zeros(len(labels), 5) if logits is None else logits,
+        torch.tensor(labels, dtype=label_dtype),
+        10,
+        own_range(10, group) if vocab_range is None else vocab_range,
+        reduction=reduction,
+        group=group,
+        **options,
+    )
+
+
+def _refused_options(text: str, **options: Any) -> tuple[Callable[..., Any], str, str]:
+    return lambda group: _loss(group, [0], **options), "ValueError", f"vocab_cross_entropy: {text}"
+
+
+REFUSALS = {
+    "label too large": (
+        lambda group: _loss(group, [0, 9, IGNORED, 10, -1]),
+        "IndexError",
+        "vocab_cross_entropy: label 10 at position 3 is outside the vocabulary [0, 10) and is not "
+        "ignore_index -100",
+    ),
+    "negative label": (
+        lambda group: _loss(group, [0, -1]),
+        "IndexError",
+        "vocab_cross_entropy: label -1 at position 1 is outside the vocabulary [0, 10)",
+    ),
+    "gathered logits": (
+        lambda group: _loss(group, [0, 1], torch.zeros(2, 10)),
+        "ValueError",
+        "vocab_cross_entropy: logits hold 10 of the vocabulary, but this rank's shard is [",
+    ),
+    "padded logits": (
+        lambda group: _loss(group, [0, 1], torch.zeros(2, 8)),
+        "ValueError",
+        "which is 5; pass this rank's shard, neither gathered nor padded",
+    ),
+    "range outside the vocabulary": (
+        lambda group: _loss(group, [0, 1], vocab_range=(6, 11)),
+        "ValueError",
+        "vocab_cross_entropy: the shard [6, 11) is not inside [0, 10)",
+    ),
+    "range in reverse": (
+        lambda group: _loss(group, [0, 1], vocab_range=(5, 0)),
+        "ValueError",
+        "vocab_cross_entropy: the shard [5, 0) is not inside [0, 10)",
+    ),
+    "labels of another length": (
+        lambda group: _loss(group, [0, 1], torch.zeros(3, 5)),
+        "ValueError",
+        "vocab_cross_entropy: labels of shape [2] do not fit logits of shape [3, 5]; "
+        "one label per row is expected",
+    ),
+    "logits of three dimensions": (
+        lambda group: _loss(group, [0, 1], torch.zeros(1, 2, 5)),
+        "ValueError",
+        "vocab_cross_entropy: expected 2 dimensions in logits, got shape [1, 2, 5]",
+    ),
+    "integer logits": (
+        lambda group: _loss(group, [0], torch.zeros(1, 5, dtype=torch.int64)),
+        "TypeError",
+        "vocab_cross_entropy: logits must be floating point, got Long",
+    ),
+    "labels of another dtype": (
+        lambda group: _loss(group, [0], label_dtype=torch.int32),
+        "TypeError",
+        "vocab_cross_entropy: labels must be int64 (Long), got Int",
+    ),
+    "unknown reduction": (
+        lambda group: _loss(group, [0], reduction="average"),
+        "ValueError",
+        "vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got 'average'",
+    ),
+    "group size": (
+        lambda group: _loss(group._replace(size=3), [0], vocab_range=(0, 5)),
+        "ValueError",
+        "has 2 ranks, but group_size is 3",
+    ),
+    "label smoothing of one": _refused_options(
+        "label_smoothing must be in [0, 1), got 1", label_smoothing=1.0
+    ),
+    "negative label smoothing": _refused_options(
+        "label_smoothing must be in [0, 1), got -0.1", label_smoothing=-0.1
+    ),
+    "label smoothing of NaN": _refused_options(
+        "label_smoothing must be in [0, 1), got nan", label_smoothing=NAN
+    ),
+    "negative z-loss": _refused_options("z_loss must be a finite number >= 0, got -1", z_loss=-1.0),
+    "infinite z-loss": _refused_options("z_loss must be a finite number >= 0, got inf", z_loss=INF),
+    "negative softcap": _refused_options(
+        "softcap must be a finite number > 0, or None for no cap, got -30", softcap=-30.0
+    ),
+    "softcap of zero": _refused_options(
+        "softcap must be a finite number > 0, or None for no cap, got 0", softcap=0.0
+    ),
+    "logit scale of NaN": _refused_options("logit_scale must be finite, got nan", logit_scale=NAN),
+    "weight of a shard": _refused_options(
+        "weight of shape [5] does not fit the vocabulary of 10; pass one number for each id, the "
+        "whole 10 on every rank",
+        weight=torch.ones(5),
+    ),
+    "weight of two dimensions": _refused_options(
+        "weight of shape [1, 10] does not fit the vocabulary of 10", weight=torch.ones(1, 10)
+    ),
+    "integer weight": (
+        lambda group: _loss(group, [0], weight=torch.ones(10, dtype=torch.int64)),
+        "TypeError",
+        "vocab_cross_entropy: weight must be floating point, got Long",
+    ),
+    "negative weight": _refused_options(
+        "weight -1 of id 3 is not a finite number >= 0",
+        weight=torch.ones(10).index_fill(0, torch.tensor([3]), -1.0),
+    ),
+    "weight of NaN": _refused_options(
+        "weight nan of id 9 is not a finite number >= 0",
+        weight=torch.ones(10).index_fill(0, torch.tensor([9]), NAN),
+    ),
+    "trained weight": _refused_options(
+        "weight requires a gradient, and there is none; pass weight.detach()",
+        weight=torch.ones(10, requires_grad=True),
+    ),
+}
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("case", REFUSALS)
+def test_every_rank_refuses(case, aten):
+    assert_refused(__name__, case, aten)
+
+
+def _smoothed(group: Group) -> dict[str, float]:
+    labels = torch.tensor([0, 7, 3, 4, 1, 6])
+    logits = torch.randn(6, 8, dtype=FP64) * 1000
+    own = own_range(8, group)
+    expected = with_gradients(
+        lambda logits: functional.cross_entropy(logits, labels, label_smoothing=0.1),
+        [logits],
+        torch.ones(()),
+    )
+    actual = with_gradients(
+        lambda columns: vocab_cross_entropy(
+            columns, labels, 8, own, label_smoothing=0.1, group=group
+        ),
+        [logits[:, slice(*own)]],
+        torch.ones(()),
+    )
+    return {
+        "loss": relative_error(actual[0], expected[0]),
+        "gradient": relative_error(actual[1], expected[1], (..., slice(*own))),
+        "bits": float(data_bytes(actual[0])[0]),
+    }
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("size", [2, 4])
+def test_label_smoothing_is_over_the_whole_vocabulary(size, aten):
+    """NVIDIA/Megatron-LM #7452 row 1, #7464: the mean over a shard, and log(0) of large logits."""
+    results = on_ranks(size, _smoothed, aten=aten)
+    assert len({result.pop("bits") for result in results}) == 1
+    error, case = worst(results)
+    assert error <= TOLERANCE[FP64], case
+
+
+def _gathered(group: Group) -> torch.Tensor:
+    """As a model with labels and gather_output would."""
+    logits = torch.randn(2, 10)
+    return vocab_cross_entropy(logits, torch.tensor([1, 9]), 10, own_range(10, group), group=group)
+
+
+@BOTH_PATHS
+def test_gathered_logits_are_refused_rather_than_log_of_the_ranks_too_much(aten):
+    """NVIDIA/Megatron-LM #7452 row 2."""
+    assert_all_raise(
+        _gathered,
+        error="ValueError",
+        text="pass this rank's shard, neither gathered nor padded",
+        aten=aten,
+    )
+
+
+def _weight_gradient(group: Group, layout: str) -> dict[str, float]:
+    labels = labels_of(10)
+    grad = grad_outputs((len(labels),), FP64)[layout]
+    hidden = torch.randn(len(labels), 4, dtype=FP64)
+    head = torch.randn(10, 4, dtype=FP64)
+    start, stop = own_range(10, group)
+    expected = with_gradients(
+        lambda hidden, head: functional.cross_entropy(hidden @ head.T, labels, reduction="none"),
+        [hidden, head],
+        grad,
+    )
+    actual = with_gradients(
+        lambda hidden, head: vocab_cross_entropy(
+            # transposed, as logits of a head that is kept [H, V] come
+            column_linear(hidden, head, group=group).T.contiguous().T,
+            labels,
+            10,
+            (start, stop),
+            reduction="none",
+            group=group,
+        ),
+        [hidden, head[start:stop]],
+        grad,
+    )
+    return {
+        "loss": relative_error(actual[0], expected[0]),
+        "hidden": relative_error(actual[1], expected[1]),
+        "head": relative_error(actual[2], expected[2], slice(start, stop)),
+    }
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "stride 0", "non-contiguous"])
+def test_each_token_has_its_own_gradient_also_of_the_head(layout, size, aten):
+    """Unlike in these bugs of others.
+
+    NVIDIA/TransformerEngine #2139: the first token's for all. ROCm/TransformerEngine #623: stride 0
+    read out of bounds. NVIDIA/TransformerEngine #2734: transposed logits. linkedin/Liger-Kernel
+    #1298: a wrong gradient of the head without a reduction.
+    """
+    error, case = worst(on_ranks(size, _weight_gradient, layout, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nothing_is_written_to_and_backward_may_run_again(dtype, aten):
+    logits = torch.randn(11, 101, dtype=FP64).to(dtype).requires_grad_()
+    labels, options = labels_of(101), dict(EVERYTHING)
+    seen = [logits, labels, options["weight"]]
+    before = [data_bytes(tensor) for tensor in seen]
+    with aten_path(aten):
+        loss, *statistics = vocab_cross_entropy_statistics(
+            logits, labels, 101, (0, 101), log_sum_exp=True, entropy=True, **options
+        )
+        total = loss + statistics[0].sum() + statistics[1].sum()
+        first, second = (torch.autograd.grad(total, logits, retain_graph=True) for _ in range(2))
+    assert torch.equal(*first, *second)
+    assert first[0].data_ptr() != second[0].data_ptr()
+    assert [data_bytes(tensor) for tensor in seen] == before
+    assert [tensor._version for tensor in seen] == [0, 0, 0]
+
+
+def test_a_second_derivative_is_refused_by_name():
+    logits = torch.randn(2, 3, requires_grad=True)
+    loss = vocab_cross_entropy(logits, torch.tensor([0, 1]), 3, (0, 3), z_loss=0.1)
+    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@BOTH_PATHS
+def test_statistics_alone_have_a_gradient_and_unused_ones_cost_none(aten):
+    """Also of tokens that are ignored."""
+    labels = torch.full((3,), IGNORED)
+    logits = torch.randn(3, 7, dtype=FP64)
+    for name in ("log_sum_exp", "entropy"):
+        expected = with_gradients(
+            lambda x, name=name: getattr(dense_statistics(x, labels), name), [logits], torch.ones(3)
+        )
+        with aten_path(aten):
+            actual = with_gradients(
+                lambda x, name=name: getattr(
+                    vocab_cross_entropy_statistics(x, labels, 7, (0, 7), **{name: True}), name
+                ),
+                [logits],
+                torch.ones(3),
+            )
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert relative_error(ours, theirs) <= TOLERANCE[FP64]
+
+
+def test_statistics_are_returned_where_asked_for():
+    logits, labels = torch.randn(3, 7, requires_grad=True), torch.tensor([0, 3, 6])
+    result = vocab_cross_entropy_statistics(logits, labels, 7, (0, 7), argmax=True)
+    assert result.log_sum_exp is None
+    assert result.entropy is None
+    assert torch.equal(result.argmax, logits.argmax(1))
+    assert torch.equal(result.loss, vocab_cross_entropy(logits, labels, 7, (0, 7)))
+    assert not result.argmax.requires_grad
+
+
+def _message_bytes(group: Group, asked: dict[str, bool], options: dict[str, Any]) -> dict[str, int]:
+    labels = labels_of(10)
+    start, stop = own_range(10, group)
+    logits = torch.randn(len(labels), stop - start, requires_grad=True)
+    _C.reset_collective_counts()
+    result = vocab_cross_entropy_statistics(
+        logits, labels, 10, (start, stop), group=group, **asked, **options
+    )
+    result.loss.backward()
+    return _C.collective_counts()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "asked", "options"),
+    [
+        (3, {}, {"weight": torch.ones(10), "z_loss": 1.0, "softcap": 2.0, "logit_scale": 0.5}),
+        (3, {"log_sum_exp": True}, {}),
+        (4, {"entropy": True}, {}),
+        (4, {"argmax": True}, {}),
+        (5, {}, {"label_smoothing": 0.1}),
+        (7, {"log_sum_exp": True, "entropy": True, "argmax": True}, {"label_smoothing": 0.1}),
+    ],
+)
+def test_one_message_holds_only_what_was_asked_for(numbers, asked, options):
+    num_bytes = numbers * 4 * len(labels_of(10))
+    sent = {"all_gather": 1, "all_gather_bytes": num_bytes, "in_shared_memory": 1}
+    assert on_ranks(2, _message_bytes, asked, options) == [sent] * 2
+
+
+def _allocated_mib(aten: bool) -> float:
+    """The most that forward and backward hold at a time beside their inputs."""
+    logits, labels = torch.randn(4096, 4096).requires_grad_(), torch.zeros(4096, dtype=torch.int64)
+    options = {**EVERYTHING, "weight": torch.ones(4096)}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        aten_path(aten),
+        torch.profiler.profile(activities=activities, profile_memory=True) as recorded,
+    ):
+        vocab_cross_entropy(logits, labels, 4096, (0, 4096), **options).backward()
+    held = most = 0
+    events = recorded.profiler.kineto_results.events()
+    for event in sorted(
+        (event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()
+    ):
+        held += event.nbytes()
+        most = max(most, held)
+    return most / 2**20
+
+
+def test_memory_is_one_gradient_and_what_a_token_has():
+    release_workspaces()
+    assert 64 <= _allocated_mib(aten=False) <= 66
