@@ -9,9 +9,10 @@
 
 namespace parallel_ext {
 
-// exp(x) - 1 = power * (1 + series) - 1.
+// exp(x) = power * (1 + r * series).
 struct ExpParts {
   float power;
+  float r;
   float series;
 };
 
@@ -37,20 +38,20 @@ PARALLEL_EXT_INLINE ExpParts exp_parts(float x) {
   bits = (bits << 23) + 0x3f800000u;  // the low bits of `shifted` are n
   float power;
   std::memcpy(&power, &bits, sizeof(power));
-  return {power, p * r};
+  return {power, r, p};
 }
 
-// exp(x) for x <= 0, to 1e-7 relative; 0 below the smallest normal number, NaN for NaN.
-PARALLEL_EXT_INLINE float exp_nonpositive(float x) {
+// exp(x) for x < 88, to 1e-7 relative; 0 below the smallest normal number, NaN for NaN.
+PARALLEL_EXT_INLINE float exp_below_88(float x) {
   const ExpParts parts = exp_parts(x);
-  return x < kLowestExp ? 0.0f : (parts.series + 1.0f) * parts.power;
+  return x < kLowestExp ? 0.0f : (parts.series * parts.r + 1.0f) * parts.power;
 }
-PARALLEL_EXT_INLINE double exp_nonpositive(double x) { return std::exp(x); }
+PARALLEL_EXT_INLINE double exp_below_88(double x) { return std::exp(x); }
 
 // tanh(x) to 2e-7 relative, also near 0, by exp(-2|x|) - 1.
 PARALLEL_EXT_INLINE float tanh_by_exp(float x) {
   const ExpParts parts = exp_parts(-2.0f * std::fabs(x));
-  const float minus_one = parts.power * parts.series + (parts.power - 1.0f);
+  const float minus_one = parts.power * (parts.series * parts.r) + (parts.power - 1.0f);
   return std::copysign(minus_one / (2.0f + minus_one), x);
 }
 PARALLEL_EXT_INLINE double tanh_by_exp(double x) { return std::tanh(x); }

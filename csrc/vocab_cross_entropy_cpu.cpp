@@ -40,35 +40,33 @@ struct RowTask {
   bool smooth, moment, id;
 };
 
+// The sums are made with `base` in the place of the maximum.
 template <typename wide_t>
 struct RowRecord {
-  wide_t max;
+  wide_t max = kLowest<wide_t>, base = kLowest<wide_t>;
   double sum = 0, smooth = 0, weight = 0, moment = 0;
   int64_t id = 0;
   bool found_nan = false;
 };
+
+// A base that the maximum is at most so far above still gives sums that fit.
+constexpr double kAboveBase = 30;
 
 template <typename wide_t>
 PARALLEL_EXT_INLINE wide_t to_z(wide_t logit, wide_t scale, wide_t cap) {
   return cap == 0 ? logit * scale : cap * tanh_by_exp(logit * scale / cap);
 }
 
-// z of a block of logits; the logits themselves where they are it.
+// z of a block of logits that are not it.
 template <typename scalar_t, typename wide_t>
-PARALLEL_EXT_INLINE const wide_t* z_of_block(const scalar_t* block, int64_t size,
-                                             const RowTask<wide_t>& task, wide_t* buffer) {
-  if (task.holds_logits) {
-    if constexpr (std::is_same_v<scalar_t, wide_t>) {
-      return block;
-    } else {
-      for (int64_t i = 0; i < size; ++i) buffer[i] = widen(block[i]);
-    }
-  } else if (task.cap == 0) {
-    for (int64_t i = 0; i < size; ++i) buffer[i] = widen(block[i]) * task.scale;
+PARALLEL_EXT_INLINE void block_to_z(const scalar_t* block, int64_t size,
+                                    const RowTask<wide_t>& task, wide_t* z) {
+  const wide_t scale = task.scale, cap = task.cap;
+  if (cap == 0) {
+    for (int64_t i = 0; i < size; ++i) z[i] = widen(block[i]) * scale;
   } else {
-    for (int64_t i = 0; i < size; ++i) buffer[i] = to_z(widen(block[i]), task.scale, task.cap);
+    for (int64_t i = 0; i < size; ++i) z[i] = to_z(widen(block[i]), scale, cap);
   }
-  return buffer;
 }
 
 // The sum of what `term` gives for each index below `size`.
@@ -86,71 +84,108 @@ PARALLEL_EXT_INLINE double sum_in_lanes(int64_t size, Term term) {
   return sum;
 }
 
-// NaN is never larger.
 template <typename wide_t>
-PARALLEL_EXT_INLINE wide_t max_of_block(const wide_t* z, int64_t size) {
+struct MaxAndSum {
+  wide_t max;
+  double sum;
+};
+
+// The maximum, than which NaN is never larger, and in the same pass, if asked for, the sum of
+// exp(z - base).
+template <bool kWithSum, typename elem_t, typename wide_t>
+PARALLEL_EXT_INLINE MaxAndSum<wide_t> max_and_sum(const elem_t* z, int64_t size, wide_t base) {
   const int64_t whole = size / kLanes * kLanes;
-  wide_t lane[kLanes];
-  for (int64_t j = 0; j < kLanes; ++j) lane[j] = kLowest<wide_t>;
+  wide_t max[kLanes], sum[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) max[j] = kLowest<wide_t>, sum[j] = 0;
+  const auto add = [&](int64_t i, int64_t j) {
+    const wide_t x = widen(z[i]);
+    max[j] = x > max[j] ? x : max[j];
+    if constexpr (kWithSum) sum[j] += exp_below_88(x - base);
+  };
   for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int64_t j = 0; j < kLanes; ++j) lane[j] = z[i + j] > lane[j] ? z[i + j] : lane[j];
+    for (int64_t j = 0; j < kLanes; ++j) add(i + j, j);
   }
-  for (int64_t i = whole; i < size; ++i) lane[0] = z[i] > lane[0] ? z[i] : lane[0];
-  wide_t max = lane[0];
-  for (int64_t j = 1; j < kLanes; ++j) max = lane[j] > max ? lane[j] : max;
-  return max;
+  for (int64_t i = whole; i < size; ++i) add(i, 0);
+  MaxAndSum<wide_t> all{max[0], 0};
+  for (int64_t j = 0; j < kLanes; ++j) all.max = max[j] > all.max ? max[j] : all.max;
+  for (int64_t j = 0; j < kLanes; ++j) all.sum += sum[j];
+  return all;
 }
 
-// The sums so far, which were made with the old maximum, as if made with the new one.
+// The sums so far as if made with the maximum for their base.
 template <typename wide_t>
-PARALLEL_EXT_INLINE void raise_max(RowRecord<wide_t>& record, wide_t max) {
-  const bool first = record.max == kLowest<wide_t>;
-  const double step = static_cast<double>(record.max) - max, factor = std::exp(step);
-  record.smooth += record.weight * (first ? -static_cast<double>(max) : step);
+PARALLEL_EXT_INLINE void raise_base(RowRecord<wide_t>& record) {
+  const bool first = record.base == kLowest<wide_t>;
+  const double max = record.max, step = record.base - max, factor = std::exp(step);
+  record.smooth += record.weight * (first ? -max : step);
   record.moment = factor * (record.moment + (first ? 0 : step) * record.sum);
   record.sum *= factor;
-  record.max = max;
+  record.base = record.max;
+}
+
+template <typename elem_t, typename wide_t>
+PARALLEL_EXT_INLINE void add_block(const elem_t* z, int64_t start, int64_t size,
+                                   const RowTask<wide_t>& task, RowRecord<wide_t>& record) {
+  const auto find = [&](auto matches) {
+    return std::find_if(z, z + size, [&](elem_t x) { return matches(widen(x)); }) - z;
+  };
+  const auto rise = [&](wide_t max) {
+    if (!(max > record.max)) return;
+    record.max = max;
+    if (task.id && !record.found_nan) {
+      record.id = start + find([max](wide_t x) { return x == max; });
+    }
+  };
+  if (record.base == kLowest<wide_t>) rise(max_and_sum<false>(z, size, wide_t(0)).max);
+  if (record.max > record.base) raise_base(record);
+  // Nothing but -inf so far contributes nothing; a NaN must still reach the sum.
+  const auto base = [&record] { return record.base == kLowest<wide_t> ? 0 : record.base; };
+  auto found = max_and_sum<true>(z, size, base());
+  if (found.max > record.max) rise(found.max);
+  if (record.max > record.base + static_cast<wide_t>(kAboveBase)) {
+    raise_base(record);
+    found = max_and_sum<true>(z, size, base());
+  }
+  record.sum += found.sum;
+  const wide_t subtracted = base();
+  if (task.smooth && task.weight == nullptr) {
+    record.smooth +=
+        sum_in_lanes<wide_t>(size, [&](int64_t i) { return widen(z[i]) - subtracted; });
+    record.weight += static_cast<double>(size);
+  } else if (task.smooth) {
+    const wide_t* weight = task.weight + start;
+    record.smooth += sum_in_lanes<wide_t>(
+        size, [&](int64_t i) { return weight[i] * (widen(z[i]) - subtracted); });
+    record.weight += sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i]; });
+  }
+  if (task.moment) {
+    record.moment += sum_in_lanes<wide_t>(size, [&](int64_t i) {
+      const wide_t x = widen(z[i]) - subtracted;
+      return x == kLowest<wide_t> ? 0 : exp_below_88(x) * x;
+    });
+  }
+  if (std::isnan(found.sum) && !record.found_nan) {  // by a NaN, or by inf - inf
+    const int64_t nan = find([](wide_t x) { return std::isnan(x); });
+    record.found_nan = nan < size;
+    if (record.found_nan) record.id = start + nan;
+  }
 }
 
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE RowRecord<wide_t> record_of_row(const scalar_t* row,
                                                     const RowTask<wide_t>& task) {
-  RowRecord<wide_t> record{kLowest<wide_t>};
-  wide_t buffer[kBlock];
+  RowRecord<wide_t> record;
+  wide_t z[kBlock];
   for (int64_t start = 0; start < task.size; start += kBlock) {
     const int64_t size = std::min(kBlock, task.size - start);
-    const wide_t* z = z_of_block(row + start, size, task, buffer);
-    const wide_t max = max_of_block(z, size);
-    if (max > record.max) {
-      raise_max(record, max);
-      if (task.id && !record.found_nan) record.id = start + (std::find(z, z + size, max) - z);
-    }
-    // Nothing but -inf so far contributes nothing; a NaN must still reach the sum.
-    const wide_t base = record.max == kLowest<wide_t> ? 0 : record.max;
-    const double sum =
-        sum_in_lanes<wide_t>(size, [&](int64_t i) { return exp_nonpositive(z[i] - base); });
-    record.sum += sum;
-    if (task.smooth && task.weight == nullptr) {
-      record.smooth += sum_in_lanes<wide_t>(size, [&](int64_t i) { return z[i] - base; });
-      record.weight += static_cast<double>(size);
-    } else if (task.smooth) {
-      const wide_t* weight = task.weight + start;
-      record.smooth +=
-          sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i] * (z[i] - base); });
-      record.weight += sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i]; });
-    }
-    if (task.moment) {
-      record.moment += sum_in_lanes<wide_t>(size, [&](int64_t i) {
-        const wide_t x = z[i] - base;
-        return x == kLowest<wide_t> ? 0 : exp_nonpositive(x) * x;
-      });
-    }
-    if (std::isnan(sum) && !record.found_nan) {  // by a NaN, or by inf - inf
-      const wide_t* nan = std::find_if(z, z + size, [](wide_t x) { return std::isnan(x); });
-      record.found_nan = nan != z + size;
-      if (record.found_nan) record.id = start + (nan - z);
+    if (task.holds_logits) {
+      add_block(row + start, start, size, task, record);
+    } else {
+      block_to_z(row + start, size, task, z);
+      add_block(z, start, size, task, record);
     }
   }
+  if (record.max > record.base) raise_base(record);
   return record;
 }
 
@@ -165,10 +200,10 @@ struct RowFactors {
 // Where the gradient is probability * p, but in the label's column, and z the logit.
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTask<wide_t>& task,
-                                               const RowFactors<wide_t>& factor, int64_t label,
+                                               const RowFactors<wide_t> factor, int64_t label,
                                                scalar_t* out) {
-  const auto probability = [&factor](wide_t z) {
-    return exp_nonpositive((z - factor.max) - factor.log_sum) * factor.probability;
+  const auto probability = [factor](wide_t z) {
+    return exp_below_88((z - factor.max) - factor.log_sum) * factor.probability;
   };
   for (int64_t i = 0; i < task.size; ++i) store(probability(widen(row[i])), out + i);
   if (label >= 0) store(probability(widen(row[label])) - factor.label, out + label);
@@ -176,16 +211,20 @@ PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTas
 
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE void gradient_of_row(const scalar_t* row, const RowTask<wide_t>& task,
-                                         const RowFactors<wide_t>& factor, int64_t label,
+                                         const RowFactors<wide_t> factor, int64_t label,
                                          scalar_t* out) {
-  wide_t buffer[kBlock], grad[kBlock];
+  wide_t z[kBlock], grad[kBlock];
   for (int64_t start = 0; start < task.size; start += kBlock) {
     const int64_t size = std::min(kBlock, task.size - start);
-    const wide_t* z = z_of_block(row + start, size, task, buffer);
+    if (task.holds_logits) {
+      for (int64_t i = 0; i < size; ++i) z[i] = widen(row[start + i]);
+    } else {
+      block_to_z(row + start, size, task, z);
+    }
     for (int64_t i = 0; i < size; ++i) {
       const wide_t x = (z[i] - factor.max) - factor.log_sum;
       const wide_t log_p = x == kLowest<wide_t> ? 0 : x;  // 0 * log 0 is 0
-      grad[i] = exp_nonpositive(x) * (factor.probability + factor.entropy * log_p);
+      grad[i] = exp_below_88(x) * (factor.probability + factor.entropy * log_p);
     }
     if (task.weight != nullptr) {
       for (int64_t i = 0; i < size; ++i) grad[i] -= factor.column * task.weight[start + i];
