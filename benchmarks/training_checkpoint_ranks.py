@@ -343,6 +343,7 @@ class Runs:
 
 def _tiny_saves(scratch: str, repetitions: int) -> list[float]:
     """Milliseconds of saves in which nothing takes time but the commit."""
+    torch.manual_seed(0)  # the same weights on all ranks
     model = LlamaForCausalLM(LlamaConfig(**TINY))
     tiny = Trained(px.parallelize(model, px.init_mesh(tp=dist.get_world_size())))
     times = []
