@@ -16,8 +16,9 @@ from disk_faults import SmallJob, in_child
 from ranks import Raised, pool
 
 import parallel_ext as px
-from parallel_ext.checkpoint import disk, lock
+from parallel_ext.checkpoint import disk, lock, steps
 from parallel_ext.checkpoint.lock import one_writer
+from parallel_ext.checkpoint.manifest import Manifest
 from parallel_ext.checkpoint.retention import steps_to_remove
 
 # One writer.
@@ -169,7 +170,7 @@ def _keep_by_rank(root: Path) -> None:
 
 def test_ranks_that_keep_different_steps_are_refused(tmp_path: Path) -> None:
     for raised in pool(2).run_raising(_keep_by_rank, tmp_path):
-        assert raised.type == "CheckpointDisagreement"
+        assert "DisagreementError" in raised.classes
         assert "keep_last must be the same on all ranks" in raised.text
 
 
@@ -251,6 +252,37 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             px.CheckpointError, match=f"{step} is there already, and is no training"
         ):
             job.save(tmp_path, step, step)
+
+
+def test_a_process_that_looks_on_never_finds_a_step_that_was_just_removed(tmp_path: Path) -> None:
+    job = SmallJob(px.init_mesh())
+    job.save(tmp_path, 1, 1)
+    manifest_of_step, saved = steps.manifest_of_step, []
+
+    def meanwhile(path: Path) -> Any:
+        if not saved:
+            saved.append(2)
+            px.save_checkpoint(tmp_path, 2, job.model, job.optimizer, keep_last=1)
+        return manifest_of_step(path)
+
+    with mock.patch.object(steps, "manifest_of_step", meanwhile):
+        assert px.latest(tmp_path).name == "step-00000002"
+    assert px.verify(tmp_path / "step-00000002") == 2
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> None:
+    SmallJob(px.init_mesh()).save(tmp_path, 1, 1)
+    path, check_names = tmp_path / "step-00000001", Manifest.check_names
+
+    def meanwhile(manifest: Manifest, directory: Path) -> None:
+        path.rename(tmp_path / "elsewhere")
+        check_names(manifest, directory)
+
+    with (
+        mock.patch.object(Manifest, "check_names", meanwhile),
+        pytest.raises(px.CheckpointError, match="step-00000001: cannot be read: .*No such file"),
+    ):
+        px.verify(path)
 
 
 def test_a_last_checkpoint_that_was_removed_is_named(tmp_path: Path) -> None:

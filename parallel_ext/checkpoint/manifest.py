@@ -211,8 +211,11 @@ class Manifest:
             CheckpointError: there is; names it.
         """
         known = {*self.files, MANIFEST_NAME}
-        found = [f"{STATE_FOLDER}/{name}" for name in os.listdir(directory / STATE_FOLDER)]
-        found += [name for name in os.listdir(directory) if of_a_save(name)]
+        try:
+            found = [f"{STATE_FOLDER}/{name}" for name in os.listdir(directory / STATE_FOLDER)]
+            found += [name for name in os.listdir(directory) if of_a_save(name)]
+        except OSError as error:  # somebody may remove it just now
+            raise CheckpointError(f"{directory}: cannot be read: {error}") from error
         for name in sorted(found):
             if name not in known:
                 self._listed(directory, name)

@@ -102,26 +102,34 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         True
     """
     root = Path(root)
-    named = _named_by_latest(root)
-    if named is not None:
-        pointer, path, save_id = root / LATEST_NAME, root / named[0], named[1]
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{pointer} names {path.name}, but there is no such directory; load a step by its "
-                "number"
-            )
-        found = manifest_of_step(path).save_id
-        if found != save_id:
-            raise CheckpointError(
-                f"{pointer} names the save {save_id} of {path.name}, but that directory is of "
-                f"{found}; load a step by its number"
-            )
-        return path
+    while (named := _named_by_latest(root)) is not None:
+        try:
+            return _found(root, *named)
+        except CheckpointError:
+            if _named_by_latest(root) == named:
+                raise
+            # A save has put another there since, and may have removed the one that was named.
     steps = complete_steps(root)
     if not steps:
         return None
     path = steps[max(steps)]
     manifest_of_step(path)
+    return path
+
+
+def _found(root: Path, name: str, save_id: str) -> Path:
+    """The directory that ``LATEST`` names."""
+    pointer, path = root / LATEST_NAME, root / name
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{pointer} names {name}, but there is no such directory; load a step by its number"
+        )
+    found = manifest_of_step(path).save_id
+    if found != save_id:
+        raise CheckpointError(
+            f"{pointer} names the save {save_id} of {name}, but that directory is of {found}; load "
+            "a step by its number"
+        )
     return path
 
 
