@@ -42,8 +42,10 @@ class Background:
         """
 
         def run() -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # the thread alone
             try:
+                os.setpriority(
+                    os.PRIO_PROCESS, threading.get_native_id(), _NICE
+                )  # the thread alone
                 work(self._ranks)
             except Exception as error:
                 self._failure = error

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from types import FrameType
 
 from torch import nn
 
 from parallel_ext.state import state_of
 
-_told = threading.Event()  # that this process was sent a SIGTERM
-_listening = threading.Event()
+# Plain flags: an Event takes a lock to be set, and a second signal comes while the first has it.
+_told = False  # that this process was sent a SIGTERM
+_listening = False
 
 
 def _listen() -> None:
     """Have SIGTERM set the flag, and then do what it did before unless that was to end."""
+    global _listening
     before, listener = signal.getsignal(signal.SIGTERM), os.getpid()
 
     def tell(number: int, frame: FrameType | None) -> None:
@@ -24,7 +25,8 @@ def _listen() -> None:
             signal.signal(number, before or signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        _told.set()
+        global _told
+        _told = True
         if callable(before):
             before(number, frame)
 
@@ -34,7 +36,7 @@ def _listen() -> None:
         raise RuntimeError(
             "preempted: only the main thread of a process can listen to signals; call it there"
         ) from None
-    _listening.set()
+    _listening = True
 
 
 def preempted(model: nn.Module) -> bool:
@@ -60,7 +62,7 @@ def preempted(model: nn.Module) -> bool:
         ...     save_checkpoint("ckpts", step, model, optimizer)
         ...     break
     """
-    if not _listening.is_set():
+    if not _listening:
         _listen()
     mesh = state_of(model).mesh
-    return b"1" in mesh.exchange(b"1" if _told.is_set() else b"0", "preempted")
+    return b"1" in mesh.exchange(b"1" if _told else b"0", "preempted")

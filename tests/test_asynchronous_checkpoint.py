@@ -154,6 +154,45 @@ def test_the_next_call_raises_what_went_wrong_once(tmp_path: Path, guilty: int, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000003"]
 
 
+def _no_priority(root: Path) -> str:
+    """A thread that fails before its work is a save that failed."""
+    model, optimizer, _, _ = build(Job())
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with quietly(), mock.patch.object(os, "setpriority", refuse):
+        px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
+        with pytest.raises(px.CheckpointError) as raised:
+            px.wait_for_checkpoint(model)
+    return str(raised.value)
+
+
+def test_a_thread_that_fails_before_it_writes_is_told(tmp_path: Path) -> None:
+    assert "Operation not permitted" in pool(1).run(_no_priority, tmp_path)[0]
+
+
+def _go_elsewhere(root: Path) -> Path:
+    model, optimizer, _, mesh = build(Job(layout=Layout(1, 2, 1)))
+    gate, before = threading.Event(), Path.cwd()
+    os.chdir(root)
+    try:
+        with _slow_disk(gate):
+            path = px.save_checkpoint("ckpts", 1, model, optimizer, asynchronous=True)
+            os.chdir("/")
+            gate.set()
+            px.wait_for_checkpoint(model)
+    finally:
+        os.chdir(before)
+    return path
+
+
+def test_the_root_is_where_it_was_when_it_was_named(tmp_path: Path) -> None:
+    assert pool(2).run(_go_elsewhere, tmp_path) == [Path("ckpts/step-00000001")] * 2
+    assert px.verify(px.latest(tmp_path / "ckpts")) == 1
+    assert not list((tmp_path / "ckpts").glob(".*"))
+
+
 def _save_while_one_is_slow(root: Path) -> bool:
     model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 2, 1)))
     gate = threading.Event()
@@ -208,8 +247,8 @@ def _told(rank_told: int) -> list[bool]:
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         with (
-            mock.patch.object(preemption, "_told", threading.Event()),
-            mock.patch.object(preemption, "_listening", threading.Event()),
+            mock.patch.object(preemption, "_told", False),
+            mock.patch.object(preemption, "_listening", False),
         ):
             answers = [px.preempted(model)]
             if mesh.rank == rank_told:
@@ -226,13 +265,44 @@ def test_all_ranks_learn_at_the_same_step_that_one_was_told_to_end(rank_told: in
     assert pool(2).run(_told, rank_told) == [[False, True, True]] * 2
 
 
+def _told_again_and_again() -> list[bool]:
+    """A signal at each line of what handles the one before."""
+    model, _, _, _ = build(Job())
+    before, sent = signal.getsignal(signal.SIGTERM), []
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if event == "line" and len(sent) < 20:
+            sent.append(frame.f_lineno)
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    try:
+        with (
+            mock.patch.object(preemption, "_told", False),
+            mock.patch.object(preemption, "_listening", False),
+        ):
+            answers = [px.preempted(model)]
+            handler = signal.getsignal(signal.SIGTERM)
+            sys.settrace(trace)
+            handler(signal.SIGTERM, None)
+            sys.settrace(None)
+            return [*answers, len(sent) > 1, px.preempted(model)]
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_may_come_while_another_is_handled() -> None:
+    assert pool(1).run(_told_again_and_again, timeout_s=30) == [[False, True, True]]
+
+
 def _fork_and_end() -> int:
     model, _, _, _ = build(Job())
     before = signal.getsignal(signal.SIGTERM)
     try:
         with (
-            mock.patch.object(preemption, "_told", threading.Event()),
-            mock.patch.object(preemption, "_listening", threading.Event()),
+            mock.patch.object(preemption, "_told", False),
+            mock.patch.object(preemption, "_listening", False),
         ):
             px.preempted(model)
             child = os.fork()
@@ -260,7 +330,7 @@ def _on_another_thread() -> str:
         except RuntimeError as error:
             errors.append(error)
 
-    with mock.patch.object(preemption, "_listening", threading.Event()):
+    with mock.patch.object(preemption, "_listening", False):
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()

@@ -77,7 +77,7 @@ def save_step(
     given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
     mesh.meet(f"{what}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}")
     mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
-    mesh.together(what, lambda: _check(step, keep_last, keep_every))
+    at = mesh.together(what, lambda: _check(root, step, keep_last, keep_every))
     contents = mesh.together(what, contents_of)
     kept = OptimizerState({}, {})
     if optimizer is not None:
@@ -103,7 +103,7 @@ def save_step(
             """Rank 0 makes the directory and writes all but the tensors."""
             if mesh.rank != 0:
                 return None
-            temporary, save_id = _begin(Path(root), step, cleanup)
+            temporary, save_id = _begin(at, step, cleanup)
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
             described = {**loop, "random": rng.describe(states_of, mesh)}
             records = _write_model_json(temporary, contents, plan.files)
@@ -113,9 +113,9 @@ def save_step(
             return temporary, metadata, manifest
 
         begun = mesh.together(what, begin, patient=True)
-        temporary, metadata = mesh.gather_objects(begun and begun[:2])[0]
+        name, metadata = mesh.gather_objects(begun and (begun[0].name, begun[1]))[0]
         keep = (keep_last, keep_every)
-        save = _Save(what, Path(root), keep, temporary, metadata, plan, begun and begun[2])
+        save = _Save(what, at, keep, at / name, metadata, plan, begun and begun[2])
         if asynchronous:
             mesh.background.start(what, partial(save.run, cleanup.pop_all()))
         else:
@@ -123,10 +123,14 @@ def save_step(
     return Path(root) / name_of_step(step)
 
 
-def _check(step: int, keep_last: int | None, keep_every: int | None) -> None:
+def _check(
+    root: str | os.PathLike[str], step: int, keep_last: int | None, keep_every: int | None
+) -> Path:
+    """See that the numbers make sense, and where ``root`` is, wherever the process goes then."""
     if type(step) is not int or not 0 <= step < 2**63:
         raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
     check_keep(keep_last, keep_every)
+    return Path(root).absolute()
 
 
 def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
