@@ -37,8 +37,8 @@ class Background:
         """Begin; every rank calls it, after :meth:`finish`.
 
         Args:
-            what: what the ranks do, for the warning when it fails.
-            work: gets the ranks as it may use them.
+            what: what the ranks do; the name of the thread.
+            work: gets the ranks as it may use them. When it fails, its error is a warning at once.
         """
 
         def run() -> None:
@@ -49,7 +49,7 @@ class Background:
                 work(self._ranks)
             except Exception as error:
                 self._failure = error
-                warnings.warn(f"{what} failed in the background: {error}", stacklevel=2)
+                warnings.warn(f"in the background: {error}", stacklevel=2)
 
         self._thread = threading.Thread(target=run, name=what)
         self._thread.start()

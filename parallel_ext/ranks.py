@@ -154,6 +154,11 @@ class Ranks:
         self._calls[group.name] += 1
         try:
             return call()
+        except ValueError as error:  # the group is not there
+            raise RuntimeError(
+                f"{what}: the process group of the job was destroyed before; end a job with "
+                "px.wait_for_checkpoint if it saves asynchronously"
+            ) from error
         except RuntimeError as error:
             failed = f"failed/{group.name}/{self._calls[group.name]}"
             try:

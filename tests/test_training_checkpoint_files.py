@@ -351,7 +351,7 @@ def _refused(case: str, root: Path) -> None:
 
 REFUSED = {
     "twice": "step-00000001 is there already",
-    "step": "step must be a whole number from 0 on, got -1",
+    "step": "step must be a whole number from 0 to 2**63 - 1, got -1",
     "scheduler": "the state of _Counting['milestones'][30] is a type, ",
     "data": "data_state must be the same on all ranks, but rank 1 was given another",
     "infinite": "['data_state']['loss'][1] is inf, which is no number in JSON",

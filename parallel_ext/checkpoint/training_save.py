@@ -21,6 +21,7 @@ from parallel_ext.checkpoint.contents import Contents
 from parallel_ext.checkpoint.gather import is_needed
 from parallel_ext.checkpoint.lock import one_writer
 from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest
+from parallel_ext.checkpoint.one_error import one_error
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.retention import check_keep, prune, remove_leftovers
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
@@ -128,7 +129,9 @@ def _check(
 ) -> Path:
     """See that the numbers make sense, and where ``root`` is, wherever the process goes then."""
     if type(step) is not int or not 0 <= step < 2**63:
-        raise ValueError(f"save_checkpoint: step must be a whole number from 0 on, got {step!r}")
+        raise ValueError(
+            f"save_checkpoint: step must be a whole number from 0 to 2**63 - 1, got {step!r}"
+        )
     check_keep(keep_last, keep_every)
     return Path(root).absolute()
 
@@ -226,7 +229,7 @@ class _Save:
             cleanup: what is to be done in the end, successful or not.
             ranks: all of them, as this thread may use them.
         """
-        with cleanup:
+        with one_error(self.what), cleanup:  # which another call may raise
             stream = TensorStream(self.plan.values, ranks, hashed=True)
             stream.write(
                 self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.what
