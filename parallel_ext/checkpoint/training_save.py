@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, 
 from parallel_ext.checkpoint.one_error import one_error
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.retention import check_keep, prune, remove_leftovers
+from parallel_ext.checkpoint.safetensors_file import bytes_of
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
 from parallel_ext.checkpoint.save import values_in_files
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
@@ -46,6 +48,7 @@ from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError, Ranks
 from parallel_ext.version import VERSION
 
+_SMALL_BYTES = 64 << 10
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
 
 
@@ -94,7 +97,9 @@ def save_step(
     _agree({**loop, "keep_last": keep_last, "keep_every": keep_every}, mesh, what)
     plan = mesh.together(what, lambda: _Plan(contents, mesh, kept))
     meet_on(plan.files, mesh, what)
-    states_of = mesh.gather_objects(mesh.together(what, lambda: rng.capture(mesh)))
+    own = mesh.together(what, lambda: (rng.capture(mesh), plan.digest_of_replicas()))
+    states_of, digests = zip(*mesh.gather_objects(own), strict=True)
+    _warn_of_drift(digests, what, mesh)
     if asynchronous:
         mesh.background.connect()
         mesh.together(what, lambda: plan.copy_values(mesh))
@@ -154,6 +159,18 @@ def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
             )
 
 
+def _warn_of_drift(digests: Sequence[str], what: str, mesh: Mesh) -> None:
+    """Say on rank 0 that replicas hold different values, of which files hold a mixture."""
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if mesh.rank == 0 and others:
+        warnings.warn(
+            f"{what}: of the values that all ranks must hold alike, rank {others[0]} holds others "
+            "than rank 0: the replicas have drifted apart, and what is saved is a mixture of "
+            "theirs; dp ranks need px.data_parallel before the optimizer is built",
+            stacklevel=4,
+        )
+
+
 class _Plan:
     """What is written where; the same on every rank but for ``values``."""
 
@@ -180,6 +197,15 @@ class _Plan:
         self.tensors = {
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
+
+    def digest_of_replicas(self) -> str:
+        """Of the small tensors that every rank holds; when replicas drift apart, these do too."""
+        digest = xxhash.xxh3_64()
+        for name, layout in self.layouts.items():
+            value = self.values[name]
+            if value.nbytes <= _SMALL_BYTES and layout.is_replicated:
+                digest.update(bytes_of(value.cpu().contiguous()))
+        return digest.hexdigest()
 
     def copy_values(self, mesh: Mesh) -> None:
         """Keep what this rank will send or write, in memory of its own, and nothing else.
