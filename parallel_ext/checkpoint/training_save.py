@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -38,7 +38,6 @@ from parallel_ext.checkpoint.steps import (
 from parallel_ext.checkpoint.stream import (
     PlannedFile,
     TensorStream,
-    meet_on,
     plan_files,
     warn_of_non_finite,
 )
@@ -81,25 +80,33 @@ def save_step(
     given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
     mesh.meet(f"{what}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}")
     mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
-    at = mesh.together(what, lambda: _check(root, step, keep_last, keep_every))
-    contents = mesh.together(what, contents_of)
+
+    def look() -> tuple[Path, Contents, Any]:
+        at = _check(root, step, keep_last, keep_every)
+        return at, contents_of(), None if scheduler is None else describe(scheduler)
+
+    at, contents, rates = mesh.together(what, look)
     kept = OptimizerState({}, {})
     if optimizer is not None:
         kept = collect(optimizer, contents, mesh, what)
-    rates = mesh.together(what, lambda: None if scheduler is None else describe(scheduler))
-    loop = {
-        "step": step,
-        "optimizer": kept.description or None,
-        "scheduler": rates,
-        "data_state": data_state,
-        "dropout_masks": contents.dropout_masks(),
-    }
-    _agree({**loop, "keep_last": keep_last, "keep_every": keep_every}, mesh, what)
-    plan = mesh.together(what, lambda: _Plan(contents, mesh, kept))
-    meet_on(plan.files, mesh, what)
-    own = mesh.together(what, lambda: (rng.capture(mesh), plan.digest_of_replicas()))
-    states_of, digests = zip(*mesh.gather_objects(own), strict=True)
-    _warn_of_drift(digests, what, mesh)
+
+    def prepare() -> tuple[dict[str, Any], _Plan, _Prepared]:
+        loop = {
+            "step": step,
+            "optimizer": kept.description or None,
+            "scheduler": rates,
+            "data_state": data_state,
+            "dropout_masks": contents.dropout_masks(),
+        }
+        plan = _Plan(contents, mesh, kept)
+        given = _digests({**loop, "keep_last": keep_last, "keep_every": keep_every})
+        own = _Prepared(given, plan.digest(), rng.capture(mesh), plan.replicas_digest())
+        return loop, plan, own
+
+    loop, plan, own = mesh.together(what, prepare)
+    prepared = mesh.gather_objects(own)
+    _agree(prepared, what)
+    _warn_of_drift([each.replicas for each in prepared], what, mesh)
     if asynchronous:
         mesh.background.connect()
         mesh.together(what, lambda: plan.copy_values(mesh))
@@ -111,6 +118,7 @@ def save_step(
                 return None
             temporary, save_id = _begin(at, step, cleanup)
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
+            states_of = [each.random for each in prepared]
             described = {**loop, "random": rng.describe(states_of, mesh)}
             records = _write_model_json(temporary, contents, plan.files)
             records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
@@ -141,21 +149,42 @@ def _check(
     return Path(root).absolute()
 
 
-def _agree(loop: Mapping[str, Any], mesh: Mesh, what: str) -> None:
-    """See that all ranks were given the same, as JSON."""
-    own = mesh.together(
-        what,
-        lambda: {
-            name: xxhash.xxh3_128_hexdigest(to_json({name: value}, "what to save"))
-            for name, value in loop.items()
-        },
-    )
-    first, *others = mesh.gather_objects(own)
-    for rank, digests in enumerate(others, start=1):
-        if differing := [name for name in loop if digests[name] != first[name]]:
+class _Prepared(NamedTuple):
+    """What a rank tells the others before anything is written.
+
+    Attributes:
+        given: digest of each thing that must be the same on all ranks, by its name.
+        plan: digest of the files.
+        random: the state of its generators.
+        replicas: digest of what it must hold like all others.
+    """
+
+    given: dict[str, str]
+    plan: str
+    random: dict[str, torch.Tensor]
+    replicas: str
+
+
+def _digests(given: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: xxhash.xxh3_128_hexdigest(to_json({name: value}, "what to save"))
+        for name, value in given.items()
+    }
+
+
+def _agree(prepared: Sequence[_Prepared], what: str) -> None:
+    """See that all ranks were given the same, and have planned the same files."""
+    first, *others = prepared
+    for rank, other in enumerate(others, start=1):
+        if differing := [n for n, digest in other.given.items() if digest != first.given[n]]:
             raise DisagreementError(
                 f"{what}: {', '.join(differing)} must be the same on all ranks, but rank {rank} "
                 "was given another than rank 0"
+            )
+        if other.plan != first.plan:
+            raise DisagreementError(
+                f"{what}: rank {rank} has other tensors to save than rank 0, in name, dtype or "
+                "shape; the model must be the same on all ranks"
             )
 
 
@@ -198,7 +227,11 @@ class _Plan:
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
 
-    def digest_of_replicas(self) -> str:
+    def digest(self) -> str:
+        """Of the files and their tensors."""
+        return xxhash.xxh3_128_hexdigest(repr(self.files).encode())
+
+    def replicas_digest(self) -> str:
         """Of the small tensors that every rank holds; when replicas drift apart, these do too."""
         digest = xxhash.xxh3_64()
         for name, layout in self.layouts.items():
