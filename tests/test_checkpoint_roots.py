@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import time
 import warnings
@@ -82,6 +83,26 @@ def test_a_dead_holder_blocks_nobody(tmp_path: Path) -> None:
     (left,) = pool(1).run(_killed_holder, tmp_path)
     assert left.startswith("process ")
     assert not (tmp_path / ".lock").exists()
+
+
+def _leave_a_child(root: Path) -> None:
+    with one_writer(root):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        (root / "child").write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_child_of_a_dead_holder_blocks_nobody(tmp_path: Path) -> None:
+    assert in_child(lambda: _leave_a_child(tmp_path)) is None, "it was killed"
+    child = int((tmp_path / "child").read_text())
+    try:
+        with one_writer(tmp_path):
+            os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("left", ["", "process 1 on anoth", "\0\0\0\0"])

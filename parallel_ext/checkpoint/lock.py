@@ -24,6 +24,17 @@ _BEAT_S = 4.0
 _WATCH_S = 15.0
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_TEXT = 1000
+_held: set[FileIO] = set()
+
+
+def _let_go() -> None:
+    """In a forked process, such as one that loads data: it may outlive a job that is killed."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
@@ -44,6 +55,7 @@ def one_writer(root: Path) -> Iterator[None]:
     with _take(path) as file:
         finished = threading.Event()
         beating = threading.Thread(target=_beat, args=(file, path, finished), daemon=True)
+        _held.add(file)
         try:
             disk.write(file, memoryview(_own_name()), 0)
             disk.sync(file)
@@ -53,6 +65,7 @@ def one_writer(root: Path) -> Iterator[None]:
             finished.set()
             if beating.ident is not None:  # started
                 beating.join()
+            _held.discard(file)
             _release(file, path)
 
 
@@ -118,9 +131,12 @@ def _beat(file: FileIO, path: Path, finished: threading.Event) -> None:
 
 
 def _release(file: FileIO, path: Path) -> None:
-    """Remove the file, unless another process took this one for dead and has its own there."""
+    """Remove the file, unless another process took this one for dead and has its own there.
+
+    A forked process, in which it is closed, holds no lock.
+    """
     try:
-        if _is_at(file, path):
+        if not file.closed and _is_at(file, path):
             disk.remove(path)
     except OSError as error:
         warnings.warn(f"{path} could not be removed; the next save does it: {error}", stacklevel=2)
