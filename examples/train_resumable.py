@@ -58,6 +58,8 @@ def main() -> None:
     if px.latest(options.checkpoints):
         resumed = px.load_checkpoint(options.checkpoints, model, optimizer, scheduler)
         step, taken = resumed.step, resumed.data_state["samples"]
+        if mesh.rank == 0:
+            print(f"goes on after {resumed.path}", flush=True)
     report: dict[str, Any] = {"first": step, "loss": []}
     leave = px.preempted(model)  # from here on a SIGTERM is heard, and nothing is lost
     while step < options.steps and not leave:

@@ -49,8 +49,9 @@ def save_checkpoint(
 
     When ``asynchronous``, each rank copies what it will send or write to its host's memory, at most
     once its shard, and a thread writes it while training goes on. One save is in flight at a time:
-    the next call waits for it, and raises the error with which it failed. End a job with
-    :func:`wait_for_checkpoint`.
+    the next save, load or :func:`wait_for_checkpoint` waits for it, and raises the error with which
+    it failed instead of doing its own work. End a job with :func:`wait_for_checkpoint`, before the
+    process group is destroyed.
 
     Args:
         root: directory of all checkpoints of a job, the same place for all ranks.
@@ -65,7 +66,8 @@ def save_checkpoint(
         data_state: where the data is, as JSON, for example the number of samples that all ranks
             together have taken; equal on all ranks.
         keep_last: how many checkpoints stay, with this one; all when None. Others of earlier steps
-            are removed once this one is durable; what cannot be removed is a warning.
+            are removed once this one is durable, whichever run saved them; what cannot be removed
+            is a warning.
         keep_every: those whose step is a multiple of it stay too.
         asynchronous: return when the values are copied, not when they are on the disk.
 

@@ -83,7 +83,7 @@ def manifest_of_step(path: Path) -> Manifest:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The last complete checkpoint that was saved under ``root``; any process may ask.
+    """The last complete checkpoint that was saved under ``root``; any process may ask at any time.
 
     It is the one that ``root/LATEST`` names. Without that file, as after a first save that was
     killed in its last moment, it is the one of the highest step.
