@@ -65,9 +65,9 @@ def save_checkpoint(
             plain values, such as numbers, text, lists, dicts and small tensors.
         data_state: where the data is, as JSON, for example the number of samples that all ranks
             together have taken; equal on all ranks.
-        keep_last: how many checkpoints stay, with this one; all when None. Others of earlier steps
-            are removed once this one is durable, whichever run saved them; what cannot be removed
-            is a warning.
+        keep_last: how many checkpoints stay, with this one, in the order in which they were saved;
+            all when None. Others are removed once this one is durable; what cannot be removed is a
+            warning.
         keep_every: those whose step is a multiple of it stay too.
         asynchronous: return when the values are copied, not when they are on the disk.
 

@@ -158,13 +158,23 @@ def test_a_file_system_without_locks_lets_nobody_in_twice(
 
 
 def test_the_steps_that_stay_are_those_asked_for() -> None:
-    steps = [0, 5, 10, 15, 20, 25, 40]
-    assert steps_to_remove(steps, 25, None, None) == []
-    assert steps_to_remove(steps, 25, 1, None) == [0, 5, 10, 15, 20]
-    assert steps_to_remove(steps, 25, 3, None) == [0, 5, 10]
-    assert steps_to_remove(steps, 25, 3, 10) == [5]
-    assert steps_to_remove(steps, 25, 9, None) == []
-    assert steps_to_remove([25], 25, 1, None) == []
+    numbers = {0: 1, 5: 2, 10: 3, 40: 4, 15: 5, 20: 6, 25: 7}  # back to 10 after 40
+    assert steps_to_remove(numbers, None, None) == []
+    assert steps_to_remove(numbers, 1, None) == [0, 5, 10, 40, 15, 20]
+    assert steps_to_remove(numbers, 3, None) == [0, 5, 10, 40]
+    assert steps_to_remove(numbers, 3, 10) == [5]
+    assert steps_to_remove(numbers, 9, None) == []
+    assert steps_to_remove({25: 1}, 1, None) == []
+
+
+def test_after_going_back_the_steps_that_were_given_up_go_first(tmp_path: Path) -> None:
+    job = SmallJob(px.init_mesh())
+    for step in (10, 20, 30, 15, 25):
+        job.save(tmp_path, step, step, keep_last=2)
+    assert _steps(tmp_path) == [15, 25]
+    (tmp_path / "step-00000015" / "COMMIT").write_text("damaged")  # nobody knows whose it is
+    job.save(tmp_path, 35, 35, keep_last=1)
+    assert _steps(tmp_path) == [15, 35]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +262,7 @@ def test_only_the_last_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [1, 2, 3]
 
 
-def test_without_latest_the_highest_step_is_the_last(tmp_path: Path) -> None:
+def test_without_latest_the_last_save_counts(tmp_path: Path) -> None:
     job = SmallJob(px.init_mesh())
     for step in (1, 2):
         job.save(tmp_path, step, step)
@@ -260,6 +270,7 @@ def test_without_latest_the_highest_step_is_the_last(tmp_path: Path) -> None:
     with pytest.raises(px.CheckpointError, match="step-00000002 is there already, and is the last"):
         job.save(tmp_path, 2, 22)
     job.save(tmp_path, 1, 11)
+    (tmp_path / "LATEST").unlink()
     assert job.load(tmp_path) == (1, 11)
 
 

@@ -46,6 +46,7 @@ class Manifest:
         save_id: of the save; every safetensors file carries it too, so that none of another is
             taken for one of this.
         step: the training step.
+        number: of the save: one more than that of any complete one in its root.
         saved_by: versions and sides of the mesh, to look at; nothing depends on them.
         files: size and hashes of every file but the manifest and the commit, by relative name.
         tensors: of all safetensors files of model and optimizer, each with the name of its file.
@@ -54,6 +55,7 @@ class Manifest:
 
     save_id: str
     step: int
+    number: int
     saved_by: Mapping[str, Any]
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, tuple[str, TensorSpec]]
@@ -70,6 +72,7 @@ class Manifest:
                 "version": _VERSION,
                 "save_id": self.save_id,
                 "step": self.step,
+                "number": self.number,
                 "saved_by": dict(self.saved_by),
                 "chunk_bytes": CHUNK_BYTES,
                 "files": {
@@ -110,8 +113,8 @@ class Manifest:
                 f"parallel_ext reads version {_VERSION}"
             )
         fields.exactly(
-            *("version", "save_id", "step", "saved_by", "chunk_bytes", "files", "tensors"),
-            "non_finite",
+            *("version", "save_id", "step", "number", "saved_by", "chunk_bytes", "files"),
+            *("tensors", "non_finite"),
         )
         if fields.number("chunk_bytes") != CHUNK_BYTES:
             raise CheckpointError(f"{path}: chunk_bytes must be {CHUNK_BYTES}")
@@ -134,6 +137,7 @@ class Manifest:
         return cls(
             fields.matching("save_id", _SAVE_ID),
             fields.number("step"),
+            fields.number("number"),
             fields.object("saved_by"),
             files,
             tensors,
@@ -250,8 +254,20 @@ def _tensor(name: str, fields: Fields, files: Collection[str]) -> tuple[str, Ten
 def commit_of(content: bytes, manifest: Manifest) -> bytes:
     """What the file that seals a checkpoint holds, given the content of the manifest's file."""
     digest = xxhash.xxh3_128_hexdigest(content)
-    commit = {"manifest": digest, "save_id": manifest.save_id, "step": manifest.step}
-    return to_json(commit, "the commit")
+    named = {"save_id": manifest.save_id, "step": manifest.step, "number": manifest.number}
+    return to_json({"manifest": digest, **named}, "the commit")
+
+
+def number_of_save(directory: Path) -> int:
+    """The number of the save in a directory with a commit, without a look at the rest.
+
+    Raises:
+        CheckpointError: the commit is damaged.
+    """
+    path = directory / COMMIT_NAME
+    return Fields(
+        parse_json(read_content(path, _MAX_COMMIT_BYTES, links=False), path), path
+    ).number("number")
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 from parallel_ext.checkpoint import disk
@@ -12,6 +13,7 @@ from parallel_ext.checkpoint.steps import (
     TEMPORARY_NAME,
     TRASH_NAME,
     complete_steps,
+    numbers_of_saves,
 )
 
 _LEFTOVER = re.compile(
@@ -43,25 +45,24 @@ def check_keep(keep_last: int | None, keep_every: int | None) -> None:
 
 
 def steps_to_remove(
-    steps: list[int], saved: int, keep_last: int | None, keep_every: int | None
+    numbers: Mapping[int, int], keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Which steps are not needed any more after one has been saved.
+    """Which steps are not needed any more.
 
     Args:
-        steps: all that there are.
-        saved: the last one. Later steps are of a run that was given up; they do not count.
-        keep_last: how many stay, with ``saved``; all when None.
+        numbers: of the saves of all steps that there are, in the order in which they were made.
+            After going back to an earlier step that is not the order of the steps.
+        keep_last: how many of the last saves stay; all when None.
         keep_every: multiples of it stay too.
 
     Example:
-        >>> steps_to_remove([1, 2, 3, 4, 5, 9], saved=5, keep_last=2, keep_every=3)
-        [1, 2]
+        >>> steps_to_remove({10: 1, 20: 2, 30: 3, 15: 4, 25: 5}, keep_last=2, keep_every=20)
+        [10, 30]
     """
     if keep_last is None:
         return []
-    old = sorted(step for step in steps if step < saved)
-    removable = old[: max(0, len(old) - (keep_last - 1))]
-    return [step for step in removable if keep_every is None or step % keep_every]
+    old = sorted(numbers, key=lambda step: numbers[step])[:-keep_last]
+    return [step for step in old if keep_every is None or step % keep_every]
 
 
 def prune(
@@ -74,13 +75,13 @@ def prune(
 
     Args:
         root: where the checkpoints of a job are; this process is its one writer.
-        saved: the step that was published.
+        saved: the step that was published, by the save with the highest number.
         save_id: of that save.
         keep_last, keep_every: as of :func:`steps_to_remove`.
     """
     try:
         steps = {n: path for n, path in complete_steps(root).items() if not path.is_symlink()}
-        removed = steps_to_remove(list(steps), saved, keep_last, keep_every)
+        removed = steps_to_remove(numbers_of_saves(steps), keep_last, keep_every)
         for step in removed:
             trash = TRASH_NAME.format(name=steps[step].name, save_id=save_id)
             disk.rename(steps[step], root / trash)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from parallel_ext.checkpoint import disk
@@ -13,6 +15,7 @@ from parallel_ext.checkpoint.manifest import (
     STATE_FOLDER,
     Manifest,
     commit_of,
+    number_of_save,
     read_manifest,
 )
 from parallel_ext.checkpoint.open_file import CheckpointError, shown
@@ -86,7 +89,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     """The last complete checkpoint that was saved under ``root``; any process may ask at any time.
 
     It is the one that ``root/LATEST`` names. Without that file, as after a first save that was
-    killed in its last moment, it is the one of the highest step.
+    killed in its last moment, it is the one whose save has the highest number.
 
     Args:
         root: as of ``save_checkpoint``.
@@ -112,7 +115,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     steps = complete_steps(root)
     if not steps:
         return None
-    path = steps[max(steps)]
+    path = steps[_last_saved(steps)]
     manifest_of_step(path)
     return path
 
@@ -159,6 +162,20 @@ def complete_steps(root: Path) -> dict[int, Path]:
     return steps
 
 
+def numbers_of_saves(steps: Mapping[int, Path]) -> dict[int, int]:
+    """The numbers of the saves in directories of steps; of those with a damaged commit none."""
+    numbers = {}
+    for step, path in steps.items():
+        with suppress(CheckpointError):  # it says so to who loads it
+            numbers[step] = number_of_save(path)
+    return numbers
+
+
+def _last_saved(steps: Mapping[int, Path]) -> int:
+    numbers = numbers_of_saves(steps)
+    return max(steps, key=lambda step: (numbers.get(step, -1), step))
+
+
 def check_may_save(root: Path, step: int) -> None:
     """See that saving a step would overwrite neither the last checkpoint nor something foreign.
 
@@ -177,7 +194,8 @@ def check_may_save(root: Path, step: int) -> None:
             "another root"
         )
     named = _named_by_latest(root)
-    if name_of_step(step) == (named[0] if named else name_of_step(max(complete_steps(root)))):
+    last = named[0] if named else name_of_step(_last_saved(complete_steps(root)))
+    if name_of_step(step) == last:
         raise CheckpointError(
             f"{target} is there already, and is the last checkpoint, which a save never "
             "overwrites; load it, remove it, or save to another root"

@@ -32,7 +32,9 @@ from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
 from parallel_ext.checkpoint.steps import (
     TEMPORARY_NAME,
     check_may_save,
+    complete_steps,
     name_of_step,
+    numbers_of_saves,
     publish_step,
 )
 from parallel_ext.checkpoint.stream import (
@@ -123,7 +125,9 @@ def save_step(
             records = _write_model_json(temporary, contents, plan.files)
             records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
             records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
-            manifest = Manifest(save_id, step, _saved_by(mesh), records, plan.tensors, {})
+            number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
+            by = _saved_by(mesh)
+            manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
             return temporary, metadata, manifest
 
         begun = mesh.together(what, begin, patient=True)
