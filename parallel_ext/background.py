@@ -43,16 +43,16 @@ class Background:
 
         def run() -> None:
             try:
-                os.setpriority(
-                    os.PRIO_PROCESS, threading.get_native_id(), _NICE
-                )  # the thread alone
+                own = threading.get_native_id()  # in Linux the thread alone
+                os.setpriority(os.PRIO_PROCESS, own, _NICE)
                 work(self._ranks)
             except Exception as error:
                 self._failure = error
                 warnings.warn(f"in the background: {error}", stacklevel=2)
 
-        self._thread = threading.Thread(target=run, name=what)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=what)
+        thread.start()
+        self._thread = thread
 
     @property
     def busy(self) -> bool:
