@@ -197,16 +197,16 @@ struct RowFactors {
   bool all_zero() const { return probability == 0 && column == 0 && label == 0 && entropy == 0; }
 };
 
-// Where the gradient is probability * p, but in the label's column, and z the logit.
+// Where z is the logit and all columns but the label's are alike.
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTask<wide_t>& task,
                                                const RowFactors<wide_t> factor, int64_t label,
                                                scalar_t* out) {
-  const auto probability = [factor](wide_t z) {
-    return exp_below_88((z - factor.max) - factor.log_sum) * factor.probability;
+  const auto grad = [factor](wide_t z) {
+    return exp_below_88((z - factor.max) - factor.log_sum) * factor.probability - factor.column;
   };
-  for (int64_t i = 0; i < task.size; ++i) store(probability(widen(row[i])), out + i);
-  if (label >= 0) store(probability(widen(row[label])) - factor.label, out + label);
+  for (int64_t i = 0; i < task.size; ++i) store(grad(widen(row[i])), out + i);
+  if (label >= 0) store(grad(widen(row[label])) - factor.label, out + label);
 }
 
 template <typename scalar_t, typename wide_t>
@@ -347,7 +347,8 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& normalizer, const 
       const int64_t column = labels[token] - shard.vocab_start;
       const int64_t label = 0 <= column && column < task.size ? column : -1;
       const scalar_t* row = logits + token * stride;
-      if (task.holds_logits && row_factors.column == 0 && row_factors.entropy == 0) {
+      const bool alike = row_factors.column == 0 || task.weight == nullptr;
+      if (task.holds_logits && alike && row_factors.entropy == 0) {
         plain_row_gradient(row, task, row_factors, label, grad);
       } else {
         row_gradient(row, task, row_factors, label, grad);

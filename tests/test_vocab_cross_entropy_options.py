@@ -23,6 +23,7 @@ from reference_ops import (
     BOTH_PATHS,
     NOTICED,
     TOLERANCE,
+    aten_path,
     on_ranks,
     own_range,
     relative_error,
@@ -131,7 +132,7 @@ def _errors_of_random_options(
         }
     ),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_random_combinations_of_options_equal_unsharded(
     size, aten, seed, num_tokens, vocab_size, options
 ):
@@ -290,3 +291,35 @@ def _gradcheck(group: Group, name: str, reduction: str) -> None:
 def test_options_and_statistics_pass_gradcheck(name, size, aten):
     for reduction in ("none", "sum", "mean"):
         on_ranks(size, _gradcheck, name, reduction, aten=aten)
+
+
+def _loss_and_gradient(
+    function: Any, logits: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    values = function(logits, weight)
+    return (*values, *torch.autograd.grad(sum(value.sum() for value in values[:3]), logits))
+
+
+@BOTH_PATHS
+def test_compiled_options_equal_eager(aten):
+    labels, options = labels_of(7), {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}
+
+    def everything(logits: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return vocab_cross_entropy_statistics(
+            2 * logits,
+            labels,
+            7,
+            (0, 7),
+            log_sum_exp=True,
+            entropy=True,
+            argmax=True,
+            weight=weight,
+            **options,
+        )
+
+    logits, weight = torch.randn(len(labels), 7, requires_grad=True), torch.rand(7)
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    with aten_path(aten):
+        expected = _loss_and_gradient(everything, logits, weight)
+        actual = _loss_and_gradient(compiled, logits, weight)
+    assert all(map(torch.equal, actual, expected))
