@@ -13,6 +13,8 @@ from pathlib import Path
 
 from parallel_ext import _C
 
+_MUCH_BYTES = 1 << 20
+
 
 def make_directory(path: Path, exist_ok: bool = False) -> None:
     """Make a directory in one that is there."""
@@ -44,11 +46,12 @@ def reserve(file: FileIO, size: int) -> None:
 
 
 def write(file: FileIO, memory: memoryview, offset: int) -> None:
-    """Write all of ``memory`` at a place of the file, and let the disk begin with it."""
+    """Write all of ``memory`` at a place of the file; the disk begins with it if it is much."""
     done = 0
     while done < len(memory):
         done += os.pwrite(file.fileno(), memory[done:], offset + done)
-    _C.start_writeback(file.fileno(), offset, done)
+    if done >= _MUCH_BYTES:
+        _C.start_writeback(file.fileno(), offset, done)
 
 
 def touch(file: FileIO) -> None:

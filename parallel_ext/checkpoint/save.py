@@ -156,19 +156,19 @@ def json_files(
     config = copy.deepcopy(config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-    contents = files_that(config.save_pretrained)
-    if generation_config is not None:
-        contents |= files_that(generation_config.save_pretrained)
+    configs = [config] if generation_config is None else [config, generation_config]
+    contents = files_that(*(each.save_pretrained for each in configs))
     contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
     if len(files) > 1:  # a single one needs no index
         contents[INDEX_NAME] = _index(files)
     return contents
 
 
-def files_that(save: Callable[[str], Any]) -> dict[str, bytes]:
+def files_that(*saves: Callable[[str], Any]) -> dict[str, bytes]:
     """What a library writes into a folder, by name, so that each change to ours is one of ours."""
     with TemporaryDirectory() as folder:
-        save(folder)
+        for save in saves:
+            save(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
