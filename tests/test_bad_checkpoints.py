@@ -10,10 +10,8 @@ import os
 import random
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +27,7 @@ from reference import Tiny
 from reference_memory import needs_peak, peak_growth
 from reference_mixtral import Layout
 from reference_training import Job, build, quietly, train
+from test_bad_files import no_waiting
 
 import parallel_ext as px
 from parallel_ext.checkpoint import stream
@@ -562,22 +561,6 @@ def job(good: Path) -> tuple[Any, Any, Any]:
     return model, optimizer, scheduler
 
 
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Wake up whoever has opened a FIFO."""
-
-    def wake(*_: Any) -> None:
-        raise TimeoutError("it waited for 30 s")
-
-    before = signal.signal(signal.SIGALRM, wake)
-    signal.alarm(30)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _held(model: Any, optimizer: Any, scheduler: Any) -> str:
     """A digest of all that training goes on from."""
     digest = xxhash.xxh3_128()
@@ -594,7 +577,7 @@ def _held(model: Any, optimizer: Any, scheduler: Any) -> str:
 def _refused(root: Path, job: tuple[Any, Any, Any]) -> tuple[str, float]:
     """The error of loading, after which everything is as it was, and the seconds it took."""
     before = _held(*job)
-    with _no_waiting():
+    with no_waiting():
         start = time.perf_counter()
         with pytest.raises(px.CheckpointError) as raised:
             px.load_checkpoint(root, *job)
@@ -628,7 +611,7 @@ WITHOUT = [n for n in CORPUS if "training" not in n or not any(w in n for w in N
 @pytest.mark.parametrize("name", [name for name in WITHOUT if "MB" not in name])
 def test_it_is_refused_without_a_model(name: str, root: Path) -> None:
     CORPUS[name][0](root / STEP)
-    with _no_waiting(), pytest.raises(px.CheckpointError) as raised:
+    with no_waiting(), pytest.raises(px.CheckpointError) as raised:
         px.verify(px.latest(root))
     assert CORPUS[name][1] in str(raised.value)
 

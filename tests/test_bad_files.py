@@ -661,7 +661,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """Wake up whoever has opened a FIFO."""
 
     def wake(*_: Any) -> None:
@@ -688,7 +688,7 @@ def _spoil(case: Case, good: Path, folder: Path) -> list[str]:
 def _refused(folder: Path, **options: Any) -> tuple[str, float]:
     """The error of one process, raised before any parameter was filled, and the seconds it took."""
     loading = AssertionError("loading began")
-    with mock.patch.object(HFDirectory, "load_into", side_effect=loading), _no_waiting():
+    with mock.patch.object(HFDirectory, "load_into", side_effect=loading), no_waiting():
         start = time.perf_counter()
         with pytest.raises(CheckpointError) as raised:
             px.from_pretrained(folder, px.init_mesh(), **options)

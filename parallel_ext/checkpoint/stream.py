@@ -124,6 +124,11 @@ def plan_turns(
     return list(zip_longest(*queues))
 
 
+def digest_of(files: Sequence[PlannedFile]) -> str:
+    """Of the files and their tensors, to be compared between ranks."""
+    return xxhash.xxh3_128_hexdigest(repr(files).encode())
+
+
 def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
     """See that all ranks have planned the same files, before any of them is made.
 
@@ -131,8 +136,7 @@ def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
         DisagreementError: they have not.
         CollectiveTimeout: not all ranks are there.
     """
-    digest = xxhash.xxh3_64_hexdigest(repr(files).encode())
-    mesh.meet(f"{what} as {len(files)} files, plan {digest}")
+    mesh.meet(f"{what} as {len(files)} files, plan {digest_of(files)}")
 
 
 class TensorStream:

@@ -40,6 +40,7 @@ from parallel_ext.checkpoint.steps import (
 from parallel_ext.checkpoint.stream import (
     PlannedFile,
     TensorStream,
+    digest_of,
     plan_files,
     warn_of_non_finite,
 )
@@ -102,7 +103,7 @@ def save_step(
         }
         plan = _Plan(contents, mesh, kept)
         given = _digests({**loop, "keep_last": keep_last, "keep_every": keep_every})
-        own = _Prepared(given, plan.digest(), rng.capture(mesh), plan.replicas_digest())
+        own = _Prepared(given, digest_of(plan.files), rng.capture(mesh), plan.replicas_digest())
         return loop, plan, own
 
     loop, plan, own = mesh.together(what, prepare)
@@ -230,10 +231,6 @@ class _Plan:
         self.tensors = {
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
-
-    def digest(self) -> str:
-        """Of the files and their tensors."""
-        return xxhash.xxh3_128_hexdigest(repr(self.files).encode())
 
     def replicas_digest(self) -> str:
         """Of the small tensors that every rank holds; when replicas drift apart, these do too."""
