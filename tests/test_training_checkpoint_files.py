@@ -33,8 +33,11 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.checkpoint import disk, stream
+from parallel_ext.checkpoint.contents import WholeModel
 from parallel_ext.checkpoint.manifest import read_manifest
 from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
+
+SMALL = Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1)
 
 # The directory.
 
@@ -92,18 +95,33 @@ def test_all_files_are_written_by_all_ranks_in_equal_shares(tmp_path: Path) -> N
 
 def _plain_checkpoint(root: Path) -> Path:
     """Of one process, tiny."""
-    job = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
-    model, optimizer, scheduler, mesh = build(job)
+    model, optimizer, scheduler, mesh = build(Job(SMALL))
     train(model, optimizer, scheduler, mesh, range(1))
     return px.save_checkpoint(root, 1, model, optimizer, scheduler, {"samples": 4})
+
+
+def test_a_tensor_that_is_in_no_file_is_named(tmp_path: Path) -> None:
+    _plain_checkpoint(tmp_path)
+    model, optimizer, _, _ = build(Job(SMALL), seed=2)
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def without_one(self: WholeModel, *args: Any) -> dict[str, SafetensorsFile]:
+        return {name: at for name, at in plain(self, *args).items() if name != "model.norm.weight"}
+
+    plain = WholeModel.open
+    with (
+        mock.patch.object(WholeModel, "open", without_one),
+        pytest.raises(px.CheckpointError, match=r"model\.norm\.weight is missing"),
+    ):
+        px.load_checkpoint(tmp_path, model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_load_holds_few_files_open(tmp_path: Path) -> None:
     with mock.patch.object(stream, "MAX_FILE_BYTES", 500):
         step = _plain_checkpoint(tmp_path)
     assert len(list(step.rglob("*.safetensors"))) > 30
-    job = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
-    model, optimizer, scheduler, _ = build(job, seed=2)
+    model, optimizer, scheduler, _ = build(Job(SMALL), seed=2)
     most = 0
 
     def count_open(*args: Any) -> int:
@@ -152,7 +170,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_found_while_loading(tmp_path: Path) -> None:
     step = _plain_checkpoint(tmp_path)
-    job = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
+    job = Job(SMALL)
     model, optimizer, scheduler, _ = build(job)
     files = sorted(path for path in step.rglob("*") if path.is_file())
     for path in _flips(files, 3 * len(files)):

@@ -56,7 +56,7 @@ class Contents(Protocol):
         """Open the files of a checkpoint, and see that they are of such a model.
 
         Returns:
-            Name of a tensor in the files -> the file. Those of ``layout`` that are missing may be.
+            Name of a tensor in the files -> the file.
 
         Raises:
             CheckpointError: they are of another model, or damaged.

@@ -119,8 +119,8 @@ class _Opened:
         wanted, layout = [], self.contents.layout
         for name, shard in self.contents.values(mesh.rank).items():
             for part in layout.parts_of(name):
-                if part.name not in self._of_model:
-                    continue
+                if part.name not in self._of_model:  # a buffer, which other directories may lack
+                    raise CheckpointError(f"{self.path}: {part.name} is missing")
                 dtype = self.file_of[part.name].tensors[part.name].dtype
                 if dtype != shard.dtype:
                     raise CheckpointError(
