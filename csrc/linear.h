@@ -1,4 +1,4 @@
-// What the linear layers share.
+// What the linear layers share. `name` is the weight's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,17 +16,18 @@ inline at::Tensor as_matrix(const at::Tensor& tensor) {
 }
 
 inline void check_linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias) {
+                         const std::optional<at::Tensor>& bias, const char* name = "weight") {
   check_floating(op, "input", input);
-  check_same_dtype(op, "weight", weight, "input", input);
-  check_dim(op, "weight", weight, 2);
+  check_same_dtype(op, name, weight, "input", input);
+  check_dim(op, name, weight, 2);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == weight.size(1), op, ": input of shape ",
-                    input.sizes(), " does not fit the local weight of shape ", weight.sizes(),
+                    input.sizes(), " does not fit the local ", name, " of shape ", weight.sizes(),
                     "; the last dimension must be ", weight.size(1));
   if (bias) {
-    check_same_dtype(op, "bias", *bias, "weight", weight);
+    check_same_dtype(op, "bias", *bias, name, weight);
     TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": bias of shape ",
-                      bias->sizes(), " does not fit the local weight of shape ", weight.sizes());
+                      bias->sizes(), " does not fit the local ", name, " of shape ",
+                      weight.sizes());
   }
 }
 

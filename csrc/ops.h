@@ -94,13 +94,13 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Ten
 // [T] for reduction "none" and [] for "sum" and "mean"; and, where `wanted`, else [0], of each
 // token the log-sum-exp, the entropy and the lowest id of the largest, all of softcap *
 // tanh(logit_scale * logits / softcap). fp32, or fp64 for fp64 logits; ids int64. The first three
-// have gradients.
+// have gradients. With `consume_logits` backward writes that of the logits over them.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> vocab_cross_entropy(
     const at::Tensor& logits, const at::Tensor& labels, const std::optional<at::Tensor>& weight,
     int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
     const std::string& reduction, double label_smoothing, double z_loss,
     std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
-    int64_t group_size, const std::string& group_name);
+    bool consume_logits, int64_t group_size, const std::string& group_name);
 
 // -> the four as above, and [2, T] or, with the entropy, [3, T]: the maximum over the whole
 // vocabulary, the log of the sum of exp(logit - maximum), the entropy.
@@ -119,6 +119,63 @@ at::Tensor vocab_cross_entropy_backward(
     const at::Tensor& labels, const std::optional<at::Tensor>& weight, const at::Tensor& normalizer,
     int64_t vocab_size, int64_t vocab_start, int64_t ignore_index, const std::string& reduction,
     double label_smoothing, double z_loss, std::optional<double> softcap, double logit_scale);
+
+// The same, written over the logits, whose columns are one apart.
+void vocab_cross_entropy_backward_(
+    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
+    const std::optional<at::Tensor>& grad_entropy, at::Tensor& logits, const at::Tensor& labels,
+    const std::optional<at::Tensor>& weight, const at::Tensor& normalizer, int64_t vocab_size,
+    int64_t vocab_start, int64_t ignore_index, const std::string& reduction, double label_smoothing,
+    double z_loss, std::optional<double> softcap, double logit_scale);
+
+// --- linear_vocab_cross_entropy*.cpp ---
+
+// vocab_cross_entropy of column_linear(input, head_weight, head_bias), whose logits are made a tile
+// at a time: replicated input [T, H], rows [vocab_start, vocab_stop) of the head as head_weight
+// [Vl, H] and head_bias [Vl] -> the four of vocab_cross_entropy. Backward: the input's gradient is
+// summed over the group.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_entropy(
+    const at::Tensor& input, const at::Tensor& head_weight,
+    const std::optional<at::Tensor>& head_bias, const at::Tensor& labels,
+    const std::optional<at::Tensor>& weight, int64_t vocab_size, int64_t vocab_start,
+    int64_t vocab_stop, int64_t ignore_index, const std::string& reduction, double label_smoothing,
+    double z_loss, std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
+    int64_t group_size, const std::string& group_name);
+
+// -> the four; the normalizer, as of vocab_cross_entropy_forward; and what is computed ahead for
+// those of input, head_weight, head_bias that are `needed` (linear_vocab_cross_entropy.h), in fp32
+// or fp64, [0] where nothing is: the gradients of the loss, that of the input partial, or in the
+// place of the first the expected row of each token, sum of p * row over this rank's ids.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+           at::Tensor>
+linear_vocab_cross_entropy_forward(const at::Tensor& input, const at::Tensor& head_weight,
+                                   const std::optional<at::Tensor>& head_bias,
+                                   const at::Tensor& labels,
+                                   const std::optional<at::Tensor>& weight, int64_t vocab_size,
+                                   int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
+                                   const std::string& reduction, double label_smoothing,
+                                   double z_loss, std::optional<double> softcap, double logit_scale,
+                                   std::array<bool, 3> wanted, std::array<bool, 3> needed,
+                                   int64_t group_size, const std::string& group_name);
+
+// -> gradients of input (partial), head_weight, head_bias as `needed` says, else [0]; makes the
+// logits again. Local, like the next.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_entropy_backward(
+    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
+    const std::optional<at::Tensor>& grad_entropy, const at::Tensor& input,
+    const at::Tensor& head_weight, const std::optional<at::Tensor>& head_bias,
+    const at::Tensor& labels, const std::optional<at::Tensor>& weight, const at::Tensor& normalizer,
+    int64_t vocab_size, int64_t vocab_start, int64_t ignore_index, const std::string& reduction,
+    double label_smoothing, double z_loss, std::optional<double> softcap, double logit_scale,
+    std::array<bool, 3> needed);
+
+// expected_rows [T, H] -> the partial gradient of the input, where the head has none.
+at::Tensor linear_vocab_cross_entropy_frozen_backward(
+    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
+    const at::Tensor& expected_rows, const at::Tensor& head_weight, const at::Tensor& labels,
+    const std::optional<at::Tensor>& weight, const at::Tensor& normalizer, int64_t vocab_size,
+    int64_t vocab_start, int64_t ignore_index, const std::string& reduction, double label_smoothing,
+    double z_loss, double logit_scale);
 
 // --- moe_route.cpp: E experts, each of T tokens chooses top_k of them ---
 

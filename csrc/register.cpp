@@ -49,8 +49,8 @@ TORCH_LIBRARY(parallel_ext, m) {
   m.def(
       "vocab_cross_entropy(Tensor logits, Tensor labels, Tensor? weight, int vocab_size, "
       "int vocab_start, int vocab_stop, int ignore_index, str reduction, float label_smoothing, "
-      "float z_loss, float? softcap, float logit_scale, bool[3] wanted, int group_size, "
-      "str group_name) -> (Tensor, Tensor, Tensor, Tensor)",
+      "float z_loss, float? softcap, float logit_scale, bool[3] wanted, bool consume_logits, "
+      "int group_size, str group_name) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
       "vocab_cross_entropy_forward(Tensor logits, Tensor labels, Tensor? weight, int vocab_size, "
@@ -63,6 +63,39 @@ TORCH_LIBRARY(parallel_ext, m) {
       "Tensor? grad_entropy, Tensor logits, Tensor labels, Tensor? weight, Tensor normalizer, "
       "int vocab_size, int vocab_start, int ignore_index, str reduction, float label_smoothing, "
       "float z_loss, float? softcap, float logit_scale) -> Tensor",
+      tags);
+  m.def(
+      "vocab_cross_entropy_backward_(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor? grad_entropy, Tensor(a!) logits, Tensor labels, Tensor? weight, Tensor normalizer, "
+      "int vocab_size, int vocab_start, int ignore_index, str reduction, float label_smoothing, "
+      "float z_loss, float? softcap, float logit_scale) -> ()",
+      tags);
+  m.def(
+      "linear_vocab_cross_entropy(Tensor input, Tensor head_weight, Tensor? head_bias, "
+      "Tensor labels, Tensor? weight, int vocab_size, int vocab_start, int vocab_stop, "
+      "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
+      "float logit_scale, bool[3] wanted, int group_size, str group_name) -> "
+      "(Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "linear_vocab_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor? head_bias, "
+      "Tensor labels, Tensor? weight, int vocab_size, int vocab_start, int vocab_stop, "
+      "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
+      "float logit_scale, bool[3] wanted, bool[3] needed, int group_size, str group_name) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "linear_vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor? grad_entropy, Tensor input, Tensor head_weight, Tensor? head_bias, Tensor labels, "
+      "Tensor? weight, Tensor normalizer, int vocab_size, int vocab_start, int ignore_index, "
+      "str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, "
+      "bool[3] needed) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "linear_vocab_cross_entropy_frozen_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor? weight, "
+      "Tensor normalizer, int vocab_size, int vocab_start, int ignore_index, str reduction, "
+      "float label_smoothing, float z_loss, float logit_scale) -> Tensor",
       tags);
   m.def(
       "moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "

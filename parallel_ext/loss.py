@@ -13,6 +13,9 @@ from parallel_ext.layout import Range
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError
 
+LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
+"""Of :func:`ops.vocab_cross_entropy`, that a call of a model may give beside its labels."""
+
 
 def causal_lm_loss(
     logits: torch.Tensor,
@@ -24,11 +27,14 @@ def causal_lm_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
+    head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Next-token cross entropy, averaged over the valid tokens of all data-parallel ranks.
 
     Args:
-        logits: [..., S, stop - start], this tp rank's columns of the vocabulary.
+        logits: [..., S, stop - start], this tp rank's columns of the vocabulary; with ``head`` the
+            hidden states [..., S, H], replicated over tp, of which it makes them.
         labels: [..., S], int64, replicated over tp, not shifted.
         vocab_size: V.
         vocab_range: this rank's ids, ``(start, stop)``.
@@ -37,6 +43,8 @@ def causal_lm_loss(
             all-gather of two numbers over dp when None.
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
+        head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
+        options: those of ``LOSS_OPTIONS``.
 
     Returns:
         ``local_sum * dp_size / count``, a scalar, equal on the tp ranks: the mean over the dp ranks
@@ -50,15 +58,16 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    local_sum = ops.vocab_cross_entropy(
-        logits.flatten(0, -2),
-        targets,
-        vocab_size,
-        vocab_range,
-        ignore_index=ignore_index,
-        reduction="sum",
-        group=mesh.tp,
-    )
+    options |= {"ignore_index": ignore_index, "reduction": "sum", "group": mesh.tp}
+    if head is None:
+        local_sum = ops.vocab_cross_entropy(
+            logits.flatten(0, -2), targets, vocab_size, vocab_range, **options
+        )
+    else:
+        weight, bias = head
+        local_sum = ops.linear_vocab_cross_entropy(
+            logits.flatten(0, -2), weight, targets, vocab_size, vocab_range, bias=bias, **options
+        )
     count: Any = num_items_in_batch
     if count is None:
         count = _count_over_dp(targets != ignore_index, mesh)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import checkpoint, ops
-from parallel_ext.loss import balance_loss, causal_lm_loss
+from parallel_ext.loss import LOSS_OPTIONS, balance_loss, causal_lm_loss
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import to_shards
 from parallel_ext.state import STATE_NAME, ParallelState
 from parallel_ext.version import VERSION
-from parallel_ext.vocab import sharded_logits
+from parallel_ext.vocab import LossCall, current_loss_call, loss_call, sharded_logits
 
 
 @lru_cache
@@ -45,13 +45,16 @@ def _arguments(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[st
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward, between the agreement and the rule for the logits.
 
-    With labels the loss is computed from sharded logits. Then ``logits`` is None in training,
-    unless ``training_logits`` was asked for; else they are gathered, replicated, over the true V.
+    With labels the loss is computed from hidden states and head, and ``logits`` is None in
+    training. In evaluation, or where ``training_logits`` was asked for, it is computed from sharded
+    logits, and these are gathered, replicated, over the true V.
     With labels, loss and load balancing loss are this dp rank's shares of those of all batches;
     without, the latter is that of the rank's own tokens, as in HuggingFace.
     """
     state: ParallelState = getattr(model, STATE_NAME)
-    arguments = _arguments(model, "forward", args, kwargs)
+    # Not for the class, whose attention may know an option by the same name.
+    loss_options = {name: kwargs.pop(name) for name in LOSS_OPTIONS if name in kwargs}
+    arguments = _arguments(model, "forward", args, kwargs) | loss_options
     if state.agreement is not None:
         _compare_inputs(model, state, arguments)
     apart = torch.is_grad_enabled() and _would_train_apart(state)
@@ -63,12 +66,19 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with_labels = labels is not None
     own_loss = with_labels and state.table.own_loss
     if own_loss:
-        taken = ("labels", "return_dict")
+        taken = ("labels", "return_dict", *LOSS_OPTIONS)
         args, kwargs = (), {name: each for name, each in arguments.items() if name not in taken}
     _keep_routing(model, state)
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     balance = _balance_aside(model) if balanced else nullcontext()
-    with sharded_logits(with_labels), balance, _counted_if_trained(model, state):
+    wants_logits = state.training_logits or not model.training
+    call = LossCall(with_labels and not own_loss and not wants_logits, loss_options)
+    with (
+        sharded_logits(with_labels),
+        loss_call(call),
+        balance,
+        _counted_if_trained(model, state),
+    ):
         output = type(model).forward(model, *args, return_dict=True, **kwargs)
     if apart:  # an evaluation, unless somebody goes backward from it
         for tensor in output.values():
@@ -78,14 +88,15 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         fields = dict(output.items())
         if own_loss:
             vocab_size = model.config.vocab_size
-            fields["loss"] = loss_function(model, output.logits, labels, vocab_size)
+            with loss_call(call):
+                fields["loss"] = loss_function(model, output.logits, labels, vocab_size)
         if balanced:
             mask = arguments.get("attention_mask")
             share = balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)
             fields["aux_loss"] = share
             fields["loss"] = fields["loss"] + model.router_aux_loss_coef * share
         logits = fields.pop("logits")
-        if state.training_logits or not model.training:
+        if wants_logits:
             fields["logits"] = ops.gather_from_tp(logits, state.vocab_sizes, state.mesh.tp)
         output = type(output)(**fields)
     return output if want_dict else output.to_tuple()
@@ -197,11 +208,18 @@ def _balance_aside(model: nn.Module) -> Iterator[None]:
 def loss_function(
     model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
 ) -> torch.Tensor:
-    """What HuggingFace's forward calls with the sharded logits; see ``causal_lm_loss``."""
+    """What HuggingFace's forward calls with what the head returned; see ``causal_lm_loss``."""
     state: ParallelState = getattr(model, STATE_NAME)
     known = ("num_items_in_batch", "ignore_index", "shift_labels")
     options = {name: kwargs[name] for name in known if name in kwargs}
-    return causal_lm_loss(logits, labels, vocab_size, state.vocab_range, state.mesh, **options)
+    call = current_loss_call()
+    head = None
+    if call is not None:
+        options |= call.options
+        head = None if call.head is None else (call.head.weight, call.head.bias)
+    return causal_lm_loss(
+        logits, labels, vocab_size, state.vocab_range, state.mesh, head=head, **options
+    )
 
 
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

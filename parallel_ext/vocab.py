@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from parallel_ext.sharded import ShardedModule
 _LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
 
 _keep_logits_sharded: ContextVar[bool] = ContextVar("keep_logits_sharded", default=False)
+_loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
 
 
 @contextmanager
@@ -31,6 +34,37 @@ def sharded_logits(keep: bool) -> Iterator[None]:
         yield
     finally:
         _keep_logits_sharded.reset(token)
+
+
+@dataclass
+class LossCall:
+    """What a forward with labels tells its head and its loss.
+
+    Attributes:
+        fused: whether a :class:`VocabParallelHead` shall return the hidden states, for the loss to
+            multiply. An adapted head does not: it is no one product.
+        options: of the loss.
+        head: the one that has done so.
+    """
+
+    fused: bool
+    options: dict[str, Any]
+    head: VocabParallelHead | None = None
+
+
+@contextmanager
+def loss_call(call: LossCall) -> Iterator[None]:
+    """Inside, :func:`current_loss_call` is this one. A property of the call, as above."""
+    token = _loss_call.set(call)
+    try:
+        yield
+    finally:
+        _loss_call.reset(token)
+
+
+def current_loss_call() -> LossCall | None:
+    """The forward that is running, if it is one of a model."""
+    return _loss_call.get()
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -87,8 +121,9 @@ class VocabParallelHead(ShardedModule):
         tied: whether the weight is the embedding's too.
 
     ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
-    returns the replicated logits [..., V], or this rank's columns [..., R] inside
-    ``sharded_logits(True)``.
+    returns the replicated logits [..., V], this rank's columns [..., R] inside
+    ``sharded_logits(True)``, or the hidden states inside a fused
+    ``loss_call``.
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
@@ -122,9 +157,14 @@ class VocabParallelHead(ShardedModule):
         return ops.gather_from_tp(logits, self.sizes, self.group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(input)
+        call = current_loss_call()
+        if call is not None and call.fused:
+            call.head = self
+            return hidden
         rows = self.sizes[self.group.rank]
         logits = ops.column_linear(
-            self.enter(input),
+            hidden,
             self.weight,
             self.bias,
             row_stride=-(-rows // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE,

@@ -9,11 +9,48 @@ from reference_ops import MUTATIONS, own_range, relative_error
 from torch.nn import functional
 
 from parallel_ext.layout import split
-from parallel_ext.ops import Group, VocabStatistics, vocab_cross_entropy_statistics
+from parallel_ext.ops import (
+    Group,
+    VocabStatistics,
+    linear_vocab_cross_entropy_statistics,
+    vocab_cross_entropy_statistics,
+)
 
 FP64 = torch.float64
 NAN, INF = float("nan"), float("inf")
 IGNORED = -100
+
+
+def class_weight(vocab_size: int) -> torch.Tensor:
+    """Uneven class weights, some of them 0, whose mean is not 1."""
+    return torch.arange(vocab_size, dtype=FP64).add(2).remainder(5) * 0.7
+
+
+# Options alone; weight=True stands for uneven class weights.
+ALONE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "weight": {"weight": True},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "label_smoothing and weight": {"label_smoothing": 0.3, "weight": True},
+    "z_loss": {"z_loss": 1e-2},
+    "z_loss and weight": {"z_loss": 1e-2, "weight": True},
+    "softcap": {"softcap": 5.0},
+    "logit_scale": {"logit_scale": -0.3},
+    "all": {
+        "weight": True,
+        "label_smoothing": 0.2,
+        "z_loss": 1e-2,
+        "softcap": 4.0,
+        "logit_scale": 1.7,
+    },
+}
+
+
+def options_named(name: str, vocab_size: int) -> dict[str, Any]:
+    options = dict(ALONE[name])
+    if options.pop("weight", False):
+        options["weight"] = class_weight(vocab_size)
+    return options
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:
@@ -137,3 +174,85 @@ def statistics_errors(
         "argmax": _same_ids(actual.argmax, expected.argmax),
         "gradient": relative_error(grad, expected_grad, (..., slice(*own))),
     }
+
+
+# Which of (input, head, bias) have gradients.
+TRAINED = {
+    "trained": (True, True, True),
+    "frozen": (True, False, False),
+    "only the bias trained": (True, False, True),
+    "only the head trained": (False, True, False),
+}
+
+
+def linear_errors(
+    group: Group,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    labels: torch.Tensor,
+    options: dict[str, Any],
+    trained: str = "trained",
+    statistics: bool = False,
+    mutation: str = "none",
+) -> dict[str, float]:
+    """The head with its loss, and all gradients, against plain torch in fp64.
+
+    ``operands`` are the whole input, head and bias or None. With ``statistics`` these have
+    gradients too. The backward runs twice.
+    """
+    wide = FP64 if operands[0].dtype == FP64 else torch.float32
+    vocab_size = len(operands[1])
+    own = own_range(vocab_size, group)
+    op_group, rank = MUTATIONS[mutation](group)
+    held = slice(*split(vocab_size, group.size)[rank])
+    present = [tensor is not None for tensor in operands]
+    needed = [want and there for want, there in zip(TRAINED[trained], present, strict=True)]
+    whole = [
+        None if each is None else each.double().requires_grad_(want)
+        for each, want in zip(operands, needed, strict=True)
+    ]
+    expected = dense_statistics(functional.linear(*whole), labels, **options)
+    grads = [torch.randn_like(value) for value in expected[:3]]
+    count = 3 if statistics else 1
+    wanted = [each for each, want in zip(whole, needed, strict=True) if want]
+    expected_grads = torch.autograd.grad(expected[:count], wanted, grads[:count])
+
+    input, head, bias = operands
+    ours = [
+        input.detach().clone(),
+        head[held].clone(),
+        None if bias is None else bias[held].clone(),
+    ]
+    for each, want in zip(ours, needed, strict=True):
+        if want:
+            each.requires_grad_()
+    actual = linear_vocab_cross_entropy_statistics(
+        ours[0],
+        ours[1],
+        labels,
+        vocab_size,
+        own,
+        bias=ours[2],
+        log_sum_exp=statistics,
+        entropy=statistics,
+        argmax=statistics,
+        group=op_group,
+        **options,
+    )
+    outputs = [value for value in actual[:count]]
+    wanted = [each for each, want in zip(ours, needed, strict=True) if want]
+    errors = {"loss": relative_error(actual.loss, expected.loss)}
+    assert actual.loss.dtype == wide
+    if statistics:
+        errors["log_sum_exp"] = relative_error(actual.log_sum_exp, expected.log_sum_exp)
+        errors["entropy"] = relative_error(actual.entropy, expected.entropy)
+        errors["argmax"] = _same_ids(actual.argmax, expected.argmax)
+    names = [name for name, want in zip(("input", "head", "bias"), needed, strict=True) if want]
+    for time in ("first", "second"):
+        ours_grads = torch.autograd.grad(
+            outputs, wanted, [grad.to(wide) for grad in grads[:count]], retain_graph=True
+        )
+        for name, grad, answer in zip(names, ours_grads, expected_grads, strict=True):
+            assert grad.dtype == input.dtype
+            rows = slice(None) if name == "input" else slice(*own)
+            errors[f"{time} gradient of {name}"] = relative_error(grad, answer, rows)
+    return errors

@@ -42,8 +42,8 @@ def _values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype, requires_grad=True)
 
 
-def _plain(*shape: int) -> torch.Tensor:
-    return torch.randn(shape)
+def _plain(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype)
 
 
 def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
@@ -69,14 +69,26 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     plain, none = (0.0, 0.0, None, 1.0), [False] * 3
     smooth = (0.1, 1e-3, 5.0, 0.7)
     loss_ends = [(5, start, stop, IGNORED, kind, *plain) for kind in ("mean", "sum", "none")]
+    smooth_end = (5, start, stop, IGNORED, "mean", *smooth)
     whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *smooth)
     width_of_whole = 5 if group.rank == 0 else 0
     losses = [
-        *((_values(4, own), labels, None, *end, none, *of_group) for end in loss_ends),
-        (_values(4, own + 3)[:, :own], labels, weight, *loss_ends[0], none, *of_group),
-        (_values(4, own, dtype=bf16), labels, None, *loss_ends[1], [True, False, True], *of_group),
-        (_values(0, own), labels[:0], weight.double(), *loss_ends[2], [True] * 3, *of_group),
-        (_values(4, width_of_whole), labels, weight, *whole_on_one_rank, [True] * 3, *of_group),
+        *((_values(4, own), labels, None, *end, none) for end in loss_ends),
+        (_values(4, own + 3)[:, :own], labels, weight, *loss_ends[0], none),
+        (_values(4, own, dtype=bf16), labels, None, *loss_ends[1], [True, False, True]),
+        (_values(0, own), labels[:0], weight.double(), *loss_ends[2], [True] * 3),
+        (_values(4, width_of_whole), labels, weight, *whole_on_one_rank, [True] * 3),
+    ]
+    heads = [  # trained for each reduction, frozen, all statistics, no token
+        *(
+            (_values(4, 3), _values(own, 3), _values(own), labels, None, *end, none)
+            for end in loss_ends
+        ),
+        (_values(4, 3), _plain(own, 3), None, labels, weight, *loss_ends[0], none),
+        (_values(4, 3), _plain(own, 3), None, labels, None, *smooth_end, [True] * 3),
+        (_values(4, 3, dtype=bf16), _values(own, 3, dtype=bf16), None, labels, weight)
+        + (*smooth_end, none),
+        (_values(0, 3), _values(own, 3), None, labels[:0], None, *loss_ends[1], none),
     ]
     backward_ends = [
         (5, start, IGNORED, "mean", *plain),
@@ -147,8 +159,10 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(7).expand(2, 3, 7), ids, own, start, 4),
             (_plain(2, 3, 7), ids, 0, 5, None),
         ],
-        "vocab_cross_entropy": losses,
-        "vocab_cross_entropy_forward": [(sample[0].detach(), *sample[1:]) for sample in losses],
+        "vocab_cross_entropy": [(*sample, False, *of_group) for sample in losses],
+        "vocab_cross_entropy_forward": [
+            (sample[0].detach(), *sample[1:], *of_group) for sample in losses
+        ],
         "vocab_cross_entropy_backward": [
             (_plain(), None, None, _plain(4, own), labels, None, _plain(2, 4), *backward_ends[0]),
             (*per_token, _plain(4, own + 3)[:, :own], labels, weight, _plain(3, 4))
@@ -157,6 +171,35 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             + backward_ends[2],
             (_plain(), None, None, _plain(4, 4, 8)[:, :1, 0], labels, None, _plain(2, 4))
             + backward_ends[2],
+        ],
+        "vocab_cross_entropy_backward_": [
+            (_plain(), None, None, _plain(4, own), labels, None, _plain(2, 4), *backward_ends[0]),
+            (*per_token, _plain(4, own + 3)[:, :own], labels, weight, _plain(3, 4))
+            + backward_ends[1],
+        ],
+        "linear_vocab_cross_entropy": [(*sample, *of_group) for sample in heads],
+        "linear_vocab_cross_entropy_forward": [
+            (
+                *(each.detach() if isinstance(each, torch.Tensor) else each for each in sample),
+                needed,
+            )
+            + of_group
+            for sample in heads
+            for needed in ([True, True, sample[2] is not None], [True, False, False], none)
+        ],
+        "linear_vocab_cross_entropy_backward": [
+            (_plain(), None, None, _plain(4, 3), _plain(own, 3), _plain(own), labels, None)
+            + (_plain(2, 4), *backward_ends[0], [True] * 3),
+            (*per_token, _plain(4, 3), _plain(own, 3), None, labels, weight, _plain(3, 4))
+            + (*backward_ends[1], [False, True, False]),
+            (None, _plain(4), None, _plain(4, 3, dtype=bf16), _plain(own, 3, dtype=bf16), None)
+            + (labels, None, _plain(2, 4), *backward_ends[2], [True, False, False]),
+        ],
+        "linear_vocab_cross_entropy_frozen_backward": [
+            (*per_token[:2], _plain(4, 3), _plain(own, 3), labels, weight, _plain(2, 4))
+            + (5, start, IGNORED, "none", 0.1, 1e-3, 0.7),
+            (_plain(), None, _plain(4, 3), _plain(0, 3), labels, None, _plain(2, 4))
+            + (5, 5, IGNORED, "mean", 0.0, 0.0, 1.0),
         ],
         "moe_route_plan": [
             (choices, sizes, 4096, group.rank),

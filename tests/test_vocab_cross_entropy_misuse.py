@@ -101,8 +101,8 @@ REFUSALS = {
     "labels of another length": (
         lambda group: _loss(group, [0, 1], torch.zeros(3, 5)),
         "ValueError",
-        "vocab_cross_entropy: labels of shape [2] do not fit logits of shape [3, 5]; "
-        "one label per row is expected",
+        "vocab_cross_entropy: labels of shape [2] do not fit the 3 tokens; one label for each is "
+        "expected",
     ),
     "logits of three dimensions": (
         lambda group: _loss(group, [0, 1], torch.zeros(1, 2, 5)),

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loss import (
+    ALONE,
     FP64,
     IGNORED,
     INF,
     NAN,
     dense_statistics,
     labels_of,
+    options_named,
     special_logits,
     statistics_errors,
 )
@@ -38,37 +40,7 @@ settings.register_profile("parallel_ext", deadline=None, database=None)
 settings.load_profile("parallel_ext")
 
 
-def _weight(vocab_size: int) -> torch.Tensor:
-    """Uneven class weights, some of them 0, whose mean is not 1."""
-    return torch.arange(vocab_size, dtype=FP64).add(2).remainder(5) * 0.7
-
-
-# Options alone; weight=True stands for uneven class weights.
-ALONE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "weight": {"weight": True},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "label_smoothing and weight": {"label_smoothing": 0.3, "weight": True},
-    "z_loss": {"z_loss": 1e-2},
-    "z_loss and weight": {"z_loss": 1e-2, "weight": True},
-    "softcap": {"softcap": 5.0},
-    "logit_scale": {"logit_scale": -0.3},
-    "all": {
-        "weight": True,
-        "label_smoothing": 0.2,
-        "z_loss": 1e-2,
-        "softcap": 4.0,
-        "logit_scale": 1.7,
-    },
-}
 EACH_ALONE = pytest.mark.parametrize("name", ALONE)
-
-
-def _options(name: str, vocab_size: int) -> dict[str, Any]:
-    options = dict(ALONE[name])
-    if options.pop("weight", False):
-        options["weight"] = _weight(vocab_size)
-    return options
 
 
 def _errors_of_one_option(
@@ -79,7 +51,7 @@ def _errors_of_one_option(
         labels = labels_of(vocab_size)
         logits = 3 * torch.randn(len(labels), vocab_size, dtype=FP64)
         for reduction in ("none", "sum", "mean"):
-            options = {**_options(name, vocab_size), "reduction": reduction}
+            options = {**options_named(name, vocab_size), "reduction": reduction}
             found = statistics_errors(group, logits, labels, options, mutation)
             errors.update({f"V={vocab_size} {reduction}: {k}": v for k, v in found.items()})
     return errors
@@ -157,7 +129,7 @@ def _loss_errors_of_scale(group: Group, dtype: torch.dtype, scale: float) -> dic
     start, stop = own_range(5001, group)
     for name in ALONE:
         for reduction in ("none", "sum", "mean"):
-            options = {**_options(name, 5001), "reduction": reduction}
+            options = {**options_named(name, 5001), "reduction": reduction}
             expected = dense_statistics(logits.double(), labels, **options)
             actual = vocab_cross_entropy_statistics(
                 logits[:, start:stop],
@@ -185,7 +157,7 @@ def _errors_of_dtype(group: Group, dtype: torch.dtype) -> dict[str, float]:
     errors, labels = {}, labels_of(4999)
     logits = (3 * torch.randn(len(labels), 4999, dtype=FP64)).to(dtype)
     for name in ALONE:
-        options = {**_options(name, 4999), "reduction": "none"}
+        options = {**options_named(name, 4999), "reduction": "none"}
         found = statistics_errors(group, logits, labels, options)
         errors.update({f"{name}: {case}": error for case, error in found.items()})
     return errors
@@ -279,7 +251,7 @@ def _gradcheck(group: Group, name: str, reduction: str) -> None:
             entropy=True,
             reduction=reduction,
             group=group,
-            **_options(name, 5),
+            **options_named(name, 5),
         )[:3],
         [logits],
     )

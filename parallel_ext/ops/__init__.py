@@ -22,6 +22,8 @@ from parallel_ext.ops.moe import (
 from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
 from parallel_ext.ops.vocab import (
     VocabStatistics,
+    linear_vocab_cross_entropy,
+    linear_vocab_cross_entropy_statistics,
     vocab_cross_entropy,
     vocab_cross_entropy_statistics,
     vocab_embedding,
@@ -37,6 +39,8 @@ __all__ = [
     "column_linear",
     "copy_to_tp",
     "gather_from_tp",
+    "linear_vocab_cross_entropy",
+    "linear_vocab_cross_entropy_statistics",
     "lora_linear",
     "moe_combine",
     "moe_dispatch",

@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "check.h"
-#include "vocab_cross_entropy.h"
+#include "vocab_shard.h"
 
 namespace parallel_ext {
 namespace {

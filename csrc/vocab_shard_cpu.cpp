@@ -14,7 +14,7 @@
 #include "exp.h"
 #include "kernel_choice.h"
 #include "number.h"
-#include "vocab_cross_entropy.h"
+#include "vocab_shard.h"
 
 namespace parallel_ext {
 namespace {
@@ -205,8 +205,13 @@ PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTas
   const auto grad = [factor](wide_t z) {
     return exp_below_88((z - factor.max) - factor.log_sum) * factor.probability - factor.column;
   };
-  for (int64_t i = 0; i < task.size; ++i) store(grad(widen(row[i])), out + i);
-  if (label >= 0) store(grad(widen(row[label])) - factor.label, out + label);
+  const wide_t of_label = label < 0 ? 0 : grad(widen(row[label])) - factor.label;
+  const auto fill = [&](const scalar_t* from) {
+    for (int64_t i = 0; i < task.size; ++i) store(grad(widen(from[i])), out + i);
+  };
+  // The compiler vectorizes what it knows to be apart or to be the same.
+  row == out ? fill(out) : fill(row);
+  if (label >= 0) store(of_label, out + label);
 }
 
 template <typename scalar_t, typename wide_t>

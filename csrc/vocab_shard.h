@@ -1,5 +1,5 @@
-// The two passes over a shard of the logits that the cross entropy needs, as CPU loops and as ATen
-// calls; vocab_cross_entropy.cpp does what lies between them.
+// The two passes over a shard of the logits, or a tile of one, that the cross entropy needs, as CPU
+// loops and as ATen calls; vocab_loss.h is what lies between them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +20,12 @@ struct VocabShard {
 
   bool holds_logits() const { return scale == 1 && cap == 0; }  // z is the logit
 };
+
+// As the loops want them: columns one apart, rows that do not overlap.
+inline bool has_adjacent_columns(const at::Tensor& logits) {
+  const bool adjacent = logits.sym_stride(1) == 1 || logits.sym_size(1) <= 1;
+  return adjacent && logits.sym_stride(0) >= logits.sym_size(1);
+}
 
 // The rows of a record [count, T], wide; -1 where not asked for. m is the maximum of the shard's z,
 // or 0 where nothing is above -inf.
@@ -43,6 +49,7 @@ struct RecordRows {
 inline constexpr int64_t kLastId = 0x7fffffff;
 
 // -> record. A NaN is the maximum, and the first one's id that of it, as in torch.
+at::Tensor vocab_shard_record(const VocabShard& shard, const RecordRows& rows);
 at::Tensor vocab_shard_record_cpu(const VocabShard& shard, const RecordRows& rows);
 at::Tensor vocab_shard_record_aten(const VocabShard& shard, const RecordRows& rows);
 
@@ -56,8 +63,10 @@ struct GradientRows {
 // exp(z - maximum), and the entropy where it was asked for.
 inline constexpr int64_t kRowsWithoutEntropy = 2, kRowsWithEntropy = 3;
 
-// Fills grad_logits [T, Vl]; a row of zeros where all of the token's factors, the column of
-// factors [GradientRows::kCount, T], wide, are 0.
+// Fills grad_logits [T, Vl], which may be the logits; a row of zeros where all of the token's
+// factors, the column of factors [GradientRows::kCount, T], wide, are 0.
+void vocab_shard_gradient(const VocabShard& shard, const at::Tensor& normalizer,
+                          const at::Tensor& factors, at::Tensor& grad_logits);
 void vocab_shard_gradient_cpu(const VocabShard& shard, const at::Tensor& normalizer,
                               const at::Tensor& factors, at::Tensor& grad_logits);
 void vocab_shard_gradient_aten(const VocabShard& shard, const at::Tensor& normalizer,

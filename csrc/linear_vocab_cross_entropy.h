@@ -1,0 +1,48 @@
+// What a forward of the fused head and loss computes ahead of its backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "check.h"
+
+namespace parallel_ext {
+
+enum class Ahead {
+  kNothing,    // backward makes the logits again
+  kGradients,  // all gradients, but for the factor that arrives in backward: three GEMMs instead of
+               // four
+  kRows,       // of a frozen head, the expected row of each token: two GEMMs and one exchange
+};
+
+// `needed`: gradients of input, head, bias.
+inline Ahead ahead_of(c10::ScalarType dtype, const std::string& reduction,
+                      const std::optional<double>& softcap, std::array<bool, 3> needed) {
+  if (!needed[0] && !needed[1] && !needed[2]) return Ahead::kNothing;
+  // A cap makes the share of the label's row, and of all rows, depend on the logits.
+  if (!needed[1] && !needed[2] && !softcap) return Ahead::kRows;
+  // Each token has a factor of its own.
+  if (reduction == "none") return Ahead::kNothing;
+  // Before its loss is scaled up, the gradient of a mean is too small for fp16.
+  if (reduction == "mean" && dtype == c10::ScalarType::Half) return Ahead::kNothing;
+  return Ahead::kGradients;
+}
+
+// A tile of few tokens costs traffic of the head and of its gradient, one of many costs memory:
+// 256 in fp32, 1024 in bf16, whose GEMMs are faster.
+inline int64_t tokens_of_tile(const at::Tensor& input) {
+  if (!input.is_cpu()) return 4096;
+  return input.scalar_type() == at::kBFloat16 ? 1024 : 1024 / input.element_size();
+}
+
+// Of the gradients that forward computes: sums over tiles are made in fp32 or fp64. In fp16 a
+// single tile's are as well, which may be larger than fp16 allows until the loss scale is lowered.
+inline at::ScalarType type_ahead(const at::Tensor& input) {
+  const bool one_tile = input.sym_size(0) <= tokens_of_tile(input);
+  return one_tile && input.scalar_type() != at::kHalf ? input.scalar_type() : wide_type(input);
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,463 @@
+"""The output head and its loss in one op, on shards, against plain torch in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_loss import (
+    ALONE,
+    FP64,
+    IGNORED,
+    INF,
+    NAN,
+    TRAINED,
+    labels_of,
+    linear_errors,
+    options_named,
+)
+from reference_ops import (
+    ALL_SIZES,
+    BOTH_PATHS,
+    NOTICED,
+    TOLERANCE,
+    assert_all_raise,
+    aten_path,
+    on_ranks,
+    own_range,
+    relative_error,
+    share_of,
+    worst,
+)
+from torch.nn import functional
+
+from parallel_ext import _C, release_workspaces
+from parallel_ext.ops import Group, linear_vocab_cross_entropy
+
+settings.register_profile("parallel_ext", deadline=None, database=None)
+settings.load_profile("parallel_ext")
+
+EACH_OPTION = pytest.mark.parametrize("name", ALONE)
+EACH_TRAINED = pytest.mark.parametrize("trained", TRAINED)
+
+
+def _operands(
+    num_tokens: int, hidden: int, vocab_size: int, dtype: torch.dtype = FP64, bias: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return (
+        torch.randn(num_tokens, hidden).to(dtype),
+        torch.randn(vocab_size, hidden).to(dtype),
+        torch.randn(vocab_size).to(dtype) if bias else None,
+    )
+
+
+def _errors_of_one_option(
+    group: Group, name: str, vocab_sizes: list[int], trained: str, mutation: str = "none"
+) -> dict[str, float]:
+    errors = {}
+    for vocab_size in vocab_sizes:
+        labels = labels_of(vocab_size)
+        operands = _operands(len(labels), 3, vocab_size)
+        for reduction in ("none", "sum", "mean"):
+            options = {**options_named(name, vocab_size), "reduction": reduction}
+            found = linear_errors(group, operands, labels, options, trained, mutation=mutation)
+            errors.update({f"V={vocab_size} {reduction}: {k}": v for k, v in found.items()})
+    return errors
+
+
+@BOTH_PATHS
+@ALL_SIZES
+@EACH_OPTION
+def test_each_option_equals_unsharded_for_a_trained_and_a_frozen_head(name, size, aten):
+    """Also where a rank's shard is empty: 1 on 2, 5 on 4."""
+    for trained in ("trained", "frozen"):
+        results = on_ranks(size, _errors_of_one_option, name, [1, 5, 10, 65], trained, aten=aten)
+        error, case = worst(results)
+        assert error <= TOLERANCE[FP64], (trained, case)
+
+
+@pytest.mark.parametrize("mutation", ["no exchange", "swapped shards"])
+@pytest.mark.parametrize("trained", ["trained", "frozen"])
+def test_the_comparison_notices_a_broken_exchange(trained, mutation):
+    results = on_ranks(2, _errors_of_one_option, "all", [128], trained, mutation)
+    assert worst(results)[0] > NOTICED
+
+
+def _errors_of_tiles(group: Group, trained: str, name: str, reduction: str) -> dict[str, float]:
+    """Several tiles of tokens and, on two ranks, of ids; the second backward makes them again."""
+    num_tokens, vocab_size = 300, 20001
+    labels = torch.randint(0, vocab_size, (num_tokens,))
+    labels[::7] = IGNORED
+    options = {**options_named(name, vocab_size), "reduction": reduction}
+    operands = _operands(num_tokens, 3, vocab_size)
+    return linear_errors(group, operands, labels, options, trained)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("name", ["label_smoothing and weight", "all"])
+@EACH_TRAINED
+def test_tiles_of_tokens_and_ids_equal_unsharded(trained, name, reduction):
+    error, case = worst(on_ranks(2, _errors_of_tiles, trained, name, reduction))
+    assert error <= TOLERANCE[FP64], case
+
+
+def _errors_of_random_options(
+    group: Group,
+    seed: int,
+    num_tokens: int,
+    vocab_size: int,
+    trained: str,
+    bias: bool,
+    statistics: bool,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    torch.manual_seed(seed)
+    options = dict(options)
+    if options["weight"]:
+        options["weight"] = 2 * torch.rand(vocab_size, dtype=FP64)
+    labels = torch.randint(0, vocab_size, (num_tokens,))
+    labels[torch.rand(num_tokens) < 0.3] = options["ignore_index"]
+    operands = _operands(num_tokens, 2, vocab_size, bias=bias or trained == "only the bias trained")
+    return linear_errors(group, operands, labels, options, trained, statistics)
+
+
+@given(
+    size=st.integers(1, 4),
+    aten=st.booleans(),
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 200),
+    vocab_size=st.sampled_from([1, 2, 3, 5, 10, 65, 127, 301]),
+    trained=st.sampled_from(list(TRAINED)),
+    bias=st.booleans(),
+    statistics=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "weight": st.sampled_from([None, True]),
+            "ignore_index": st.sampled_from([IGNORED, -1, 0, 7]),
+            "reduction": st.sampled_from(["none", "sum", "mean"]),
+            "label_smoothing": st.sampled_from([0.0, 0.1, 0.999]),
+            "z_loss": st.sampled_from([0.0, 1e-4, 1.0]),
+            "softcap": st.sampled_from([None, 2.0, 30.0]),
+            "logit_scale": st.sampled_from([1.0, 0.25, -2.0, 0.0]),
+        }
+    ),
+)
+@settings(max_examples=60)
+def test_random_combinations_of_options_equal_unsharded(
+    size, aten, seed, num_tokens, vocab_size, trained, bias, statistics, options
+):
+    arguments = (seed, num_tokens, vocab_size, trained, bias, statistics, options)
+    error, case = worst(on_ranks(size, _errors_of_random_options, *arguments, aten=aten))
+    assert error <= TOLERANCE[FP64], case
+
+
+def _errors_of_dtype(
+    group: Group, dtype: torch.dtype, trained: str, reduction: str
+) -> dict[str, tuple[float, float]]:
+    """Of ours and of plain torch in the same dtype, both against fp64."""
+    vocab_size, num_tokens = 1025, 600
+    labels = torch.randint(0, vocab_size, (num_tokens,))
+    labels[::5] = IGNORED
+    operands = _operands(num_tokens, 16, vocab_size, dtype, bias=False)
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    ours = linear_errors(group, operands, labels, options, trained)
+    whole = [each.double().requires_grad_() for each in operands[:2]]
+    same = [each.detach().clone().requires_grad_() for each in operands[:2]]
+    torch.manual_seed(1)
+    loss = functional.cross_entropy(functional.linear(*whole), labels, **options)
+    own = functional.cross_entropy(functional.linear(*same).float(), labels, **options)
+    grad = torch.randn_like(loss)
+    expected = torch.autograd.grad(loss, whole, grad)
+    actual = torch.autograd.grad(own, same, grad.float())
+    limit = {
+        "loss": relative_error(own, loss),
+        "input": relative_error(actual[0], expected[0]),
+        "head": relative_error(actual[1], expected[1]),
+    }
+    return {key: (value, limit[key.split()[-1]]) for key, value in ours.items()}
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("trained", ["trained", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_error_of_each_dtype_is_at_most_twice_that_of_one_process(dtype, trained, reduction):
+    floor = 1e-6 if dtype == torch.float32 else 2e-4
+    for errors in on_ranks(2, _errors_of_dtype, dtype, trained, reduction):
+        for case, (ours, single) in errors.items():
+            assert ours <= max(2 * single, floor), (case, ours, single)
+
+
+def _hostile(case: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input, head, bias, labels of ten ids, of which rank 0 of two holds five."""
+    input, head, bias = _operands(6, 3, 10)
+    labels = torch.tensor([0, 4, 5, 9, IGNORED, 7])
+    if case == "NaN in a token":
+        input[1, 0] = NAN
+    elif case == "inf in a token":
+        input[1, 0] = INF
+    elif case == "NaN in a row":
+        head[7, 1] = NAN
+        labels[4] = 0  # of an ignored token torch gives NaN, we 0
+    elif case == "a masked id":
+        bias[3] = -INF
+    elif case == "a masked shard":
+        bias[5:] = -INF
+        labels[labels >= 5] = 2
+    elif case == "logits of a thousand":
+        input *= 1000
+    elif case == "logits of minus a thousand":
+        head, bias = head * 0, bias - 1000
+    else:
+        assert case == "all ignored"
+        labels[:] = IGNORED
+    return input, head, bias, labels
+
+
+HOSTILE = [
+    "NaN in a token",
+    "inf in a token",
+    "NaN in a row",
+    "a masked id",
+    "a masked shard",
+    "logits of a thousand",
+    "logits of minus a thousand",
+    "all ignored",
+]
+
+
+def _errors_of_hostile(group: Group, case: str, trained: str, reduction: str) -> dict[str, float]:
+    *operands, labels = _hostile(case)
+    return linear_errors(group, tuple(operands), labels, {"reduction": reduction}, trained)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("trained", ["trained", "frozen"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_nan_and_infinities_give_what_torch_gives(case, trained, aten):
+    for reduction in ("none", "sum", "mean"):
+        results = on_ranks(2, _errors_of_hostile, case, trained, reduction, aten=aten)
+        error, where = worst(results)
+        assert error <= TOLERANCE[FP64], (reduction, where)
+
+
+def _gradcheck(group: Group, name: str, reduction: str) -> None:
+    labels = torch.tensor([4, IGNORED, 0, 2])
+    operands = [each.requires_grad_() for each in _operands(4, 2, 5)]
+
+    def loss(input: torch.Tensor, head: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return linear_vocab_cross_entropy(
+            input,
+            share_of(head, 0, group),
+            labels,
+            5,
+            own_range(5, group),
+            bias=share_of(bias, 0, group),
+            reduction=reduction,
+            group=group,
+            **options_named(name, 5),
+        )
+
+    assert torch.autograd.gradcheck(loss, operands)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@EACH_OPTION
+def test_each_option_passes_gradcheck(name, size):
+    for reduction in ("none", "sum", "mean"):
+        on_ranks(size, _gradcheck, name, reduction)
+
+
+def _loss(group: Group, trained: bool, **options: Any) -> torch.Tensor:
+    """Of 600 tokens and 10 ids, with gradients; 128 tokens in fp64 are a tile."""
+    input, head, _ = _operands(600, 3, 10)
+    start, stop = own_range(10, group)
+    return linear_vocab_cross_entropy(
+        input.requires_grad_(),
+        head[start:stop].clone().requires_grad_(trained),
+        torch.arange(600) % 10,
+        10,
+        (start, stop),
+        group=group,
+        **options,
+    )
+
+
+def _messages(group: Group, trained: bool, reduction: str) -> list[dict[str, int]]:
+    _C.reset_collective_counts()
+    loss = _loss(group, trained, reduction=reduction)
+    forward = _C.collective_counts()
+    _C.reset_collective_counts()
+    loss.sum().backward()
+    return [forward, _C.collective_counts()]
+
+
+@pytest.mark.parametrize(
+    ("trained", "reduction", "exchanges"),
+    [(False, "mean", 1), (False, "none", 1), (True, "none", 1), (True, "mean", 5)],
+)
+def test_one_exchange_or_one_for_each_tile_of_a_trained_head(trained, reduction, exchanges):
+    """The same bytes in any case, and one sum of the input's gradient."""
+    gathered = {"all_gather": exchanges, "all_gather_bytes": 600 * 3 * 8}
+    summed = {"all_reduce": 1, "all_reduce_bytes": 600 * 3 * 8}
+    expected = [{**gathered, "in_shared_memory": exchanges}, {**summed, "in_shared_memory": 1}]
+    assert on_ranks(2, _messages, trained, reduction) == [expected] * 2
+
+
+def _bits(group: Group) -> list[bytes]:
+    return [
+        _loss(group, trained, reduction=reduction, label_smoothing=0.1).detach().numpy().tobytes()
+        for trained in (False, True)
+        for reduction in ("none", "sum", "mean")
+    ]
+
+
+def test_the_loss_has_the_same_bits_on_every_rank():
+    first, *others = on_ranks(3, _bits)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_second_derivative_is_refused(trained):
+    def second(group: Group) -> None:
+        _loss(group, trained).backward(create_graph=True)
+
+    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
+        on_ranks(1, second)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_backward_without_retained_graph_runs_once(trained):
+    def twice(group: Group) -> None:
+        loss = _loss(group, trained)
+        loss.backward()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="second time"):
+        on_ranks(1, twice)
+
+
+def _allocated_mib(num_tokens: int, trained: bool, dtype: torch.dtype) -> float:
+    """The most that forward and backward hold at a time beside the operands."""
+    input, head, _ = _operands(num_tokens, 64, 4096, dtype, bias=False)
+    input.requires_grad_(), head.requires_grad_(trained)
+    labels = torch.zeros(num_tokens, dtype=torch.int64)
+    release_workspaces()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
+        linear_vocab_cross_entropy(input, head, labels, 4096, (0, 4096)).backward()
+    held = most = 0
+    events = recorded.profiler.kineto_results.events()
+    for event in sorted(
+        (event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()
+    ):
+        held += event.nbytes()
+        most = max(most, held)
+    return most / 2**20
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_memory_is_a_tile_and_what_a_token_has_whatever_the_number_of_tokens(trained):
+    """A tile is 4 MiB, the head's gradient 1; whole logits would be 64 MiB, then 128."""
+    small, large = (_allocated_mib(tokens, trained, torch.float32) for tokens in (4096, 8192))
+    assert small <= 10
+    assert large - small <= 5  # 1 MiB for each [T, H], of which there are few
+
+
+def test_the_gradient_of_the_head_is_handed_out_without_a_copy():
+    head = torch.randn(10, 3, requires_grad=True)
+    labels = torch.tensor([1, 2])
+    linear_vocab_cross_entropy(torch.randn(2, 3), head, labels, 10, (0, 10)).backward()
+    first, head.grad = head.grad, None
+    linear_vocab_cross_entropy(torch.randn(2, 3), head, labels, 10, (0, 10)).backward()
+    assert first.data_ptr() != head.grad.data_ptr()
+    assert not torch.equal(first, head.grad)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_compiled_head_and_loss_equal_eager(reduction, trained, aten):
+    labels = torch.tensor([4, IGNORED, 0, 2])
+    input, head, bias = _operands(4, 3, 5)
+    input.requires_grad_(), head.requires_grad_(trained)
+
+    def model(input: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return 3 * linear_vocab_cross_entropy(
+            input.tanh(), head, labels, 5, (0, 5), bias=bias, reduction=reduction
+        )
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    with aten_path(aten):
+        for function in (model, compiled):
+            loss = function(input, head)
+            wanted = [input, head] if trained else [input]
+            results.append((loss, *torch.autograd.grad(loss.sum(), wanted)))
+    assert all(map(torch.equal, *results))
+
+
+def test_autocast_multiplies_in_the_lower_precision_and_keeps_fp32_gradients():
+    input, head, _ = _operands(40, 16, 30, torch.float32, bias=False)
+    labels = torch.arange(40) % 30
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_vocab_cross_entropy(
+            input.requires_grad_(), head.requires_grad_(), labels, 30, (0, 30)
+        )
+    expected = linear_vocab_cross_entropy(input.bfloat16(), head.bfloat16(), labels, 30, (0, 30))
+    assert torch.equal(loss, expected)
+    loss.backward()
+    assert input.grad.dtype == head.grad.dtype == torch.float32
+
+
+def _misused(group: Group, changed: dict[str, Any]) -> torch.Tensor:
+    start, stop = own_range(10, group)
+    arguments = {
+        "input": torch.zeros(2, 3),
+        "head_weight": torch.zeros(stop - start, 3),
+        "labels": torch.tensor([1, 9]),
+        "vocab_size": 10,
+        "vocab_range": (start, stop),
+        **changed,
+    }
+    return linear_vocab_cross_entropy(**arguments, group=group)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"labels": torch.tensor([1, 10])}, "IndexError", "label 10 at position 1 is outside the"),
+        ({"labels": torch.tensor([1])}, "ValueError", "labels of shape [1] do not fit the 2 tok"),
+        ({"labels": torch.tensor([1, 2]).int()}, "TypeError", "labels must be int64 (Long), got"),
+        (
+            {"head_weight": torch.zeros(10, 3)},
+            "ValueError",
+            "the rows of head_weight hold 10 of the vocabulary, but this rank's shard is [",
+        ),
+        ({"vocab_range": (0, 11)}, "ValueError", "the shard [0, 11) is not inside [0, 10)"),
+        ({"input": torch.zeros(2, 4)}, "ValueError", "does not fit the local head_weight of shape"),
+        (
+            {"input": torch.zeros(2, 1, 3)},
+            "ValueError",
+            "expected 2 dimensions in input, got shape",
+        ),
+        (
+            {"input": torch.zeros(2, 3).half()},
+            "TypeError",
+            "head_weight is Float but input is Half",
+        ),
+        ({"bias": torch.zeros(3)}, "ValueError", "bias of shape [3] does not fit the local head_w"),
+        (
+            {"weight": torch.ones(5)},
+            "ValueError",
+            "weight of shape [5] does not fit the vocabulary",
+        ),
+        ({"label_smoothing": 1.0}, "ValueError", "label_smoothing must be in [0, 1), got 1"),
+        ({"softcap": 0.0}, "ValueError", "softcap must be a finite number > 0, or None"),
+        ({"reduction": "average"}, "ValueError", "reduction must be 'none', 'sum' or 'mean', got"),
+    ],
+)
+def test_bad_arguments_are_named_on_all_ranks(changed, error, text):
+    assert_all_raise(_misused, changed, error=error, text=text)
