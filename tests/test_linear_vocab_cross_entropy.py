@@ -19,6 +19,7 @@ from reference_loss import (
     linear_errors,
     options_named,
 )
+from reference_memory import allocated
 from reference_ops import (
     ALL_SIZES,
     BOTH_PATHS,
@@ -345,17 +346,9 @@ def _allocated_mib(num_tokens: int, trained: bool, dtype: torch.dtype) -> float:
     input.requires_grad_(), head.requires_grad_(trained)
     labels = torch.zeros(num_tokens, dtype=torch.int64)
     release_workspaces()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
-        linear_vocab_cross_entropy(input, head, labels, 4096, (0, 4096)).backward()
-    held = most = 0
-    events = recorded.profiler.kineto_results.events()
-    for event in sorted(
-        (event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()
-    ):
-        held += event.nbytes()
-        most = max(most, held)
-    return most / 2**20
+    return allocated(
+        lambda: linear_vocab_cross_entropy(input, head, labels, 4096, (0, 4096)).backward()
+    )
 
 
 @pytest.mark.parametrize("trained", [True, False])

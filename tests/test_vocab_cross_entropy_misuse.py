@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference_loss import FP64, IGNORED, INF, NAN, dense_statistics, labels_of
+from reference_memory import allocated
 from reference_ops import (
     BOTH_PATHS,
     TOLERANCE,
@@ -362,23 +363,11 @@ def test_one_message_holds_only_what_was_asked_for(numbers, asked, options):
     assert on_ranks(2, _message_bytes, asked, options) == [sent] * 2
 
 
-def _allocated_mib() -> float:
-    """The most that forward and backward hold at a time beside their inputs."""
+def test_memory_is_one_gradient_and_what_a_token_has():
     logits, labels = torch.randn(4096, 1024).requires_grad_(), torch.zeros(4096, dtype=torch.int64)
     options = {**EVERYTHING, "weight": torch.ones(1024)}
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
-        vocab_cross_entropy(logits, labels, 1024, (0, 1024), **options).backward()
-    held = most = 0
-    events = recorded.profiler.kineto_results.events()
-    for event in sorted(
-        (event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()
-    ):
-        held += event.nbytes()
-        most = max(most, held)
-    return most / 2**20
-
-
-def test_memory_is_one_gradient_and_what_a_token_has():
     release_workspaces()
-    assert 16 <= _allocated_mib() <= 17
+    peak = allocated(
+        lambda: vocab_cross_entropy(logits, labels, 1024, (0, 1024), **options).backward()
+    )
+    assert 16 <= peak <= 17
