@@ -1,0 +1,94 @@
+"""The loss of a model: its options, several tiles of tokens, and the forms that keep the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import (
+    FLOOR,
+    Tiny,
+    batch,
+    difference,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
+from reference_loss import dense_statistics
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
+EACH_OPTION = {name: {name: value} for name, value in OPTIONS.items()} | {"all": OPTIONS}
+
+
+def _expected_loss(model: Any, data: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+    logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
+    targets = torch.nn.functional.pad(data["labels"], (0, 1), value=-100)[..., 1:]
+    return dense_statistics(logits.flatten(0, -2), targets.flatten(), **options).loss
+
+
+def _parity(
+    data: dict[str, Any], options: dict[str, Any], how: dict[str, Any], train: bool
+) -> dict[str, float]:
+    reference = Tiny().model()
+    model = parallel(reference, mesh_of(), **how)
+    expected = _expected_loss(reference, data, options)
+    got = model.train(train)(**data, **options)
+    assert (got.logits is None) == (train and not how.get("training_logits"))
+    expected.backward()
+    got.loss.backward()
+    return {
+        "loss": difference(got.loss, expected),
+        **shard_differences(model, gradients_of(reference), gradients=True),
+    }
+
+
+def _check(tp: int, *args: Any) -> None:
+    for differences in pool(tp).run(_parity, *args):
+        error, name = worst(differences)
+        assert error <= FLOOR[torch.float64], f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("name", EACH_OPTION)
+def test_options_of_a_call_equal_those_on_whole_logits(name: str, tp: int) -> None:
+    _check(tp, batch(101), EACH_OPTION[name], {}, True)
+
+
+@pytest.mark.parametrize("how", [{"training_logits": True}, {"agreement": False}])
+def test_options_also_serve_models_that_return_logits_or_agree_on_nothing(how: dict) -> None:
+    _check(2, batch(101), OPTIONS, how, True)
+
+
+def test_options_serve_an_evaluation_too() -> None:
+    _check(2, batch(101), OPTIONS, {}, False)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_several_tiles_of_tokens_equal_the_single_process(tp: int) -> None:
+    """Of 128 tokens each in fp64, and each with an exchange of its own."""
+    _check(tp, batch(101, rows=7, tokens=90), {}, {}, True)
+
+
+def _different_options() -> None:
+    model, rank = parallel(Tiny().model(), mesh_of()), mesh_of().tp_rank
+    model(**batch(101), label_smoothing=0.1 * rank)
+
+
+def test_ranks_with_different_options_all_raise() -> None:
+    for raised in pool(2).run_raising(_different_options):
+        assert raised.type == "DisagreementError"
+        assert "label_smoothing" in raised.text
+
+
+def _bad_option() -> None:
+    parallel(Tiny().model(), mesh_of())(**batch(101), softcap=-1.0)
+
+
+def test_a_bad_option_raises_on_all_ranks() -> None:
+    for raised in pool(2).run_raising(_bad_option):
+        assert raised.type == "ValueError"
+        assert "softcap must be a finite number > 0" in raised.text
