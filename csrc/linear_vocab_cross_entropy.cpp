@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
@@ -208,7 +209,7 @@ struct Gradients {
   }
 };
 
-// The records of all tokens, of the ranks in order, and nothing else but `rows` of a frozen head.
+// This rank's records of all tokens; on the way, if asked for, the expected rows.
 at::Tensor records_of_tiles(const VocabLoss& loss, const Operands& operands, const RecordRows& rows,
                             ExpectedRows* expected) {
   const auto ids = ranges_of(std::max<int64_t>(operands.head.size(0), 1), kIds);
@@ -233,6 +234,31 @@ at::Tensor records_of_tiles(const VocabLoss& loss, const Operands& operands, con
   return records;
 }
 
+// The records of all ranks, and all gradients but for the factor that arrives in backward. Those of
+// a tile need the sums over the whole vocabulary, so each tile has its own exchange.
+template <typename Exchange>
+at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
+                              const RecordRows& rows, const Tokens& tokens,
+                              const Exchange& exchange, Gradients& gradients) {
+  const auto wide = wide_type(operands.input);
+  const Range ids{0, operands.head.size(0)};
+  const Tile tile(operands, ids.size);
+  std::vector<at::Tensor> records;
+  for (const Range part : operands.tokens) {
+    const VocabShard shard =
+        loss.shard(tile.logits(operands, part, ids), operands.labels_of(part), loss.vocab_start);
+    records.push_back(exchange(vocab_shard_record(shard, rows)));
+    const at::Tensor normalizer =
+        normalizer_of(merge(records.back(), rows), /*with_entropy=*/false, wide);
+    const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
+                                          tokens.narrow(part.start, part.size), normalizer);
+    at::Tensor logits = shard.logits;
+    vocab_shard_gradient(shard, normalizer, factors, logits);
+    gradients.add(operands, logits, part, ids, /*first_ids=*/true, part.start == 0);
+  }
+  return at::cat(records, 2);
+}
+
 EightTensors forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
                             const MaybeTensor& head_bias, const at::Tensor& labels,
                             const MaybeTensor& weight, int64_t vocab_size, int64_t vocab_start,
@@ -255,34 +281,14 @@ EightTensors forward_kernel(const at::Tensor& input, const at::Tensor& head_weig
   const auto exchange = [&](const at::Tensor& record) {
     return all_gather(kOp, record, group_size, group_name);
   };
-  at::Tensor records;  // [ranks, rows.count, T]
+  const bool all = ahead == Ahead::kGradients && !operands.tokens.empty();
   Gradients gradients(operands, type_ahead(input),
                       ahead == Ahead::kGradients ? needed : std::array<bool, 3>{});
-  if (ahead == Ahead::kGradients) {
-    // Those of a tile need the whole vocabulary's sums, so each tile has its own exchange.
-    records =
-        at::empty({group_size, rows.count, input.size(0)}, operands.input.options().dtype(wide));
-    const Range ids{0, head_weight.size(0)};
-    const Tile tile(operands, ids.size);
-    for (const Range part : operands.tokens) {
-      const VocabShard shard =
-          loss.shard(tile.logits(operands, part, ids), operands.labels_of(part), vocab_start);
-      const at::Tensor of_ranks = exchange(vocab_shard_record(shard, rows));
-      records.narrow(2, part.start, part.size).copy_(of_ranks);
-      const at::Tensor normalizer = normalizer_of(merge(of_ranks, rows), false, wide);
-      const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
-                                            tokens.narrow(part.start, part.size), normalizer);
-      at::Tensor logits = shard.logits;
-      vocab_shard_gradient(shard, normalizer, factors, logits);
-      gradients.add(operands, logits, part, ids, /*first_ids=*/true, part.start == 0);
-    }
-  }
   std::optional<ExpectedRows> expected;
   if (ahead == Ahead::kRows) expected.emplace(operands);
-  if (ahead != Ahead::kGradients) {
-    records =
-        exchange(records_of_tiles(loss, operands, rows, expected ? &expected.value() : nullptr));
-  }
+  const at::Tensor records =  // [ranks, rows.count, T]
+      all ? gradients_of_tiles(loss, operands, rows, tokens, exchange, gradients)
+          : exchange(records_of_tiles(loss, operands, rows, expected ? &*expected : nullptr));
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
       outputs_of(loss, tokens, merge(records, rows), {wanted[0], wanted[1], wanted[2]}, wide);
   if (expected) gradients.input = expected->normalized(normalizer);
