@@ -19,10 +19,12 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
         f"running; rebuild it with: {_REBUILD}"
     )
 
+from parallel_ext.adafactor import Adafactor  # noqa: E402
 from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
 from parallel_ext.checkpoint import CheckpointError, latest, verify  # noqa: E402
 from parallel_ext.data_parallel import data_parallel  # noqa: E402
 from parallel_ext.forced_routing import force_routing  # noqa: E402
+from parallel_ext.grad_scaler import GradScaler  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
 from parallel_ext.mesh import Mesh, init_mesh  # noqa: E402
 from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
@@ -49,10 +51,12 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "Adafactor",
     "LoraConfig",
     "CheckpointError",
     "CollectiveTimeout",
     "DisagreementError",
+    "GradScaler",
     "GradientReport",
     "Mesh",
     "RoutingMetrics",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel_ext.layout import TensorLayout
+from parallel_ext.layout import Box, TensorLayout
 from parallel_ext.ops import Group
 
 
@@ -24,6 +25,49 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
     if not pieces:
         return tensor.new_empty(layout.local_shape(rank))
     return torch.cat(pieces, layout.dim).contiguous()
+
+
+def shard_views(
+    shard: torch.Tensor, layout: TensorLayout, rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
+    start = 0
+    for box in layout.boxes(rank):
+        if layout.dim is None:
+            yield box, shard
+            continue
+        size = box[layout.dim][1] - box[layout.dim][0]
+        yield box, shard.narrow(layout.dim, start, size)
+        start += size
+
+
+def is_cut_along(layout: TensorLayout, dim: int) -> bool:
+    """Whether some rank holds only a part of dimension ``dim``."""
+    return any(box[dim] != (0, layout.shape[dim]) for boxes in layout.held for box in boxes)
+
+
+def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
+    """Where a tensor lives that has one number for all of ``dim``, such as the mean over it.
+
+    Ranks that hold different parts of ``dim`` hold this number alike.
+
+    Example:
+        >>> layout = TensorLayout("weight", (5, 4), 0, ((((0, 3), (0, 4)),), (((3, 5), (0, 4)),)))
+        >>> reduced(layout, 1).local_shape(1), reduced(layout, 0).local_shape(1)
+        ((2, 1), (1, 4))
+    """
+    dim %= len(layout.shape)
+
+    def one_of(box: Box) -> Box:
+        return (*box[:dim], (0, 1), *box[dim + 1 :])
+
+    shape = (*layout.shape[:dim], 1, *layout.shape[dim + 1 :])
+    whole = TensorLayout(layout.name, shape)
+    held = tuple(tuple(dict.fromkeys(map(one_of, boxes))) for boxes in layout.held)
+    if all(box == whole.whole for boxes in held for box in boxes):
+        return whole
+    # What is cut along two dimensions is cut along the first, too: FSDP deals rows.
+    return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
 
 
 class ShardedModule(nn.Module):

@@ -44,6 +44,8 @@ ALLOWED = {
         *("agreement", "held_gradients", "layout", "mesh", "models", "moe", "partial_gradients"),
         "routing_counter",
     },
+    "adafactor": {"layout", "mesh", "ops", "sharded", "state"},
+    "grad_scaler": {"mesh", "ops", "ranks", "sharded"},
     "forced_routing": {"moe", "state"},
     "preemption": {"state"},
     "resume": {"checkpoint", "lora", "state"},

@@ -11,6 +11,7 @@ from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, bytes_of
 from parallel_ext.layout import Box, Part, Range, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import Ranks
+from parallel_ext.sharded import shard_views
 
 
 class RowBlock(NamedTuple):
@@ -56,20 +57,6 @@ def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
         RowBlock(layout, start, min(start + at_once, num_rows))
         for start in range(0, num_rows, at_once)
     ]
-
-
-def shard_views(
-    shard: torch.Tensor, layout: TensorLayout, rank: int
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
-    start = 0
-    for box in layout.boxes(rank):
-        if layout.dim is None:
-            yield box, shard
-            continue
-        size = box[layout.dim][1] - box[layout.dim][0]
-        yield box, shard.narrow(layout.dim, start, size)
-        start += size
 
 
 def part_views(

@@ -1,0 +1,181 @@
+"""Optimizers on a parallel model take the steps of the single process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Raised, pool
+from reference import Tiny, batch, mesh_of, parallel, shard_differences, worst
+from reference_mixtral import Layout, batches
+from reference_training import LLAMA, MIXTRAL, quietly
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext.state import STATE_NAME
+
+# In fp64: in fp32 a step of AdamW takes the rounding of a gradient near zero for its sign.
+LARGE = Tiny(65535, heads=2, key_value_heads=1, inner=13, layers=1, tied=True)
+
+
+def _adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def _sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def _adafactor(model: Any, **options: Any) -> torch.optim.Optimizer:
+    options = {"lr": 0.05, "weight_decay": 0.1, **options}
+    if hasattr(model, STATE_NAME):
+        return px.Adafactor(model, **options)
+    return torch.optim.Adafactor(model.parameters(), **options)
+
+
+def _one_step(model: Any, optimizer: torch.optim.Optimizer, data: dict[str, Any]) -> float:
+    optimizer.zero_grad()
+    loss = model(**data).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _hundred_steps(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[float, str, float]:
+    reference = LARGE.model()
+    with quietly():
+        model = parallel(reference, mesh_of())
+    optimizers = make(model), make(reference)
+    for step in range(100):
+        one = batch(LARGE.vocab_size, tokens=4, seed=step)
+        ours, theirs = map(_one_step, (model, reference), optimizers, (one, one))
+    full = dict(reference.named_parameters())
+    return *worst(shard_differences(model, full, False)), abs(ours - theirs) / theirs
+
+
+@pytest.mark.parametrize("make", [_adamw, _sgd, _adafactor])
+def test_a_hundred_steps_equal_the_single_process_with_65535_rows_on_2_ranks(make: Any) -> None:
+    for error, name, loss in pool(2).run(_hundred_steps, make, timeout_s=300.0):
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+        assert loss <= 1e-10
+
+
+# Model, layout, stage of data_parallel, options of parallelize, options of the optimizer.
+CASES = {
+    "fused rows": (replace(LLAMA, bias=True, tied=True), Layout(1, 2, 1), None, {}, {}),
+    "an empty shard": (
+        replace(LLAMA, vocab_size=5),
+        Layout(1, 2, 1),
+        None,
+        {"vocab_multiple_of": 64},
+        {"maximize": True, "eps": (1e-4, 0.1), "d": 2.0, "weight_decay": 0.0},
+    ),
+    "replicated key-value heads": (
+        Tiny(heads=8, key_value_heads=2, layers=1),
+        Layout(1, 4, 1),
+        None,
+        {},
+        {},
+    ),
+    "experts": (MIXTRAL, Layout(1, 2, 2), None, {}, {}),
+    "experts on dp ranks": (MIXTRAL, Layout(2, 1, 2), 3, {}, {}),
+    "experts over all ranks": (MIXTRAL, Layout(2, 2, 4), 2, {}, {}),
+    "cut along both dimensions": (LLAMA, Layout(2, 2, 1), 2, {}, {}),
+    "both, an empty shard": (
+        replace(LLAMA, vocab_size=5),
+        Layout(2, 2, 1),
+        3,
+        {"vocab_multiple_of": 64},
+        {},
+    ),
+}
+
+
+def _spread(tiny: Any, layout: Layout, zero: int | None, cut: dict[str, Any]) -> tuple[Any, Any]:
+    reference, mesh = tiny.model(), layout.mesh()
+    with quietly():
+        model = parallel(reference, mesh, **cut)
+    if zero:
+        px.data_parallel(model, mesh, zero)
+    return reference, model
+
+
+def _three_steps(case: str, make: Callable[..., torch.optim.Optimizer]) -> tuple[float, str]:
+    tiny, layout, zero, cut, options = CASES[case]
+    reference, model = _spread(tiny, layout, zero, cut)
+    ours, theirs = make(model, **options), _adafactor(reference, **options)
+    for step in range(3):
+        whole, own = batches(tiny, layout.dp, seed=step)
+        _one_step(reference, theirs, whole)
+        _one_step(model, ours, own[layout.mesh().dp_rank])
+    return worst(shard_differences(model, dict(reference.named_parameters()), False))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adafactor_steps_as_the_single_process(case: str) -> None:
+    for error, name in pool(CASES[case][1].world).run(_three_steps, case, _adafactor):
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def _of_torch(model: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1, **options)
+
+
+def test_the_test_above_notices_means_over_shards() -> None:
+    for error, _ in pool(2).run(_three_steps, "fused rows", _of_torch):
+        assert error >= 1e-3
+
+
+def _copied() -> bool:
+    """Whether a copy of model and optimizer, with a parameter of no elements, steps alike."""
+    _, model = _spread(LLAMA, Layout(1, 2, 1), None, {})
+    model.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+    model.nothing.grad = torch.empty_like(model.nothing)
+    optimizer = _adafactor(model)
+    one = batch(LLAMA.vocab_size)
+    _one_step(model, optimizer, one)
+    copies = copy.deepcopy((model, optimizer))
+    for each in ((model, optimizer), copies):
+        _one_step(*each, one)
+    pairs = zip(model.parameters(), copies[0].parameters(), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_a_copied_adafactor_trains_the_copied_model() -> None:
+    assert all(pool(2).run(_copied))
+
+
+def _misused(case: str) -> None:
+    reference, model = _spread(LLAMA, Layout(1, 2, 1), None, {})
+    rank, one = mesh_of().rank, batch(LLAMA.vocab_size)
+    if case == "plain":
+        px.Adafactor(reference)
+    elif case == "foreign":
+        px.Adafactor(model, reference.parameters())
+    elif case == "no gradient":
+        model(**one).loss.backward()
+        if rank == 1:
+            model.lm_head.weight.grad = None
+        px.Adafactor(model).step()
+    elif case == "other parameters":
+        model(**one).loss.backward()
+        px.Adafactor(model, list(model.parameters())[rank:]).step()
+
+
+MISUSED = {
+    "plain": "is not a parallel model; call px.parallelize(model, mesh) first",
+    "foreign": "Adafactor: a parameter of shape (101, 72) does not belong to the model",
+    "no gradient": "lm_head.weight has a gradient on 1 ranks, but none on 1 others",
+    "other parameters": "the ranks are about to do different things: rank 0: Adafactor.step of 12",
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_what_cannot_be_right_is_refused_on_all_ranks(case: str) -> None:
+    for raised in pool(2).run_raising(_misused, case):
+        assert isinstance(raised, Raised)
+        assert MISUSED[case] in raised.text
