@@ -15,6 +15,7 @@ from reference_mixtral import Layout, TinyMixtral
 from torch import nn
 
 import parallel_ext as px
+from parallel_ext.state import STATE_NAME
 
 LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1)
 TIED = replace(LLAMA, tied=True)
@@ -49,7 +50,9 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if name == "SGD":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    if name == "Adafactor":
+    if name == "px.Adafactor" and hasattr(model, STATE_NAME):
+        return px.Adafactor(model, groups, lr=0.1)
+    if name.endswith("Adafactor"):
         return torch.optim.Adafactor(groups, lr=0.1)
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), amsgrad=name == "amsgrad")
 

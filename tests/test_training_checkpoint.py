@@ -84,6 +84,12 @@ CHANGES = [
     (Job(MIXTRAL, Layout(2, 2, 4), zero=2), Job(MIXTRAL, Layout(1, 1, 1))),
     (Job(MIXTRAL, Layout(1, 1, 1)), Job(MIXTRAL, Layout(2, 2, 4), zero=3)),
     (Job(MIXTRAL, Layout(1, 3, 3)), Job(MIXTRAL, Layout(2, 1, 1), zero=2)),
+    (Job(layout=Layout(1, 2, 1), optimizer="px.Adafactor"), Job(layout=Layout(2, 2, 1), zero=3)),
+    (
+        Job(replace(TIED, vocab_size=5), Layout(2, 2, 1), 2, "px.Adafactor", vocab_multiple_of=64),
+        Job(replace(TIED, vocab_size=5), Layout(1, 3, 1)),
+    ),
+    (Job(MIXTRAL, Layout(1, 2, 2), None, "px.Adafactor"), Job(MIXTRAL, Layout(2, 1, 2), 2)),
 ]
 
 
@@ -92,6 +98,13 @@ def test_training_goes_on_as_in_one_process(before: Job, after: Job, tmp_path: P
     pool(before.layout.world).run(_save_after_two_steps, before, tmp_path)
     after = replace(after, optimizer=before.optimizer)
     for error, name in pool(after.layout.world).run(_go_on, after, tmp_path):
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+def test_torchs_adafactor_goes_on_as_ours_on_shards(tmp_path: Path) -> None:
+    pool(1).run(_save_after_two_steps, Job(MIXTRAL, optimizer="Adafactor"), tmp_path)
+    after = Job(MIXTRAL, Layout(1, 2, 1), optimizer="px.Adafactor")
+    for error, name in pool(2).run(_go_on, after, tmp_path):
         assert error <= 1e-9, f"{name} differs by {error:.1e}"
 
 
@@ -195,6 +208,7 @@ def _on_the_same_mesh(job: Job, root: Path) -> tuple[list[str], bool, bool]:
         Job(MIXTRAL, Layout(2, 1, 2), zero=3),
         Job(MIXTRAL, Layout(2, 1, 2), zero=2, optimizer="SGD"),
         Job(optimizer="Adafactor"),
+        Job(layout=Layout(1, 2, 1), optimizer="px.Adafactor"),
     ],
     ids=str,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +22,10 @@ from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError
-from parallel_ext.sharded import local_part, to_shards
+from parallel_ext.sharded import local_part, reduced, to_shards
 
 _KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam
+_REDUCED = {"row_var": -1, "col_var": -2}  # Adafactor's states -> for all of which dimension
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,9 @@ def collect(
             entries = _entries(optimizer, parameter, name)
             for key, (dtype, *number) in summary.get(name, {}).items():
                 if not number:
-                    value = _value(optimizer, parameter, layout[name], key, entries, dtype)
-                    tensors.update(_by_file(key, value, layout, name, parameter, mesh.rank))
+                    at = _layout_of(optimizer, key, layout[name])
+                    value = _value(optimizer, at, key, entries, dtype, mesh.rank)
+                    tensors.update(_by_file(key, value, layout, name, at, mesh.rank))
         return OptimizerState(tensors, _description(optimizer, names, layout, summary))
 
     return mesh.together(what, take)
@@ -174,27 +175,40 @@ def _look(
     return names, _summary(optimizer, names)
 
 
+def _layout_of(optimizer: torch.optim.Optimizer, key: str, whole: TensorLayout) -> TensorLayout:
+    """Where a state of a parameter lives: as the parameter, or as its rows or its columns."""
+    if not isinstance(optimizer, torch.optim.Adafactor) or key not in _REDUCED:
+        return whole
+    if len(whole.shape) < 2:  # which has none, as ``check_state`` says
+        raise CheckpointError(f"{whole.name} of shape {whole.shape} has no state {key!r}")
+    if not (whole.is_replicated or getattr(optimizer, "of_whole_tensors", False)):
+        raise CheckpointError(
+            f"{type(optimizer).__name__}: the state {key!r} of {whole.name}, of which rank 0 holds "
+            f"{whole.describe(0)}, is torch's: the mean over rows or columns of a shard is no part "
+            "of a state of the whole parameter, so it cannot be saved or loaded (and training is "
+            "not that of one process); use px.Adafactor"
+        )
+    return reduced(whole, _REDUCED[key])
+
+
 def _value(
     optimizer: torch.optim.Optimizer,
-    parameter: nn.Parameter,
-    whole: TensorLayout,
+    at: TensorLayout,
     key: str,
     entries: Mapping[str, torch.Tensor],
     dtype: str,
+    rank: int,
 ) -> torch.Tensor:
     """This rank's shard of a state; of a parameter that is empty here there may be none."""
-    shard = local_part(parameter)
+    shape = at.local_shape(rank)
     if key not in entries:
-        return torch.empty(shard.shape, dtype=DTYPES[dtype], device="cpu")
+        return torch.zeros(shape, dtype=DTYPES[dtype], device="cpu")
     value = local_part(entries[key])
-    if value.shape == shard.shape or whole.is_replicated:
+    if value.shape == shape:
         return value
     raise CheckpointError(
-        f"{type(optimizer).__name__}: the state {key!r} of {whole.name} has the shape "
-        f"{tuple(value.shape)}, but this rank's shard has {tuple(shard.shape)}, "
-        f"{whole.describe(0)} on rank 0. What one rank computes of its shard, such as a mean over "
-        "rows or columns, is no part of a state of the whole parameter, so it cannot be saved (and "
-        "training is not that of one process); use AdamW or SGD for parameters that are cut"
+        f"{type(optimizer).__name__}: the state {key!r} of {at.name} has the shape "
+        f"{tuple(value.shape)}, but {shape} is this rank's part, {at.describe(rank)}"
     )
 
 
@@ -203,23 +217,21 @@ def _by_file(
     value: torch.Tensor,
     layout: ModelLayout,
     name: str,
-    parameter: nn.Parameter,
+    at: TensorLayout,
     rank: int,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, TensorLayout]]]:
-    """A state by the names of the files: cut as the parameter is, or whole in another shape."""
-    if value.shape != local_part(parameter).shape:
-        if _files_of(name, layout) != [name]:
-            raise CheckpointError(
-                f"the state {key!r} of {name} has the shape {tuple(value.shape)}, but files hold "
-                f"the parameter as {len(_files_of(name, layout))} tensors; use AdamW or SGD"
-            )
+    """A state by the names of the files, or of the model where it is of no part of the parameter.
+
+    A mean over rows is one of all rows of a parameter that files hold as several tensors.
+    """
+    whole = layout[name]
+    if at is not whole:
         own = f"{key}/{name}"
-        yield own, (value, TensorLayout(own, tuple(value.shape)))
+        yield own, (value, replace(at, name=own))
         return
     for part in layout.parts_of(name):
         own = f"{key}/{part.name}"
-        at = replace(part.layout(layout[name]), name=own)
-        yield own, (part_value(value, layout[name], part, rank), at)
+        yield own, (part_value(value, whole, part, rank), replace(part.layout(whole), name=own))
 
 
 def _description(
@@ -257,6 +269,7 @@ def restore(
     contents: Contents,
     description: Mapping[str, Any],
     saved: Mapping[str, TensorSpec],
+    rank: int,
 ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
     """Make room for a saved state in the layout of this model; the optimizer does not change yet.
 
@@ -265,6 +278,7 @@ def restore(
         contents: what is loaded of a parallel model of any layout.
         description: of :class:`OptimizerState`.
         saved: all tensors of the saved state, by name.
+        rank: this rank.
 
     Returns:
         What is to be read to where, and what gives it to the optimizer afterwards.
@@ -291,17 +305,20 @@ def restore(
     for parameter, name in names.items():
         files = _files_of(name, layout)
         of_parts = [keys_of.pop(file, {}) for file in files]
+        of_whole = keys_of.pop(name, {})  # what is not by file; see ``_by_file``
         number = group_of[parameter]
         numbers = _numbers(parameter, groups[number], files, description)
         states[parameter] = dict(numbers)
-        for key, spec in of_parts[0].items():
-            if any(p.keys() != of_parts[0].keys() or p[key].dtype != spec.dtype for p in of_parts):
+        for key, spec in {**of_parts[0], **of_whole}.items():
+            of_each = [of_whole] if key in of_whole else of_parts
+            if any(p.keys() != of_each[0].keys() or p[key].dtype != spec.dtype for p in of_each):
                 raise CheckpointError(
                     f"the state {key!r} of {name} was not saved for all its parts"
                 )
             if key in states[parameter]:
                 raise CheckpointError(f"{key} of {name} was saved as a number and as a tensor")
-            tensor, places = _room(key, spec, parameter, layout, name, saved)
+            at = _layout_of(optimizer, key, layout[name])
+            tensor, places = _room(key, spec, parameter, layout, name, at, saved, rank)
             states[parameter][key] = tensor
             wanted += places
         check_state(optimizer, parameter, name, states[parameter], options[number])
@@ -349,23 +366,26 @@ def _room(
     parameter: nn.Parameter,
     layout: ModelLayout,
     name: str,
+    at: TensorLayout,
     saved: Mapping[str, TensorSpec],
+    rank: int,
 ) -> tuple[torch.Tensor, list[tuple[Wanted, torch.Tensor]]]:
     """A state of one parameter, and what of the files goes where in it."""
-    whole, parts = layout[name], layout.parts_of(name)
-    shapes = [part.layout(whole).shape for part in parts]
-    if [saved[f"{key}/{part.name}"].shape for part in parts] == shapes:
+    whole = layout[name]
+    if at is whole:
+        parts = layout.parts_of(name)
         tensor = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
-        shard = local_part(tensor)
-        return tensor, [(Wanted(f"{key}/{part.name}", whole, part), shard) for part in parts]
-    fits = len(spec.shape) == len(whole.shape) and math.prod(spec.shape)
-    fits = fits and all(a <= b for a, b in zip(spec.shape, whole.shape, strict=True))
-    if not whole.is_replicated or len(parts) > 1 or not fits:
-        raise CheckpointError(
-            f"the state {key!r} of {name} was saved in the shape {spec.shape}, of a parameter of "
-            f"{whole.shape} that was whole on every rank, but here a rank holds "
-            f"{whole.describe(0)}; load it without px.data_parallel and at tp=1"
-        )
-    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
-    own = TensorLayout(spec.name, spec.shape)
-    return tensor, [(Wanted(spec.name, own, Part(spec.name, spec.name, own.whole, False)), tensor)]
+    else:
+        whole, parts = at, (Part(name, name, at.whole, index=False),)
+        shape, device = at.local_shape(rank), local_part(parameter).device
+        tensor = torch.zeros(shape, dtype=spec.dtype, device=device)
+    wanted = [Wanted(f"{key}/{part.name}", whole, part) for part in parts]
+    for each in wanted:
+        shape = each.part.layout(whole).shape
+        found = saved.get(each.name)
+        if found is None or found.shape != shape:
+            raise CheckpointError(
+                f"the state {key!r} of {each.part.name} must have the shape {shape}, but was saved "
+                f"{'not at all' if found is None else f'in {found.shape}'}"
+            )
+    return tensor, [(each, local_part(tensor)) for each in wanted]

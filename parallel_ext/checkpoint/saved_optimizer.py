@@ -69,12 +69,12 @@ def _check_values(
 
     Not the rate: a schedule may have brought it where no optimizer begins, such as below 0.
     """
-    if not type(optimizer).__module__.startswith("torch."):  # which may take other arguments
-        return
-    names = inspect.signature(type(optimizer).__init__).parameters
+    # A class that inherits from torch's may take other arguments.
+    of_torch = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
+    names = inspect.signature(of_torch.__init__).parameters
     given = {name: value for name, value in options.items() if name in names and name != "lr"}
     try:
-        type(optimizer)([torch.zeros(1, device="cpu")], **given)
+        of_torch([torch.zeros(1, device="cpu")], **given)
     except ValueError as error:
         raise CheckpointError(f"group {number} of the saved optimizer: {error}") from error
 

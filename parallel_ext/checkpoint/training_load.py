@@ -139,7 +139,7 @@ class _Opened:
                 if file.startswith(STATE_FOLDER)
             }
             description = self.loop["optimizer"]
-            places, give = restore(optimizer, self.contents, description, saved)
+            places, give = restore(optimizer, self.contents, description, saved, mesh.rank)
             wanted += places
             apply.append(give)
         if scheduler is not None:
