@@ -19,6 +19,7 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
         f"running; rebuild it with: {_REBUILD}"
     )
 
+import parallel_ext.optimizers_on_shards  # noqa: E402, F401 (which refuses some)
 from parallel_ext.adafactor import Adafactor  # noqa: E402
 from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
 from parallel_ext.checkpoint import CheckpointError, latest, verify  # noqa: E402

@@ -142,7 +142,7 @@ class Adafactor(torch.optim.Adafactor):
                 if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
                     kind = "sparse" if gradient.is_sparse else "complex"
                     raise RuntimeError(f"Adafactor: the gradient of {name} is {kind}")
-                if layout.numel > 0:
+                if layout.numel > 0 and (parameter.requires_grad or gradient is not None):
                     row_factor = self.state.get(parameter, {}).get("row_var")
                     yield _Tensor(name, parameter, layout, group, rank, row_factor)
 
@@ -188,8 +188,9 @@ class _Tensor:
         has_gradient, holds = parameter.grad is not None, self._shard.numel() > 0
         # A rank that holds nothing of the parameter takes part, with a gradient or without.
         self._votes = [float(holds and has_gradient), float(holds and not has_gradient)]
-        self._gradient = local_part(parameter.grad) if has_gradient else torch.zeros_like(parameter)
-        self._gradient = local_part(self._gradient)
+        self._gradient = local_part(parameter.grad) if has_gradient else None
+        if self._gradient is None and not holds:
+            self._gradient = torch.zeros_like(self._shard)
         self._factored = len(layout.shape) > 1
         self._rows_cut = self._factored and is_cut_along(layout, _ROWS)
         self._columns_cut = self._factored and is_cut_along(layout, _COLUMNS)
@@ -202,10 +203,8 @@ class _Tensor:
         parts = [numbers]
         if self._rows_cut:
             parts.append(self._at_places(self._gradient, self._layout, _ROWS, self._squares))
-            factor, at = self._row_factor, reduced(self._layout, _COLUMNS)
-            if factor is None:
-                factor = self._shard.new_zeros(at.local_shape(self._rank))
-            parts.append(self._at_places(factor, at, _ROWS, self._plain))
+            by_rows = reduced(self._layout, _COLUMNS)
+            parts.append(self._at_places(self._row_factor, by_rows, _ROWS, self._plain))
         if self._columns_cut:
             parts.append(self._at_places(self._gradient, self._layout, _COLUMNS, self._squares))
         return parts
@@ -308,15 +307,15 @@ class _Tensor:
 
     def _at_places(
         self,
-        shard: torch.Tensor,
+        shard: torch.Tensor | None,
         layout: TensorLayout,
         dim: int,
         along: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> torch.Tensor:
-        """This rank's addend of sums along ``dim`` of the whole tensor."""
+        """This rank's addend of sums along ``dim`` of the whole tensor; 0 without a shard."""
         at = reduced(layout, dim)
-        whole = shard.new_zeros(at.shape, dtype=self._wide)
-        for box, view in self._owned(shard, layout):
+        whole = self._shard.new_zeros(at.shape, dtype=self._wide)
+        for box, view in () if shard is None else self._owned(shard, layout):
             places = [slice(*piece) for piece in box]
             places[dim] = slice(None)
             whole[tuple(places)] += along(view, dim)

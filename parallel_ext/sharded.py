@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -70,6 +71,18 @@ def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
     return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
 
 
+_modules: WeakSet[ShardedModule] = WeakSet()  # all there are
+
+
+def parameters_cut_over_groups() -> Iterator[tuple[nn.Parameter, TensorLayout]]:
+    """Those of all models of this process, each with its layout before FSDP dealt it."""
+    for module in _modules:
+        for attribute, layout in module.layouts.items():
+            parameter = module._parameters.get(attribute)
+            if parameter is not None and not layout.is_replicated:
+                yield parameter, layout
+
+
 class ShardedModule(nn.Module):
     """A module some of whose parameters are cut over the ranks of a group.
 
@@ -83,6 +96,11 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.layouts = dict(layouts)
         self.group = group
+        _modules.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        super().__setstate__(state)
+        _modules.add(self)
 
     def _load_from_state_dict(
         self,

@@ -115,10 +115,13 @@ def test_training_equals_the_single_process_with(case: str) -> None:
     _check(*CASES[case])
 
 
-def _errors_in(tiny: Tiny, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
+def _errors_in(
+    tiny: Tiny, dtype: torch.dtype, lower: torch.dtype | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
     """Errors against fp64 of our gradients and of the single process', both in ``dtype``.
 
-    Each the median over batches: the error of one batch is one draw of the rounding.
+    Each the median over batches: the error of one batch is one draw of the rounding. With a
+    ``lower`` dtype both compute in it by autocast.
     """
     exact = tiny.model()
     single = replace(tiny, dtype=dtype).model()
@@ -131,7 +134,9 @@ def _errors_in(tiny: Tiny, dtype: torch.dtype) -> tuple[dict[str, float], dict[s
         one = batch(tiny.vocab_size, seed=seed, left=tiny.attention == "sdpa")
         for each in (exact, single, model):
             each.zero_grad()
-            each(**one).loss.backward()
+            with torch.autocast("cpu", lower, enabled=lower is not None and each is not exact):
+                loss = each(**one).loss
+            loss.backward()
         truth = gradients_of(exact)
         for name, error in shard_differences(model, truth, gradients=True).items():
             ours.setdefault(name, []).append(error)
@@ -171,6 +176,14 @@ def test_autocast_trains_fp32_weights_as_one_process_does() -> None:
     for error, name, dtype in pool(2).run(_autocast_gradients, Tiny(dtype=torch.float32)):
         assert error <= FLOOR[torch.bfloat16], name
         assert dtype == "torch.float32"
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_errs_at_most_twice_as_much_as_one_process(lower: torch.dtype) -> None:
+    tiny = Tiny(heads=8, key_value_heads=2)
+    for ours, theirs in pool(2).run(_errors_in, tiny, torch.float32, lower):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[lower] / 2), name
 
 
 def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str]:

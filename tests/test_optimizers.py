@@ -6,16 +6,21 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
+import transformers
 from ranks import Raised, pool
 from reference import Tiny, batch, mesh_of, parallel, shard_differences, worst
+from reference_lora import ALL, config
 from reference_mixtral import Layout, batches
 from reference_training import LLAMA, MIXTRAL, quietly
 from torch import nn
 
 import parallel_ext as px
+from parallel_ext import adafactor
 from parallel_ext.state import STATE_NAME
 
 # In fp64: in fp32 a step of AdamW takes the rounding of a gradient near zero for its sign.
@@ -121,13 +126,59 @@ def test_adafactor_steps_as_the_single_process(case: str) -> None:
         assert error <= 1e-10, f"{name} differs by {error:.1e}"
 
 
-def _of_torch(model: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1, **options)
+def _adapted() -> tuple[float, str]:
+    """Three steps of an adapter at tp = 2, and of the same at tp = 1 with torch's Adafactor."""
+    targets = {"target_modules": [*ALL, "lm_head", "embed_tokens"]}
+    models = []
+    for layout in (Layout(1, 2, 1), Layout(2, 1, 1)):
+        _, model = _spread(LLAMA, layout, None, {})
+        torch.manual_seed(3)
+        models.append(peft.get_peft_model(model, config(**targets)).train())
+    ours, theirs = models
+    optimizers = px.Adafactor(ours, lr=0.05), torch.optim.Adafactor(theirs.parameters(), lr=0.05)
+    for step in range(3):  # the same batch on both dp ranks of the other
+        for model, optimizer in zip(models, optimizers, strict=True):
+            _one_step(model, optimizer, batch(LLAMA.vocab_size, seed=step))
+    return worst(shard_differences(ours, dict(theirs.named_parameters()), False))
+
+
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
+def test_adafactor_trains_an_adapter_as_the_single_process() -> None:
+    for error, name in pool(2).run(_adapted):
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def _means_of_shards() -> float:
+    with mock.patch.object(adafactor, "is_cut_along", return_value=False):
+        return _three_steps("fused rows", _adafactor)[0]
 
 
 def test_the_test_above_notices_means_over_shards() -> None:
-    for error, _ in pool(2).run(_three_steps, "fused rows", _of_torch):
-        assert error >= 1e-3
+    assert min(pool(2).run(_means_of_shards)) >= 1e-3
+
+
+def _refused(name: str, copied: bool) -> None:
+    _, model = _spread(LLAMA, Layout(1, 2, 1), None, {})
+    model = copy.deepcopy(model) if copied else model
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    made = {
+        "Adafactor": lambda: torch.optim.Adafactor(model.parameters()),
+        "transformers": lambda: transformers.optimization.Adafactor(model.parameters()),
+        "Muon": lambda: torch.optim.Muon(matrices),
+        "LBFGS": lambda: torch.optim.LBFGS(model.parameters()),
+    }
+    made[name]().step(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "copied"),
+    [("Adafactor", False), ("Adafactor", True), ("transformers", False), ("Muon", False)]
+    + [("LBFGS", False)],
+)
+def test_optimizers_that_look_at_more_than_elements_are_refused(name: str, copied: bool) -> None:
+    for raised in pool(2).run_raising(_refused, name, copied):
+        assert isinstance(raised, Raised)
+        assert "of what one rank holds, but model.embed_tokens.weight is cut" in raised.text
 
 
 def _copied() -> bool:

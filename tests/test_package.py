@@ -56,6 +56,7 @@ ALLOWED = {
         *("partial_gradients", "ranks", "sharded", "state", "vocab"),
     },
     "stale_parameters": set(),
+    "optimizers_on_shards": {"sharded"},
     "data_parallel": {
         *("held_gradients", "layout", "linear", "mesh", "moe", "ops", "sharded"),
         *("stale_parameters", "state"),

@@ -26,6 +26,7 @@ from reference_training import (
     MIXTRAL,
     Job,
     build,
+    optimizer_of,
     train,
 )
 from safetensors import safe_open
@@ -345,9 +346,11 @@ def _refused(case: str, root: Path) -> None:
     elif case == "unknown":
         save(root, 2, model, torch.optim.Rprop(model.parameters()))
     elif case == "Adafactor":
-        other = build(replace(job, optimizer="Adafactor"))
-        train(*other, range(1))
-        save(root, 2, *other[:2])
+        other, ours, *rest = build(replace(job, optimizer="px.Adafactor"))
+        train(other, ours, *rest, range(1))
+        theirs = optimizer_of(other, "Adafactor")
+        theirs.load_state_dict(ours.state_dict())
+        save(root, 2, other, theirs)
     elif case == "nothing":
         load(root / "elsewhere", model)
     elif case == "step of a load":

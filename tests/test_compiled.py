@@ -1,0 +1,76 @@
+"""Compiled embeddings, heads and losses on several ranks equal the eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import pool
+from reference import difference, mesh_of
+from torch.nn import functional
+
+from parallel_ext.layout import Range, split
+from parallel_ext.ops import (
+    Group,
+    column_linear,
+    vocab_cross_entropy,
+    vocab_cross_entropy_statistics,
+    vocab_embedding,
+)
+
+VOCAB_SIZE = 7
+IDS, LABELS = torch.tensor([0, 6, 6, 2, 5]), torch.tensor([6, 6, -100, 0, 3])
+Model = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _of_torch(table: torch.Tensor, inner: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    hidden = functional.embedding(IDS, table).tanh() @ inner
+    return functional.cross_entropy(hidden @ head.T, LABELS, label_smoothing=0.1)
+
+
+def _model(ids: Range, group: Group, statistics: bool) -> Model:
+    def model(table: torch.Tensor, inner: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        hidden = vocab_embedding(IDS, table, VOCAB_SIZE, ids[0], group=group).tanh() @ inner
+        logits = column_linear(hidden, head, group=group)
+        options = {"label_smoothing": 0.1, "group": group}
+        if not statistics:
+            return vocab_cross_entropy(logits, LABELS, VOCAB_SIZE, ids, **options)
+        return vocab_cross_entropy_statistics(
+            logits, LABELS, VOCAB_SIZE, ids, entropy=True, **options
+        ).loss
+
+    return model
+
+
+def _compiled(multiple_of: int, statistics: bool) -> tuple[list[float], bool]:
+    """How far the compiled model is from torch's on whole tensors, and whether eager is equal."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (VOCAB_SIZE, 3), (3, 3), (VOCAB_SIZE, 3)
+    whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    group = mesh_of().tp
+    ids = split(VOCAB_SIZE, group.size, multiple_of)[group.rank]
+    rows = slice(*ids)
+    own = [whole[0][rows].clone(), whole[1], whole[2][rows].clone()]
+    for each in (*whole, *own):
+        each.requires_grad_()
+    eager = _model(ids, group, statistics)
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    results = []
+    for model, inputs in ((_of_torch, whole), (eager, own), (compiled, own)):
+        loss = model(*inputs)
+        results.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+    torch._dynamo.reset()
+    theirs, ours, from_graph = results
+    theirs = [theirs[0], theirs[1][rows], theirs[2], theirs[3][rows]]
+    return list(map(difference, from_graph, theirs)), all(map(torch.equal, from_graph, ours))
+
+
+@pytest.mark.parametrize("statistics", [False, True], ids=["", "statistics"])
+@pytest.mark.parametrize("multiple_of", [1, 64], ids=["4 and 3 rows", "7 rows and none"])
+def test_embedding_and_head_and_loss_in_one_graph_equal_eager_and_torch(
+    multiple_of: int, statistics: bool
+) -> None:
+    for errors, as_eager in pool(2).run(_compiled, multiple_of, statistics):
+        assert max(errors) <= 1e-10
+        assert as_eager
