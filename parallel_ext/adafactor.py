@@ -83,14 +83,12 @@ class Adafactor(torch.optim.Adafactor):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the parameters must be the model's."""
         super().add_param_group(param_group)
+        to_shards(self._model)
         known = {id(parameter) for parameter in self._model.parameters()}
         for parameter in self.param_groups[-1]["params"]:
             if id(parameter) not in known:
                 self.param_groups.pop()
-                raise ValueError(
-                    f"Adafactor: a parameter of shape {tuple(parameter.shape)} does not belong to "
-                    "the model; take the parameters after px.parallelize and px.data_parallel"
-                )
+                raise _foreign(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -105,6 +103,7 @@ class Adafactor(torch.optim.Adafactor):
         Raises:
             RuntimeError: a parameter has a gradient on some ranks only (on all ranks), or a sparse
                 or complex one.
+            ValueError: a parameter does not belong to the model any more.
             DisagreementError: the ranks' optimizers have different parameters.
             CollectiveTimeout: not all ranks called it.
         """
@@ -117,9 +116,9 @@ class Adafactor(torch.optim.Adafactor):
         parts = [tensor.parts() for tensor in tensors]
         length = sum(part.numel() for own in parts for part in own)
         mesh.meet(f"Adafactor.step of {len(tensors)} parameters with {length} sums")
-        sums = _over_ranks([part for own in parts for part in own], mesh)
+        sums = iter(_over_ranks([part for own in parts for part in own], mesh))
         for tensor, own in zip(tensors, parts, strict=True):
-            tensor.take_sums([sums.pop(0) for _ in own])
+            tensor.take_sums([next(sums) for _ in own])
         trained = [tensor for tensor in tensors if tensor.trained]
         epsilons: dict[int, float] = {}  # of the first in a group, as in torch
         for tensor in trained:
@@ -137,6 +136,8 @@ class Adafactor(torch.optim.Adafactor):
         known = {id(p): (name, layout) for name, p, layout in named_shards(self._model)}
         for group in self.param_groups:
             for parameter in group["params"]:
+                if id(parameter) not in known:  # any more
+                    raise _foreign(parameter)
                 name, layout = known[id(parameter)]
                 gradient = parameter.grad
                 if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
@@ -145,6 +146,13 @@ class Adafactor(torch.optim.Adafactor):
                 if layout.numel > 0 and (parameter.requires_grad or gradient is not None):
                     row_factor = self.state.get(parameter, {}).get("row_var")
                     yield _Tensor(name, parameter, layout, group, rank, row_factor)
+
+
+def _foreign(parameter: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"Adafactor: a parameter of shape {tuple(parameter.shape)} does not belong to the model; "
+        "take the parameters after px.parallelize and px.data_parallel"
+    )
 
 
 def _over_ranks(addends: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
