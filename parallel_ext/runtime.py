@@ -316,14 +316,6 @@ def save_pretrained(
     )
 
 
-def resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refused: the rows would have to be dealt to the ranks anew."""
-    raise NotImplementedError(
-        "resize_token_embeddings on a parallel model is not supported: resize the model first and "
-        "parallelize it then"
-    )
-
-
 class RefusesDDP:
     """Stands where DistributedDataParallel looks for the parameters that it shall leave alone."""
 

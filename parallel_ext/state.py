@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,7 @@ class ParallelState(nn.Module):
         layout: where every parameter lives.
         vocab_range: the ids of this rank.
         vocab_sizes: number of ids of every tp rank.
+        vocab_multiple_of: boundaries between their rows are multiples of this.
         agreement: compares inputs before a forward; None when switched off or not needed.
         training_logits: whether training with labels returns logits.
         partials: sums the partial gradients of replicated parameters; None with one rank.
@@ -50,16 +52,17 @@ class ParallelState(nn.Module):
         table: ModelTable,
         layout: ModelLayout,
         vocab_ranges: tuple[Range, ...],
+        vocab_multiple_of: int,
         agreement: Agreement | None,
         training_logits: bool,
         partials: PartialGradients | None,
         routings: list[Routing],
     ) -> None:
         super().__init__()
-        self.mesh, self.table, self.layout = mesh, table, layout
-        self.vocab_range = vocab_ranges[mesh.tp_rank]
-        self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
+        self.mesh, self.table = mesh, table
+        self.vocab_multiple_of = vocab_multiple_of
         self.agreement, self.training_logits = agreement, training_logits
+        self.set_vocabulary(layout, vocab_ranges)
         self.partials, self.routings = partials, routings
         self.routing_counter: RoutingCounter | None = None
         self.adapted = False
@@ -67,6 +70,14 @@ class ParallelState(nn.Module):
         self.dealt: frozenset[str] = frozenset()
         self.held: HeldGradients | None = None
         self.generates = False
+
+    def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:
+        """Where every parameter lives, and the ids of the tp ranks, from now on."""
+        self.layout = layout
+        self.vocab_range = vocab_ranges[self.mesh.tp_rank]
+        self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
+        if self.agreement is not None:
+            self.agreement.vocab_size = vocab_ranges[-1][1]
 
     def get_extra_state(self) -> dict[str, int]:
         mesh = self.mesh

@@ -92,11 +92,16 @@ class VocabParallelEmbedding(ShardedModule):
         tied: bool = False,
     ) -> None:
         super().__init__({"weight": layout}, group)
-        self.num_embeddings, self.embedding_dim = layout.shape
         self.padding_idx = padding_idx
         self.weight = weight
         self.partials, self.tied = partials, tied
-        self.vocab_range: Range = layout.ranges(group.rank)[0]
+        self.set_layouts(self.layouts)
+
+    def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
+        """Be of the size that ``layouts`` say; ``weight`` is this rank's part of it."""
+        self.layouts = layouts
+        self.num_embeddings, self.embedding_dim = layouts["weight"].shape
+        self.vocab_range: Range = layouts["weight"].ranges(self.group.rank)[0]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.vocab_embedding(
@@ -138,12 +143,16 @@ class VocabParallelHead(ShardedModule):
         tied: bool = False,
     ) -> None:
         super().__init__(layouts, group)
-        self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
         self.partials, self.tied = partials, tied
-        rows = layouts["weight"]
+        self.set_layouts(self.layouts)
+
+    def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
+        """As that of :class:`VocabParallelEmbedding`."""
+        self.layouts, rows = layouts, layouts["weight"]
+        self.out_features, self.in_features = rows.shape
         ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
-        self.vocab_range: Range = ranges[group.rank]
+        self.vocab_range: Range = ranges[self.group.rank]
         self.sizes = [stop - start for start, stop in ranges]
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -349,6 +350,29 @@ def test_plan_gives_a_tied_head_the_layout_of_the_embedding_and_no_entry():
 def test_plan_aligns_vocabulary_boundaries_on_request():
     layout = _plan(2, vocab_multiple_of=64)
     assert _ranges(layout["lm_head.weight"]) == (((0, 64),), ((64, 101),))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"),
+    [
+        (1, (1, 0)),
+        (3, (1, 1, 1, 0)),
+        (5, (2, 1, 1, 1)),
+        (65, (22, 22, 21)),
+        (65535, (32768, 32767)),
+        (65535, (21845, 21845, 21845)),
+        (65535, (16384, 16384, 16384, 16383)),
+        (65535, (9363, 9362, 9362, 9362, 9362, 9362, 9362)),
+        (151669, (37918, 37917, 37917, 37917)),
+        (151669, (21667,) * 7),
+    ],
+)
+def test_plan_deals_any_vocabulary_without_a_row_more(vocab_size, rows):
+    shapes = {**_shapes(), **dict.fromkeys(BY_VOCABULARY, (vocab_size, HIDDEN))}
+    layout = plan(LLAMA, shapes, {}, replace(SIZES, vocab_size=vocab_size), len(rows))
+    for name in BY_VOCABULARY:
+        assert tuple(layout[name].local_shape(rank)[0] for rank in range(len(rows))) == rows
+        assert [box[0] for box in layout[name].owners] == list(split(vocab_size, len(rows)))
 
 
 def test_plan_refuses_more_ranks_than_query_heads():

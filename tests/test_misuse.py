@@ -343,14 +343,6 @@ def test_trainer_is_refused_with_a_sentence(tmp_path: Any) -> None:
         ranks.close()
 
 
-def _resized() -> None:
-    parallel(TINY.model(), mesh_of()).resize_token_embeddings(200)
-
-
-def test_resizing_a_parallel_model_is_refused() -> None:
-    _everywhere(pool(2).run_raising(_resized), "resize the model first", kind="NotImplementedError")
-
-
 def _warnings(vocab_size: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

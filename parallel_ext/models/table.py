@@ -6,13 +6,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from parallel_ext.layout import ModelLayout, Part, TensorLayout, split, split_heads
+from parallel_ext.layout import ModelLayout, Part, TensorLayout, cut, split, split_heads
 from parallel_ext.models.blocks import (
     AttentionNames,
     Block,
     MixtureNames,
     RegionNames,
-    cut_rows,
 )
 
 
@@ -148,8 +147,9 @@ def plan(
     found: dict[str, TensorLayout] = {}
     parts: dict[str, tuple[Part, ...]] = {}
     for path in (table.embedding, table.head):
-        if f"{path}.weight" in shapes:
-            found |= cut_rows(path, shapes, rows)
+        for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
+            if name in shapes:
+                found[name] = cut(name, shapes[name], 0, rows)
     for path, block in table.blocks(shapes).items():
         if isinstance(block, AttentionNames):
             heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)

@@ -18,6 +18,8 @@ _MODEL_ATTRIBUTES = (
     "loss_function",
     "save_pretrained",
     "resize_token_embeddings",
+    "_get_resized_embeddings",
+    "_get_resized_lm_head",
     "tie_weights",
 )
 _CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")

@@ -28,6 +28,7 @@ from parallel_ext.patch.checks import (
     table_for,
 )
 from parallel_ext.patch.replacing import enter_and_leave, replace_modules
+from parallel_ext.patch.resize import resize_token_embeddings
 from parallel_ext.sharded import persistent_buffers
 from parallel_ext.state import STATE_NAME, ParallelState
 
@@ -97,7 +98,8 @@ def parallelize(
         model,
         table,
         ParallelState(
-            mesh, table, layout, vocab_ranges, checks, training_logits, partials, routings
+            *(mesh, table, layout, vocab_ranges, vocab_multiple_of),
+            *(checks, training_logits, partials, routings),
         ),
     )
     _warn_of_uneven_vocabulary(embedding, mesh)
@@ -166,11 +168,10 @@ def _sizes(
     )
 
 
-def _in_place_of(cls: type, name: str) -> Callable[..., Any]:
-    """The run-time function ``name``, with the signature of the method that it stands for."""
-    function = getattr(runtime, name)
+def _in_place_of(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A run-time function, with the signature of the method of its name that it stands for."""
 
-    @wraps(getattr(cls, name))
+    @wraps(getattr(cls, function.__name__))
     def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(model, *args, **kwargs)
 
@@ -186,9 +187,13 @@ def _attach(
     setattr(model, STATE_NAME, state)
     mesh = state.mesh
     model.loss_function = MethodType(runtime.loss_function, model)
-    for name in ("forward", "generate", "save_pretrained", "resize_token_embeddings"):
+    for function in (
+        *(runtime.forward, runtime.generate, runtime.save_pretrained),
+        resize_token_embeddings,
+    ):
+        name = function.__name__
         if hasattr(model, name):  # published code of before transformers 5 does not generate
-            setattr(model, name, MethodType(_in_place_of(type(model), name), model))
+            setattr(model, name, MethodType(_in_place_of(type(model), function), model))
     if mesh.tp_size > 1 or mesh.ep_size > 1:
         cut = f"tp={mesh.tp_size}, ep={mesh.ep_size}" if state.routings else f"tp={mesh.tp_size}"
         model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(cut)

@@ -1,0 +1,219 @@
+"""A parallel model is resized as HuggingFace resizes a whole one, and trains on as that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from ranks import Raised, pool
+from reference import Tiny, batch, difference, mesh_of, parallel, shard_differences, worst
+from reference_life import differences_in_life, resized, with_head_bias
+from reference_lora import adapted, config
+from reference_mixtral import Layout, TinyMixtral
+from reference_training import quietly
+from torch import nn
+
+import parallel_ext as px
+from parallel_ext.patch import resize
+
+TINY = Tiny(layers=1)  # 101 rows of 72: their covariance is positive definite
+TIED = replace(TINY, tied=True)
+TRAINED = {
+    "tp=1": (TINY, Layout(1, 1, 1), False),
+    "tp=2": (TINY, Layout(1, 2, 1), True),
+    "tp=3": (TINY, Layout(1, 3, 1), False),
+    "tied, tp=1": (TIED, Layout(1, 1, 1), False),
+    "tied, tp=2": (TIED, Layout(1, 2, 1), False),
+    "tied, tp=3": (TIED, Layout(1, 3, 1), True),
+    "Mixtral, tp=2, ep=2": (TinyMixtral(num_experts=3, layers=1), Layout(1, 2, 2), False),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_goes_on_as_in_one_process(case: str, tmp_path: Path) -> None:
+    tiny, layout, bias = TRAINED[case]
+    ranks = pool(layout.world)
+    for differences in ranks.run(
+        differences_in_life, tiny, layout, str(tmp_path), bias, [131, 67], timeout_s=240
+    ):
+        error, name = worst(differences)
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+STEPS = [
+    {"new_num_tokens": 130},
+    {"new_num_tokens": 140, "mean_resizing": False},
+    {"pad_to_multiple_of": 64},
+    {"new_num_tokens": 192},
+    {"new_num_tokens": 150, "pad_to_multiple_of": 16},
+    {"new_num_tokens": 5},
+    {"new_num_tokens": 7},  # fewer rows than columns: HuggingFace has no covariance to draw with
+    {"new_num_tokens": 1},
+    {"new_num_tokens": 3, "mean_resizing": False},
+]
+
+
+def _in_bits(tiny: Tiny, layout: Layout, bias: bool, steps: list[dict[str, Any]]) -> list[str]:
+    """What differs in a bit, or in a size, from HuggingFace after each of some resizes."""
+    reference = with_head_bias(tiny.model()) if bias else tiny.model()
+    reference.lm_head.requires_grad_(tiny.tied)
+    mesh, wrong = layout.mesh(), []
+    with quietly():  # of rows that do not divide
+        model = parallel(reference, mesh, vocab_multiple_of=4)
+    for step in steps:
+        with mock.patch.object(resize, "STRIPE_BYTES", 3000):  # rows travel in several pieces
+            states = [resized(each, **step) for each in (reference, model)]
+        full, ours = dict(reference.named_parameters()), dict(model.named_parameters())
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        sizes = (embedding.num_embeddings, head.out_features, model.vocab_size)
+        sizes += (model.config.vocab_size, model.model.vocab_size, sum(head.sizes))
+        gathered = px.full_state_dict(model, writer_only=False)
+        checks = {
+            "the random state": torch.equal(*states),
+            f"a size of {sizes}": {*sizes} == {reference.config.vocab_size},
+            "padding_idx": embedding.padding_idx == reference.get_input_embeddings().padding_idx,
+            "the tie": (head.weight is embedding.weight) is tiny.tied,
+            "the alignment": embedding.vocab_range[0] % 4 == 0 or not len(embedding.weight),
+            "what is trained": all(
+                p.requires_grad is full[n].requires_grad for n, p in ours.items()
+            ),
+            **{n: not d for n, d in shard_differences(model, full, gradients=False).items()},
+            **{f"gathered {n}": torch.equal(gathered[n], p) for n, p in full.items()},
+        }
+        wrong += [f"{step}: {name}" for name, right in checks.items() if not right]
+    return wrong
+
+
+IN_BITS = {
+    "tp=2": (TINY, Layout(1, 2, 1), False),
+    "tp=3, bias": (TINY, Layout(1, 3, 1), True),
+    "dp=2, tp=2, bias, bf16": (replace(TINY, dtype=torch.bfloat16), Layout(2, 2, 1), True),
+    "tied, tp=4, bias": (TIED, Layout(1, 4, 1), True),
+    "tied, dp=2": (TIED, Layout(2, 1, 1), False),
+}
+
+
+@pytest.mark.parametrize("case", IN_BITS)
+def test_rows_are_huggingfaces_bit_for_bit_and_stay_with_their_ids(case: str) -> None:
+    tiny, layout, bias = IN_BITS[case]
+    assert pool(layout.world).run(_in_bits, tiny, layout, bias, STEPS) == [[]] * layout.world
+
+
+def _broken(what: str) -> list[str]:
+    """What the test above finds when a part of the machinery is taken out."""
+
+    def stay(shard: torch.Tensor, layout: Any, wanted: Any, out: torch.Tensor, mesh: Any) -> None:
+        out[: len(shard)] = shard[: len(out)]
+
+    parts = {"travelling rows": ("_fetch", stay), "random state": ("_in_step", nullcontext)}
+    with mock.patch.object(resize, *parts[what]):
+        return _in_bits(TINY, Layout(1, 2, 1), False, STEPS[:1])
+
+
+@pytest.mark.parametrize("what", ["travelling rows", "random state"])
+def test_the_test_above_notices_missing(what: str) -> None:
+    assert any(pool(2).run(_broken, what))
+
+
+def _beside_an_adapter(folder: str) -> float:
+    model = adapted(TINY, target_modules=["q_proj"])
+    resized(model, 131)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    reference = TINY.model()
+    resized(reference, 131)
+    reference = peft.PeftModel.from_pretrained(reference, folder)
+    return difference(*(each(**batch(131)).loss.detach() for each in (model, reference)))
+
+
+def test_a_model_with_adapters_elsewhere_is_resized(tmp_path: Path) -> None:
+    assert max(pool(2).run(_beside_an_adapter, str(tmp_path))) <= 1e-10
+
+
+def _other_sizes(model: Any) -> None:
+    model.resize_token_embeddings(120 + mesh_of().rank)
+
+
+def _no_integer(model: Any) -> None:
+    model.resize_token_embeddings(0)
+
+
+def _no_multiple(model: Any) -> None:
+    model.resize_token_embeddings(120, pad_to_multiple_of=-8)
+
+
+def _gradient_on_one_rank(model: Any) -> None:
+    if mesh_of().rank == 1:
+        model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model.resize_token_embeddings(120)
+
+
+def _untied(model: Any) -> None:
+    model = parallel(TIED.model(), mesh_of())
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.resize_token_embeddings(120)
+
+
+def _adapter_on_the_head(model: Any) -> None:
+    peft.get_peft_model(model, config(target_modules=["lm_head"]))
+    model.resize_token_embeddings(120)
+
+
+def _data_parallel(model: Any) -> None:
+    mesh = mesh_of(tp=1)
+    px.data_parallel(parallel(TINY.model(), mesh), mesh).resize_token_embeddings(120)
+
+
+def _old_optimizer(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.resize_token_embeddings(102)
+    model(**batch(102)).loss.backward()
+    optimizer.step()
+
+
+def _id_that_is_gone(model: Any) -> None:
+    model.resize_token_embeddings(67)
+    model(torch.full((1, 3), 67))
+
+
+REFUSED = {
+    _other_sizes: ("DisagreementError", "rank 0: (120, None, True); rank 1: (121, None, True)"),
+    _no_integer: ("ValueError", "new_num_tokens must be an integer of at least 1, got 0"),
+    _no_multiple: ("ValueError", "pad_to_multiple_of must be an integer of at least 1, got -8"),
+    _gradient_on_one_rank: ("RuntimeError", "lm_head.weight has a gradient, which would be lost"),
+    _untied: ("RuntimeError", "embedding and head were tied when the model was made parallel"),
+    _adapter_on_the_head: ("RuntimeError", "lm_head is a LoraVocabHead; resize before an adapter"),
+    _data_parallel: ("RuntimeError", "px.data_parallel has dealt the rows to the dp ranks"),
+    _id_that_is_gone: ("IndexError", "id 67 at position 0 is outside the vocabulary [0, 67)"),
+    _old_optimizer: ("RuntimeError", "was built before resize_token_embeddings and still holds"),
+}
+
+
+def _refused(act: Callable[[Any], None]) -> tuple[str, str, bool]:
+    """The error, and whether the model is as it was."""
+    model = parallel(TINY.model(), mesh_of())
+    before = model.lm_head.weight, model.model.embed_tokens.weight, model.config.vocab_size
+    raised: Raised | None = None
+    try:
+        act(model)
+    except Exception as error:
+        raised = Raised(error)
+    head = getattr(model.lm_head, "base_layer", model.lm_head).weight
+    after = head, model.model.embed_tokens.weight, model.config.vocab_size
+    same = all(one is other for one, other in zip(before, after, strict=True))
+    return raised.type, raised.text, same
+
+
+@pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
+def test_every_rank_is_told_why_it_is_refused(act: Callable[[Any], None]) -> None:
+    kind, words = REFUSED[act]
+    for raised, text, same in pool(2).run(_refused, act):
+        assert raised == kind
+        assert words in text
+        assert same or act in (_id_that_is_gone, _old_optimizer)
