@@ -136,6 +136,31 @@ def test_a_model_with_adapters_elsewhere_is_resized(tmp_path: Path) -> None:
     assert max(pool(2).run(_beside_an_adapter, str(tmp_path))) <= 1e-10
 
 
+def _used_on(root: str) -> tuple[float, bool]:
+    """Gradients under dp=2 and a checkpoint, of a model that was resized before."""
+    mesh = Layout(2, 2, 1).mesh()
+    with quietly():
+        model = parallel(TINY.model(), mesh)
+        resized(model, 131)
+        px.data_parallel(model, mesh)
+        other = parallel(replace(TINY, vocab_size=131).model(seed=7), mesh)
+    one = batch(131, seed=mesh.dp_rank)
+    error = px.check_gradients(model, one).worst[1]
+    first, second = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
+    model(**one).loss.backward()
+    first.step()
+    px.save_checkpoint(root, 1, model, first)
+    px.load_checkpoint(root, other, second)
+    full, loaded = (px.full_state_dict(each, writer_only=False) for each in (model, other))
+    return error, all(torch.equal(loaded[name], full[name]) for name in full)
+
+
+def test_data_parallel_and_checkpoints_know_the_new_size(tmp_path: Path) -> None:
+    for error, loaded in pool(4).run(_used_on, str(tmp_path)):
+        assert error <= 1e-6
+        assert loaded
+
+
 def _other_sizes(model: Any) -> None:
     model.resize_token_embeddings(120 + mesh_of().rank)
 
