@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <type_traits>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "dropout_cuda.h"
 #include "dropout_mask.h"
 #include "kernel_choice.h"
+#include "philox_aten.h"
 
 namespace parallel_ext {
 namespace {
@@ -109,30 +111,16 @@ void for_rows(const MaskPart& part, const Use& use) {
 
 // The path of other devices: the same mask [T, K] by plain ATen calls on int64.
 at::Tensor mask(const MaskPart& part, const at::Tensor& like) {
-  constexpr int64_t kLow = 0xffffffff;
   const auto counted = like.options().dtype(at::kLong);
   const int64_t first = part.feature / kMaskBlock, inside = part.feature % kMaskBlock;
   const int64_t blocks = part.threads_per_row() / kMaskLanes;
   const at::Tensor zero = at::zeros({part.rows, blocks * kMaskLanes}, counted);
   const int64_t first_token = part.token;
   const at::Tensor token = at::arange(first_token, first_token + part.rows, counted);
-  at::Tensor word[4] = {
+  std::array<at::Tensor, 4> word{
       zero + at::arange(first * kMaskLanes, (first + blocks) * kMaskLanes, counted),
       zero + token.unsqueeze(1), zero + static_cast<int64_t>(part.stream.step), zero};
-  uint32_t key0 = part.stream.key0, key1 = part.stream.key1;
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const at::Tensor a = word[0] * static_cast<int64_t>(kPhiloxMultiplier0);
-    const at::Tensor b = word[2] * static_cast<int64_t>(kPhiloxMultiplier1);
-    // An arithmetic shift of a product above 2^63 smears its sign, which the mask takes off.
-    word[0] = b.bitwise_right_shift(32).bitwise_and(kLow).bitwise_xor(word[1]).bitwise_xor(
-        static_cast<int64_t>(key0));
-    word[2] = a.bitwise_right_shift(32).bitwise_and(kLow).bitwise_xor(word[3]).bitwise_xor(
-        static_cast<int64_t>(key1));
-    word[1] = b.bitwise_and(kLow);
-    word[3] = a.bitwise_and(kLow);
-    key0 += kPhiloxKeyStep0;
-    key1 += kPhiloxKeyStep1;
-  }
+  philox_aten(word, part.stream.key0, part.stream.key1);
   std::vector<at::Tensor> halves;
   for (const at::Tensor& each : word) {
     halves.push_back(each.bitwise_and(0xffff));

@@ -177,6 +177,22 @@ at::Tensor linear_vocab_cross_entropy_frozen_backward(
     int64_t vocab_start, int64_t ignore_index, const std::string& reduction, double label_smoothing,
     double z_loss, double logit_scale);
 
+// --- vocab_sample*.cpp: the next token of B rows, from sharded logits [B, vocab_stop -
+// vocab_start]
+// -> replicated ids [B], int64 ---
+
+// The lowest id of the largest logit, or of the first NaN.
+at::Tensor vocab_argmax(const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,
+                        int64_t vocab_stop, int64_t group_size, const std::string& group_name);
+
+// One draw from softmax(logits / temperature), of what top_k (0: off), top_p (1: off) and min_p (0:
+// off) leave, one after the other; -1 where the largest logit is not finite. The random number of
+// an id of row r depends on seed, step, r and the id alone. Logits go by their fp32 value.
+at::Tensor vocab_sample(const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,
+                        int64_t vocab_stop, double temperature, int64_t top_k, double top_p,
+                        double min_p, int64_t seed, int64_t step, int64_t group_size,
+                        const std::string& group_name);
+
 // --- moe_route.cpp: E experts, each of T tokens chooses top_k of them ---
 
 // expert_ids [T, top_k] in [0, E), where the ranks hold experts_per_rank of the E in order ->

@@ -98,6 +98,15 @@ TORCH_LIBRARY(parallel_ext, m) {
       "float label_smoothing, float z_loss, float logit_scale) -> Tensor",
       tags);
   m.def(
+      "vocab_argmax(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
+      "int group_size, str group_name) -> Tensor",
+      tags);
+  m.def(
+      "vocab_sample(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
+      "float temperature, int top_k, float top_p, float min_p, int seed, int step, "
+      "int group_size, str group_name) -> Tensor",
+      tags);
+  m.def(
       "moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);

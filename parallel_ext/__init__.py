@@ -25,6 +25,7 @@ from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
 from parallel_ext.checkpoint import CheckpointError, latest, verify  # noqa: E402
 from parallel_ext.data_parallel import data_parallel  # noqa: E402
 from parallel_ext.forced_routing import force_routing  # noqa: E402
+from parallel_ext.generation import generate  # noqa: E402
 from parallel_ext.grad_scaler import GradScaler  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
 from parallel_ext.mesh import Mesh, init_mesh  # noqa: E402
@@ -67,6 +68,7 @@ __all__ = [
     "force_routing",
     "from_pretrained",
     "full_state_dict",
+    "generate",
     "init_mesh",
     "latest",
     "load_checkpoint",

@@ -230,7 +230,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     other's forwards, all of them generate at the same time, each on its own prompts.
     """
     state: ParallelState = getattr(model, STATE_NAME)
-    if state.mesh.dp_size > 1 and (state.mesh.ep_size > 1 or state.zero is not None):
+    if state.forwards_together:
         kwargs.setdefault("synced_gpus", True)
     state.generates = True
     try:

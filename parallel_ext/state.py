@@ -79,6 +79,11 @@ class ParallelState(nn.Module):
         if self.agreement is not None:
             self.agreement.vocab_size = vocab_ranges[-1][1]
 
+    @property
+    def forwards_together(self) -> bool:
+        """Whether a dp rank's forward needs those of the others."""
+        return self.mesh.dp_size > 1 and (self.mesh.ep_size > 1 or self.zero is not None)
+
     def get_extra_state(self) -> dict[str, int]:
         mesh = self.mesh
         state = {"tp_rank": mesh.tp_rank, "tp_size": mesh.tp_size}

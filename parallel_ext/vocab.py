@@ -27,9 +27,10 @@ _loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
 def sharded_logits(keep: bool) -> Iterator[None]:
     """Inside, a :class:`VocabParallelHead` returns its own columns instead of gathering.
 
-    A property of the call and not of the head: wrappers copy heads.
+    A property of the call and not of the head: wrappers copy heads. Inside one that keeps them,
+    another changes nothing.
     """
-    token = _keep_logits_sharded.set(keep)
+    token = _keep_logits_sharded.set(keep or _keep_logits_sharded.get())
     try:
         yield
     finally:

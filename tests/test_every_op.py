@@ -201,6 +201,19 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(), None, _plain(4, 3), _plain(0, 3), labels, None, _plain(2, 4))
             + (5, 5, IGNORED, "mean", 0.0, 0.0, 1.0),
         ],
+        "vocab_argmax": [
+            (_plain(4, own), 5, start, stop, *of_group),
+            (_values(own, 4, dtype=bf16).T, 5, start, stop, *of_group),
+            (_plain(0, own), 5, start, stop, *of_group),
+            (_plain(4, width_of_whole), *whole_on_one_rank[:3], *of_group),
+        ],
+        "vocab_sample": [
+            (_plain(4, own), 5, start, stop, 1.0, 0, 1.0, 0.0, 7, 0, *of_group),
+            (_values(own, 4, dtype=bf16).T, 5, start, stop, 0.7, 3, 0.9, 0.1, 2**62, 3, *of_group),
+            (_plain(4, own + 3)[:, :own], 5, start, stop, 2.0, 0, 0.5, 0.0, 7, 2**33, *of_group),
+            (_plain(0, own), 5, start, stop, 1.0, 0, 0.5, 0.1, 7, 0, *of_group),
+            (_plain(4, width_of_whole), *whole_on_one_rank[:3], 1.0, 4, 1.0, 0.2, 7, 0, *of_group),
+        ],
         "moe_route_plan": [
             (choices, sizes, 4096, group.rank),
             (choices[:0], [1], 0, 0),

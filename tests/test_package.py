@@ -46,6 +46,7 @@ ALLOWED = {
     },
     "adafactor": {"layout", "mesh", "ops", "sharded", "state"},
     "grad_scaler": {"mesh", "ops", "ranks", "sharded"},
+    "generation": {"ops", "state", "vocab"},
     "forced_routing": {"moe", "state"},
     "preemption": {"state"},
     "resume": {"checkpoint", "lora", "state"},

@@ -70,21 +70,22 @@ def test_gradients_err_less_than_those_of_one_process() -> None:
         assert result["held"] <= 1.1 * result["whole"] / tp
 
 
-def _generated_and_saved(folder: str) -> tuple[list[int], list[int]]:
+def _generated_and_saved(folder: str) -> tuple[list[int], list[int], list[int]]:
     mesh = mesh_of()
     model = px.from_pretrained(SOURCE, mesh)
     prompt = _text(12)["input_ids"]
     arguments = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 16}
     got = model.generate(prompt, do_sample=False, **arguments)
+    on_shards = px.generate(model, prompt, do_sample=False, **arguments)
     model.save_pretrained(folder)
     expected = _plain().generate(prompt, do_sample=False, **arguments) if mesh.rank == 0 else got
-    return expected.tolist(), got.tolist()
+    return expected.tolist(), got.tolist(), on_shards.tolist()
 
 
 def test_greedy_tokens_and_saved_tensors_are_those_of_the_source(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    for expected, got in pool(2).run(_generated_and_saved, str(folder), timeout_s=300):
-        assert got == expected
+    for expected, *ours in pool(2).run(_generated_and_saved, str(folder), timeout_s=300):
+        assert ours == [expected, expected]
     saved: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         saved |= load_file(file)

@@ -24,9 +24,11 @@ from parallel_ext.ops.vocab import (
     VocabStatistics,
     linear_vocab_cross_entropy,
     linear_vocab_cross_entropy_statistics,
+    vocab_argmax,
     vocab_cross_entropy,
     vocab_cross_entropy_statistics,
     vocab_embedding,
+    vocab_sample,
 )
 
 __all__ = [
@@ -52,7 +54,9 @@ __all__ = [
     "moe_take_tokens",
     "reduce_from_tp",
     "row_linear",
+    "vocab_argmax",
     "vocab_cross_entropy",
     "vocab_cross_entropy_statistics",
     "vocab_embedding",
+    "vocab_sample",
 ]

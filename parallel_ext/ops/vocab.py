@@ -1,4 +1,4 @@
-"""Embedding and loss of a vocabulary that is cut over the ranks."""
+"""Embedding, loss and next token of a vocabulary that is cut over the ranks."""
 
 from __future__ import annotations
 
@@ -331,3 +331,94 @@ def linear_vocab_cross_entropy_statistics(
         group.name,
     )
     return _statistics(outputs, wanted)
+
+
+def vocab_argmax(
+    logits: torch.Tensor, vocab_size: int, vocab_range: Range, *, group: Group = ALONE
+) -> torch.Tensor:
+    """The id of the largest logit of each row; the logits are never gathered.
+
+    Args:
+        logits: [B, stop - start], this rank's columns, floating point.
+        vocab_size: V.
+        vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
+        group: the tensor-parallel group.
+
+    Returns:
+        [B], int64, replicated: the lowest id of equal ones, and of the first NaN where there is
+        one, as ``torch.argmax``. One exchange of 16 bytes a row and rank.
+
+    Raises:
+        TypeError, ValueError: dtype or shape do not fit, gathered logits included.
+
+    Example:
+        >>> vocab_argmax(torch.tensor([[0.0, 2.0, 2.0]]), 3, (0, 3))
+        tensor([1])
+    """
+    return torch.ops.parallel_ext.vocab_argmax(
+        logits, vocab_size, *vocab_range, group.size, group.name
+    )
+
+
+def vocab_sample(
+    logits: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int,
+    step: int,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Draw an id for each row from ``softmax(logits / temperature)``, without gathering logits.
+
+    The filters apply one after the other in the order of the arguments, and ids as probable as the
+    last one that a filter keeps stay with it. Logits go by their fp32 value. The random number of
+    an id is a function of ``seed``, ``step``, the number of the row and the id, so that the draws
+    are the same for every way to cut the vocabulary.
+
+    Args:
+        logits: [B, stop - start], this rank's columns, floating point.
+        vocab_size: V.
+        vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
+        temperature: positive.
+        top_k: keep the ``top_k`` most probable ids; 0 for all. One more exchange, of
+            ``4 * (top_k + 1)`` bytes a row and rank.
+        top_p: keep the fewest most probable ids whose share of what is left reaches it; 1 for all.
+            After ``top_k`` it costs nothing more; alone, five more exchanges, of 8 KiB in all a row
+            and rank, whatever the distribution.
+        min_p: keep the ids with at least this share of the largest probability; 0 for all. Alone,
+            one more exchange, of 4 bytes a row and rank.
+        seed: same on all ranks, and so is ``step``; the lower 32 bits of the latter count.
+        group: the tensor-parallel group.
+
+    Returns:
+        [B], int64, replicated; -1 where the largest logit is NaN or infinite. One exchange of 16
+        bytes a row and rank, and those of the filters.
+
+    Raises:
+        TypeError, ValueError: dtype, shape or filters do not fit, gathered logits included.
+
+    Source: Gumbel-max, Maddison et al. (NeurIPS 2014), section 2; top-p: Holtzman et al. (arXiv
+    1904.09751), section 3.1; min-p: arXiv 2407.01082, section 3.
+
+    Example:
+        >>> vocab_sample(torch.tensor([[0.0, 9.0, 0.0]]), 3, (0, 3), top_k=1, seed=7, step=0)
+        tensor([1])
+    """
+    return torch.ops.parallel_ext.vocab_sample(
+        logits,
+        vocab_size,
+        *vocab_range,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        step,
+        group.size,
+        group.name,
+    )

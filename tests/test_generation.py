@@ -1,0 +1,308 @@
+"""px.generate: the tokens of HuggingFace's generate, by ranks that never gather the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Raised, pool
+from reference import Tiny, batch, mesh_of, parallel
+from reference_cogagent import batch_of, picture, text, tiny_model
+from reference_lora import adapted
+from reference_mixtral import Layout, TinyMixtral, TinyQwen3Moe
+
+import parallel_ext as px
+from parallel_ext import _C
+
+TINY = Tiny()
+MODELS = {
+    "Llama": (TINY, Layout(1, 2, 1)),
+    "Llama, tied": (Tiny(heads=4, key_value_heads=1, tied=True), Layout(1, 3, 1)),
+    "five ids on three ranks": (Tiny(vocab_size=5), Layout(1, 3, 1)),
+    "Mixtral": (TinyMixtral(), Layout(1, 2, 2)),
+    "Mixtral, uneven": (TinyMixtral(), Layout(1, 3, 1)),
+    "Qwen3-MoE": (TinyQwen3Moe(), Layout(1, 2, 1)),
+}
+
+
+def _prompt(vocab_size: int) -> dict[str, Any]:
+    prompt = batch(vocab_size)
+    del prompt["labels"]
+    return prompt
+
+
+def _greedy(tiny: Any, layout: Layout) -> list[tuple[list, list]]:
+    reference = tiny.model().eval()
+    model = parallel(reference, layout.mesh())
+    prompt = _prompt(tiny.vocab_size)
+    free = reference.generate(**prompt, do_sample=False, max_new_tokens=9, eos_token_id=None)
+    # Ends that the rows reach at different steps.
+    ends = [free[0, 11].item(), free[1, 14].item()]
+    results = []
+    for options in (
+        {"max_new_tokens": 9, "eos_token_id": None},
+        {"max_new_tokens": 9, "eos_token_id": ends, "pad_token_id": 3},
+        {"max_length": 14, "eos_token_id": ends[0], "use_cache": False},
+    ):
+        arguments = {**prompt, **options, "do_sample": False}
+        ours = px.generate(model, arguments.pop("input_ids"), **arguments)
+        expected = reference.generate(**prompt, **options, do_sample=False)
+        results.append((expected.tolist(), ours.tolist()))
+    return results
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_huggingface(name: str) -> None:
+    tiny, layout = MODELS[name]
+    for results in pool(layout.world).run(_greedy, tiny, layout):
+        for expected, ours in results:
+            assert ours == expected
+
+
+def test_greedy_tokens_of_one_rank_are_those_of_huggingface() -> None:
+    for expected, ours in _greedy(TINY, Layout(1, 1, 1)):
+        assert ours == expected
+
+
+SAMPLING = {
+    "temperature": {"temperature": 1.5, "top_k": 0},
+    "top_k, by default": {},
+    "top_p": {"top_p": 0.8, "top_k": 0},
+    "all": {"temperature": 3.0, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    "several of a prompt": {"num_return_sequences": 3},
+}
+
+
+def _sampled(options: dict[str, Any]) -> list[list]:
+    """By all ranks together, and by each for itself."""
+    reference = TINY.model().eval()
+    world = dist.get_world_size()
+    arguments = {**_prompt(TINY.vocab_size), "do_sample": True, "max_new_tokens": 7, **options}
+    return [
+        px.generate(parallel(reference, layout.mesh()), **arguments, seed=5).tolist()
+        for layout in (Layout(1, world, 1), Layout(world, 1, 1))
+    ]
+
+
+@pytest.mark.parametrize("options", SAMPLING)
+def test_sampled_tokens_are_those_of_one_rank(options: str) -> None:
+    results = [pair for size in (2, 3) for pair in pool(size).run(_sampled, SAMPLING[options])]
+    for by_all, alone in results:
+        assert by_all == alone == results[0][1]
+
+
+def _seeded() -> dict[str, list]:
+    model = parallel(TINY.model().eval(), mesh_of())
+    options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
+    prompt = _prompt(TINY.vocab_size)
+
+    def generated(own: int, seed: int | None) -> list:
+        torch.manual_seed(own + dist.get_rank())
+        return px.generate(model, **prompt, **options, seed=seed).tolist()
+
+    return {
+        "drawn": generated(1, None),
+        "drawn again": generated(1, None),
+        "drawn from another": generated(2, None),
+        "given": generated(1, 8),
+        "given again": generated(2, 8),
+        "another": generated(1, 9),
+    }
+
+
+def test_a_seed_not_given_is_that_of_rank_0() -> None:
+    first, second = pool(2).run(_seeded)
+    assert first == second
+    assert first["drawn"] == first["drawn again"]
+    assert first["given"] == first["given again"]
+    others = [first[name] for name in ("drawn", "drawn from another", "given", "another")]
+    assert all(a != b for i, a in enumerate(others) for b in others[:i])
+
+
+def _counted(options: dict[str, Any]) -> dict[str, float]:
+    """Collectives and bytes that one more token takes, at 40 and at 4000 ids."""
+    result = {}
+    for vocab_size in (40, 4000):
+        tiny = Tiny(vocab_size=vocab_size, heads=4, key_value_heads=2)
+        model = parallel(tiny.model().eval(), mesh_of())
+        prompt = _prompt(vocab_size)
+        counts = []
+        for tokens in (2, 3):
+            _C.reset_collective_counts()
+            px.generate(model, **prompt, **options, max_new_tokens=tokens, eos_token_id=None)
+            counts.append(_C.collective_counts())
+        for kind in ("all_reduce", "all_gather", "all_gather_bytes"):
+            result[f"{kind} of {vocab_size}"] = counts[1][kind] - counts[0][kind]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("options", "exchanges", "size"),
+    [
+        ({"do_sample": False}, 1, 16),
+        ({"do_sample": True, "top_k": 0}, 1, 16),
+        ({"do_sample": True, "top_k": 8}, 2, 16 + 4 * 9),
+    ],
+    ids=str,
+)
+def test_a_token_takes_messages_that_do_not_grow_with_the_vocabulary(
+    options: dict[str, Any], exchanges: int, size: int
+) -> None:
+    rows, agreement = 2, 32
+    for counts in pool(2).run(_counted, options):
+        for vocab_size in (40, 4000):
+            assert counts[f"all_reduce of {vocab_size}"] == 2 * TINY.layers + 1  # and embedding
+            assert counts[f"all_gather of {vocab_size}"] == exchanges + 1
+            assert counts[f"all_gather_bytes of {vocab_size}"] == rows * size + agreement
+
+
+def _of_cogagent(use_cache: bool) -> tuple[list, list]:
+    reference = tiny_model()
+    model = parallel(reference, Layout(1, 2, 1).mesh())
+    inputs = batch_of([picture(4), text(9)], "left")
+    del inputs["labels"]
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache}
+    expected = reference.generate(**inputs, **options)
+    return expected.tolist(), px.generate(model, **inputs, **options).tolist()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_cogagent_answers_to_images(use_cache: bool) -> None:
+    for expected, ours in pool(2).run(_of_cogagent, use_cache):
+        assert ours == expected
+
+
+def _with_adapters() -> tuple[list, list]:
+    model = adapted(TINY).eval()
+    arguments = {**_prompt(TINY.vocab_size), "max_new_tokens": 6, "do_sample": False}
+    return model.generate(**arguments).tolist(), px.generate(model, **arguments).tolist()
+
+
+def test_adapters_of_peft_take_part() -> None:
+    for expected, ours in pool(2).run(_with_adapters):
+        assert ours == expected
+
+
+def _of_other_lengths() -> tuple[list, list]:
+    tiny, mesh = TinyMixtral(), Layout(2, 1, 2).mesh()
+    reference = tiny.model().eval()
+    model = parallel(reference, mesh)
+    arguments = {**_prompt(tiny.vocab_size), "do_sample": False, "eos_token_id": None}
+    arguments["max_new_tokens"] = 7 - 4 * mesh.dp_rank
+    expected = reference.generate(**arguments)
+    return expected.tolist(), px.generate(model, **arguments).tolist()
+
+
+def test_a_batch_that_ends_early_takes_part_in_the_forwards_of_the_others() -> None:
+    for expected, ours in pool(2).run(_of_other_lengths):
+        assert ours == expected
+
+
+class _Kept:
+    """What HuggingFace's streamers have."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.ended = False
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.got += ids.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def _streamed() -> tuple[list, list, bool]:
+    model = parallel(TINY.model().eval(), mesh_of())
+    streamer = _Kept()
+    ids = px.generate(model, torch.tensor([[5, 6]]), streamer=streamer, max_new_tokens=4)
+    return ids[0].tolist(), streamer.got, streamer.ended
+
+
+def test_a_streamer_gets_every_token() -> None:
+    for ids, got, ended in pool(2).run(_streamed):
+        assert got == ids
+        assert ended
+
+
+def _refused(case: str) -> Any:
+    options, *_ = REFUSALS[case]
+    model = parallel(TINY.model().eval(), mesh_of())
+    options = options(model) if callable(options) else options
+    return px.generate(options.pop("model", model), torch.tensor([[5, 6]]), **options)
+
+
+def _of_model(**options: Any) -> Any:
+    def change(model: Any) -> dict[str, Any]:
+        model.generation_config.update(**options)
+        return {}
+
+    return change
+
+
+def _poisoned(model: Any) -> dict[str, Any]:
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    return {"do_sample": True}
+
+
+REFUSALS = {
+    "beams": ({"num_beams": 2}, "NotImplementedError", "ask for beam_search; use model.generate()"),
+    "assisted": ({"prompt_lookup_num_tokens": 2}, "NotImplementedError", "assisted_generation"),
+    "repetition penalty": (
+        {"repetition_penalty": 1.2},
+        "NotImplementedError",
+        "what the options ask of RepetitionPenaltyLogitsProcessor",
+    ),
+    "an option of the model": (
+        _of_model(no_repeat_ngram_size=2),
+        "NotImplementedError",
+        "NoRepeatNGramLogitsProcessor",
+    ),
+    "a filter of another kind": (
+        {"do_sample": True, "typical_p": 0.5},
+        "NotImplementedError",
+        "TypicalLogitsWarper",
+    ),
+    "scores": ({"output_scores": True}, "NotImplementedError", "ask for output_scores"),
+    "a processor": (
+        {"logits_processor": [print]},
+        "NotImplementedError",
+        "px.generate does not take logits_processor",
+    ),
+    "stop strings": (
+        _of_model(stop_strings=["x"]),
+        "NotImplementedError",
+        "px.generate does not support stop_strings",
+    ),
+    "paged": (
+        {"cache_implementation": "paged"},
+        "NotImplementedError",
+        "does not support cache_implementation='paged'",
+    ),
+    "training": (lambda model: {"model": model.train()}, "ValueError", "call model.eval() first"),
+    "a plain model": (
+        lambda model: {"model": TINY.model()},
+        "TypeError",
+        "LlamaForCausalLM is not a parallel model; call px.parallelize(model, mesh) first",
+    ),
+    "a seed that is none": ({"seed": 0.5}, "TypeError", "seed must be an int or None, got 0.5"),
+    "a negative seed": ({"seed": -1}, "ValueError", "seed must be in [0, 2**63), got -1"),
+    "seeds of their own": (
+        lambda model: {"seed": dist.get_rank()},
+        "DisagreementError",
+        "seed",
+    ),
+    "NaN on one rank": (_poisoned, "ValueError", "the logits of rows [0] at step 0 are NaN"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses_on_all_ranks(case: str) -> None:
+    _, error, words = REFUSALS[case]
+    for raised in pool(2).run_raising(_refused, case):
+        assert isinstance(raised, Raised), raised
+        assert raised.type == error, raised
+        assert words in raised.text
