@@ -55,7 +55,7 @@ def generate(
         inputs: [B, S], int64, replicated: prompts, padded on the left.
         seed: of the random numbers, the same on the tp ranks; when None, drawn from torch's
             generator of tp rank 0. Give dp ranks seeds of their own for draws of their own.
-        streamer: HuggingFace's, for one row; every rank has one.
+        streamer: HuggingFace's, for one row; on any of the ranks.
         **kwargs: those of HuggingFace's ``generate``: ``attention_mask``, ``generation_config`` or
             its options, ``stopping_criteria``, inputs of the model such as images. Of the options
             that act on logits there are ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and
@@ -77,7 +77,11 @@ def generate(
         >>> generate(model, prompts, max_new_tokens=20, do_sample=True, seed=1)  # doctest: +SKIP
     """
     parallel, state = model_of(model), state_of(model)
-    if model.training or parallel.training:
+    if state.agreement is not None:  # what one rank refuses, all must
+        given = sorted(name for name, value in kwargs.items() if value is not None)
+        mode = "train" if parallel.training else "eval"
+        state.agreement.check("px.generate", {"seed": seed, "arguments": given}, mode)
+    if parallel.training:
         raise ValueError("px.generate: the model is in training mode; call model.eval() first")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"px.generate: seed must be an int or None, got {seed!r}")
@@ -86,16 +90,13 @@ def generate(
     for name in _REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"px.generate does not take {name}{_INSTEAD}")
+    if kwargs.get("cache_implementation") == "paged":  # of which HuggingFace makes another loop
+        raise NotImplementedError(f"px.generate does not support a paged cache{_INSTEAD}")
     configs = (kwargs.get("generation_config"), getattr(parallel, "generation_config", None))
-    for name, refused in (("stop_strings", None), ("cache_implementation", "paged")):
-        given = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-        if any(value is not None and refused in (None, value) for value in given):
-            value = "" if refused is None else f"={refused!r}"
-            raise NotImplementedError(f"px.generate does not support {name}{value}{_INSTEAD}")
-    if state.agreement is not None:
-        state.agreement.check("px.generate", {"seed": seed}, "")
+    if kwargs.get("stop_strings") or any(getattr(c, "stop_strings", None) for c in configs):
+        raise NotImplementedError(f"px.generate does not support stop_strings{_INSTEAD}")
     decode = partial(_decode, seed=seed, streamer=streamer)
-    return model.generate(inputs=inputs, custom_generate=decode, streamer=streamer, **kwargs)
+    return model.generate(inputs=inputs, custom_generate=decode, **kwargs)
 
 
 def _decode(
@@ -119,18 +120,21 @@ def _decode(
     unfinished = input_ids.new_ones(len(input_ids), dtype=torch.bool)
     finished, step = False, 0
     together = state.forwards_together
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     with sharded_logits(True):
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
     while True:
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         if not finished:  # else only other dp ranks need this one's forwards
-            logits = outputs.logits[:, -1].to(input_ids.device, torch.float32)  # as HuggingFace
+            logits = outputs.logits[:, -1].float()  # also of fp64, as in HuggingFace
             if generation_config.do_sample:
                 chosen = _draw(logits, state, filters, seed, step)
             else:
                 chosen = ops.vocab_argmax(
                     logits, sum(state.vocab_sizes), state.vocab_range, group=state.mesh.tp
                 )
+            chosen = chosen.to(input_ids.device)
             if ends:
                 padding = generation_config._pad_token_tensor.to(chosen.device)
                 chosen = torch.where(unfinished, chosen, padding)

@@ -214,17 +214,19 @@ class _Kept:
         self.ended = True
 
 
-def _streamed() -> tuple[list, list, bool]:
-    model = parallel(TINY.model().eval(), mesh_of())
+def _streamed() -> tuple[list, _Kept]:
+    mesh = mesh_of()
+    model = parallel(TINY.model().eval(), mesh)
     streamer = _Kept()
-    ids = px.generate(model, torch.tensor([[5, 6]]), streamer=streamer, max_new_tokens=4)
-    return ids[0].tolist(), streamer.got, streamer.ended
+    own = streamer if mesh.rank == 0 else None
+    ids = px.generate(model, torch.tensor([[5, 6]]), streamer=own, max_new_tokens=4)
+    return ids[0].tolist(), streamer
 
 
-def test_a_streamer_gets_every_token() -> None:
-    for ids, got, ended in pool(2).run(_streamed):
-        assert got == ids
-        assert ended
+def test_a_streamer_of_one_rank_gets_every_token() -> None:
+    (ids, streamer), _ = pool(2).run(_streamed)
+    assert streamer.got == ids
+    assert streamer.ended
 
 
 def _refused(case: str) -> Any:
@@ -280,9 +282,19 @@ REFUSALS = {
     "paged": (
         {"cache_implementation": "paged"},
         "NotImplementedError",
-        "does not support cache_implementation='paged'",
+        "px.generate does not support a paged cache",
     ),
     "training": (lambda model: {"model": model.train()}, "ValueError", "call model.eval() first"),
+    "training on one rank": (
+        lambda model: {"model": model.train(dist.get_rank() == 0)},
+        "DisagreementError",
+        "mode",
+    ),
+    "a processor on one rank": (
+        lambda model: {"logits_processor": [print]} if dist.get_rank() else {},
+        "DisagreementError",
+        "arguments",
+    ),
     "a plain model": (
         lambda model: {"model": TINY.model()},
         "TypeError",
