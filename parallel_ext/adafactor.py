@@ -235,7 +235,9 @@ class _Tensor:
     def update_state(self, state: dict[str, Any]) -> None:
         """Bring the optimizer's state of the parameter up to date; it may be empty."""
         layout = self._layout
-        by_rows, by_columns = (reduced(layout, d) if self._factored else None for d in (-1, -2))
+        by_rows, by_columns = (
+            reduced(layout, d) if self._factored else None for d in (_COLUMNS, _ROWS)
+        )
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if self._factored:
