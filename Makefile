@@ -71,12 +71,13 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks setup.py
 	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cpp csrc/*.cu csrc/*.h
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) benchmarks/train_step.py
 	$(ENV) $(PY) benchmarks/checkpoint.py
 	$(ENV) $(PY) benchmarks/training_checkpoint.py
 	$(ENV) $(PY) benchmarks/lora.py
 	$(ENV) $(PY) benchmarks/moe.py
+	$(ENV) $(PY) benchmarks/vocab.py --smollm2 $(WORK)/smollm2
 	$(ENV) $(PY) benchmarks/cogagent.py
 
 clean:
