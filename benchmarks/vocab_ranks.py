@@ -115,10 +115,10 @@ def _columns(vocab_size: int) -> tuple[int, int]:
     return split(vocab_size, group.size)[group.rank]
 
 
-def _drawn(vocab_size: int, rows: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """[V, rows], of which all processes draw the same; row by row where one id is one row."""
+def _drawn(vocab_size: int, width: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """[V, width], of which all processes draw the same."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(vocab_size, rows, generator=generator) * scale).to(dtype)
+    return (torch.randn(vocab_size, width, generator=generator) * scale).to(dtype)
 
 
 def _labels(vocab_size: int) -> torch.Tensor:
@@ -219,7 +219,7 @@ def cross_entropy(vocab_size: int, dtype: torch.dtype) -> Part:
 
 
 def linear(vocab_size: int, dtype: torch.dtype) -> Part:
-    """Hidden states [T, H] and a head [V, H] that is cut over the ranks, trained or frozen."""
+    """Hidden states [T, H] and a head [V, H], trained or frozen; the ranks must divide V."""
     start, stop = _columns(vocab_size)
     head = _drawn(vocab_size, HIDDEN, HIDDEN**-0.5, dtype)[start:stop].clone()
     generator = torch.Generator().manual_seed(3)
