@@ -55,9 +55,10 @@ demo-cogagent: $(VENV)/installed
 demo-checkpoint: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) examples/demo_checkpoint.py --work $(WORK)
 
+# In the order of their names: the files of few but long tests would else come last, one alone.
 test: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow" \
-	    -n $(TEST_PROCESSES) --dist loadfile
+	    -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The same suite with the oldest transformers that is supported, in an environment of its own.
 test-oldest:
