@@ -25,11 +25,12 @@ _starting = threading.Lock()
 
 
 @lru_cache
-def _nursery(rank: int) -> forkserver.ForkServer:
-    """Forks the processes of this rank from one that has imported what takes seconds to import.
+def _nursery(number: int) -> forkserver.ForkServer:
+    """Forks ranks from a process that has imported what takes seconds to import.
 
-    One for each rank, since the ranks of a job have hash seeds of their own: what they do in the
-    order of a set, they do in different orders. What is imported may start no threads and no CUDA.
+    Two in all, of which one has the even and one the odd ranks, since the ranks of a job have hash
+    seeds of their own: what they do in the order of a set, they do in different orders. What is
+    imported may start no threads and no CUDA.
     """
     nursery = forkserver.ForkServer()
     nursery.set_forkserver_preload(
@@ -94,7 +95,7 @@ class Ranks:
 
     def _start(self) -> None:
         rendezvous = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "rendezvous")
-        nurseries = [_nursery(rank) for rank in range(self.size)]  # which import side by side
+        nurseries = [_nursery(rank % 2) for rank in range(self.size)]  # which import side by side
         for rank, nursery in enumerate(nurseries):
             ours, theirs = _context.Pipe()
             args = (rank, self.size, rendezvous, theirs)
