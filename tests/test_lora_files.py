@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def _save(directory: Path, tiny: Tiny, changes: dict[str, Any]) -> None:
 def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(**INPUTS).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on all linears that 2 ranks saved; what changes it changes a copy."""
+    directory = tmp_path_factory.mktemp("saved")
+    pool(2).run(_save, directory, TINY, {})
+    return directory
 
 
 # Saving and loading.
@@ -132,16 +141,15 @@ def test_an_adapter_loads_at_any_tp_and_merges(
         assert (found["disabled"] - expected).abs().max() > 1e-3 * largest
 
 
-def _merged_files(directory: Path) -> None:
-    model = peft.PeftModel.from_pretrained(parallel(TINY.model(), mesh_of()), directory / "adapter")
-    model.merge_and_unload().save_pretrained(directory / "merged")
+def _merged_files(adapter: Path, merged: Path) -> None:
+    model = peft.PeftModel.from_pretrained(parallel(TINY.model(), mesh_of()), adapter)
+    model.merge_and_unload().save_pretrained(merged)
 
 
-def test_a_merged_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
-    pool(2).run(_save, tmp_path / "adapter", TINY, {})
-    pool(3).run(_merged_files, tmp_path)
-    found = exact(type(TINY.model()).from_pretrained(tmp_path / "merged", dtype=torch.float64))
-    expected = _logits(plain(tmp_path / "adapter"))
+def test_a_merged_model_is_saved_as_a_plain_one(saved: Path, tmp_path: Path) -> None:
+    pool(3).run(_merged_files, saved, tmp_path)
+    found = exact(type(TINY.model()).from_pretrained(tmp_path, dtype=torch.float64))
+    expected = _logits(plain(saved))
     assert (_logits(found) - expected).abs().max() < 1e-9 * expected.abs().max()
 
 
@@ -286,8 +294,8 @@ def _load_bad(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_adapter_is_one_error_on_all_ranks(tmp_path: Path, case: str) -> None:
-    pool(2).run(_save, tmp_path, TINY, {})
+def test_a_bad_adapter_is_one_error_on_all_ranks(saved: Path, tmp_path: Path, case: str) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     BAD[case][0](tmp_path)
     for raised in pool(2).run_raising(_load_bad, tmp_path):
         assert isinstance(raised, Raised), raised
@@ -299,9 +307,8 @@ def _load_other_base(directory: Path) -> None:
     peft.PeftModel.from_pretrained(model, directory)
 
 
-def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
-    pool(2).run(_save, tmp_path, TINY, {})
-    for raised in pool(2).run_raising(_load_other_base, tmp_path):
+def test_an_adapter_of_another_base_is_refused(saved: Path) -> None:
+    for raised in pool(2).run_raising(_load_other_base, saved):
         assert isinstance(raised, Raised), raised
         assert f"{DOWN_A} has the shape (5, 97)" in raised.text
         assert "whole shape (5, 96)" in raised.text
@@ -312,9 +319,8 @@ def _load_with(directory: Path, options: dict[str, Any]) -> None:
     model.load_adapter(directory, "second", **options)
 
 
-def test_mismatched_sizes_are_never_ignored(tmp_path: Path) -> None:
-    pool(2).run(_save, tmp_path, TINY, {})
-    for raised in pool(2).run_raising(_load_with, tmp_path, {"ignore_mismatched_sizes": True}):
+def test_mismatched_sizes_are_never_ignored(saved: Path) -> None:
+    for raised in pool(2).run_raising(_load_with, saved, {"ignore_mismatched_sizes": True}):
         assert isinstance(raised, Raised), raised
         assert "would ignore every factor that is cut" in raised.text
 
