@@ -27,6 +27,28 @@ def with_head_bias(model: Any) -> Any:
     return model
 
 
+def optimizer_of(model: Any, name: str = "AdamW") -> torch.optim.Optimizer:
+    if name == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    # A smaller eps makes as much of the rounding of gradients near zero as of gradients.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-5)
+
+
+def _carried_by_hand(
+    optimizer: torch.optim.Optimizer, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Let an optimizer of a whole model go on, with zeros for the new rows."""
+    for name, old in before.items():
+        states = optimizer.state.pop(old)
+        for key, state in states.items():
+            if state.dim():
+                states[key] = torch.zeros_like(after[name])
+                states[key][: len(state)] = state[: len(states[key])]
+        optimizer.state[after[name]] = states
+        for group in optimizer.param_groups:
+            group["params"] = [after[name] if p is old else p for p in group["params"]]
+
+
 def resized(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Resize with the same random numbers every time; returns the random state afterwards."""
     torch.manual_seed(5)
@@ -35,10 +57,10 @@ def resized(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _train(model: Any, clip: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Losses and norms of steps by a new optimizer; the gradients of the last one stay."""
-    # A smaller eps makes as much of the rounding of gradients near zero as of gradients.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-5)
+def _train(
+    model: Any, optimizer: torch.optim.Optimizer, clip: Callable[[Any], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Losses and norms of some steps; the gradients of another backward stay."""
     numbers = {}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -71,7 +93,12 @@ def _saved(model: Any, reference: Any, folder: Path, mesh: px.Mesh) -> dict[str,
 
 
 def differences_in_life(
-    tiny: Any, layout: Layout, folder: str, bias: bool = False, sizes: Sequence[int] = ()
+    tiny: Any,
+    layout: Layout,
+    folder: str,
+    bias: bool = False,
+    sizes: Sequence[int] = (),
+    carried: str = "",
 ) -> dict[str, float]:
     """Save, train, resize, train on, save, load, evaluate; the differences from one process.
 
@@ -81,6 +108,7 @@ def differences_in_life(
         folder: to save in.
         bias: whether the head has one, without which HuggingFace's class would load it again.
         sizes: of the vocabulary, one after the other.
+        carried: the optimizer that goes on from size to size; a new AdamW for each when empty.
     """
     mesh = layout.mesh() if dist.is_initialized() else px.init_mesh()
     reference = with_head_bias(tiny.model()) if bias else tiny.model()
@@ -96,13 +124,25 @@ def differences_in_life(
 
     first = _saved(model, reference, Path(folder) / "first", mesh)
     add("saved at first", {name: float(value != 0) for name, value in first.items()})
+    kind = carried or "AdamW"
+    optimizer, plain_optimizer = optimizer_of(model, kind), optimizer_of(reference, kind)
     for size in (tiny.vocab_size, *sizes):
         if size != model.config.vocab_size:
-            for each in (reference, model):
-                each.zero_grad()
-                resized(each, size)
-        ours = _train(model, lambda each: px.clip_grad_norm_(each, 1.0))
-        theirs = _train(reference, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0))
+            model.zero_grad()
+            reference.zero_grad()
+            before = dict(reference.named_parameters())
+            resized(reference, size)
+            resized(model, size, **({"optimizer": optimizer} if carried else {}))
+            if carried:
+                _carried_by_hand(plain_optimizer, before, dict(reference.named_parameters()))
+            else:
+                optimizer, plain_optimizer = optimizer_of(model), optimizer_of(reference)
+        ours = _train(model, optimizer, lambda each: px.clip_grad_norm_(each, 1.0))
+        theirs = _train(
+            reference,
+            plain_optimizer,
+            lambda each: nn.utils.clip_grad_norm_(each.parameters(), 1.0),
+        )
         add(f"V={size}", {name: difference(ours[name], theirs[name]) for name in ours})
         add(f"V={size}, gradients", shard_differences(model, gradients_of(reference), True))
         add(f"V={size}, after {STEPS} steps", shard_differences(model, parameters(), False))

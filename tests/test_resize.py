@@ -26,22 +26,28 @@ from parallel_ext.patch import resize
 TINY = Tiny(layers=1)  # 101 rows of 72: their covariance is positive definite
 TIED = replace(TINY, tied=True)
 TRAINED = {
-    "tp=1": (TINY, Layout(1, 1, 1), False),
-    "tp=2": (TINY, Layout(1, 2, 1), True),
-    "tp=3": (TINY, Layout(1, 3, 1), False),
-    "tied, tp=1": (TIED, Layout(1, 1, 1), False),
-    "tied, tp=2": (TIED, Layout(1, 2, 1), False),
-    "tied, tp=3": (TIED, Layout(1, 3, 1), True),
-    "Mixtral, tp=2, ep=2": (TinyMixtral(num_experts=3, layers=1), Layout(1, 2, 2), False),
+    # the model, its mesh, whether the head has a bias, the sizes, the optimizer that goes on
+    "tp=1": (TINY, Layout(1, 1, 1), False, [131, 67], "AdamW"),
+    "tp=2": (TINY, Layout(1, 2, 1), True, [131, 67], ""),
+    "tp=2, AdamW": (TINY, Layout(1, 2, 1), True, [131, 67], "AdamW"),
+    "tp=3, SGD": (TINY, Layout(1, 3, 1), False, [131, 2, 67], "SGD"),
+    "tied, tp=1": (TIED, Layout(1, 1, 1), False, [131, 67], ""),
+    "tied, tp=2": (TIED, Layout(1, 2, 1), False, [131, 67], "SGD"),
+    "tied, tp=3": (TIED, Layout(1, 3, 1), True, [131, 67], ""),
+    "tied, tp=3, AdamW": (TIED, Layout(1, 3, 1), True, [131, 2, 67], "AdamW"),
+    "Mixtral, tp=2, ep=2": (
+        *(TinyMixtral(num_experts=3, layers=1), Layout(1, 2, 2)),
+        *(False, [131, 67], "AdamW"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_training_goes_on_as_in_one_process(case: str, tmp_path: Path) -> None:
-    tiny, layout, bias = TRAINED[case]
+    tiny, layout, *options = TRAINED[case]
     ranks = pool(layout.world)
     for differences in ranks.run(
-        differences_in_life, tiny, layout, str(tmp_path), bias, [131, 67], timeout_s=240
+        differences_in_life, tiny, layout, str(tmp_path), *options, timeout_s=240
     ):
         error, name = worst(differences)
         assert error <= 1e-10, f"{name} differs by {error:.1e}"
@@ -202,13 +208,38 @@ def _old_optimizer(model: Any) -> None:
     optimizer.step()
 
 
+def _factored_states(model: Any) -> None:
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(**batch(101)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.resize_token_embeddings(120, optimizer=optimizer)
+
+
+def _optimizer_on_one_rank(model: Any) -> None:
+    optimizer = None if mesh_of().rank else torch.optim.SGD(model.parameters())
+    model.resize_token_embeddings(120, optimizer=optimizer)
+
+
+def _other_states(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(**batch(101)).loss.backward()
+    if mesh_of().rank == 0:
+        optimizer.step()
+    optimizer.zero_grad()
+    model.resize_token_embeddings(120, optimizer=optimizer)
+
+
 def _id_that_is_gone(model: Any) -> None:
     model.resize_token_embeddings(67)
     model(torch.full((1, 3), 67))
 
 
 REFUSED = {
-    _other_sizes: ("DisagreementError", "rank 0: (120, None, True); rank 1: (121, None, True)"),
+    _other_sizes: ("DisagreementError", "rank 0: (120, None, True, None); rank 1: (121, "),
+    _factored_states: ("RuntimeError", "holds row_var of model.embed_tokens.weight in the shape"),
+    _optimizer_on_one_rank: ("DisagreementError", "None, True, SGD); rank 1: (120, None, True, No"),
+    _other_states: ("DisagreementError", "the optimizers differ"),
     _no_integer: ("ValueError", "new_num_tokens must be an integer of at least 1, got 0"),
     _no_multiple: ("ValueError", "pad_to_multiple_of must be an integer of at least 1, got -8"),
     _gradient_on_one_rank: ("RuntimeError", "lm_head.weight has a gradient, which would be lost"),

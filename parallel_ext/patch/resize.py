@@ -17,6 +17,7 @@ from parallel_ext.checkpoint.gather import RowBlock, Swap
 from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES
 from parallel_ext.layout import Range, TensorLayout, box_shape, cut, split
 from parallel_ext.mesh import Mesh
+from parallel_ext.patch.carried_optimizer import CarriedOptimizer
 from parallel_ext.ranks import DisagreementError
 from parallel_ext.stale_parameters import remember, replaced_by
 from parallel_ext.state import STATE_NAME, ParallelState
@@ -33,6 +34,7 @@ def resize_token_embeddings(
     new_num_tokens: int | None = None,
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> VocabParallelEmbedding:
     """Give a parallel model another number of tokens, as HuggingFace does with a whole one.
 
@@ -41,9 +43,9 @@ def resize_token_embeddings(
     them on the CPU, from its random state, so that every layout gets the same bits; ranks that were
     in the same random state have rank 0's afterwards as well.
 
-    Embedding and head get new parameters. An optimizer of the old ones raises when it steps; build
-    another, as after HuggingFace's method, which leaves an optimizer with states of other shapes
-    and a head that is in no model.
+    Embedding and head get new parameters. An ``optimizer`` that is passed holds these then, and its
+    states travel with their rows. Any other that holds the old ones raises when it steps. (Behind
+    HuggingFace's method it would train a head that is in no model.)
 
     Args:
         model: a parallel model.
@@ -53,6 +55,9 @@ def resize_token_embeddings(
             none: every vocabulary fits every tp.
         mean_resizing: draw new rows around the mean of the old ones, which rank 0 gathers for it,
             one table at a time, in its CPU memory; else as the class initialises its weights.
+        optimizer: goes on with the new parameters: states that have an element for each of a
+            parameter's, as momentum, keep their rows by id and are 0 for new ones; ``step`` and the
+            like stay as they are.
 
     Returns:
         The embedding, with this rank's rows.
@@ -60,8 +65,9 @@ def resize_token_embeddings(
     Raises:
         ValueError: a number is not a positive integer; on all ranks.
         RuntimeError: the model is data parallel already, embedding or head has an adapter or is
-            tied otherwise than before, or a gradient would be lost; on all ranks.
-        DisagreementError: the ranks ask for different sizes.
+            tied otherwise than before, a gradient would be lost, or the optimizer holds states that
+            have no rows; on all ranks.
+        DisagreementError: the ranks ask for different sizes, or their optimizers differ.
         CollectiveTimeout: not all ranks called it.
 
     Example:
@@ -70,13 +76,14 @@ def resize_token_embeddings(
     state: ParallelState = getattr(model, STATE_NAME)
     mesh = state.mesh
     mesh.meet(_WHAT)
-    asked = (new_num_tokens, pad_to_multiple_of, mean_resizing)
+    goes_on = None if optimizer is None else type(optimizer).__name__
+    asked = (new_num_tokens, pad_to_multiple_of, mean_resizing, goes_on)
     everyone = mesh.gather_objects(repr(asked))
     if len(set(everyone)) > 1:
         seen = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
         raise DisagreementError(
             f"{_WHAT}: the ranks ask for different (new_num_tokens, pad_to_multiple_of, "
-            f"mean_resizing): {seen}"
+            f"mean_resizing, optimizer): {seen}"
         )
     embedding = model.get_submodule(state.table.embedding)
     head = model.get_submodule(state.table.head)
@@ -85,6 +92,10 @@ def resize_token_embeddings(
         return embedding
 
     ranges = split(rows, mesh.tp_size, state.vocab_multiple_of)
+    if optimizer is not None:
+        carried = CarriedOptimizer(optimizer, _parameters(embedding, head), mesh, _WHAT)
+        for name, layout in _layouts(embedding, head).items():
+            carried.deal(name, lambda old, layout=layout: _dealt(old, layout, None, ranges, mesh))
     with _in_step(mesh):  # in HuggingFace's order
         of_embedding = _resized(model, embedding, ranges, mean_resizing)
         of_head = _resized(model, head, ranges, mean_resizing)
@@ -92,15 +103,29 @@ def resize_token_embeddings(
     _put(head, {"weight": embedding.weight, **of_head} if head.tied else of_head, ranges)
     if embedding.padding_idx is not None and embedding.padding_idx >= rows:
         embedding.padding_idx = None
-    changed = {
-        layout.name: layout for each in (embedding, head) for layout in each.layouts.values()
-    }
-    state.set_vocabulary(replace(state.layout, tensors={**state.layout.tensors, **changed}), ranges)
+    if optimizer is not None:
+        carried.give(_parameters(embedding, head))
+    tensors = {**state.layout.tensors, **_layouts(embedding, head)}
+    state.set_vocabulary(replace(state.layout, tensors=tensors), ranges)
     model.config.get_text_config().vocab_size = rows
     model.vocab_size = rows
     if hasattr(model.base_model, "vocab_size"):
         model.base_model.vocab_size = rows
     return embedding
+
+
+def _layouts(*modules: _Rows) -> dict[str, TensorLayout]:
+    """The layouts of their parameters by logical name; a tied one once."""
+    return {layout.name: layout for module in modules for layout in module.layouts.values()}
+
+
+def _parameters(*modules: _Rows) -> dict[str, nn.Parameter]:
+    """Their parameters, likewise."""
+    return {
+        layout.name: getattr(module, attribute)
+        for module in modules
+        for attribute, layout in module.layouts.items()
+    }
 
 
 def _check(
@@ -188,15 +213,10 @@ def _resized(
         }
 
     added = mesh.together(_WHAT, draw, patient=True)
-    new = {}
-    for name, shard in shards.items():
-        start, stop = ranges[mesh.tp_rank]
-        room = partial(torch.empty, (stop - start, *shard.shape[1:]), dtype=shard.dtype)
-        out = mesh.together(_WHAT, room)  # where a table may not fit
-        deal = partial(_deal, shard, layouts[name], added.pop(name), ranges, out, mesh)
-        mesh.together(_WHAT, deal)
-        new[name] = out.to(shard.device)
-    return new
+    return {
+        name: _dealt(shard, layouts[name], added.pop(name), ranges, mesh)
+        for name, shard in shards.items()
+    }
 
 
 def _added(
@@ -231,32 +251,40 @@ def _added(
     return {name: parameter.data[old_rows:] for name, parameter in plain.named_parameters()}
 
 
-def _deal(
+def _dealt(
     shard: torch.Tensor,
     layout: TensorLayout,
-    added: torch.Tensor,
+    added: torch.Tensor | None,
     ranges: Sequence[Range],
-    out: torch.Tensor,
     mesh: Mesh,
-) -> None:
-    """Fill ``out`` with this rank's range of the resized tensor.
+) -> torch.Tensor:
+    """This rank's range of a resized tensor.
 
     Args:
         shard, layout: of the tensor before.
-        added: on rank 0 the rows behind it.
+        added: on rank 0 the rows behind it, on the others any tensor; zeros when None.
         ranges: the rows that each tp rank holds of the resized tensor.
     """
-    rows = ranges[-1][1]
-    kept = min(rows, layout.shape[0])
+    rows, old_rows = ranges[-1][1], layout.shape[0]
+    kept = min(rows, old_rows)
     of_ranks = [ranges[rank % len(ranges)] for rank in range(mesh.world_size)]
     kept_of = [(min(start, kept), min(stop, kept)) for start, stop in of_ranks]
     added_of = [(max(start, kept) - kept, max(stop, kept) - kept) for start, stop in of_ranks]
+    start, stop = of_ranks[mesh.rank]
+    room = partial(torch.zeros, (stop - start, *shard.shape[1:]), dtype=shard.dtype)
+    out = mesh.together(_WHAT, room)  # where a table may not fit
     own = kept_of[mesh.rank][1] - kept_of[mesh.rank][0]
-    _fetch(shard, layout, kept_of, out[:own], mesh)
-    whole = tuple((0, size) for size in (rows - kept, *layout.shape[1:]))
-    held = ((whole,), *[()] * (mesh.world_size - 1))
-    of_first_rank = TensorLayout(layout.name, box_shape(whole), 0, held)
-    _fetch(added, of_first_rank, added_of, out[own:], mesh)
+
+    def fill() -> None:
+        _fetch(shard, layout, kept_of, out[:own], mesh)
+        if added is not None:
+            whole = tuple((0, size) for size in (rows - kept, *layout.shape[1:]))
+            held = ((whole,), *[()] * (mesh.world_size - 1))
+            of_first_rank = TensorLayout(layout.name, box_shape(whole), 0, held)
+            _fetch(added, of_first_rank, added_of, out[own:], mesh)
+
+    mesh.together(_WHAT, fill)
+    return out.to(shard.device)
 
 
 def _fetch(
