@@ -12,7 +12,8 @@
 #include "kernel_choice.h"
 #include "layout.h"
 #include "moe_exchange_aten.h"
-#include "number.h"
+#include "spans.h"
+#include "sum_rows.h"
 #include "workspace.h"
 
 namespace parallel_ext {
@@ -84,17 +85,6 @@ std::vector<int64_t> firsts(const std::vector<int64_t>& counts) {
   return first;
 }
 
-// Neighbours in memory become one span.
-void add(std::vector<Span>& spans, const void* data, int64_t bytes) {
-  if (bytes == 0) return;
-  auto* start = static_cast<char*>(const_cast<void*>(data));
-  if (!spans.empty() && static_cast<char*>(spans.back().data) + spans.back().bytes == start) {
-    spans.back().bytes += bytes;
-  } else {
-    spans.push_back({start, bytes});
-  }
-}
-
 // The CPU's exchange: rows go from where they lie straight to where they belong.
 class Exchange {
  public:
@@ -120,11 +110,11 @@ class Exchange {
       if (plan_.send_rows[peer] < slots_[peer]) {
         for (int64_t slot = first_slot_[peer]; slot < first_slot_[peer + 1]; ++slot)
           number[slot] = static_cast<int32_t>(row[source[slot]] - first_row_[peer]);
-        add(out_[peer], number + first_slot_[peer], slots_[peer] * sizeof(int32_t));
+        add_span(out_[peer], number + first_slot_[peer], slots_[peer] * sizeof(int32_t));
       }
       if (each_once(peer)) {
         received[peer].resize(places_[peer].size());
-        add(in_[peer], received[peer].data(), places_[peer].size() * sizeof(int32_t));
+        add_span(in_[peer], received[peer].data(), places_[peer].size() * sizeof(int32_t));
       }
     });
     there.weights = at::empty({plan_.num_places()}, weights.options());
@@ -190,8 +180,8 @@ class Exchange {
     auto* slot = static_cast<char*>(const_cast<void*>(of_slots.const_data_ptr()));
     auto* place = static_cast<char*>(const_cast<void*>(of_places.const_data_ptr()));
     for_peers([&](int64_t peer) {
-      add(slot_spans[peer], slot + first_slot_[peer] * bytes, slots_[peer] * bytes);
-      for (const int64_t i : places_[peer]) add(place_spans[peer], place + i * bytes, bytes);
+      add_span(slot_spans[peer], slot + first_slot_[peer] * bytes, slots_[peer] * bytes);
+      for (const int64_t i : places_[peer]) add_span(place_spans[peer], place + i * bytes, bytes);
     });
     for (size_t i = 0; i < places_[plan_.rank].size(); ++i) {
       char* at_slot = slot + (first_slot_[plan_.rank] + i) * bytes;
@@ -209,9 +199,9 @@ class Exchange {
     const int64_t* token = tokens.const_data_ptr<int64_t>();
     for_peers([&](int64_t peer) {
       for (int64_t row = first_row_[peer]; row < first_row_[peer + 1]; ++row)
-        add(out_[peer], from + token[row] * row_bytes, row_bytes);
+        add_span(out_[peer], from + token[row] * row_bytes, row_bytes);
       for (int64_t i = 0; i < plan_.receive_rows[peer]; ++i)
-        add(in_[peer], to + places_[peer][i] * row_bytes, row_bytes);
+        add_span(in_[peer], to + places_[peer][i] * row_bytes, row_bytes);
     });
     const auto& own = places_[plan_.rank];
     for (size_t i = 0; i < own.size() && row_bytes > 0; ++i) {
@@ -247,27 +237,6 @@ class Exchange {
   Spans out_, in_;
 };
 
-// out = the sum of `count` rows, in fp32 or wider and in their order.
-#define PARALLEL_EXT_SUM_ROWS(scalar_t, wide_t)                                       \
-  PARALLEL_EXT_MULTIVERSION void sum_rows(const scalar_t* const* rows, int64_t count, \
-                                          int64_t size, scalar_t* out) {              \
-    constexpr int64_t kBlock = 256;                                                   \
-    wide_t total[kBlock];                                                             \
-    for (int64_t start = 0; start < size; start += kBlock) {                          \
-      const int64_t width = std::min(kBlock, size - start);                           \
-      for (int64_t i = 0; i < width; ++i) total[i] = 0;                               \
-      for (int64_t row = 0; row < count; ++row) {                                     \
-        for (int64_t i = 0; i < width; ++i) total[i] += widen(rows[row][start + i]);  \
-      }                                                                               \
-      for (int64_t i = 0; i < width; ++i) store(total[i], out + start + i);           \
-    }                                                                                 \
-  }
-
-PARALLEL_EXT_SUM_ROWS(float, float)
-PARALLEL_EXT_SUM_ROWS(c10::BFloat16, float)
-PARALLEL_EXT_SUM_ROWS(c10::Half, float)
-PARALLEL_EXT_SUM_ROWS(double, double)
-
 constexpr int64_t kTokensPerTask = 16;
 
 template <typename scalar_t>
@@ -279,7 +248,8 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
   std::vector<at::Tensor> summed;
   for_peers([&](int64_t peer) {
     if (!each_once(peer)) {
-      for (const int64_t place : places_[peer]) add(out_[peer], data + place * hidden, row_bytes);
+      for (const int64_t place : places_[peer])
+        add_span(out_[peer], data + place * hidden, row_bytes);
       return;
     }
     std::vector<std::vector<const scalar_t*>> parts(plan_.receive_rows[peer]);
@@ -291,10 +261,10 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
     auto* sum = summed.back().mutable_data_ptr<scalar_t>();
     for (const auto& part : parts) {
       if (part.size() == 1) {
-        add(out_[peer], part[0], row_bytes);
+        add_span(out_[peer], part[0], row_bytes);
       } else {
         sum_rows(part.data(), part.size(), hidden, sum);
-        add(out_[peer], sum, row_bytes);
+        add_span(out_[peer], sum, row_bytes);
         sum += hidden;
       }
     }
@@ -309,7 +279,7 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
       for (const int64_t place : own) row_at.push_back(data + place * hidden);
       continue;
     }
-    add(in_[peer], next, plan_.send_rows[peer] * row_bytes);
+    add_span(in_[peer], next, plan_.send_rows[peer] * row_bytes);
     for (int64_t i = 0; i < plan_.send_rows[peer]; ++i, next += hidden) row_at.push_back(next);
   }
   swap(op);

@@ -76,11 +76,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> lora_line
 
 // --- vocab_embedding.cpp ---
 
-// replicated ids [...], rows [vocab_start, vocab_start + R) of the table as weight [R, H]
-// -> replicated [..., H]. Row `padding_idx` (global), if given, gets no gradient.
+// replicated ids [...], rows [vocab_start, vocab_start + R) of the table as weight [R, H], sizes
+// [ranks] the rows of every rank, empty for those of split() -> replicated [..., H], the bits of
+// the rows. A group of one gives zeros for rows that it has not, whatever sizes says. Row
+// `padding_idx` (global), if given, gets no gradient.
 at::Tensor vocab_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
                            int64_t vocab_start, std::optional<int64_t> padding_idx,
-                           int64_t group_size, const std::string& group_name);
+                           at::IntArrayRef sizes, int64_t group_size,
+                           const std::string& group_name);
 
 // replicated grad_output [..., H] -> sharded [num_rows, H]; local.
 at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Tensor& ids,

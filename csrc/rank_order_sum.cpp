@@ -36,9 +36,10 @@ PARALLEL_EXT_SUM(float)
 PARALLEL_EXT_SUM(c10::BFloat16)
 PARALLEL_EXT_SUM(c10::Half)
 
-void sum(const double* const* parts, int64_t size, int64_t begin, int64_t end, double* out) {
+template <typename scalar_t>  // which is as wide as its sums
+void sum(const scalar_t* const* parts, int64_t size, int64_t begin, int64_t end, scalar_t* out) {
   for (int64_t i = begin; i < end; ++i) {
-    double acc = parts[0][i];
+    scalar_t acc = parts[0][i];
     for (int64_t rank = 1; rank < size; ++rank) acc += parts[rank][i];
     out[i] = acc;
   }
@@ -55,7 +56,7 @@ void sum_as(const std::vector<const void*>& parts, int64_t begin, int64_t end, v
 
 bool can_sum_in_rank_order(c10::ScalarType dtype) {
   return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 ||
-         dtype == c10::kHalf;
+         dtype == c10::kHalf || dtype == c10::kInt || dtype == c10::kByte;
 }
 
 void sum_in_rank_order(c10::ScalarType dtype, const std::vector<const void*>& parts, int64_t begin,
@@ -64,6 +65,8 @@ void sum_in_rank_order(c10::ScalarType dtype, const std::vector<const void*>& pa
   if (dtype == c10::kDouble) sum_as<double>(parts, begin, end, out);
   if (dtype == c10::kBFloat16) sum_as<c10::BFloat16>(parts, begin, end, out);
   if (dtype == c10::kHalf) sum_as<c10::Half>(parts, begin, end, out);
+  if (dtype == c10::kInt) sum_as<int32_t>(parts, begin, end, out);
+  if (dtype == c10::kByte) sum_as<uint8_t>(parts, begin, end, out);
 }
 
 }  // namespace parallel_ext

@@ -40,7 +40,7 @@ TORCH_LIBRARY(parallel_ext, m) {
       tags);
   m.def(
       "vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
-      "int? padding_idx, int group_size, str group_name) -> Tensor",
+      "int? padding_idx, int[] sizes, int group_size, str group_name) -> Tensor",
       tags);
   m.def(
       "vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "

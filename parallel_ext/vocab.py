@@ -101,8 +101,11 @@ class VocabParallelEmbedding(ShardedModule):
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
         """Be of the size that ``layouts`` say; ``weight`` is this rank's part of it."""
         self.layouts = layouts
-        self.num_embeddings, self.embedding_dim = layouts["weight"].shape
-        self.vocab_range: Range = layouts["weight"].ranges(self.group.rank)[0]
+        rows = layouts["weight"]
+        self.num_embeddings, self.embedding_dim = rows.shape
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
+        self.vocab_range: Range = ranges[self.group.rank]
+        self.sizes = [stop - start for start, stop in ranges]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.vocab_embedding(
@@ -111,6 +114,7 @@ class VocabParallelEmbedding(ShardedModule):
             self.num_embeddings,
             self.vocab_range[0],
             padding_idx=self.padding_idx,
+            sizes=self.sizes,
             group=self.group,
         )
 

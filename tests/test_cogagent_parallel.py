@@ -223,7 +223,7 @@ def test_check_gradients_agrees_and_finds_a_missing_sum() -> None:
 
 # Collectives.
 
-OTHERS = ("all_gather", "all_to_all", "broadcast")
+OTHERS = ("all_gather", "all_to_all", "broadcast", "swap")
 
 
 def _collectives(rows: list[list[Row]], layers: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -249,10 +249,11 @@ def test_a_layer_takes_three_all_reduces_and_two_without_an_image(rows: str, of_
         assert {n: c for n, c in further.items() if n in OTHERS} == {
             n: c for n, c in fewer.items() if n in OTHERS
         }
-    # forward: embedding, 2 of each of the tower's 2 layers, 1 of its adapter;
+    # forward: 2 of each of the tower's 2 layers, 1 of its adapter;
     # backward: the head, the same of the tower, and the image that all layers look at
     tower = 2 * 2 + 1 if rows != "text only" else 0
-    assert few[0]["all_reduce"] == 1 + tower + 2 * of_layer
+    assert few[0]["all_reduce"] == tower + 2 * of_layer
+    assert few[0]["swap"] == 1  # rows of the embedding
     assert few[1]["all_reduce"] == 1 + tower + (tower > 0) + 2 * of_layer
 
 

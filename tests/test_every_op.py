@@ -150,9 +150,9 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             + (_plain(2, 6), 0.5, 0.4, [123456789, 7, 5, 37], [True, False, True, False, False]),
         ],
         "vocab_embedding": [
-            (ids, _values(own, 2), 5, start, None, *of_group),
-            (ids.T, _values(own, 2, dtype=bf16), 5, start, 4, *of_group),
-            (ids[:0], _values(own, 2), 5, start, None, *of_group),
+            (ids, _values(own, 2), 5, start, None, sizes, *of_group),
+            (ids.T, _values(own, 2, dtype=bf16), 5, start, 4, [], *of_group),
+            (ids[:0], _values(own, 2), 5, start, None, sizes, *of_group),
         ],
         "vocab_embedding_backward": [
             (_plain(2, 3, 7), ids, own, start, None),
@@ -315,7 +315,6 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
     "column_linear": (None, ("all_reduce", 3 * 4 * 4)),
     "row_linear": (("all_reduce", 3 * 4 * 4), None),
     "lora_linear": (("all_reduce", 3 * 4 * 4), None),
-    "vocab_embedding": (("all_reduce", 6 * 2 * 4), None),
     "vocab_cross_entropy": (("all_gather", 4 * 3 * 4), None),
     "moe_gather_tokens": (("all_gather", 3 * 3 * 4), None),
 }

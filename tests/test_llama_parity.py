@@ -222,7 +222,8 @@ def _counts(tiny: Tiny, checkpointing: bool | None) -> tuple[dict[str, int], dic
 def test_collectives_are_two_a_layer_each_way(layers: int) -> None:
     for forward, backward in pool(2).run(_counts, Tiny(layers=layers), None):
         assert forward["all_gather"] == 2  # agreement, cross entropy records
-        assert forward["all_reduce"] == 2 * layers + 1  # and the embedding
+        assert forward["all_reduce"] == 2 * layers
+        assert forward["swap"] == 1  # rows of the embedding
         assert backward["all_reduce"] == 2 * layers + 1  # and the head
         assert "all_gather" not in backward
 
@@ -247,8 +248,8 @@ def _without(broken: str, tiny: Tiny) -> float:
         layer.mlp.down_proj.summed_over = ops.ALONE
     elif broken == "replicated gradient sum":
         layer.self_attn.k_proj.replicas = ops.ALONE
-    elif broken == "vocabulary offset":
-        model.model.embed_tokens.vocab_range = (0, 1)
+    elif broken == "embedding exchange":
+        model.model.embed_tokens.group = ops.ALONE
     elif broken == "head gradient sum":  # of the head by itself
         model.lm_head.group = model.lm_head.group._replace(size=1)
     elif broken == "record exchange":  # of the head with its loss
@@ -267,7 +268,7 @@ def _without(broken: str, tiny: Tiny) -> float:
         "input gradient sum",
         "output sum",
         "replicated gradient sum",
-        "vocabulary offset",
+        "embedding exchange",
         "head gradient sum",
         "record exchange",
     ],

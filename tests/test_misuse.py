@@ -203,6 +203,9 @@ def test_mesh_errors_name_the_world_and_what_was_asked_for(
     _everywhere(pool(2).run_raising(_mesh_with, sizes), words, kind="ValueError")
 
 
+EMBEDDING_OPTIONS = {"max_norm": 1.0, "scale_grad_by_freq": True, "sparse": True}
+
+
 def _parallelize(case: str) -> None:
     mesh, model, options = mesh_of(), TINY.model(), {}
     if case == "too many ranks":
@@ -223,6 +226,8 @@ def _parallelize(case: str) -> None:
     elif case == "subclass":
         up = model.model.layers[0].mlp.up_proj
         up.__class__ = type("MyLinear", (torch.nn.Linear,), {})
+    elif case in EMBEDDING_OPTIONS:
+        setattr(model.model.embed_tokens, case, EMBEDDING_OPTIONS[case])
     elif case == "own loss":
         model.loss_function = lambda *_, **__: None
     elif case == "wrong rows":
@@ -258,6 +263,10 @@ def _parallelize(case: str) -> None:
         "twice": ["parallel already"],
         "hook": ["lm_head has hooks"],
         "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],
+        **{
+            option: [f"model.embed_tokens has {option}={value}, which the parallel embedding"]
+            for option, value in EMBEDDING_OPTIONS.items()
+        },
         "own loss": ["loss_function was replaced on this instance"],
         "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
         "other weights": ["rank 0 and rank 1 hold different models"],

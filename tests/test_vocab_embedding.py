@@ -109,7 +109,7 @@ def test_embedding_without_features_is_empty(aten):
 
 
 def _padding_errors(group: Group, padding_idx: int, mutation: str) -> dict[str, float]:
-    """V = 128: on 4 ranks, ids 5, 37 and 69 are row 5 of ranks 0, 1 and 2."""
+    """V = 128, as in torchtitan #4637: on 4 ranks, ids 5, 37 and 69 are row 5 of ranks 0, 1, 2."""
     ids = torch.tensor([[5, 37, 5, 40], [69, 8, 127, 40]])
     table, grad = torch.randn(128, HIDDEN, dtype=FP64), torch.randn(2, 4, HIDDEN, dtype=FP64)
     return _errors_of_one_embedding(group, ids, table, grad, padding_idx, mutation)
@@ -242,9 +242,11 @@ def _lookup(
     vocab_size: int = 65535,
     weight: torch.Tensor | None = None,
     start: int = 0,
+    sizes: list[int] | None = None,
 ) -> torch.Tensor:
     rows = torch.zeros(4, HIDDEN) if weight is None else weight
-    return vocab_embedding(torch.tensor(ids, dtype=dtype), rows, vocab_size, start, group=group)
+    indices = torch.tensor(ids, dtype=dtype)
+    return vocab_embedding(indices, rows, vocab_size, start, sizes=sizes, group=group)
 
 
 REFUSALS = {
@@ -284,8 +286,24 @@ REFUSALS = {
         "ValueError",
         "vocab_embedding: the 4 rows from -1 on are not inside the vocabulary",
     ),
+    "rows of no rank": (
+        lambda group: _lookup(group, [0], vocab_size=9),
+        "ValueError",
+        "vocab_embedding: the 4 rows from 0 on are those of no rank, whose boundaries are "
+        "[0, 5, 9]; pass the rows of each rank as sizes",
+    ),
+    "sizes of another vocabulary": (
+        lambda group: _lookup(group, [0], vocab_size=9, sizes=[4, 4]),
+        "ValueError",
+        "vocab_embedding: sizes [4, 4] are not the rows of each of 2 ranks, of 9 in all",
+    ),
+    "sizes of another group": (
+        lambda group: _lookup(group, [0], vocab_size=9, sizes=[4, 4, 1]),
+        "ValueError",
+        "vocab_embedding: sizes [4, 4, 1] are not the rows of each of 2 ranks, of 9 in all",
+    ),
     "group size": (
-        lambda group: _lookup(group._replace(size=3), [0]),
+        lambda group: _lookup(group._replace(size=3), [0], vocab_size=12),
         "ValueError",
         "has 2 ranks, but group_size is 3",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ def vocab_embedding(
     vocab_start: int,
     *,
     padding_idx: int | None = None,
+    sizes: Sequence[int] | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Look up rows of an embedding table that is cut by rows over the ranks.
@@ -27,15 +29,19 @@ def vocab_embedding(
         vocab_size: V, rows of the whole table.
         vocab_start: first row of this rank.
         padding_idx: global id whose row gets no gradient, or None; negative ones count from V.
-        group: the tensor-parallel group.
+        sizes: rows of each rank, in rank order; None for those of :func:`layout.split`.
+        group: the tensor-parallel group; a group of one gives zeros for rows that it has not.
 
     Returns:
-        [..., H] in the dtype of ``weight``, replicated: one all-reduce in forward. In backward each
-        rank sums the gradients of its own rows in token order, in fp32, and communicates nothing.
+        [..., H] in the dtype of ``weight``, replicated, the bits of the rows. One exchange in
+        forward: on the CPU each row that is looked up travels once, from its owner to the other
+        p - 1 ranks, unless some rank owns more than 2 T / p of the different ids; then, and on
+        other devices, where the ids are not read, one all-reduce. In backward each rank sums the
+        gradients of its own rows in token order, in fp32, and communicates nothing.
 
     Raises:
         IndexError: an id is outside the vocabulary (on the CPU; see the agreement check for GPUs).
-        TypeError, ValueError: dtypes or shapes do not fit.
+        TypeError, ValueError: dtypes, shapes or ``sizes`` do not fit.
 
     Source: Megatron-LM (arXiv 1909.08053), section 3, with the rows of the ranks uneven or empty.
 
@@ -46,7 +52,7 @@ def vocab_embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += vocab_size
     return torch.ops.parallel_ext.vocab_embedding(
-        ids, weight, vocab_size, vocab_start, padding_idx, group.size, group.name
+        ids, weight, vocab_size, vocab_start, padding_idx, sizes or (), group.size, group.name
     )
 
 

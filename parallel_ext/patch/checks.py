@@ -22,6 +22,8 @@ _MODEL_ATTRIBUTES = (
     "_get_resized_lm_head",
     "tie_weights",
 )
+# Of an nn.Embedding, by the value that means it is off: what the parallel one does not do.
+_EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 _CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")
 _ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads", "attention_dropout")
 _MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
@@ -70,6 +72,8 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
                 "can be cut, whose forward is known"
             )
         _check_bare(path, module)
+        if isinstance(module, nn.Embedding):
+            _check_embedding(path, module)
 
 
 def _parameter_names(model: nn.Module) -> set[str]:
@@ -83,6 +87,15 @@ def _check_bare(path: str, module: nn.Module) -> None:
             f"parallelize: {path} has hooks or a forward of its own, which its replacement "
             "would lose; add them after parallelize"
         )
+
+
+def _check_embedding(path: str, module: nn.Embedding) -> None:
+    for option, off in _EMBEDDING_OPTIONS.items():
+        if (value := getattr(module, option)) != off:
+            raise ValueError(
+                f"parallelize: {path} has {option}={value}, which the parallel embedding does not "
+                f"do; set it to {off}"
+            )
 
 
 def check_names(model: nn.Module, table: ModelTable) -> None:
