@@ -1,35 +1,15 @@
 // No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with a
 // thread for each of a block's.
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <c10/macros/Macros.h>
 
-#include <type_traits>
+#include <algorithm>
 
-#include "cuda_grid.h"
+#include "cuda_rows.h"
 #include "moe_gated_silu.h"
 #include "moe_rows_cuda.h"
 
 namespace parallel_ext {
 namespace {
-
-constexpr int64_t kWidest = 16;  // bytes that a thread can load or store at once
-
-// Neighbours in a row that a thread loads and stores at once.
-template <typename scalar_t, int size>
-struct alignas(size * sizeof(scalar_t)) Pack {
-  scalar_t value[size];
-};
-
-// Calls use(row, column) for the work of this thread.
-template <typename Use>
-__device__ __forceinline__ void for_work(int64_t rows, int64_t columns, const Use& use) {
-  const GridThread thread = this_thread();
-  for (int64_t row = thread.y; row < rows; row += thread.num_y) {
-    for (int64_t column = thread.x; column < columns; column += thread.num_x) use(row, column);
-  }
-}
 
 // Rows are `columns` pieces, or packs, long in all kernels.
 
@@ -153,65 +133,17 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-template <typename... Parameters, typename... Args>
-void launch(void (*kernel)(Parameters...), const GridShape& grid, int device, Args... args) {
-  const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));
-  kernel<<<grid.blocks, grid.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(args...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-uint64_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); }
-
-// The most bytes that rows can be cut into: `bits` are their addresses and their length, or-ed.
-int64_t widest_piece(uint64_t bits) {
-  int64_t bytes = kWidest;
-  while (bits % bytes != 0) bytes /= 2;
-  return bytes;
-}
-
-// Calls use(size), the size of packs that rows of numbers can be cut into: the widest, or one.
-template <typename scalar_t, typename Use>
-void with_size(uint64_t bits, const Use& use) {
-  if (widest_piece(bits) == kWidest) {
-    use(std::integral_constant<int, kWidest / sizeof(scalar_t)>());
-  } else {
-    use(std::integral_constant<int, 1>());
-  }
-}
-
-template <int size, typename scalar_t>
-const Pack<scalar_t, size>* packs(const scalar_t* data) {
-  return reinterpret_cast<const Pack<scalar_t, size>*>(data);
-}
-template <int size, typename scalar_t>
-Pack<scalar_t, size>* packs(scalar_t* data) {
-  return reinterpret_cast<Pack<scalar_t, size>*>(data);
-}
-
-template <typename piece_t>
-void gather(const RowPicks& picks, int64_t row_bytes, const void* in, void* out, int device) {
-  const int64_t columns = row_bytes / static_cast<int64_t>(sizeof(piece_t));
-  launch(gather_kernel<piece_t>, grid_of_rows(picks.num_out, columns), device, picks, columns,
-         static_cast<const piece_t*>(in), static_cast<piece_t*>(out));
-}
-
 }  // namespace
 
 void gather_rows_on_cuda(const RowPicks& picks, int64_t row_bytes, const void* in, void* out,
                          int device) {
   if (picks.num_out == 0 || row_bytes == 0) return;  // CUDA refuses an empty grid
-  switch (widest_piece(row_bytes | address(in) | address(out))) {
-    case 16:
-      return gather<Pack<uint64_t, 2>>(picks, row_bytes, in, out, device);
-    case 8:
-      return gather<uint64_t>(picks, row_bytes, in, out, device);
-    case 4:
-      return gather<uint32_t>(picks, row_bytes, in, out, device);
-    case 2:
-      return gather<uint16_t>(picks, row_bytes, in, out, device);
-    default:
-      return gather<uint8_t>(picks, row_bytes, in, out, device);
-  }
+  with_piece(row_bytes | address(in) | address(out), [&](auto piece) {
+    using piece_t = decltype(piece);
+    const int64_t columns = row_bytes / static_cast<int64_t>(sizeof(piece_t));
+    launch(gather_kernel<piece_t>, grid_of_rows(picks.num_out, columns), device, picks, columns,
+           static_cast<const piece_t*>(in), static_cast<piece_t*>(out));
+  });
 }
 
 template <typename scalar_t>

@@ -5,19 +5,23 @@
 #include "vocab_embedding.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "bytes.h"
 #include "check.h"
 #include "comm.h"
 #include "dispatch.h"
 #include "kernel_choice.h"
 #include "layout.h"
 #include "ops.h"
+#include "vocab_embedding_cuda.h"
 
 namespace parallel_ext {
 namespace {
@@ -83,6 +87,24 @@ void sum_bits(at::Tensor& rows, int64_t group_size, const std::string& group_nam
 
 namespace {
 
+// What the kernels follow without looking; ATen looks itself.
+void check_ids_device(const at::Tensor& ids, const at::Tensor& rows) {
+  TORCH_CHECK_VALUE(ids.device() == rows.device(), "vocab_embedding: ids are on ", ids.device(),
+                    " but the rows are on ", rows.device(), "; move one of them");
+}
+
+at::Tensor own_rows_on_cuda(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_start,
+                            at::IntArrayRef shape) {
+  check_ids_device(ids, weight);
+  at::Tensor output = at::empty(shape, weight.options());
+  if constexpr (kWithCudaKernels) {
+    lookup_rows_on_cuda({ids.const_data_ptr<int64_t>(), ids.numel(), vocab_start, weight.size(0)},
+                        row_bytes(weight), weight.const_data_ptr(), output.mutable_data_ptr(),
+                        weight.get_device());
+  }
+  return output;
+}
+
 // Any device. Off the CPU the ids are not read back, so an id outside [0, V), which no rank owns,
 // gives a row of zeros here; the model's agreement check reports it.
 at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
@@ -95,7 +117,9 @@ at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight,
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   at::Tensor output;
-  if (weight.size(0) == 0) {
+  if (use_cuda_kernel(weight)) {
+    output = own_rows_on_cuda(ids.contiguous(), weight.contiguous(), vocab_start, shape);
+  } else if (weight.size(0) == 0) {
     output = at::zeros(shape, weight.options());
   } else {
     const at::Tensor row = ids - vocab_start;
@@ -131,16 +155,39 @@ at::Tensor vocab_embedding_meta(const at::Tensor& ids, const at::Tensor& weight,
   return at::empty_symint(shape, weight.options());
 }
 
+// rows [T] in [0, num_rows], of which num_rows is none. The tokens of a row are summed in their
+// order, as by the CPU's loops.
+at::Tensor sums_on_cuda(const at::Tensor& grad_output, const at::Tensor& rows, int64_t num_rows) {
+  check_ids_device(rows, grad_output);
+  const auto sorted = rows.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const at::Tensor& order = std::get<1>(sorted);
+  const at::Tensor first =
+      at::searchsorted(std::get<0>(sorted), at::arange(num_rows + 1, rows.options()));
+  const int64_t hidden = grad_output.size(-1);
+  at::Tensor sums = at::empty({num_rows, hidden}, grad_output.options());
+  if constexpr (kWithCudaKernels) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(
+        at::kHalf, at::kBFloat16, sums.scalar_type(), "vocab_embedding_backward", [&] {
+          sum_segments_on_cuda(
+              {order.const_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(), num_rows}, hidden,
+              grad_output.const_data_ptr<scalar_t>(), sums.mutable_data_ptr<scalar_t>(),
+              sums.get_device());
+        });
+  }
+  return sums;
+}
+
 at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at::Tensor& ids,
                                          int64_t num_rows, int64_t vocab_start,
                                          std::optional<int64_t> padding_idx) {
-  const int64_t hidden = grad_output.size(-1);
-  const auto sum_type = grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  // One more row takes what is not ours, so that no size depends on the ids.
-  at::Tensor sum = at::zeros({num_rows + 1, hidden}, grad_output.options().dtype(sum_type));
   at::Tensor row = ids.flatten() - vocab_start;
+  // One more row takes what is not ours, so that no size depends on the ids.
   row = row.masked_fill((row < 0).logical_or(row >= num_rows), num_rows);
   if (padding_idx) row = row.masked_fill(row == *padding_idx - vocab_start, num_rows);
+  if (use_cuda_kernel(grad_output)) return sums_on_cuda(grad_output.contiguous(), row, num_rows);
+  const int64_t hidden = grad_output.size(-1);
+  const auto sum_type = grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor sum = at::zeros({num_rows + 1, hidden}, grad_output.options().dtype(sum_type));
   sum.index_add_(0, row, grad_output.reshape({ids.numel(), hidden}).to(sum_type));
   return sum.narrow(0, 0, num_rows).to(grad_output.scalar_type()).contiguous();
 }

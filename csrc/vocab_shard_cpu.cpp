@@ -52,11 +52,6 @@ struct RowRecord {
 // A base that the maximum is at most so far above still gives sums that fit.
 constexpr double kAboveBase = 30;
 
-template <typename wide_t>
-PARALLEL_EXT_INLINE wide_t to_z(wide_t logit, wide_t scale, wide_t cap) {
-  return cap == 0 ? logit * scale : cap * tanh_by_exp(logit * scale / cap);
-}
-
 // z of a block of logits that are not it.
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE void block_to_z(const scalar_t* block, int64_t size,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,3 +29,235 @@ def compiled(text: str, folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
     command = [compiler, "-shared", "-fPIC", "-O1", STANDARD, *include, source, "-o", library]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
+
+
+# What nvcc knows by itself, as far as the kernels use it. The threads of a block run in turns, each
+# as far as the next barrier, and backwards from there on: what lacks a barrier reads what is not
+# there yet. A failed check of the kernels is counted, and so is a barrier that not all threads see.
+CUDA = """
+#include <c10/macros/Macros.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(threads)
+#define C10_CUDA_KERNEL_LAUNCH_CHECK()
+
+static int64_t failed_checks = 0;
+#undef CUDA_KERNEL_ASSERT_MSG
+#define CUDA_KERNEL_ASSERT_MSG(condition, text) \\
+  if (!(condition)) {                           \\
+    ++failed_checks;                            \\
+    return;                                     \\
+  }
+
+struct dim3 {
+  dim3(unsigned x = 1, unsigned y = 1) : x(x), y(y) {}
+  unsigned x, y;
+};
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  bool ended = false;
+};
+static ucontext_t block_context;
+static Thread* running;
+static std::function<void()> of_thread;
+
+static void run_thread() {
+  of_thread();
+  running->ended = true;
+}
+static void __syncthreads() { swapcontext(&running->context, &block_context); }
+
+static void run_block(std::vector<Thread>& threads) {
+  for (Thread& thread : threads) {
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.data();
+    thread.context.uc_stack.ss_size = thread.stack.size();
+    thread.context.uc_link = &block_context;
+    makecontext(&thread.context, run_thread, 0);
+    thread.ended = false;
+  }
+  size_t ended = 0;
+  for (bool forwards = true; ended < threads.size(); forwards = !forwards) {
+    for (size_t i = 0; i < threads.size(); ++i) {
+      const size_t number = forwards ? i : threads.size() - 1 - i;
+      running = &threads[number];
+      threadIdx = {unsigned(number % blockDim.x), unsigned(number / blockDim.x)};
+      if (!running->ended) swapcontext(&block_context, &running->context);
+    }
+    ended = 0;
+    for (const Thread& thread : threads) ended += thread.ended;
+    failed_checks += 0 < ended && ended < threads.size();
+  }
+}
+
+template <typename Kernel, typename... Args>
+void run_grid(Kernel* kernel, dim3 blocks, dim3 threads, Args... args) {
+  of_thread = [=] { kernel(args...); };
+  blockDim = threads;
+  gridDim = blocks;
+  std::vector<Thread> of_block(threads.x * threads.y);
+  for (unsigned j = 0; j < blocks.x * blocks.y; ++j) {
+    blockIdx = {j % blocks.x, j / blocks.x};
+    run_block(of_block);
+  }
+}
+
+namespace c10::cuda {
+struct CUDAGuard {
+  explicit CUDAGuard(signed char) {}
+};
+}  // namespace c10::cuda
+namespace c10 {
+using DeviceIndex = signed char;
+}
+"""
+
+# Behind the source.
+TAIL = """
+extern "C" int64_t take_failed_checks() {
+  const int64_t count = failed_checks;
+  failed_checks = 0;
+  return count;
+}
+"""
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"{old!r} stands there {text.count(old)} times"
+    return text.replace(old, new)
+
+
+def _csrc_for_cpu(folder: Path) -> Path:
+    """A copy of ``csrc`` whose kernels are functions, in small grids."""
+    csrc = shutil.copytree(CSRC, folder / "csrc")
+    grid, rows = csrc / "cuda_grid.h", csrc / "cuda_rows.h"
+    text = grid.read_text()
+    # Few blocks, so that each works in turns, and of few threads, which a CPU runs faster.
+    for limit, smaller in [("0xffff;", "2;"), ("0x7fffffff", "2"), ("= 256;", "= 32;")]:
+        text = _replaced(text, limit, smaller)
+    grid.write_text(text)
+    text = re.sub(r"#include <c10/cuda/.*", "", rows.read_text())
+    text, launches = re.subn(r"kernel<<<(.*), (.*), 0, .*>>>\(", r"run_grid(kernel, \1, \2, ", text)
+    assert launches == 1
+    rows.write_text(text)
+    return csrc
+
+
+def kernels_on_cpu(
+    name: str, exports: str, folder: Path, old: str | None = None, new: str = ""
+) -> ctypes.CDLL:
+    """The kernels of a .cu file for a CPU.
+
+    Args:
+        name: The file in ``csrc``.
+        exports: C++ behind it, which gives its functions names without types.
+        folder: An empty one to build in.
+        old: A place in the file, or in the header that kernels share, to break it at; or None.
+        new: What is to stand there.
+    """
+    csrc = _csrc_for_cpu(folder)
+    source, rows = csrc / name, csrc / "cuda_rows.h"
+    if old is not None:
+        broken = source if old in source.read_text() else rows
+        broken.write_text(_replaced(broken.read_text(), old, new))
+    text = _without_instances(source.read_text())
+    return compiled(f"{CUDA}\n{text}\n{exports}\n{TAIL}", folder, csrc)
+
+
+def _without_instances(text: str) -> str:
+    return re.sub(r"^PARALLEL_EXT_INSTANTIATE.*", "", text, flags=re.MULTILINE)
+
+
+class Mutant:
+    """Broken kernels, with functions of the same names as the right ones."""
+
+    def __init__(self, library: ctypes.CDLL, number: int) -> None:
+        self._library, self._number = library, number
+        self.take_failed_checks = library.take_failed_checks
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return getattr(self._library, f"{name}_{self._number}")
+
+
+def mutants_on_cpu(
+    name: str, exports: str, folder: Path, mutations: dict[str, tuple[str, str]]
+) -> dict[str, Mutant]:
+    """The kernels of a .cu file, broken in one way after the other, in fp64; in one library.
+
+    Args:
+        name: The file in ``csrc``.
+        exports: Defines ``EXPORT(name, scalar_t, wide_t)``, which calls functions of ``KERNELS``.
+        folder: An empty one to build in.
+        mutations: What stands in the file, and what is to stand there.
+    """
+    csrc = _csrc_for_cpu(folder)
+    source = _without_instances((csrc / name).read_text())
+    includes = "\n".join(re.findall(r"^#include.*", source, re.MULTILINE))
+    parts = [CUDA, includes, exports]
+    for number, mutation in enumerate(mutations.values()):
+        own = f"namespace mutant_{number} {{\nusing namespace parallel_ext;"
+        text = re.sub(r"^#(include|undef).*", "", _replaced(source, *mutation), flags=re.MULTILINE)
+        parts += [
+            _replaced(text, "namespace parallel_ext {", own),
+            f"#undef KERNELS\n#define KERNELS mutant_{number}",
+            f"EXPORT(float64_{number}, double, double)\n#undef PARALLEL_EXT_INSTANTIATE",
+        ]
+    library = compiled("\n".join([*parts, TAIL]), folder, csrc)
+    return {each: Mutant(library, number) for number, each in enumerate(mutations)}
+
+
+# By their names in C++: the type of numbers, and that of their sums.
+C_TYPES = {
+    torch.float64: ("double", "double"),
+    torch.float32: ("float", "float"),
+    torch.bfloat16: ("c10::BFloat16", "float"),
+    torch.float16: ("c10::Half", "float"),
+}
+
+
+def exports_of(dtypes: list[torch.dtype]) -> str:
+    """``EXPORT(name, scalar_t, wide_t)`` of each dtype."""
+    return "\n".join(f"EXPORT({_name(dtype)}, {', '.join(C_TYPES[dtype])})" for dtype in dtypes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def of_type(kernels: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """What ``EXPORT`` has made for a dtype."""
+    return getattr(kernels, f"{name}_{_name(dtype)}")
+
+
+def call(function: Callable[..., None], *args: float | torch.Tensor | None) -> None:
+    """Calls a C function of int64, double and pointers; None is the null pointer."""
+    function(*map(_argument, args))
+
+
+def _argument(arg: float | torch.Tensor | None) -> object:
+    if arg is None or isinstance(arg, torch.Tensor):
+        return ctypes.c_void_p(None if arg is None else arg.data_ptr())
+    return ctypes.c_double(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
+
+
+def placed(offset: int, tensor: torch.Tensor, more: int = 0) -> torch.Tensor:
+    """A copy that begins so many elements behind an address that all packs fit.
+
+    Rows lie ``more`` elements further apart than they are long.
+    """
+    stride = tensor.size(-1) + more
+    rows = tensor.numel() // max(tensor.size(-1), 1)
+    room = torch.empty(rows * stride + offset, dtype=tensor.dtype)
+    strides = [stride, 1] if tensor.dim() == 2 else [1]
+    return room.as_strided(tensor.shape, strides, offset).copy_(tensor)
