@@ -15,6 +15,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.checkpoint import gather_tensor
+from parallel_ext.loss import LOSS_OPTIONS
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import local_part, named_shards, to_shards
 from parallel_ext.state import ParallelState, model_of, state_of
@@ -71,7 +72,7 @@ def check_gradients(
 
     Raises:
         TypeError: the model was not parallelized.
-        NotImplementedError: the model has adapters.
+        NotImplementedError: the model has adapters, or the batch holds an option of the loss.
         RuntimeError: its routing is forced, which the single process' is not.
         CollectiveTimeout: not all ranks called it.
     """
@@ -85,6 +86,12 @@ def check_gradients(
         raise RuntimeError(
             "check_gradients: the routing is forced, but the single-process model chooses by its "
             "router; call px.force_routing(model, None) first"
+        )
+    options = [name for name in LOSS_OPTIONS if name in batch]
+    if options:
+        raise NotImplementedError(
+            f"check_gradients does not take {', '.join(options)}: the single-process model's loss "
+            "has no such option; leave it out"
         )
     mesh = state.mesh
     mesh.meet("check_gradients")
