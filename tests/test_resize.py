@@ -237,8 +237,8 @@ def _id_that_is_gone(model: Any) -> None:
 
 REFUSED = {
     _other_sizes: ("DisagreementError", "rank 0: (120, None, True, None); rank 1: (121, "),
-    _factored_states: ("RuntimeError", "holds row_var of model.embed_tokens.weight in the shape"),
-    _optimizer_on_one_rank: ("DisagreementError", "None, True, SGD); rank 1: (120, None, True, No"),
+    _factored_states: ("RuntimeError", "holds col_var of model.embed_tokens.weight in the shape"),
+    _optimizer_on_one_rank: ("DisagreementError", "True, 'SGD'); rank 1: (120, None, True, No"),
     _other_states: ("DisagreementError", "the optimizers differ"),
     _no_integer: ("ValueError", "new_num_tokens must be an integer of at least 1, got 0"),
     _no_multiple: ("ValueError", "pad_to_multiple_of must be an integer of at least 1, got -8"),
