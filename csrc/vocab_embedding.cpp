@@ -4,6 +4,7 @@
 // up, the ranks sum rows and zeros.
 #include "vocab_embedding.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
