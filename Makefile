@@ -78,7 +78,8 @@ bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) benchmarks/training_checkpoint.py
 	$(ENV) $(PY) benchmarks/lora.py
 	$(ENV) $(PY) benchmarks/moe.py
-	$(ENV) $(PY) benchmarks/vocab.py --smollm2 $(WORK)/smollm2
+	$(ENV) $(PY) benchmarks/vocab.py
+	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(PY) benchmarks/generation.py
 	$(ENV) $(PY) benchmarks/cogagent.py
 
 clean:

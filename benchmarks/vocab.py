@@ -1,8 +1,8 @@
-"""A vocabulary cut over 2 ranks: loss, head, embedding and greedy decoding beside those of others.
+"""A vocabulary cut over 2 ranks: loss, head and embedding beside those of others.
 
-    python benchmarks/vocab.py [--part cross_entropy|linear|embedding|decoding|all]
+    python benchmarks/vocab.py [--part cross_entropy|linear|embedding|all]
                                [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                               [--repetitions N] [--smollm2 FOLDER] [--update-readme]
+                               [--repetitions N] [--update-readme]
 
 What is measured and how is in README.md beside this file. What computes something else is not
 timed; when that is ours, the program exits with an error.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -26,11 +25,10 @@ import vocab_ranks as ranks
 from vocab_ranks import FROZEN, OURS
 
 RANKS = Path(__file__).with_name("vocab_ranks.py")
-PARTS = ("cross_entropy", "linear", "embedding", "decoding")
+PARTS = ("cross_entropy", "linear", "embedding")
 SIZES = {"cross_entropy": (32000, 65535), "linear": (32000,), "embedding": (32000,)}
 ROUNDS = 2  # of processes that take turns
 SLOW = 2  # repetitions of what takes seconds
-BATCHES = (1, 8)
 # Relative to the largest element, from fp64.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -45,7 +43,6 @@ LINEAR = [
     *(peers.LOSS_PARALLEL_FLOAT, peers.GATHERED, ranks.PRODUCTS, *HEAD_ONE, ranks.ONE_CHUNKED),
 ]
 EMBEDDING = [OURS, peers.MEGATRON_EMBEDDING, peers.DTENSOR, ranks.ALL_REDUCE]
-DECODING = [OURS, peers.GATHERED, ranks.ONE]
 
 # Theirs over ours, ours over the floor, growth of memory over one buffer of gradients.
 LOSS_TARGETS = {"megatron": 2.0, "loss_parallel": 3.0, "one": 1.0}
@@ -64,7 +61,6 @@ class Result:
     rounds: list[list[harness.Round]] = field(default_factory=list)
     growth_mib: dict[str, float] = field(default_factory=dict)
     wrong: dict[str, float] = field(default_factory=dict)
-    gathered_bytes: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -260,58 +256,10 @@ def embedding_tables(results: Sequence[Result]) -> str:
     return "\n\n".join([table, times(results, EMBEDDING), growth(results, EMBEDDING)])
 
 
-# Decoding.
-
-
-def measure_decoding(batch: int, dtype: str, malloc: str, options: argparse.Namespace) -> Result:
-    """Seconds of a whole answer; all tokens must be those of one process where it is in fp32."""
-    result, tokens = Result(f"batch {batch}", dtype, malloc), {}
-    for count in (ranks.RANKS, 1) * ROUNDS:
-        answer = ask(
-            result,
-            "decoding",
-            count,
-            -(-options.repetitions // ROUNDS),
-            batch=batch,
-            model=options.smollm2,
-        )
-        result.rounds.append([harness.Round(**values) for values in answer["rounds"]])
-        result.gathered_bytes |= answer["gathered_bytes"]
-        tokens |= answer["tokens"]
-        wrong = answer["wrong"] or (
-            dtype == "float32" and [n for n in tokens if tokens[n] != next(iter(tokens.values()))]
-        )
-        if wrong:
-            sys.exit(f"{', '.join(wrong)}: other tokens than the others; {result.name}")
-    return result
-
-
-def decoding_tables(results: Sequence[Result]) -> str:
-    def rates(result: Result, name: str) -> str:
-        tokens = int(result.size.removeprefix("batch ")) * ranks.NEW
-        return harness.spread([tokens / s for s in result.times(name)], 1)
-
-    rows = [
-        [
-            result.name,
-            f"{result.median(peers.GATHERED) / result.median(OURS):.2f}",
-            f"{result.median(ranks.ONE) / result.median(OURS):.2f}",
-            *(f"{result.gathered_bytes.get(n, float('nan')):.0f}" for n in DECODING[:2]),
-            result.disturbed,
-        ]
-        for result in results
-    ]
-    head = ["", "ours / gathered logits", "ours / one process"]
-    head += [f"gathered bytes a token, {name}" for name in DECODING[:2]]
-    table = harness.markdown_table([*head, "disturbed"], rows)
-    return f"{table}\n\n{by_competitor(results, 'tokens/s: median (min-max)', DECODING, rates)}"
-
-
 TABLES = {
     "cross_entropy": cross_entropy_tables,
     "linear": linear_tables,
     "embedding": embedding_tables,
-    "decoding": decoding_tables,
 }
 
 
@@ -323,16 +271,11 @@ def run(part: str, options: argparse.Namespace) -> str:
             harness.chosen(options.malloc, harness.MALLOC_MODES),
         )
     )
-    if part == "decoding":
-        rows = [measure_decoding(b, *mode, options) for b in BATCHES for mode in modes]
-    else:
-        rows = [
-            measure(part, size, *mode, options.repetitions)
-            for size in SIZES[part]
-            for mode in modes
-        ]
+    rows = [
+        measure(part, size, *mode, options.repetitions) for size in SIZES[part] for mode in modes
+    ]
     text = [f"On {harness.machine()}.", TABLES[part](rows)]
-    if part != "decoding" and not any(r.times(n) for r in rows for n in MEGATRON_NAMES):
+    if not any(r.times(n) for r in rows for n in MEGATRON_NAMES):
         text.append("megatron-core could not be imported: it was not run.")
     for result in rows:
         text += [f"Not timed, for it is wrong: {result.name}, {n}." for n in result.wrong]
@@ -346,16 +289,8 @@ def main() -> None:
     parser = harness.parser(__doc__, repetitions=8)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--dtype", choices=[*TOLERANCE, "all"], default="all")
-    parser.add_argument(
-        "--smollm2",
-        default=os.environ.get("SMOLLM2", ".work/smollm2"),
-        help="what examples/prepare_smollm2.py made; for decoding",
-    )
     options = parser.parse_args()
-    parts = harness.chosen(options.part, PARTS)
-    if "decoding" in parts and not Path(options.smollm2, "config.json").exists():
-        parser.error(f"--smollm2: no model in {options.smollm2}; make .work/smollm2/config.json")
-    for part in parts:
+    for part in harness.chosen(options.part, PARTS):
         harness.publish(f"vocab {part}", run(part, options), options)
 
 

@@ -1,19 +1,16 @@
-"""What the processes of ``vocab.py`` run: losses and embeddings of a cut vocabulary, decoding."""
+"""What the processes of ``vocab.py`` run: losses and embeddings of a cut vocabulary."""
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
-import transformers
 import vocab_peers
 from torch.nn import functional
 from vocab_peers import Loss, SumGradient
@@ -30,7 +27,6 @@ FROZEN = ", frozen head"
 PASSES = "two passes"
 PRODUCTS = "three products"  # two where the head is frozen
 ALL_REDUCE = "bare all-reduce"
-GATHERED = vocab_peers.GATHERED
 
 # One process with the whole vocabulary.
 ONE = "one process"
@@ -41,7 +37,6 @@ ONE_CHUNKED = "one process, chunked"
 RANKS = 2  # what one process holds is the shards of so many
 TOKENS, HIDDEN = 1024, 1024
 EMBEDDED = 8192
-PROMPT, NEW = 32, 64
 
 Step = Callable[[], list[torch.Tensor]]
 
@@ -204,10 +199,7 @@ def cross_entropy(vocab_size: int, dtype: torch.dtype) -> Part:
         logits.mul_(1.0)
 
     competitors = _losses(vocab_size, dtype)
-    if (
-        dist.is_initialized()
-        and "consume_logits" in inspect.signature(ops.vocab_cross_entropy).parameters
-    ):
+    if dist.is_initialized():
         competitors[OURS_IN_PLACE] = _our_loss(vocab_size, consume_logits=True)
     expected = list(_expected_loss(kept[:, : stop - start].double(), vocab_size))
     steps = {name: step(loss) for name, loss in competitors.items()}
@@ -276,12 +268,12 @@ def _our_heads(
         logits = ops.column_linear(hidden, weight, group=group)
         return ops.vocab_cross_entropy(logits, labels, vocab_size, columns, group=group)
 
-    found = {OURS_TWO_OPS: two_ops}
-    if fused := getattr(ops, "linear_vocab_cross_entropy", None):
-        found[OURS] = lambda weight: fused(
-            hidden, weight, labels, vocab_size, columns, reduction="mean", group=group
+    def fused(weight: torch.Tensor) -> torch.Tensor:
+        return ops.linear_vocab_cross_entropy(
+            hidden, weight, labels, vocab_size, columns, group=group
         )
-    return found
+
+    return {OURS: fused, OURS_TWO_OPS: two_ops}
 
 
 def _products(hidden: torch.Tensor, head: torch.Tensor) -> dict[str, Callable[[], None]]:
@@ -337,54 +329,15 @@ def embedding(vocab_size: int, dtype: torch.dtype) -> Part:
     )
 
 
-# Greedy decoding.
-
-
-def decoding(request: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a whole answer, its tokens, and how many bytes each of them gathers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        request["model"], dtype=getattr(torch, request["dtype"])
-    )
-    model.generation_config.eos_token_id = None  # all answers are equally long
-    tokenizer = transformers.AutoTokenizer.from_pretrained(request["model"])
-    text = Path(__file__).parents[1].joinpath("LICENSE").read_text()
-    batch = request["batch"]
-    ids = tokenizer(text, return_tensors="pt").input_ids[0, : batch * PROMPT].view(batch, PROMPT)
-    options = {"max_new_tokens": NEW, "do_sample": False}
-    ways: dict[str, Callable[[], torch.Tensor]] = {ONE: lambda: model.generate(ids, **options)}
-    if dist.is_initialized():
-        px.parallelize(model, px.init_mesh(tp=dist.get_world_size()))
-        ways = {GATHERED: ways[ONE]}
-        if hasattr(px, "generate"):
-            ways[OURS] = lambda: px.generate(model, ids, **options)
-    tokens, gathered = {}, {}
-    for name, answer in ways.items():
-        px._C.reset_collective_counts()
-        tokens[name] = answer().tolist()
-        gathered[name] = px._C.collective_counts()["all_gather_bytes"] / (batch * NEW)
-    wrong = [name for name in ways if tokens[name] != next(iter(tokens.values()))]
-    turns = {name: Part({name: answer}, []).turn(name) for name, answer in ways.items()}
-    rounds = harness.interleaved(turns, request["repetitions"], warm_up=1)
-    return {
-        "rounds": [asdict(each) for each in rounds],
-        "tokens": tokens,
-        "gathered_bytes": gathered,
-        "wrong": wrong,
-    }
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     request = harness.arguments()
     if request["ranks"] > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    if request["part"] == "decoding":
-        harness.report(decoding(request))
-    else:
-        parts = {"cross_entropy": cross_entropy, "linear": linear, "embedding": embedding}
-        part = parts[request["part"]](request["vocab_size"], getattr(torch, request["dtype"]))
-        harness.report(part.measure(request))
+    parts = {"cross_entropy": cross_entropy, "linear": linear, "embedding": embedding}
+    part = parts[request["part"]](request["vocab_size"], getattr(torch, request["dtype"]))
+    harness.report(part.measure(request))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -20,15 +20,13 @@ from parallel_ext.ops.moe import (
     moe_take_tokens,
 )
 from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
-from parallel_ext.ops.vocab import (
+from parallel_ext.ops.vocab import vocab_argmax, vocab_embedding, vocab_sample
+from parallel_ext.ops.vocab_loss import (
     VocabStatistics,
     linear_vocab_cross_entropy,
     linear_vocab_cross_entropy_statistics,
-    vocab_argmax,
     vocab_cross_entropy,
     vocab_cross_entropy_statistics,
-    vocab_embedding,
-    vocab_sample,
 )
 
 __all__ = [

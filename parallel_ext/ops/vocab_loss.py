@@ -1,0 +1,293 @@
+"""Cross entropy of a vocabulary that is cut over the ranks, with the output head or without."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from parallel_ext.layout import Range
+from parallel_ext.ops.group import ALONE, Group
+
+
+class VocabStatistics(NamedTuple):
+    """What :func:`vocab_cross_entropy_statistics` returns; None where not asked for."""
+
+    loss: torch.Tensor
+    log_sum_exp: torch.Tensor | None
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+
+
+def _statistics(outputs: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]) -> VocabStatistics:
+    loss, *others = outputs
+    return VocabStatistics(
+        loss, *(value if want else None for value, want in zip(others, wanted, strict=True))
+    )
+
+
+def vocab_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    consume_logits: bool = False,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Cross entropy of logits that are cut by vocabulary; the logits are never gathered.
+
+    All is computed of ``z = softcap * tanh(logit_scale * logits / softcap)``, the names that torch
+    has as torch computes them.
+
+    Args:
+        logits: [T, stop - start], this rank's columns, floating point; rows may lie further apart
+            than they are long. Never written to but with ``consume_logits``.
+        labels: [T], int64, replicated; in ``[0, vocab_size)`` or ``ignore_index``.
+        vocab_size: V.
+        vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
+        weight: [V], floating point, replicated: of each class, finite and not negative; or None.
+        ignore_index: label of tokens that count neither in the loss nor in its mean.
+        reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the
+            weights of the labels of the tokens not ignored; NaN when there are none, as in torch).
+        label_smoothing: in [0, 1): this share of the loss is that of the uniform distribution over
+            the V classes.
+        z_loss: not negative; ``z_loss * log_sum_exp**2`` is added to each token's loss. Class
+            weights do not touch it: "mean" averages it over the tokens not ignored.
+        softcap: positive, or None for no cap.
+        logit_scale: finite.
+        consume_logits: the logits are the loss's own: backward writes their gradient over them and
+            takes no memory. It runs once, and who else uses the logits in a backward gets torch's
+            error for tensors that were modified in place.
+        group: the tensor-parallel group.
+
+    Returns:
+        The loss, replicated, the same bits on every rank; fp32 (fp64 for fp64 logits) whatever the
+        dtype of the logits. One all-gather in forward, of three numbers a token, or five with label
+        smoothing; backward gives each rank its columns of the gradient and communicates nothing. It
+        may run again (``retain_graph=True``), but has no derivative of its own.
+
+    Raises:
+        IndexError: a label is outside the vocabulary (on the CPU).
+        TypeError, ValueError: dtypes, shapes or options do not fit, gathered logits included, and
+            class weights that are negative or not finite (on the CPU), and ``consume_logits`` for a
+            leaf, which the user keeps, or for rows that overlap.
+
+    Source: log-sum-exp by (maximum, sum) pairs, Milakov and Gimelshein (arXiv 1805.02867), eq. 4;
+    z-loss: ST-MoE (arXiv 2202.08906), section 3; softcap: Gemma 2 (arXiv 2408.00118), section 2.
+
+    Example:
+        >>> vocab_cross_entropy(torch.zeros(1, 4), torch.tensor([2]), 4, (0, 4))
+        tensor(1.3863)
+    """
+    return torch.ops.parallel_ext.vocab_cross_entropy(
+        logits,
+        labels,
+        weight,
+        vocab_size,
+        *vocab_range,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        (False, False, False),
+        consume_logits,
+        group.size,
+        group.name,
+    )[0]
+
+
+def vocab_cross_entropy_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    *,
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    group: Group = ALONE,
+) -> VocabStatistics:
+    """:func:`vocab_cross_entropy`, and what else the same exchange can tell of each token.
+
+    Args:
+        log_sum_exp: whether to return it.
+        entropy: whether to return it; one more number a token travels.
+        argmax: whether to return it; one more number a token travels.
+
+    The others are those of :func:`vocab_cross_entropy`, and so are the errors.
+
+    Returns:
+        The loss, and what was asked for, [T], replicated, the same bits on every rank, also of
+        tokens that are ignored: ``log_sum_exp`` and ``entropy`` (in nats, 0 log 0 being 0) in the
+        dtype of the loss, ``argmax`` in int64, the lowest id of the largest, or of the first NaN.
+        Loss, ``log_sum_exp`` and ``entropy`` have gradients, ``argmax`` has none.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0, 2.0]])
+        >>> vocab_cross_entropy_statistics(logits, torch.tensor([0]), 3, (0, 3), argmax=True).argmax
+        tensor([1])
+    """
+    wanted = (log_sum_exp, entropy, argmax)
+    outputs = torch.ops.parallel_ext.vocab_cross_entropy(
+        logits,
+        labels,
+        weight,
+        vocab_size,
+        *vocab_range,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        wanted,
+        False,
+        group.size,
+        group.name,
+    )
+    return _statistics(outputs, wanted)
+
+
+def linear_vocab_cross_entropy(
+    input: torch.Tensor,
+    head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    *,
+    bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Output head and :func:`vocab_cross_entropy` in one; of the logits only a tile exists.
+
+    Args:
+        input: [T, H], floating point, replicated hidden states.
+        head_weight: [stop - start, H], this rank's rows of the head, in the dtype of ``input``.
+        labels: [T], int64, replicated; in ``[0, vocab_size)`` or ``ignore_index``.
+        vocab_size: V.
+        vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
+        bias: [stop - start], of this rank's ids, or None.
+
+    The others are those of :func:`vocab_cross_entropy`, and so are the errors.
+
+    Returns:
+        The loss, replicated, the same bits on every rank; fp32 (fp64 for fp64) whatever the dtype.
+        Backward sums the input's gradient over the group in one all-reduce and gives each rank its
+        rows of the others. It may run again (``retain_graph=True``), but has no derivative of its
+        own.
+
+        A head that is trained: for "mean" and "sum" the forward computes all gradients, tile by
+        tile, in three GEMMs and with one all-gather a tile (256 tokens in fp32, 512 in bf16; 4096
+        on a GPU); backward scales them. For "none", for fp16's "mean" and for a second backward the
+        logits are made once more.
+
+        A head without gradients (LoRA, probing): two GEMMs and one all-gather, for every reduction;
+        with ``softcap`` as for a head that is trained.
+
+        Memory beyond gradients: a tile, [T, H] numbers in fp32, and for a trained head in bf16 or
+        fp16 its gradient in fp32, in which it is summed.
+
+    Source: rescaled sums over tiles of ids as in FlashAttention (arXiv 2205.14135), algorithm 1,
+    with the head's rows for keys and values.
+
+    Example:
+        >>> hidden, head = torch.zeros(1, 3), torch.eye(4, 3)
+        >>> linear_vocab_cross_entropy(hidden, head, torch.tensor([2]), 4, (0, 4))
+        tensor(1.3863)
+    """
+    return torch.ops.parallel_ext.linear_vocab_cross_entropy(
+        input,
+        head_weight,
+        bias,
+        labels,
+        weight,
+        vocab_size,
+        *vocab_range,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        (False, False, False),
+        group.size,
+        group.name,
+    )[0]
+
+
+def linear_vocab_cross_entropy_statistics(
+    input: torch.Tensor,
+    head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    *,
+    bias: torch.Tensor | None = None,
+    log_sum_exp: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    group: Group = ALONE,
+) -> VocabStatistics:
+    """:func:`linear_vocab_cross_entropy` with the statistics of
+    :func:`vocab_cross_entropy_statistics`, whose arguments and returns these are.
+
+    A backward from a statistic makes the logits once more.
+
+    Example:
+        >>> hidden, head = torch.zeros(1, 3), torch.eye(4, 3)
+        >>> linear_vocab_cross_entropy_statistics(
+        ...     hidden, head, torch.tensor([2]), 4, (0, 4), argmax=True
+        ... ).argmax
+        tensor([0])
+    """
+    wanted = (log_sum_exp, entropy, argmax)
+    outputs = torch.ops.parallel_ext.linear_vocab_cross_entropy(
+        input,
+        head_weight,
+        bias,
+        labels,
+        weight,
+        vocab_size,
+        *vocab_range,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        wanted,
+        group.size,
+        group.name,
+    )
+    return _statistics(outputs, wanted)
