@@ -100,11 +100,11 @@ def test_kernels_make_what_the_op_makes_on_a_cpu(kernels, dtype):
 
 
 MUTATIONS = {
-    "another's row": ("row < lookup.num_rows", "row <= lookup.num_rows"),
-    "a row below": ("0 <= row && ", ""),
+    "a row forgotten": ("row < lookup.num_rows", "row + 1 < lookup.num_rows"),
+    "another shard": ("lookup.ids[token] - lookup.vocab_start", "lookup.ids[token]"),
     "another row": ("rows[row * columns + column]", "rows[token % 5 * columns + column]"),
     "no order": ("in[segments.order[i]", "in[i"),
-    "another end": ("segments.first[number + 1]", "segments.first[number] + 1"),
+    "a token forgotten": ("i < end;", "i < end - 1;"),
 }
 
 
