@@ -168,14 +168,18 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
     for (size_t which = 0; which < needed.size(); ++which) {
       needed[which] = in_forward[which] && ctx->needs_input_grad(which);
     }
-    const auto ahead = data.find("gradients");
-    if (ahead != data.end() && !grad_log_sum_exp && !grad_entropy) {
-      std::vector<at::Tensor> gradients = ahead->second.toTensorVector();
-      data.erase(ahead);
+    std::vector<at::Tensor> gradients;
+    if (const auto ahead = data.find("gradients"); ahead != data.end()) {
+      gradients = ahead->second.toTensorVector();
+      data.erase(ahead);  // used or not: a kept loss must not keep them
+    }
+    if (!gradients.empty() && !grad_log_sum_exp && !grad_entropy) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
+      // Who divides a sum by the number of valid tokens brings infinity where there is none.
+      const at::Tensor factor = grad_loss->masked_fill(saved[3].eq(ignore_index).all(), 0);
       for (size_t which = 0; which < needed.size(); ++which) {
         if (needed[which]) {
-          grads[which] = scaled(std::move(gradients[which]), *grad_loss, input.scalar_type());
+          grads[which] = scaled(std::move(gradients[which]), factor, input.scalar_type());
         }
       }
     } else if (rows.defined() && !grad_entropy) {

@@ -175,7 +175,7 @@ FourTensors loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
   TORCH_CHECK_VALUE(!weight || !weight->requires_grad() || !at::GradMode::is_enabled(), kOp,
                     ": weight requires a gradient, and there is none; pass weight.detach()");
   if (consume_logits && logits.requires_grad() && at::GradMode::is_enabled()) {
-    TORCH_CHECK_VALUE(!logits.is_leaf(), kOp,
+    TORCH_CHECK_VALUE(!logits.is_leaf() && !(logits.is_view() && logits._base().is_leaf()), kOp,
                       ": consume_logits=True would write a gradient over a leaf, which the user "
                       "keeps; pass logits that were computed");
     TORCH_CHECK_VALUE(logits.dim() == 2 && has_adjacent_columns(logits), kOp,

@@ -17,6 +17,9 @@ from parallel_ext.state import ParallelState, model_of, state_of
 from parallel_ext.vocab import sharded_logits
 
 _INSTEAD = "; use model.generate(), which gathers the logits"
+_OUTGROWN = (
+    " where dp ranks take part in each other's forwards: a rank that has finished fills it further"
+)
 # Arguments of HuggingFace's generate that would act on gathered logits or on another loop.
 _REFUSED_ARGUMENTS = (
     *("logits_processor", "prefix_allowed_tokens_fn", "assistant_model", "custom_generate"),
@@ -90,6 +93,8 @@ def generate(
     for name in _REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"px.generate does not take {name}{_INSTEAD}")
+    if state.forwards_together and kwargs.get("past_key_values") is not None:
+        raise NotImplementedError(f"px.generate does not take past_key_values{_OUTGROWN}")
     if kwargs.get("cache_implementation") == "paged":  # of which HuggingFace makes another loop
         raise NotImplementedError(f"px.generate does not support a paged cache{_INSTEAD}")
     configs = (kwargs.get("generation_config"), getattr(parallel, "generation_config", None))
@@ -114,6 +119,9 @@ def _decode(
     _refuse_options(generation_config)
     filters = _filters(logits_processor)
     state: ParallelState = state_of(model)
+    cache = generation_config.cache_implementation
+    if state.forwards_together and cache is not None and not cache.startswith("dynamic"):
+        raise NotImplementedError(f"px.generate does not support a {cache} cache{_OUTGROWN}")
     if generation_config.do_sample and seed is None:
         seed = int(torch.randint(2**63 - 1, ()))  # here every tp rank has rank 0's generator
     ends = any(hasattr(each, "eos_token_id") for each in stopping_criteria)

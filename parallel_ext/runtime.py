@@ -72,7 +72,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     balance = _balance_aside(model) if balanced else nullcontext()
     wants_logits = state.training_logits or not model.training
-    call = LossCall(with_labels and not own_loss and not wants_logits, loss_options)
+    fused = with_labels and not own_loss and not wants_logits and not _hooked_head(model, state)
+    call = LossCall(fused, loss_options)
     with (
         sharded_logits(with_labels),
         loss_call(call),
@@ -126,6 +127,14 @@ def _refuse_what_fails(
             f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
             "cannot take; pass a row of padding whose labels are all -100 instead"
         )
+    options = [name for name in LOSS_OPTIONS if name in arguments]
+    if arguments.get("labels") is None and options:
+        raise ValueError(f"{', '.join(options)}: options of the loss, but there are no labels")
+    if getattr(model.loss_function, "__func__", None) is not loss_function:
+        raise ValueError(
+            "loss_function was replaced on this parallel model, whose head hands hidden states or "
+            "sharded logits to it; compute your own loss from the logits of a call without labels"
+        )
     if trains_apart:
         _refuse_training_apart(state)
     if state.mesh.tp_size > 1 and (
@@ -134,6 +143,14 @@ def _refuse_what_fails(
         raise NotImplementedError(
             "output_attentions under tp is not supported: a rank computes only its own heads"
         )
+
+
+def _hooked_head(model: nn.Module, state: ParallelState) -> bool:
+    """Whether somebody looks at the head's logits, or changes them, or its weight for a call."""
+    return any(
+        module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in model.get_submodule(state.table.head).modules()
+    )
 
 
 def _keep_routing(model: nn.Module, state: ParallelState) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from ranks import Raised, pool
 from reference import Tiny, batch, mesh_of, parallel
 from reference_cogagent import batch_of, picture, text, tiny_model
@@ -153,7 +154,7 @@ def test_a_token_takes_messages_that_do_not_grow_with_the_vocabulary(
     rows, agreement = 2, 32
     for counts in pool(2).run(_counted, options):
         for vocab_size in (40, 4000):
-            assert counts[f"all_reduce of {vocab_size}"] == 2 * TINY.layers + 1  # and embedding
+            assert counts[f"all_reduce of {vocab_size}"] == 2 * TINY.layers
             assert counts[f"all_gather of {vocab_size}"] == exchanges + 1
             assert counts[f"all_gather_bytes of {vocab_size}"] == rows * size + agreement
 
@@ -198,6 +199,23 @@ def _of_other_lengths() -> tuple[list, list]:
 def test_a_batch_that_ends_early_takes_part_in_the_forwards_of_the_others() -> None:
     for expected, ours in pool(2).run(_of_other_lengths):
         assert ours == expected
+
+
+def _own_or_static_cache(options: dict[str, Any]) -> Any:
+    model = parallel(TinyMixtral().model().eval(), Layout(2, 1, 2).mesh())
+    return px.generate(model, torch.tensor([[5, 6]]), max_new_tokens=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_implementation": "static"}, {"past_key_values": transformers.DynamicCache()}],
+    ids=["static", "own"],
+)
+def test_a_cache_that_a_finished_dp_rank_would_fill_further_is_refused(options: dict) -> None:
+    for raised in pool(2).run_raising(_own_or_static_cache, options):
+        assert isinstance(raised, Raised), raised
+        assert raised.type == "NotImplementedError", raised
+        assert "a rank that has finished fills it further" in raised.text
 
 
 class _Kept:

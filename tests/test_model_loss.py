@@ -92,3 +92,69 @@ def test_a_bad_option_raises_on_all_ranks() -> None:
     for raised in pool(2).run_raising(_bad_option):
         assert raised.type == "ValueError"
         assert "softcap must be a finite number > 0" in raised.text
+
+
+def _without_labels(how: dict[str, Any], trained: bool) -> float:
+    """The largest gradient of a batch in which no label counts."""
+    model = parallel(Tiny().model(), mesh_of(), **how)
+    model.lm_head.weight.requires_grad_(trained)
+    data = batch(101)
+    model(**data | {"labels": torch.full_like(data["labels"], -100)}).loss.backward()
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    assert len(grads) > 10
+    return max(each.abs().max().item() for each in grads if each.numel())
+
+
+@pytest.mark.parametrize("how", [{}, {"training_logits": True}], ids=["fused", "with logits"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_a_batch_without_valid_labels_has_gradients_of_zero(how: dict, trained: bool) -> None:
+    assert pool(2).run(_without_labels, how, trained) == [0.0, 0.0]
+
+
+def _losses_with_a_hook(hook: str) -> tuple[float, float]:
+    reference = Tiny().model()
+    model = parallel(reference, mesh_of())
+    with torch.no_grad():
+        plain = model(**batch(101)).loss.item()
+    for each in (reference, model):
+        if hook == "changes the logits":
+            each.lm_head.register_forward_hook(lambda module, args, output: output.clamp(-0.1, 0.1))
+        else:
+            each.lm_head.register_forward_pre_hook(lambda module, args: _scale(module.weight, 3.0))
+            each.lm_head.register_forward_hook(lambda module, *args: _scale(module.weight, 1 / 3))
+    with torch.no_grad():
+        expected, ours = reference(**batch(101)).loss.item(), model(**batch(101)).loss.item()
+    assert abs(ours - plain) > 1e-3
+    return ours, expected
+
+
+def _scale(weight: torch.Tensor, factor: float) -> None:
+    weight.data.mul_(factor)
+
+
+@pytest.mark.parametrize("hook", ["changes the logits", "changes the weight for the call"])
+def test_a_head_with_hooks_makes_logits_of_its_own(hook: str) -> None:
+    for ours, expected in pool(2).run(_losses_with_a_hook, hook):
+        assert ours == pytest.approx(expected, rel=1e-9)
+
+
+def _misused(case: str) -> None:
+    model, data = parallel(Tiny().model(), mesh_of()), batch(101)
+    if case == "replaced":
+        model.loss_function = lambda logits, *args, **kwargs: logits.sum()
+    else:
+        del data["labels"]
+    model(**data, **({} if case == "replaced" else {"z_loss": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("replaced", "loss_function was replaced"),
+        ("unused", "z_loss: options of the loss, but the"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_on_all_ranks(case: str, words: str) -> None:
+    for raised in pool(2).run_raising(_misused, case):
+        assert raised.type == "ValueError"
+        assert words in raised.text

@@ -87,8 +87,11 @@ def test_another_user_of_the_logits_gets_torchs_error_for_tensors_modified_in_pl
         other.backward()
 
 
-def test_a_leaf_is_refused_which_the_user_keeps():
-    logits = torch.randn(4, 7, requires_grad=True)
+@pytest.mark.parametrize(
+    "of", [lambda leaf: leaf, lambda leaf: leaf.view(4, 7), lambda leaf: leaf[:, :7]]
+)
+def test_a_leaf_or_a_view_of_one_is_refused_which_the_user_keeps(of):
+    logits = of(torch.randn(4, 7, requires_grad=True))
     with pytest.raises(ValueError, match="would write a gradient over a leaf"):
         vocab_cross_entropy(logits, torch.zeros(4).long(), 7, (0, 7), consume_logits=True)
 
