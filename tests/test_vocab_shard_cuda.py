@@ -294,7 +294,7 @@ def _failures(kernels: Kernels, dtype: torch.dtype) -> Iterator[str]:
         for compare in (_records, _gradients):
             yield from (name for name, right in compare(kernels, case) if not right)
     if kernels.take_failed_checks() > 0:
-        yield "a check, or a barrier that not all threads see"
+        yield "a check, a barrier or a pack"
 
 
 @ALL_DTYPES
