@@ -162,6 +162,14 @@ __device__ __forceinline__ void store_all(const wide_t (&values)[count], scalar_
   Pack<scalar_t, count> pack;
   PARALLEL_EXT_UNROLL
   for (int i = 0; i < count; ++i) store(values[i], pack.value + i);
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(pack) == kWidest) {  // nvcc would store its numbers one by one
+    uint4 bits;
+    std::memcpy(&bits, &pack, sizeof(bits));
+    __stwb(reinterpret_cast<uint4*>(out), bits);
+    return;
+  }
+#endif
   *packs<count>(out) = pack;
 }
 
