@@ -113,7 +113,7 @@ PARALLEL_EXT_INLINE void raise_base(RowRecord<wide_t>& record) {
   const bool first = record.base == kLowest<wide_t>;
   const double max = record.max, step = record.base - max, factor = std::exp(step);
   record.smooth += record.weight * (first ? -max : step);
-  record.moment = factor * (record.moment + (first ? 0 : step) * record.sum);
+  record.moment = factor == 0 ? 0 : factor * (record.moment + (first ? 0 : step) * record.sum);
   record.sum *= factor;
   record.base = record.max;
 }
@@ -224,7 +224,8 @@ PARALLEL_EXT_INLINE void gradient_of_row(const scalar_t* row, const RowTask<wide
     for (int64_t i = 0; i < size; ++i) {
       const wide_t x = (z[i] - factor.max) - factor.log_sum;
       const wide_t log_p = x == kLowest<wide_t> ? 0 : x;  // 0 * log 0 is 0
-      grad[i] = exp_below_88(x) * (factor.probability + factor.entropy * log_p);
+      const wide_t p = exp_below_88(x);
+      grad[i] = p * factor.probability + factor.entropy * (p * log_p);  // the last is never large
     }
     if (task.weight != nullptr) {
       for (int64_t i = 0; i < size; ++i) grad[i] -= factor.column * task.weight[start + i];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from parallel_ext.layout import Range, split
 from parallel_ext.ops import (
     Group,
     column_linear,
+    linear_vocab_cross_entropy,
     vocab_cross_entropy,
     vocab_cross_entropy_statistics,
     vocab_embedding,
@@ -29,48 +31,66 @@ def _of_torch(table: torch.Tensor, inner: torch.Tensor, head: torch.Tensor) -> t
     return functional.cross_entropy(hidden @ head.T, LABELS, label_smoothing=0.1)
 
 
-def _model(ids: Range, group: Group, statistics: bool) -> Model:
+def _two_ops(hidden: torch.Tensor, head: torch.Tensor, ids: Range, **options: Any) -> torch.Tensor:
+    logits = column_linear(hidden, head, group=options["group"])
+    return vocab_cross_entropy(logits, LABELS, VOCAB_SIZE, ids, **options)
+
+
+def _statistics(
+    hidden: torch.Tensor, head: torch.Tensor, ids: Range, **options: Any
+) -> torch.Tensor:
+    logits = column_linear(hidden, head, group=options["group"])
+    return vocab_cross_entropy_statistics(
+        logits, LABELS, VOCAB_SIZE, ids, entropy=True, **options
+    ).loss
+
+
+def _fused(hidden: torch.Tensor, head: torch.Tensor, ids: Range, **options: Any) -> torch.Tensor:
+    return linear_vocab_cross_entropy(hidden, head, LABELS, VOCAB_SIZE, ids, **options)
+
+
+LOSSES = {"two ops": _two_ops, "statistics": _statistics, "fused": _fused}
+
+
+def _model(multiple_of: int, group: Group, loss: str) -> Model:
+    ranges = split(VOCAB_SIZE, group.size, multiple_of)
+    ids, sizes = ranges[group.rank], [stop - start for start, stop in ranges]
+
     def model(table: torch.Tensor, inner: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        hidden = vocab_embedding(IDS, table, VOCAB_SIZE, ids[0], group=group).tanh() @ inner
-        logits = column_linear(hidden, head, group=group)
-        options = {"label_smoothing": 0.1, "group": group}
-        if not statistics:
-            return vocab_cross_entropy(logits, LABELS, VOCAB_SIZE, ids, **options)
-        return vocab_cross_entropy_statistics(
-            logits, LABELS, VOCAB_SIZE, ids, entropy=True, **options
-        ).loss
+        embedded = vocab_embedding(IDS, table, VOCAB_SIZE, ids[0], sizes=sizes, group=group)
+        hidden = embedded.tanh() @ inner
+        return LOSSES[loss](hidden, head, ids, label_smoothing=0.1, group=group)
 
     return model
 
 
-def _compiled(multiple_of: int, statistics: bool) -> tuple[list[float], bool]:
+def _compiled(multiple_of: int, loss: str) -> tuple[list[float], bool]:
     """How far the compiled model is from torch's on whole tensors, and whether eager is equal."""
     generator = torch.Generator().manual_seed(1)
     shapes = (VOCAB_SIZE, 3), (3, 3), (VOCAB_SIZE, 3)
     whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     group = mesh_of().tp
-    ids = split(VOCAB_SIZE, group.size, multiple_of)[group.rank]
-    rows = slice(*ids)
+    rows = slice(*split(VOCAB_SIZE, group.size, multiple_of)[group.rank])
     own = [whole[0][rows].clone(), whole[1], whole[2][rows].clone()]
     for each in (*whole, *own):
         each.requires_grad_()
-    eager = _model(ids, group, statistics)
+    eager = _model(multiple_of, group, loss)
     compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     results = []
     for model, inputs in ((_of_torch, whole), (eager, own), (compiled, own)):
-        loss = model(*inputs)
-        results.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+        value = model(*inputs)
+        results.append([value.detach(), *torch.autograd.grad(value, inputs)])
     torch._dynamo.reset()
     theirs, ours, from_graph = results
     theirs = [theirs[0], theirs[1][rows], theirs[2], theirs[3][rows]]
     return list(map(difference, from_graph, theirs)), all(map(torch.equal, from_graph, ours))
 
 
-@pytest.mark.parametrize("statistics", [False, True], ids=["", "statistics"])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("multiple_of", [1, 64], ids=["4 and 3 rows", "7 rows and none"])
 def test_embedding_and_head_and_loss_in_one_graph_equal_eager_and_torch(
-    multiple_of: int, statistics: bool
+    multiple_of: int, loss: str
 ) -> None:
-    for errors, as_eager in pool(2).run(_compiled, multiple_of, statistics):
+    for errors, as_eager in pool(2).run(_compiled, multiple_of, loss):
         assert max(errors) <= 1e-10
         assert as_eager
