@@ -209,7 +209,7 @@ def _old_optimizer(model: Any) -> None:
 
 
 def _factored_states(model: Any) -> None:
-    optimizer = torch.optim.Adafactor(model.parameters())
+    optimizer = px.Adafactor(model)
     model(**batch(101)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
