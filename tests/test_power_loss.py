@@ -114,8 +114,9 @@ def _published_before(name: str) -> Mutation:
 
     def mutate(log: list[Operation]) -> list[Operation]:
         place = next(n for n, each in enumerate(log) if _is_publication(each))
-        sooner = max(n for n in range(place) if log[n].name == name)
         old, new = log[place].path, log[place].other
+        # On a slow machine the lock's beat is written in between.
+        sooner = max(n for n in range(place) if log[n].name == name and old in log[n].path.parents)
         renames = [each for each in log[sooner : place + 1] if each.name == "rename"]
         late = [
             each._replace(path=new / each.path.relative_to(old))
