@@ -87,7 +87,9 @@ def main() -> None:
             )
         if mesh.rank == 0:
             if options.report:
-                options.report.write_text(json.dumps(report))
+                beside = options.report.with_suffix(".new")  # the job may be killed here
+                beside.write_text(json.dumps(report))
+                beside.replace(options.report)
             print(f"step {step} of {options.steps}: loss {report['loss'][-1]:.4f}", flush=True)
     px.wait_for_checkpoint(model)
     if dist.is_initialized():
