@@ -50,10 +50,11 @@ inline void check_vocab_range(const char* op, const char* name, int64_t rows, in
 }
 
 // For the backward of an op whose own derivative nobody wrote: better an error than zeros.
-inline void refuse_second_derivative(const char* op, std::initializer_list<at::Tensor> tensors) {
+inline void refuse_second_derivative(const char* op,
+                                     std::initializer_list<std::optional<at::Tensor>> tensors) {
   if (!at::GradMode::is_enabled()) return;
-  for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor.requires_grad(), op,
+  for (const auto& tensor : tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor || !tensor->requires_grad(), op,
                                 ": second derivatives are not implemented; call backward without "
                                 "create_graph=True");
   }

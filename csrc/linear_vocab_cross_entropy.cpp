@@ -24,7 +24,7 @@
 #include "linear.h"
 #include "number.h"
 #include "ops.h"
-#include "vocab_loss.h"
+#include "vocab_loss_op.h"
 #include "workspace.h"
 
 namespace parallel_ext {
@@ -32,7 +32,6 @@ namespace {
 
 constexpr const char* kOp = "linear_vocab_cross_entropy";
 constexpr double kLowest = -std::numeric_limits<double>::infinity();
-using Softcap = std::optional<double>;
 using MaybeTensor = std::optional<at::Tensor>;
 
 constexpr int64_t kIds = 8192;  // of a tile, where it need not hold all of the rank's
@@ -259,25 +258,20 @@ at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
   return at::cat(records, 2);
 }
 
-EightTensors forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
-                            const MaybeTensor& head_bias, const at::Tensor& labels,
-                            const MaybeTensor& weight, int64_t vocab_size, int64_t vocab_start,
-                            int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
-                            double label_smoothing, double z_loss, Softcap softcap,
-                            double logit_scale, std::array<bool, 3> wanted,
+EightTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
+                            const at::Tensor& head_weight, const MaybeTensor& head_bias,
+                            const at::Tensor& labels, std::array<bool, 3> wanted,
                             std::array<bool, 3> needed, int64_t group_size,
                             const std::string& group_name) {
-  const VocabLoss loss{weight,    vocab_size,      vocab_start, vocab_stop, ignore_index,
-                       reduction, label_smoothing, z_loss,      softcap,    logit_scale};
   check_dim(kOp, "input", input, 2);
   check_linear(kOp, input, head_weight, head_bias, "head_weight");
   check_vocab_loss(kOp, loss, "the rows of head_weight", head_weight.size(0), input.size(0), labels,
                    wanted[2]);
   const Operands operands(input, head_weight, head_bias, labels);
-  const RecordRows rows(label_smoothing > 0, wanted[1], wanted[2]);
+  const RecordRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const Tokens tokens = tokens_of(loss, operands.labels);
   const auto wide = wide_type(operands.input);
-  const Ahead ahead = ahead_of(input.scalar_type(), reduction, softcap, needed);
+  const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
   const auto exchange = [&](const at::Tensor& record) {
     return all_gather(kOp, record, group_size, group_name);
   };
@@ -307,15 +301,10 @@ EightTensors forward_kernel(const at::Tensor& input, const at::Tensor& head_weig
 
 // As always when no forward has left anything: the logits are made again.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
-    const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+    const VocabLoss& loss, const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
     const MaybeTensor& grad_entropy, const at::Tensor& input, const at::Tensor& head_weight,
-    const MaybeTensor& head_bias, const at::Tensor& labels, const MaybeTensor& weight,
-    const at::Tensor& normalizer, int64_t vocab_size, int64_t vocab_start, int64_t ignore_index,
-    const std::string& reduction, double label_smoothing, double z_loss, Softcap softcap,
-    double logit_scale, std::array<bool, 3> needed) {
-  const VocabLoss loss{weight,       vocab_size, vocab_start,     vocab_start + head_weight.size(0),
-                       ignore_index, reduction,  label_smoothing, z_loss,
-                       softcap,      logit_scale};
+    const MaybeTensor& head_bias, const at::Tensor& labels, const at::Tensor& normalizer,
+    std::array<bool, 3> needed) {
   const Operands operands(input, head_weight, head_bias, labels);
   const at::Tensor factors = factors_of(loss, {grad_loss, grad_log_sum_exp, grad_entropy},
                                         tokens_of(loss, operands.labels), normalizer);
@@ -326,7 +315,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
     for (const Range part : operands.tokens) {
       at::Tensor logits = tile.logits(operands, part, ids);
       const VocabShard shard =
-          loss.shard(logits, operands.labels_of(part), vocab_start + ids.start);
+          loss.shard(logits, operands.labels_of(part), loss.vocab_start + ids.start);
       vocab_shard_gradient(shard, normalizer.narrow(1, part.start, part.size),
                            factors.narrow(1, part.start, part.size), logits);
       gradients.add(operands, logits, part, ids, ids.start == 0, part.start == 0);
@@ -352,31 +341,26 @@ at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at
   return sum;
 }
 
-at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+at::Tensor frozen_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
+                                  const MaybeTensor& grad_log_sum_exp,
                                   const at::Tensor& expected_rows, const at::Tensor& head_weight,
-                                  const at::Tensor& labels, const MaybeTensor& weight,
-                                  const at::Tensor& normalizer, int64_t vocab_size,
-                                  int64_t vocab_start, int64_t ignore_index,
-                                  const std::string& reduction, double label_smoothing,
-                                  double z_loss, double logit_scale) {
+                                  const at::Tensor& labels, const at::Tensor& normalizer) {
+  TORCH_CHECK_VALUE(!loss.softcap, kOp, ": a softcap leaves no expected rows");
   const int64_t num_rows = head_weight.size(0);
-  const VocabLoss loss{weight,       vocab_size, vocab_start,     vocab_start + num_rows,
-                       ignore_index, reduction,  label_smoothing, z_loss,
-                       std::nullopt, logit_scale};
   const auto wide = expected_rows.scalar_type();
   const at::Tensor factors =
       factors_of(loss, {grad_loss, grad_log_sum_exp, {}}, tokens_of(loss, labels), normalizer);
   const auto factor = [&factors](int64_t row) { return in_columns(factors[row]); };
   at::Tensor grad = expected_rows * factor(GradientRows::kProbability);
-  if (label_smoothing > 0) {
-    const at::Tensor of_columns = logit_scale * weighted_row(loss, head_weight, wide);
+  if (loss.label_smoothing > 0) {
+    const at::Tensor of_columns = loss.logit_scale * weighted_row(loss, head_weight, wide);
     grad.sub_(factor(GradientRows::kColumn) * of_columns);
   }
   if (num_rows > 0) {
-    const at::Tensor row = labels - vocab_start;
+    const at::Tensor row = labels - loss.vocab_start;
     const at::Tensor foreign = (row < 0).logical_or(row >= num_rows);
     const at::Tensor of_labels = head_weight.index_select(0, row.masked_fill(foreign, 0)).to(wide);
-    grad.sub_((of_labels * (factor(GradientRows::kLabel) * logit_scale))
+    grad.sub_((of_labels * (factor(GradientRows::kLabel) * loss.logit_scale))
                   .masked_fill_(in_columns(foreign), 0));
   }
   grad.masked_fill_(in_columns((factors == 0).all(0)), 0);
@@ -386,9 +370,9 @@ at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTenso
 }  // namespace
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("linear_vocab_cross_entropy_forward", forward_kernel);
-  m.impl("linear_vocab_cross_entropy_backward", backward_kernel);
-  m.impl("linear_vocab_cross_entropy_frozen_backward", frozen_backward_kernel);
+  m.impl("linear_vocab_cross_entropy_forward", vocab_loss_kernel<forward_kernel>);
+  m.impl("linear_vocab_cross_entropy_backward", vocab_loss_kernel<backward_kernel>);
+  m.impl("linear_vocab_cross_entropy_frozen_backward", vocab_loss_kernel<frozen_backward_kernel>);
 }
 
 }  // namespace parallel_ext

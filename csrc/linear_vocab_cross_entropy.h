@@ -4,10 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <optional>
-#include <string>
 
 #include "check.h"
+#include "vocab_loss.h"
 
 namespace parallel_ext {
 
@@ -19,15 +18,14 @@ enum class Ahead {
 };
 
 // `needed`: gradients of input, head, bias.
-inline Ahead ahead_of(c10::ScalarType dtype, const std::string& reduction,
-                      const std::optional<double>& softcap, std::array<bool, 3> needed) {
+inline Ahead ahead_of(const VocabLoss& loss, c10::ScalarType dtype, std::array<bool, 3> needed) {
   if (!needed[0] && !needed[1] && !needed[2]) return Ahead::kNothing;
   // A cap makes the share of the label's row, and of all rows, depend on the logits.
-  if (!needed[1] && !needed[2] && !softcap) return Ahead::kRows;
+  if (!needed[1] && !needed[2] && !loss.softcap) return Ahead::kRows;
   // Each token has a factor of its own.
-  if (reduction == "none") return Ahead::kNothing;
+  if (loss.reduction == "none") return Ahead::kNothing;
   // Before its loss is scaled up, the gradient of a mean is too small for fp16.
-  if (reduction == "mean" && dtype == c10::ScalarType::Half) return Ahead::kNothing;
+  if (loss.reduction == "mean" && dtype == c10::ScalarType::Half) return Ahead::kNothing;
   return Ahead::kGradients;
 }
 

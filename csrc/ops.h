@@ -14,6 +14,8 @@
 
 namespace parallel_ext {
 
+struct VocabLoss;  // vocab_loss.h
+
 // --- region.cpp: the borders of a tensor-parallel region ---
 
 // partial [..., H] -> replicated [..., H]. Backward: identity.
@@ -90,46 +92,41 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Ten
                                     c10::SymInt num_rows, int64_t vocab_start,
                                     std::optional<int64_t> padding_idx);
 
-// --- vocab_cross_entropy*.cpp ---
+// --- vocab_cross_entropy*.cpp: a VocabLoss stands for the last arguments of the op ---
 
-// sharded logits [T, vocab_stop - vocab_start], replicated labels [T] in [0, V) or ignore_index,
-// replicated class weight [V] -> four replicated tensors, the same bits on every rank: the loss,
-// [T] for reduction "none" and [] for "sum" and "mean"; and, where `wanted`, else [0], of each
-// token the log-sum-exp, the entropy and the lowest id of the largest, all of softcap *
-// tanh(logit_scale * logits / softcap). fp32, or fp64 for fp64 logits; ids int64. The first three
-// have gradients. With `consume_logits` backward writes that of the logits over them.
+// sharded logits [T, vocab_stop - vocab_start], replicated labels [T] in [0, V) or ignore_index ->
+// four replicated tensors, the same bits on every rank: the loss, [T] for reduction "none" and []
+// for "sum" and "mean"; and, where `wanted`, else [0], of each token the log-sum-exp, the entropy
+// and the lowest id of the largest, all of softcap * tanh(logit_scale * logits / softcap). fp32, or
+// fp64 for fp64 logits; ids int64. The first three have gradients. With `consume_logits` backward
+// writes that of the logits over them.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> vocab_cross_entropy(
-    const at::Tensor& logits, const at::Tensor& labels, const std::optional<at::Tensor>& weight,
-    int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
-    const std::string& reduction, double label_smoothing, double z_loss,
-    std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
-    bool consume_logits, int64_t group_size, const std::string& group_name);
+    const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
+    std::array<bool, 3> wanted, bool consume_logits, int64_t group_size,
+    const std::string& group_name);
 
 // -> the four as above, and [2, T] or, with the entropy, [3, T]: the maximum over the whole
 // vocabulary, the log of the sum of exp(logit - maximum), the entropy.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> vocab_cross_entropy_forward(
-    const at::Tensor& logits, const at::Tensor& labels, const std::optional<at::Tensor>& weight,
-    int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
-    const std::string& reduction, double label_smoothing, double z_loss,
-    std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
-    int64_t group_size, const std::string& group_name);
+    const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
+    std::array<bool, 3> wanted, int64_t group_size, const std::string& group_name);
 
 // replicated gradients of the loss ([T] or []), log-sum-exp and entropy ([T]), if any -> sharded
 // gradient of the logits, in their dtype and row stride; local.
-at::Tensor vocab_cross_entropy_backward(
-    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
-    const std::optional<at::Tensor>& grad_entropy, const at::Tensor& logits,
-    const at::Tensor& labels, const std::optional<at::Tensor>& weight, const at::Tensor& normalizer,
-    int64_t vocab_size, int64_t vocab_start, int64_t ignore_index, const std::string& reduction,
-    double label_smoothing, double z_loss, std::optional<double> softcap, double logit_scale);
+at::Tensor vocab_cross_entropy_backward(const VocabLoss& loss,
+                                        const std::optional<at::Tensor>& grad_loss,
+                                        const std::optional<at::Tensor>& grad_log_sum_exp,
+                                        const std::optional<at::Tensor>& grad_entropy,
+                                        const at::Tensor& logits, const at::Tensor& labels,
+                                        const at::Tensor& normalizer);
 
 // The same, written over the logits, whose columns are one apart.
-void vocab_cross_entropy_backward_(
-    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
-    const std::optional<at::Tensor>& grad_entropy, at::Tensor& logits, const at::Tensor& labels,
-    const std::optional<at::Tensor>& weight, const at::Tensor& normalizer, int64_t vocab_size,
-    int64_t vocab_start, int64_t ignore_index, const std::string& reduction, double label_smoothing,
-    double z_loss, std::optional<double> softcap, double logit_scale);
+void vocab_cross_entropy_backward_(const VocabLoss& loss,
+                                   const std::optional<at::Tensor>& grad_loss,
+                                   const std::optional<at::Tensor>& grad_log_sum_exp,
+                                   const std::optional<at::Tensor>& grad_entropy,
+                                   at::Tensor& logits, const at::Tensor& labels,
+                                   const at::Tensor& normalizer);
 
 // --- linear_vocab_cross_entropy*.cpp ---
 
@@ -138,12 +135,9 @@ void vocab_cross_entropy_backward_(
 // [Vl, H] and head_bias [Vl] -> the four of vocab_cross_entropy. Backward: the input's gradient is
 // summed over the group.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_entropy(
-    const at::Tensor& input, const at::Tensor& head_weight,
+    const VocabLoss& loss, const at::Tensor& input, const at::Tensor& head_weight,
     const std::optional<at::Tensor>& head_bias, const at::Tensor& labels,
-    const std::optional<at::Tensor>& weight, int64_t vocab_size, int64_t vocab_start,
-    int64_t vocab_stop, int64_t ignore_index, const std::string& reduction, double label_smoothing,
-    double z_loss, std::optional<double> softcap, double logit_scale, std::array<bool, 3> wanted,
-    int64_t group_size, const std::string& group_name);
+    std::array<bool, 3> wanted, int64_t group_size, const std::string& group_name);
 
 // -> the four; the normalizer, as of vocab_cross_entropy_forward; and what is computed ahead for
 // those of input, head_weight, head_bias that are `needed` (linear_vocab_cross_entropy.h), in fp32
@@ -151,38 +145,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_en
 // place of the first the expected row of each token, sum of p * row over this rank's ids.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor>
-linear_vocab_cross_entropy_forward(const at::Tensor& input, const at::Tensor& head_weight,
+linear_vocab_cross_entropy_forward(const VocabLoss& loss, const at::Tensor& input,
+                                   const at::Tensor& head_weight,
                                    const std::optional<at::Tensor>& head_bias,
-                                   const at::Tensor& labels,
-                                   const std::optional<at::Tensor>& weight, int64_t vocab_size,
-                                   int64_t vocab_start, int64_t vocab_stop, int64_t ignore_index,
-                                   const std::string& reduction, double label_smoothing,
-                                   double z_loss, std::optional<double> softcap, double logit_scale,
-                                   std::array<bool, 3> wanted, std::array<bool, 3> needed,
-                                   int64_t group_size, const std::string& group_name);
+                                   const at::Tensor& labels, std::array<bool, 3> wanted,
+                                   std::array<bool, 3> needed, int64_t group_size,
+                                   const std::string& group_name);
 
 // -> gradients of input (partial), head_weight, head_bias as `needed` says, else [0]; makes the
 // logits again. Local, like the next.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_entropy_backward(
-    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
+    const VocabLoss& loss, const std::optional<at::Tensor>& grad_loss,
+    const std::optional<at::Tensor>& grad_log_sum_exp,
     const std::optional<at::Tensor>& grad_entropy, const at::Tensor& input,
     const at::Tensor& head_weight, const std::optional<at::Tensor>& head_bias,
-    const at::Tensor& labels, const std::optional<at::Tensor>& weight, const at::Tensor& normalizer,
-    int64_t vocab_size, int64_t vocab_start, int64_t ignore_index, const std::string& reduction,
-    double label_smoothing, double z_loss, std::optional<double> softcap, double logit_scale,
-    std::array<bool, 3> needed);
+    const at::Tensor& labels, const at::Tensor& normalizer, std::array<bool, 3> needed);
 
-// expected_rows [T, H] -> the partial gradient of the input, where the head has none.
+// expected_rows [T, H] of a loss without softcap -> the partial gradient of the input, where the
+// head has none.
 at::Tensor linear_vocab_cross_entropy_frozen_backward(
-    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_log_sum_exp,
-    const at::Tensor& expected_rows, const at::Tensor& head_weight, const at::Tensor& labels,
-    const std::optional<at::Tensor>& weight, const at::Tensor& normalizer, int64_t vocab_size,
-    int64_t vocab_start, int64_t ignore_index, const std::string& reduction, double label_smoothing,
-    double z_loss, double logit_scale);
+    const VocabLoss& loss, const std::optional<at::Tensor>& grad_loss,
+    const std::optional<at::Tensor>& grad_log_sum_exp, const at::Tensor& expected_rows,
+    const at::Tensor& head_weight, const at::Tensor& labels, const at::Tensor& normalizer);
 
-// --- vocab_sample*.cpp: the next token of B rows, from sharded logits [B, vocab_stop -
-// vocab_start]
-// -> replicated ids [B], int64 ---
+// --- vocab_sample*.cpp: the next token of B rows, from sharded logits
+// [B, vocab_stop - vocab_start] -> replicated ids [B], int64 ---
 
 // The lowest id of the largest logit, or of the first NaN.
 at::Tensor vocab_argmax(const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,

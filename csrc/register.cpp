@@ -1,6 +1,10 @@
-// The schemas of all ops. Tensors first, then numbers, then the group; the same names in C++ and
-// Python.
+// The schemas of all ops. Tensors first, then numbers, then the group, and last the options of the
+// loss; the same names in C++ and Python.
 #include <torch/library.h>
+
+#include <string>
+
+#include "vocab_loss_op.h"
 
 TORCH_LIBRARY(parallel_ext, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
@@ -46,57 +50,44 @@ TORCH_LIBRARY(parallel_ext, m) {
       "vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "
       "int? padding_idx) -> Tensor",
       tags);
-  m.def(
-      "vocab_cross_entropy(Tensor logits, Tensor labels, Tensor? weight, int vocab_size, "
-      "int vocab_start, int vocab_stop, int ignore_index, str reduction, float label_smoothing, "
-      "float z_loss, float? softcap, float logit_scale, bool[3] wanted, bool consume_logits, "
-      "int group_size, str group_name) -> (Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, Tensor? weight, int vocab_size, "
-      "int vocab_start, int vocab_stop, int ignore_index, str reduction, float label_smoothing, "
-      "float z_loss, float? softcap, float logit_scale, bool[3] wanted, int group_size, "
-      "str group_name) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
-      "Tensor? grad_entropy, Tensor logits, Tensor labels, Tensor? weight, Tensor normalizer, "
-      "int vocab_size, int vocab_start, int ignore_index, str reduction, float label_smoothing, "
-      "float z_loss, float? softcap, float logit_scale) -> Tensor",
-      tags);
-  m.def(
-      "vocab_cross_entropy_backward_(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
-      "Tensor? grad_entropy, Tensor(a!) logits, Tensor labels, Tensor? weight, Tensor normalizer, "
-      "int vocab_size, int vocab_start, int ignore_index, str reduction, float label_smoothing, "
-      "float z_loss, float? softcap, float logit_scale) -> ()",
-      tags);
-  m.def(
-      "linear_vocab_cross_entropy(Tensor input, Tensor head_weight, Tensor? head_bias, "
-      "Tensor labels, Tensor? weight, int vocab_size, int vocab_start, int vocab_stop, "
-      "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
-      "float logit_scale, bool[3] wanted, int group_size, str group_name) -> "
-      "(Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
+  const auto def_with_loss = [&](const std::string& arguments, const std::string& outputs) {
+    const std::string schema =
+        arguments + ", " + parallel_ext::kVocabLossSchema + ") -> " + outputs;
+    m.def(schema.c_str(), tags);
+  };
+  def_with_loss(
+      "vocab_cross_entropy(Tensor logits, Tensor labels, bool[3] wanted, bool consume_logits, "
+      "int group_size, str group_name",
+      "(Tensor, Tensor, Tensor, Tensor)");
+  def_with_loss(
+      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, bool[3] wanted, int "
+      "group_size, str group_name",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def_with_loss(
+      "vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, Tensor? "
+      "grad_entropy, Tensor logits, Tensor labels, Tensor normalizer",
+      "Tensor");
+  def_with_loss(
+      "vocab_cross_entropy_backward_(Tensor? grad_loss, Tensor? grad_log_sum_exp, Tensor? "
+      "grad_entropy, Tensor(a!) logits, Tensor labels, Tensor normalizer",
+      "()");
+  def_with_loss(
+      "linear_vocab_cross_entropy(Tensor input, Tensor head_weight, Tensor? head_bias, Tensor "
+      "labels, bool[3] wanted, int group_size, str group_name",
+      "(Tensor, Tensor, Tensor, Tensor)");
+  def_with_loss(
       "linear_vocab_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor? head_bias, "
-      "Tensor labels, Tensor? weight, int vocab_size, int vocab_start, int vocab_stop, "
-      "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
-      "float logit_scale, bool[3] wanted, bool[3] needed, int group_size, str group_name) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "linear_vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
-      "Tensor? grad_entropy, Tensor input, Tensor head_weight, Tensor? head_bias, Tensor labels, "
-      "Tensor? weight, Tensor normalizer, int vocab_size, int vocab_start, int ignore_index, "
-      "str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, "
-      "bool[3] needed) -> (Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
+      "Tensor labels, bool[3] wanted, bool[3] needed, int group_size, str group_name",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def_with_loss(
+      "linear_vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, Tensor? "
+      "grad_entropy, Tensor input, Tensor head_weight, Tensor? head_bias, Tensor labels, Tensor "
+      "normalizer, bool[3] needed",
+      "(Tensor, Tensor, Tensor)");
+  def_with_loss(
       "linear_vocab_cross_entropy_frozen_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
-      "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor? weight, "
-      "Tensor normalizer, int vocab_size, int vocab_start, int ignore_index, str reduction, "
-      "float label_smoothing, float z_loss, float logit_scale) -> Tensor",
-      tags);
+      "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor normalizer",
+      "Tensor");
   m.def(
       "vocab_argmax(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
       "int group_size, str group_name) -> Tensor",

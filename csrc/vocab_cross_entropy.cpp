@@ -6,7 +6,7 @@
 #include "check.h"
 #include "comm.h"
 #include "ops.h"
-#include "vocab_loss.h"
+#include "vocab_loss_op.h"
 #include "workspace.h"
 
 namespace parallel_ext {
@@ -15,27 +15,21 @@ namespace {
 constexpr const char* kOp = "vocab_cross_entropy";
 using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using Softcap = std::optional<double>;
 using MaybeTensor = std::optional<at::Tensor>;
 
 at::Tensor with_adjacent_columns(const at::Tensor& logits) {
   return has_adjacent_columns(logits) ? logits : logits.contiguous();
 }
 
-FiveTensors forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
-                           const MaybeTensor& weight, int64_t vocab_size, int64_t vocab_start,
-                           int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
-                           double label_smoothing, double z_loss, Softcap softcap,
-                           double logit_scale, std::array<bool, 3> wanted, int64_t group_size,
+FiveTensors forward_kernel(const VocabLoss& loss, const at::Tensor& logits,
+                           const at::Tensor& labels, std::array<bool, 3> wanted, int64_t group_size,
                            const std::string& group_name) {
-  const VocabLoss loss{weight,    vocab_size,      vocab_start, vocab_stop, ignore_index,
-                       reduction, label_smoothing, z_loss,      softcap,    logit_scale};
   check_floating(kOp, "logits", logits);
   check_dim(kOp, "logits", logits, 2);
   check_vocab_loss(kOp, loss, "logits", logits.size(1), logits.size(0), labels, wanted[2]);
-  const RecordRows rows(label_smoothing > 0, wanted[1], wanted[2]);
+  const RecordRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const at::Tensor record =
-      vocab_shard_record(loss.shard(with_adjacent_columns(logits), labels, vocab_start), rows);
+      vocab_shard_record(loss.shard(with_adjacent_columns(logits), labels, loss.vocab_start), rows);
   const Merged merged = merge(all_gather(kOp, record, group_size, group_name), rows);
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
       outputs_of(loss, tokens_of(loss, labels), merged, {wanted[0], wanted[1], wanted[2]},
@@ -43,16 +37,12 @@ FiveTensors forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
   return {total, log_sum_exp, entropy, argmax, normalizer};
 }
 
-FourTensors loss_kernel(const at::Tensor& logits, const at::Tensor& labels,
-                        const MaybeTensor& weight, int64_t vocab_size, int64_t vocab_start,
-                        int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
-                        double label_smoothing, double z_loss, Softcap softcap, double logit_scale,
+FourTensors loss_kernel(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
                         std::array<bool, 3> wanted, bool, int64_t group_size,
                         const std::string& group_name) {
-  const auto [loss, log_sum_exp, entropy, argmax, _] = forward_kernel(
-      logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index, reduction,
-      label_smoothing, z_loss, softcap, logit_scale, wanted, group_size, group_name);
-  return {loss, log_sum_exp, entropy, argmax};
+  const auto [total, log_sum_exp, entropy, argmax, _] =
+      forward_kernel(loss, logits, labels, wanted, group_size, group_name);
+  return {total, log_sum_exp, entropy, argmax};
 }
 
 at::Tensor empty_with_row_stride(const at::Tensor& like) {
@@ -75,33 +65,21 @@ void fill_gradient(const VocabLoss& loss, const LossGradients& grads, const at::
                        factors_of(loss, grads, tokens_of(loss, labels), normalizer), grad_logits);
 }
 
-at::Tensor backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                           const MaybeTensor& grad_entropy, const at::Tensor& logits_in,
-                           const at::Tensor& labels, const MaybeTensor& weight,
-                           const at::Tensor& normalizer, int64_t vocab_size, int64_t vocab_start,
-                           int64_t ignore_index, const std::string& reduction,
-                           double label_smoothing, double z_loss, Softcap softcap,
-                           double logit_scale) {
+at::Tensor backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
+                           const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
+                           const at::Tensor& logits_in, const at::Tensor& labels,
+                           const at::Tensor& normalizer) {
   const at::Tensor logits = with_adjacent_columns(logits_in);
-  const VocabLoss loss{weight,       vocab_size, vocab_start,     vocab_start + logits.size(1),
-                       ignore_index, reduction,  label_smoothing, z_loss,
-                       softcap,      logit_scale};
   at::Tensor grad_logits = empty_with_row_stride(logits);
   fill_gradient(loss, {grad_loss, grad_log_sum_exp, grad_entropy}, logits, labels, normalizer,
                 grad_logits);
   return grad_logits;
 }
 
-void consuming_backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                               const MaybeTensor& grad_entropy, at::Tensor& logits,
-                               const at::Tensor& labels, const MaybeTensor& weight,
-                               const at::Tensor& normalizer, int64_t vocab_size,
-                               int64_t vocab_start, int64_t ignore_index,
-                               const std::string& reduction, double label_smoothing, double z_loss,
-                               Softcap softcap, double logit_scale) {
-  const VocabLoss loss{weight,       vocab_size, vocab_start,     vocab_start + logits.size(1),
-                       ignore_index, reduction,  label_smoothing, z_loss,
-                       softcap,      logit_scale};
+void consuming_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
+                               const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
+                               at::Tensor& logits, const at::Tensor& labels,
+                               const at::Tensor& normalizer) {
   fill_gradient(loss, {grad_loss, grad_log_sum_exp, grad_entropy}, logits, labels, normalizer,
                 logits);
 }
@@ -109,10 +87,10 @@ void consuming_backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("vocab_cross_entropy", loss_kernel);
-  m.impl("vocab_cross_entropy_forward", forward_kernel);
-  m.impl("vocab_cross_entropy_backward", backward_kernel);
-  m.impl("vocab_cross_entropy_backward_", consuming_backward_kernel);
+  m.impl("vocab_cross_entropy", vocab_loss_kernel<loss_kernel>);
+  m.impl("vocab_cross_entropy_forward", vocab_loss_kernel<forward_kernel>);
+  m.impl("vocab_cross_entropy_backward", vocab_loss_kernel<backward_kernel>);
+  m.impl("vocab_cross_entropy_backward_", vocab_loss_kernel<consuming_backward_kernel>);
 }
 
 }  // namespace parallel_ext

@@ -6,63 +6,52 @@
 #include <torch/library.h>
 
 #include "check.h"
-#include "dispatch.h"
 #include "ops.h"
-#include "vocab_shard.h"
+#include "vocab_loss_autograd.h"
 
 namespace parallel_ext {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 constexpr const char* kOp = "vocab_cross_entropy";
 using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using Softcap = std::optional<double>;
 using MaybeTensor = std::optional<at::Tensor>;
 
-FiveTensors forward_meta(const at::Tensor& logits, const at::Tensor& labels, const MaybeTensor&,
-                         int64_t, int64_t, int64_t, int64_t, const std::string& reduction, double,
-                         double, Softcap, double, std::array<bool, 3> wanted, int64_t,
-                         const std::string&) {
-  const auto options = logits.options().dtype(wide_type(logits));
+FiveTensors forward_meta(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
+                         std::array<bool, 3> wanted, int64_t, const std::string&) {
+  const auto wide = wide_type(logits);
+  const auto options = logits.options().dtype(wide);
   const auto per_token = [&](bool of_tokens, at::ScalarType dtype) {
     return of_tokens ? at::empty_symint(labels.sym_sizes(), options.dtype(dtype))
                      : at::empty({0}, options.dtype(dtype));
   };
-  const auto wide = wide_type(logits);
   const int64_t rows = wanted[1] ? kRowsWithEntropy : kRowsWithoutEntropy;
-  return {reduction == "none" ? per_token(true, wide) : at::empty({}, options),
+  return {loss.reduction == "none" ? per_token(true, wide) : at::empty({}, options),
           per_token(wanted[0], wide), per_token(wanted[1], wide), per_token(wanted[2], at::kLong),
           at::empty_symint({rows, labels.sym_size(0)}, options)};
 }
 
-at::Tensor backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                         const at::Tensor& logits, const at::Tensor&, const MaybeTensor&,
-                         const at::Tensor&, int64_t, int64_t, int64_t, const std::string&, double,
-                         double, Softcap, double) {
+at::Tensor backward_meta(const VocabLoss&, const MaybeTensor&, const MaybeTensor&,
+                         const MaybeTensor&, const at::Tensor& logits, const at::Tensor&,
+                         const at::Tensor&) {
   const auto stride =
       has_adjacent_columns(logits) ? logits.sym_stride(0) : logits.sym_size(1).max(1);
   return at::empty_strided_symint(logits.sym_sizes(), {stride, 1}, logits.options());
 }
 
-void consuming_backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                             at::Tensor&, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
-                             int64_t, int64_t, int64_t, const std::string&, double, double, Softcap,
-                             double) {}
+void consuming_backward_meta(const VocabLoss&, const MaybeTensor&, const MaybeTensor&,
+                             const MaybeTensor&, at::Tensor&, const at::Tensor&,
+                             const at::Tensor&) {}
 
-FourTensors loss_meta(const at::Tensor& logits, const at::Tensor& labels, const MaybeTensor& weight,
-                      int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop,
-                      int64_t ignore_index, const std::string& reduction, double label_smoothing,
-                      double z_loss, Softcap softcap, double logit_scale,
+FourTensors loss_meta(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
                       std::array<bool, 3> wanted, bool, int64_t group_size,
                       const std::string& group_name) {
-  const auto [loss, log_sum_exp, entropy, argmax, _] = forward_meta(
-      logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index, reduction,
-      label_smoothing, z_loss, softcap, logit_scale, wanted, group_size, group_name);
-  return {loss, log_sum_exp, entropy, argmax};
+  const auto [total, log_sum_exp, entropy, argmax, _] =
+      forward_meta(loss, logits, labels, wanted, group_size, group_name);
+  return {total, log_sum_exp, entropy, argmax};
 }
 
 // Autograd.
@@ -70,110 +59,67 @@ FourTensors loss_meta(const at::Tensor& logits, const at::Tensor& labels, const 
 class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& logits,
-                               const at::Tensor& labels, const MaybeTensor& weight,
-                               int64_t vocab_size, int64_t vocab_start, int64_t vocab_stop,
-                               int64_t ignore_index, const std::string& reduction,
-                               double label_smoothing, double z_loss, Softcap softcap,
-                               double logit_scale, std::array<bool, 3> wanted, bool consume_logits,
-                               int64_t group_size, const std::string& group_name) {
+                               const at::Tensor& labels, const VocabLoss& loss,
+                               std::array<bool, 3> wanted, bool consume_logits, int64_t group_size,
+                               const std::string& group_name) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [loss, log_sum_exp, entropy, argmax, normalizer] = vocab_cross_entropy_forward(
-        logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index, reduction,
-        label_smoothing, z_loss, softcap, logit_scale, wanted, group_size, group_name);
-    variable_list constants{argmax};
-    if (!wanted[0]) constants.push_back(log_sum_exp);
-    if (!wanted[1]) constants.push_back(entropy);
-    ctx->mark_non_differentiable(constants);
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward({logits, labels, weight.value_or(at::Tensor()), normalizer});
-    ctx->saved_data["vocab_size"] = vocab_size;
-    ctx->saved_data["vocab_start"] = vocab_start;
-    ctx->saved_data["ignore_index"] = ignore_index;
-    ctx->saved_data["reduction"] = reduction;
-    ctx->saved_data["label_smoothing"] = label_smoothing;
-    ctx->saved_data["z_loss"] = z_loss;
-    ctx->saved_data["softcap"] = softcap;
-    ctx->saved_data["logit_scale"] = logit_scale;
+    const auto [total, log_sum_exp, entropy, argmax, normalizer] =
+        vocab_cross_entropy_forward(loss, logits, labels, wanted, group_size, group_name);
+    keep_for_backward(ctx, loss, wanted, log_sum_exp, entropy, argmax);
+    ctx->save_for_backward({logits, labels, loss.weight.value_or(at::Tensor()), normalizer});
     ctx->saved_data["consume_logits"] = consume_logits;
-    return {loss, log_sum_exp, entropy, argmax};
+    return {total, log_sum_exp, entropy, argmax};
   }
 
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const auto given = [](const at::Tensor& tensor) {
-      return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
-    };
-    variable_list grads(16);
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    variable_list grads(7);
     auto& data = ctx->saved_data;
     TORCH_CHECK_VALUE(!data["consumed"].isBool(), kOp,
                       ": a backward has written the gradient over these logits, as "
                       "consume_logits=True allows, so it cannot run again");
     const auto saved = ctx->get_saved_variables();
-    const auto grad_loss = given(grad_outputs[0]), grad_log_sum_exp = given(grad_outputs[1]);
-    const auto grad_entropy = given(grad_outputs[2]);
+    const auto [grad_loss, grad_log_sum_exp, grad_entropy] = gradients_of(grad_outputs);
     if (!grad_loss && !grad_log_sum_exp && !grad_entropy) return grads;
-    const auto run = [&](auto backward, auto& logits) {
-      return backward(grad_loss, grad_log_sum_exp, grad_entropy, logits, saved[1], given(saved[2]),
-                      saved[3], data["vocab_size"].toInt(), data["vocab_start"].toInt(),
-                      data["ignore_index"].toInt(), data["reduction"].toStringRef(),
-                      data["label_smoothing"].toDouble(), data["z_loss"].toDouble(),
-                      data["softcap"].toOptional<double>(), data["logit_scale"].toDouble());
-    };
+    const VocabLoss loss = kept_loss(ctx, saved[2]);
     if (data["consume_logits"].toBool()) {
       at::Tensor logits = saved[0].detach();
-      run(vocab_cross_entropy_backward_, logits);
+      vocab_cross_entropy_backward_(loss, grad_loss, grad_log_sum_exp, grad_entropy, logits,
+                                    saved[1], saved[3]);
       data["consumed"] = true;
       grads[0] = logits;
     } else {
-      grads[0] = run(vocab_cross_entropy_backward, saved[0]);
+      grads[0] = vocab_cross_entropy_backward(loss, grad_loss, grad_log_sum_exp, grad_entropy,
+                                              saved[0], saved[1], saved[3]);
     }
     return grads;
   }
 };
 
-void refuse_second(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                   const MaybeTensor& grad_entropy, const at::Tensor& logits) {
-  refuse_second_derivative(
-      kOp, {grad_loss.value_or(at::Tensor()), grad_log_sum_exp.value_or(at::Tensor()),
-            grad_entropy.value_or(at::Tensor()), logits});
-}
-
-at::Tensor backward_autograd(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-                             const MaybeTensor& grad_entropy, const at::Tensor& logits,
-                             const at::Tensor& labels, const MaybeTensor& weight,
-                             const at::Tensor& normalizer, int64_t vocab_size, int64_t vocab_start,
-                             int64_t ignore_index, const std::string& reduction,
-                             double label_smoothing, double z_loss, Softcap softcap,
-                             double logit_scale) {
-  refuse_second(grad_loss, grad_log_sum_exp, grad_entropy, logits);
+at::Tensor backward_autograd(const VocabLoss& loss, const MaybeTensor& grad_loss,
+                             const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
+                             const at::Tensor& logits, const at::Tensor& labels,
+                             const at::Tensor& normalizer) {
+  refuse_second_derivative(kOp, {grad_loss, grad_log_sum_exp, grad_entropy, logits});
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return vocab_cross_entropy_backward(grad_loss, grad_log_sum_exp, grad_entropy, logits, labels,
-                                      weight, normalizer, vocab_size, vocab_start, ignore_index,
-                                      reduction, label_smoothing, z_loss, softcap, logit_scale);
+  return vocab_cross_entropy_backward(loss, grad_loss, grad_log_sum_exp, grad_entropy, logits,
+                                      labels, normalizer);
 }
 
-void consuming_backward_autograd(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+void consuming_backward_autograd(const VocabLoss& loss, const MaybeTensor& grad_loss,
+                                 const MaybeTensor& grad_log_sum_exp,
                                  const MaybeTensor& grad_entropy, at::Tensor& logits,
-                                 const at::Tensor& labels, const MaybeTensor& weight,
-                                 const at::Tensor& normalizer, int64_t vocab_size,
-                                 int64_t vocab_start, int64_t ignore_index,
-                                 const std::string& reduction, double label_smoothing,
-                                 double z_loss, Softcap softcap, double logit_scale) {
-  refuse_second(grad_loss, grad_log_sum_exp, grad_entropy, logits);
+                                 const at::Tensor& labels, const at::Tensor& normalizer) {
+  refuse_second_derivative(kOp, {grad_loss, grad_log_sum_exp, grad_entropy, logits});
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  vocab_cross_entropy_backward_(grad_loss, grad_log_sum_exp, grad_entropy, logits, labels, weight,
-                                normalizer, vocab_size, vocab_start, ignore_index, reduction,
-                                label_smoothing, z_loss, softcap, logit_scale);
+  vocab_cross_entropy_backward_(loss, grad_loss, grad_log_sum_exp, grad_entropy, logits, labels,
+                                normalizer);
   torch::autograd::impl::bump_version(logits);  // whoever else has saved them must not use them
 }
 
-FourTensors loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
-                          const MaybeTensor& weight, int64_t vocab_size, int64_t vocab_start,
-                          int64_t vocab_stop, int64_t ignore_index, const std::string& reduction,
-                          double label_smoothing, double z_loss, Softcap softcap,
-                          double logit_scale, std::array<bool, 3> wanted, bool consume_logits,
-                          int64_t group_size, const std::string& group_name) {
-  TORCH_CHECK_VALUE(!weight || !weight->requires_grad() || !at::GradMode::is_enabled(), kOp,
-                    ": weight requires a gradient, and there is none; pass weight.detach()");
+FourTensors loss_autograd(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
+                          std::array<bool, 3> wanted, bool consume_logits, int64_t group_size,
+                          const std::string& group_name) {
+  refuse_gradient_of_weight(kOp, loss);
   if (consume_logits && logits.requires_grad() && at::GradMode::is_enabled()) {
     TORCH_CHECK_VALUE(!logits.is_leaf() && !(logits.is_view() && logits._base().is_leaf()), kOp,
                       ": consume_logits=True would write a gradient over a leaf, which the user "
@@ -183,82 +129,58 @@ FourTensors loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
                       "got strides ",
                       logits.sym_strides());
   }
-  const auto outputs =
-      VocabCrossEntropy::apply(logits, labels, weight, vocab_size, vocab_start, vocab_stop,
-                               ignore_index, reduction, label_smoothing, z_loss, softcap,
-                               logit_scale, wanted, consume_logits, group_size, group_name);
+  const auto outputs = VocabCrossEntropy::apply(logits, labels, loss, wanted, consume_logits,
+                                                group_size, group_name);
   return {outputs[0], outputs[1], outputs[2], outputs[3]};
 }
 
 }  // namespace
 
-FourTensors vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
-                                const MaybeTensor& weight, int64_t vocab_size, int64_t vocab_start,
-                                int64_t vocab_stop, int64_t ignore_index,
-                                const std::string& reduction, double label_smoothing, double z_loss,
-                                Softcap softcap, double logit_scale, std::array<bool, 3> wanted,
+FourTensors vocab_cross_entropy(const VocabLoss& loss, const at::Tensor& logits,
+                                const at::Tensor& labels, std::array<bool, 3> wanted,
                                 bool consume_logits, int64_t group_size,
                                 const std::string& group_name) {
-  static auto op = op_handle<decltype(vocab_cross_entropy)>("parallel_ext::vocab_cross_entropy");
-  return op.call(logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index,
-                 reduction, label_smoothing, z_loss, softcap, logit_scale, wanted, consume_logits,
-                 group_size, group_name);
+  static const VocabLossOp<decltype(&vocab_cross_entropy)> op("parallel_ext::vocab_cross_entropy");
+  return op.call(loss, logits, labels, wanted, consume_logits, group_size, group_name);
 }
 
-FiveTensors vocab_cross_entropy_forward(const at::Tensor& logits, const at::Tensor& labels,
-                                        const MaybeTensor& weight, int64_t vocab_size,
-                                        int64_t vocab_start, int64_t vocab_stop,
-                                        int64_t ignore_index, const std::string& reduction,
-                                        double label_smoothing, double z_loss, Softcap softcap,
-                                        double logit_scale, std::array<bool, 3> wanted,
+FiveTensors vocab_cross_entropy_forward(const VocabLoss& loss, const at::Tensor& logits,
+                                        const at::Tensor& labels, std::array<bool, 3> wanted,
                                         int64_t group_size, const std::string& group_name) {
-  static auto op =
-      op_handle<decltype(vocab_cross_entropy_forward)>("parallel_ext::vocab_cross_entropy_forward");
-  return op.call(logits, labels, weight, vocab_size, vocab_start, vocab_stop, ignore_index,
-                 reduction, label_smoothing, z_loss, softcap, logit_scale, wanted, group_size,
-                 group_name);
+  static const VocabLossOp<decltype(&vocab_cross_entropy_forward)> op(
+      "parallel_ext::vocab_cross_entropy_forward");
+  return op.call(loss, logits, labels, wanted, group_size, group_name);
 }
 
-at::Tensor vocab_cross_entropy_backward(const MaybeTensor& grad_loss,
+at::Tensor vocab_cross_entropy_backward(const VocabLoss& loss, const MaybeTensor& grad_loss,
                                         const MaybeTensor& grad_log_sum_exp,
                                         const MaybeTensor& grad_entropy, const at::Tensor& logits,
-                                        const at::Tensor& labels, const MaybeTensor& weight,
-                                        const at::Tensor& normalizer, int64_t vocab_size,
-                                        int64_t vocab_start, int64_t ignore_index,
-                                        const std::string& reduction, double label_smoothing,
-                                        double z_loss, Softcap softcap, double logit_scale) {
-  static auto op = op_handle<decltype(vocab_cross_entropy_backward)>(
+                                        const at::Tensor& labels, const at::Tensor& normalizer) {
+  static const VocabLossOp<decltype(&vocab_cross_entropy_backward)> op(
       "parallel_ext::vocab_cross_entropy_backward");
-  return op.call(grad_loss, grad_log_sum_exp, grad_entropy, logits, labels, weight, normalizer,
-                 vocab_size, vocab_start, ignore_index, reduction, label_smoothing, z_loss, softcap,
-                 logit_scale);
+  return op.call(loss, grad_loss, grad_log_sum_exp, grad_entropy, logits, labels, normalizer);
 }
 
-void vocab_cross_entropy_backward_(const MaybeTensor& grad_loss,
+void vocab_cross_entropy_backward_(const VocabLoss& loss, const MaybeTensor& grad_loss,
                                    const MaybeTensor& grad_log_sum_exp,
                                    const MaybeTensor& grad_entropy, at::Tensor& logits,
-                                   const at::Tensor& labels, const MaybeTensor& weight,
-                                   const at::Tensor& normalizer, int64_t vocab_size,
-                                   int64_t vocab_start, int64_t ignore_index,
-                                   const std::string& reduction, double label_smoothing,
-                                   double z_loss, Softcap softcap, double logit_scale) {
-  static auto op = op_handle<decltype(vocab_cross_entropy_backward_)>(
+                                   const at::Tensor& labels, const at::Tensor& normalizer) {
+  static const VocabLossOp<decltype(&vocab_cross_entropy_backward_)> op(
       "parallel_ext::vocab_cross_entropy_backward_");
-  op.call(grad_loss, grad_log_sum_exp, grad_entropy, logits, labels, weight, normalizer, vocab_size,
-          vocab_start, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale);
+  op.call(loss, grad_loss, grad_log_sum_exp, grad_entropy, logits, labels, normalizer);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("vocab_cross_entropy", loss_meta);
-  m.impl("vocab_cross_entropy_forward", forward_meta);
-  m.impl("vocab_cross_entropy_backward", backward_meta);
-  m.impl("vocab_cross_entropy_backward_", consuming_backward_meta);
+  m.impl("vocab_cross_entropy", vocab_loss_kernel<loss_meta>);
+  m.impl("vocab_cross_entropy_forward", vocab_loss_kernel<forward_meta>);
+  m.impl("vocab_cross_entropy_backward", vocab_loss_kernel<backward_meta>);
+  m.impl("vocab_cross_entropy_backward_", vocab_loss_kernel<consuming_backward_meta>);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("vocab_cross_entropy", loss_autograd);
-  m.impl("vocab_cross_entropy_backward", backward_autograd);
-  m.impl("vocab_cross_entropy_backward_", consuming_backward_autograd);
+  m.impl("vocab_cross_entropy", vocab_loss_kernel<loss_autograd>);
+  m.impl("vocab_cross_entropy_backward", vocab_loss_kernel<backward_autograd>);
+  m.impl("vocab_cross_entropy_backward_", vocab_loss_kernel<consuming_backward_autograd>);
 }
 
 }  // namespace parallel_ext

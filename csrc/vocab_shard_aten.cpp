@@ -1,9 +1,6 @@
-// The two passes of the cross entropy over a shard of the logits by CUDA kernels where the build
-// has them, or by ATen calls, for any device: a few tokens at a time, so that copies in fp32 stay
-// small beside the logits.
-#include <ATen/Dispatch.h>
+// The two passes of the cross entropy over a shard of the logits by ATen calls, for any device: a
+// few tokens at a time, so that copies in fp32 stay small beside the logits.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
@@ -11,9 +8,7 @@
 #include <limits>
 
 #include "check.h"
-#include "kernel_choice.h"
 #include "vocab_shard.h"
-#include "vocab_shard_cuda.h"
 
 namespace parallel_ext {
 namespace {
@@ -94,61 +89,9 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& logits, const at::
   grad_logits.copy_(grad.masked_fill_(in_columns((factors == 0).all(0)), 0));
 }
 
-template <typename scalar_t>
-ShardOnCuda<scalar_t> shard_on_cuda(const VocabShard& shard) {
-  using wide_t = wide_of<scalar_t>;
-  return {shard.logits.const_data_ptr<scalar_t>(),
-          shard.labels.const_data_ptr<int64_t>(),
-          shard.weight.defined() ? shard.weight.const_data_ptr<wide_t>() : nullptr,
-          shard.logits.size(0),
-          shard.logits.size(1),
-          shard.logits.stride(0),
-          shard.vocab_start,
-          static_cast<wide_t>(shard.scale),
-          static_cast<wide_t>(shard.cap)};
-}
-
-// What the kernels follow without looking; ATen looks itself.
-void check_labels_device(const VocabShard& shard) {
-  TORCH_CHECK_VALUE(shard.labels.device() == shard.logits.device(),
-                    "vocab_cross_entropy: labels are on ", shard.labels.device(),
-                    " but logits are on ", shard.logits.device(), "; move one of them");
-}
-
-at::Tensor record_on_cuda(const VocabShard& shard, const RecordRows& rows) {
-  check_labels_device(shard);
-  at::Tensor record = at::empty({rows.count, shard.logits.size(0)},
-                                shard.logits.options().dtype(wide_type(shard.logits)));
-  if constexpr (kWithCudaKernels) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(
-        at::kHalf, at::kBFloat16, shard.logits.scalar_type(), "vocab_cross_entropy_forward", [&] {
-          vocab_record_on_cuda(shard_on_cuda<scalar_t>(shard), rows,
-                               record.mutable_data_ptr<wide_of<scalar_t>>(),
-                               shard.logits.get_device());
-        });
-  }
-  return record;
-}
-
-void gradient_on_cuda(const VocabShard& shard, const at::Tensor& normalizer,
-                      const at::Tensor& factors, at::Tensor& grad_logits) {
-  check_labels_device(shard);
-  if constexpr (kWithCudaKernels) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(
-        at::kHalf, at::kBFloat16, shard.logits.scalar_type(), "vocab_cross_entropy_backward", [&] {
-          using wide_t = wide_of<scalar_t>;
-          vocab_gradient_on_cuda(
-              shard_on_cuda<scalar_t>(shard), normalizer.const_data_ptr<wide_t>(),
-              factors.const_data_ptr<wide_t>(), grad_logits.mutable_data_ptr<scalar_t>(),
-              grad_logits.stride(0), shard.logits.get_device());
-        });
-  }
-}
-
 }  // namespace
 
 at::Tensor vocab_shard_record_aten(const VocabShard& shard, const RecordRows& rows) {
-  if (use_cuda_kernel(shard.logits)) return record_on_cuda(shard, rows);
   const int64_t num_tokens = shard.logits.size(0), size = shard.logits.size(1);
   const auto options = shard.logits.options().dtype(wide_type(shard.logits));
   at::Tensor record = at::zeros({rows.count, num_tokens}, options);
@@ -170,9 +113,6 @@ at::Tensor vocab_shard_record_aten(const VocabShard& shard, const RecordRows& ro
 
 void vocab_shard_gradient_aten(const VocabShard& shard, const at::Tensor& normalizer,
                                const at::Tensor& factors, at::Tensor& grad_logits) {
-  if (use_cuda_kernel(shard.logits)) {
-    return gradient_on_cuda(shard, normalizer, factors, grad_logits);
-  }
   const int64_t num_tokens = shard.logits.size(0), size = shard.logits.size(1);
   if (size == 0) return;
   const int64_t step = tokens_at_a_time(size);

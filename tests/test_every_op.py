@@ -46,6 +46,10 @@ def _plain(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype)
 
 
+def _detached(tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(each if each is None else each.detach() for each in tensors)
+
+
 def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     """op -> arguments of its calls, for this rank of the group; the first call is a usual one."""
     of_group = (group.size, group.name)
@@ -68,33 +72,32 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     weight = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0])
     plain, none = (0.0, 0.0, None, 1.0), [False] * 3
     smooth = (0.1, 1e-3, 5.0, 0.7)
-    loss_ends = [(5, start, stop, IGNORED, kind, *plain) for kind in ("mean", "sum", "none")]
-    smooth_end = (5, start, stop, IGNORED, "mean", *smooth)
+    # The options of the loss, after the class weight.
+    kinds = {kind: (5, start, stop, IGNORED, kind, *plain) for kind in ("mean", "sum", "none")}
+    smooth_mean = (5, start, stop, IGNORED, "mean", *smooth)
+    smooth_none = (5, start, stop, IGNORED, "none", *smooth)
     whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *smooth)
     width_of_whole = 5 if group.rank == 0 else 0
-    losses = [
-        *((_values(4, own), labels, None, *end, none) for end in loss_ends),
-        (_values(4, own + 3)[:, :own], labels, weight, *loss_ends[0], none),
-        (_values(4, own, dtype=bf16), labels, None, *loss_ends[1], [True, False, True]),
-        (_values(0, own), labels[:0], weight.double(), *loss_ends[2], [True] * 3),
-        (_values(4, width_of_whole), labels, weight, *whole_on_one_rank, [True] * 3),
+    losses = [  # tensors, what is wanted, options
+        *(((_values(4, own), labels), none, (None, *options)) for options in kinds.values()),
+        ((_values(4, own + 3)[:, :own], labels), none, (weight, *kinds["mean"])),
+        ((_values(4, own, dtype=bf16), labels), [True, False, True], (None, *kinds["sum"])),
+        ((_values(0, own), labels[:0]), [True] * 3, (weight.double(), *kinds["none"])),
+        ((_values(4, width_of_whole), labels), [True] * 3, (weight, *whole_on_one_rank)),
     ]
     heads = [  # trained for each reduction, frozen, all statistics, no token
         *(
-            (_values(4, 3), _values(own, 3), _values(own), labels, None, *end, none)
-            for end in loss_ends
+            ((_values(4, 3), _values(own, 3), _values(own), labels), none, (None, *options))
+            for options in kinds.values()
         ),
-        (_values(4, 3), _plain(own, 3), None, labels, weight, *loss_ends[0], none),
-        (_values(4, 3), _plain(own, 3), None, labels, None, *smooth_end, [True] * 3),
-        (_values(4, 3, dtype=bf16), _values(own, 3, dtype=bf16), None, labels, weight)
-        + (*smooth_end, none),
-        (_values(0, 3), _values(own, 3), None, labels[:0], None, *loss_ends[1], none),
+        ((_values(4, 3), _plain(own, 3), None, labels), none, (weight, *kinds["mean"])),
+        ((_values(4, 3), _plain(own, 3), None, labels), [True] * 3, (None, *smooth_mean)),
+        ((_values(4, 3, dtype=bf16), _values(own, 3, dtype=bf16), None, labels), none)
+        + ((weight, *smooth_mean),),
+        ((_values(0, 3), _values(own, 3), None, labels[:0]), none, (None, *kinds["sum"])),
     ]
-    backward_ends = [
-        (5, start, IGNORED, "mean", *plain),
-        (5, start, IGNORED, "none", *smooth),
-        (5, start, IGNORED, "sum", *plain),
-    ]
+    mean_loss, sum_loss = (None, *kinds["mean"]), (None, *kinds["sum"])
+    weighted = (weight, *smooth_none)
     per_token = (_plain(8)[::2], _plain(4), _plain(1).expand(4))
     return {
         "reduce_from_tp": [
@@ -159,47 +162,45 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(7).expand(2, 3, 7), ids, own, start, 4),
             (_plain(2, 3, 7), ids, 0, 5, None),
         ],
-        "vocab_cross_entropy": [(*sample, False, *of_group) for sample in losses],
+        "vocab_cross_entropy": [
+            (*tensors, wanted, False, *of_group, *options) for tensors, wanted, options in losses
+        ],
         "vocab_cross_entropy_forward": [
-            (sample[0].detach(), *sample[1:], *of_group) for sample in losses
+            (*_detached(tensors), wanted, *of_group, *options)
+            for tensors, wanted, options in losses
         ],
         "vocab_cross_entropy_backward": [
-            (_plain(), None, None, _plain(4, own), labels, None, _plain(2, 4), *backward_ends[0]),
-            (*per_token, _plain(4, own + 3)[:, :own], labels, weight, _plain(3, 4))
-            + backward_ends[1],
-            (None, _plain(4), None, _plain(own, 4).T, labels, None, _plain(2, 4))
-            + backward_ends[2],
-            (_plain(), None, None, _plain(4, 4, 8)[:, :1, 0], labels, None, _plain(2, 4))
-            + backward_ends[2],
+            (_plain(), None, None, _plain(4, own), labels, _plain(2, 4), *mean_loss),
+            (*per_token, _plain(4, own + 3)[:, :own], labels, _plain(3, 4), *weighted),
+            (None, _plain(4), None, _plain(own, 4).T, labels, _plain(2, 4), *sum_loss),
+            (_plain(), None, None, _plain(4, 4, 8)[:, :1, 0], labels, _plain(2, 4), None)
+            + (5, start, start + 1, IGNORED, "sum", *plain),
         ],
         "vocab_cross_entropy_backward_": [
-            (_plain(), None, None, _plain(4, own), labels, None, _plain(2, 4), *backward_ends[0]),
-            (*per_token, _plain(4, own + 3)[:, :own], labels, weight, _plain(3, 4))
-            + backward_ends[1],
+            (_plain(), None, None, _plain(4, own), labels, _plain(2, 4), *mean_loss),
+            (*per_token, _plain(4, own + 3)[:, :own], labels, _plain(3, 4), *weighted),
         ],
-        "linear_vocab_cross_entropy": [(*sample, *of_group) for sample in heads],
+        "linear_vocab_cross_entropy": [
+            (*tensors, wanted, *of_group, *options) for tensors, wanted, options in heads
+        ],
         "linear_vocab_cross_entropy_forward": [
-            (
-                *(each.detach() if isinstance(each, torch.Tensor) else each for each in sample),
-                needed,
-            )
-            + of_group
-            for sample in heads
-            for needed in ([True, True, sample[2] is not None], [True, False, False], none)
+            (*_detached(tensors), wanted, needed, *of_group, *options)
+            for tensors, wanted, options in heads
+            for needed in ([True, True, tensors[2] is not None], [True, False, False], none)
         ],
         "linear_vocab_cross_entropy_backward": [
-            (_plain(), None, None, _plain(4, 3), _plain(own, 3), _plain(own), labels, None)
-            + (_plain(2, 4), *backward_ends[0], [True] * 3),
-            (*per_token, _plain(4, 3), _plain(own, 3), None, labels, weight, _plain(3, 4))
-            + (*backward_ends[1], [False, True, False]),
+            (_plain(), None, None, _plain(4, 3), _plain(own, 3), _plain(own), labels)
+            + (_plain(2, 4), [True] * 3, *mean_loss),
+            (*per_token, _plain(4, 3), _plain(own, 3), None, labels, _plain(3, 4))
+            + ([False, True, False], *weighted),
             (None, _plain(4), None, _plain(4, 3, dtype=bf16), _plain(own, 3, dtype=bf16), None)
-            + (labels, None, _plain(2, 4), *backward_ends[2], [True, False, False]),
+            + (labels, _plain(2, 4), [True, False, False], *sum_loss),
         ],
         "linear_vocab_cross_entropy_frozen_backward": [
-            (*per_token[:2], _plain(4, 3), _plain(own, 3), labels, weight, _plain(2, 4))
-            + (5, start, IGNORED, "none", 0.1, 1e-3, 0.7),
-            (_plain(), None, _plain(4, 3), _plain(0, 3), labels, None, _plain(2, 4))
-            + (5, 5, IGNORED, "mean", 0.0, 0.0, 1.0),
+            (*per_token[:2], _plain(4, 3), _plain(own, 3), labels, _plain(2, 4), weight)
+            + (5, start, stop, IGNORED, "none", 0.1, 1e-3, None, 0.7),
+            (_plain(), None, _plain(4, 3), _plain(0, 3), labels, _plain(2, 4), None)
+            + (5, 5, 5, IGNORED, "mean", *plain),
         ],
         "vocab_argmax": [
             (_plain(4, own), 5, start, stop, *of_group),

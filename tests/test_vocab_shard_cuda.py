@@ -93,6 +93,12 @@ class Case(NamedTuple):
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.logits.dtype, torch.float32)
 
+    def options(self) -> list[Any]:
+        """The last arguments of the ops."""
+        ids = [self.vocab_size, self.vocab_start, self.vocab_stop]
+        numbers = [self.smoothing, self.z_loss, self.softcap, self.scale]
+        return [self.weight, *ids, IGNORED, "none", *numbers]
+
     def shard(self) -> list[Any]:
         """The arguments that both kernels begin with. The caller holds on to the tensors."""
         own = self.weight
@@ -174,9 +180,8 @@ def _special_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _forward(case: Case) -> list[torch.Tensor]:
     """What the op makes of each token: loss, log-sum-exp, entropy, arg-max and normalizer."""
     return OPS.vocab_cross_entropy_forward(
-        *(case.logits, case.labels, case.weight, case.vocab_size, case.vocab_start),
-        *(case.vocab_stop, IGNORED, "none", case.smoothing, case.z_loss, case.softcap, case.scale),
-        *([True, case.statistics, case.statistics], 1, ""),
+        *(case.logits, case.labels, [True, case.statistics, case.statistics], 1, ""),
+        *case.options(),
     )
 
 
@@ -280,8 +285,7 @@ def _gradients(kernels: Kernels, case: Case) -> Compared:
         with aten_path(aten):
             expected = OPS.vocab_cross_entropy_backward(
                 *(wide[0], wide[1], wide[2] if case.statistics else None, case.logits),
-                *(case.labels, case.weight, normalizer, case.vocab_size, case.vocab_start),
-                *(IGNORED, "none", case.smoothing, case.z_loss, case.softcap, case.scale),
+                *(case.labels, normalizer, *case.options()),
             )
         for row, (actual, right) in enumerate(zip(apart, expected, strict=True)):
             name = f"{case.name}, {'ATen' if aten else 'loops'}: gradient of {row}"

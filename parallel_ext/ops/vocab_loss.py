@@ -90,6 +90,10 @@ def vocab_cross_entropy(
     return torch.ops.parallel_ext.vocab_cross_entropy(
         logits,
         labels,
+        (False, False, False),
+        consume_logits,
+        group.size,
+        group.name,
         weight,
         vocab_size,
         *vocab_range,
@@ -99,10 +103,6 @@ def vocab_cross_entropy(
         z_loss,
         softcap,
         logit_scale,
-        (False, False, False),
-        consume_logits,
-        group.size,
-        group.name,
     )[0]
 
 
@@ -148,6 +148,10 @@ def vocab_cross_entropy_statistics(
     outputs = torch.ops.parallel_ext.vocab_cross_entropy(
         logits,
         labels,
+        wanted,
+        False,
+        group.size,
+        group.name,
         weight,
         vocab_size,
         *vocab_range,
@@ -157,10 +161,6 @@ def vocab_cross_entropy_statistics(
         z_loss,
         softcap,
         logit_scale,
-        wanted,
-        False,
-        group.size,
-        group.name,
     )
     return _statistics(outputs, wanted)
 
@@ -224,6 +224,9 @@ def linear_vocab_cross_entropy(
         head_weight,
         bias,
         labels,
+        (False, False, False),
+        group.size,
+        group.name,
         weight,
         vocab_size,
         *vocab_range,
@@ -233,9 +236,6 @@ def linear_vocab_cross_entropy(
         z_loss,
         softcap,
         logit_scale,
-        (False, False, False),
-        group.size,
-        group.name,
     )[0]
 
 
@@ -277,6 +277,9 @@ def linear_vocab_cross_entropy_statistics(
         head_weight,
         bias,
         labels,
+        wanted,
+        group.size,
+        group.name,
         weight,
         vocab_size,
         *vocab_range,
@@ -286,8 +289,5 @@ def linear_vocab_cross_entropy_statistics(
         z_loss,
         softcap,
         logit_scale,
-        wanted,
-        group.size,
-        group.name,
     )
     return _statistics(outputs, wanted)
