@@ -1,5 +1,6 @@
 // How the fused head and loss of linear_vocab_cross_entropy.cpp meets the dispatcher: its handles,
 // shapes, autocast and gradient.
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -158,9 +159,11 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
   }
 
  private:
-  // In the gradient's own memory.
+  // In the gradient's own memory. A device, or a compiler, cannot be asked for the factor.
   static at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType dtype) {
-    return gradient.mul_(factor).to(dtype);
+    const bool known = factor.is_cpu() && !at::isTensorSubclassLike(factor);
+    if (!known || factor.item().toDouble() != 1) gradient.mul_(factor);
+    return gradient.to(dtype);
   }
 };
 
