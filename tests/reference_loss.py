@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from reference_ops import MUTATIONS, own_range, relative_error
 from torch.nn import functional
 
@@ -51,6 +52,30 @@ def options_named(name: str, vocab_size: int) -> dict[str, Any]:
     if options.pop("weight", False):
         options["weight"] = class_weight(vocab_size)
     return options
+
+
+# Any combination of them; weight=True stands for random ones.
+RANDOM_OPTIONS = st.fixed_dictionaries(
+    {
+        "weight": st.sampled_from([None, True]),
+        "ignore_index": st.sampled_from([IGNORED, -1, 0, 7]),
+        "reduction": st.sampled_from(["none", "sum", "mean"]),
+        "label_smoothing": st.sampled_from([0.0, 0.1, 0.999]),
+        "z_loss": st.sampled_from([0.0, 1e-4, 1.0]),
+        "softcap": st.sampled_from([None, 2.0, 30.0]),
+        "logit_scale": st.sampled_from([1.0, 0.25, -2.0, 0.0]),
+    }
+)
+
+
+def random_call(
+    num_tokens: int, vocab_size: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Labels, many of them ignored, and a draw of RANDOM_OPTIONS with its class weights."""
+    weight = 2 * torch.rand(vocab_size, dtype=FP64) if options["weight"] else None
+    labels = torch.randint(0, vocab_size, (num_tokens,))
+    labels[torch.rand(num_tokens) < 0.3] = options["ignore_index"]
+    return labels, {**options, "weight": weight}
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:

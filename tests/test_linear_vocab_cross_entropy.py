@@ -14,10 +14,12 @@ from reference_loss import (
     IGNORED,
     INF,
     NAN,
+    RANDOM_OPTIONS,
     TRAINED,
     labels_of,
     linear_errors,
     options_named,
+    random_call,
 )
 from reference_memory import allocated
 from reference_ops import (
@@ -120,11 +122,7 @@ def _errors_of_random_options(
     options: dict[str, Any],
 ) -> dict[str, float]:
     torch.manual_seed(seed)
-    options = dict(options)
-    if options["weight"]:
-        options["weight"] = 2 * torch.rand(vocab_size, dtype=FP64)
-    labels = torch.randint(0, vocab_size, (num_tokens,))
-    labels[torch.rand(num_tokens) < 0.3] = options["ignore_index"]
+    labels, options = random_call(num_tokens, vocab_size, options)
     operands = _operands(num_tokens, 2, vocab_size, bias=bias or trained == "only the bias trained")
     return linear_errors(group, operands, labels, options, trained, statistics)
 
@@ -138,17 +136,7 @@ def _errors_of_random_options(
     trained=st.sampled_from(list(TRAINED)),
     bias=st.booleans(),
     statistics=st.booleans(),
-    options=st.fixed_dictionaries(
-        {
-            "weight": st.sampled_from([None, True]),
-            "ignore_index": st.sampled_from([IGNORED, -1, 0, 7]),
-            "reduction": st.sampled_from(["none", "sum", "mean"]),
-            "label_smoothing": st.sampled_from([0.0, 0.1, 0.999]),
-            "z_loss": st.sampled_from([0.0, 1e-4, 1.0]),
-            "softcap": st.sampled_from([None, 2.0, 30.0]),
-            "logit_scale": st.sampled_from([1.0, 0.25, -2.0, 0.0]),
-        }
-    ),
+    options=RANDOM_OPTIONS,
 )
 @settings(max_examples=60)
 def test_random_combinations_of_options_equal_unsharded(

@@ -14,9 +14,11 @@ from reference_loss import (
     IGNORED,
     INF,
     NAN,
+    RANDOM_OPTIONS,
     dense_statistics,
     labels_of,
     options_named,
+    random_call,
     special_logits,
     statistics_errors,
 )
@@ -78,10 +80,7 @@ def _errors_of_random_options(
     group: Group, seed: int, num_tokens: int, vocab_size: int, options: dict[str, Any]
 ) -> dict[str, float]:
     torch.manual_seed(seed)
-    if options["weight"]:
-        options["weight"] = 2 * torch.rand(vocab_size, dtype=FP64)
-    labels = torch.randint(0, vocab_size, (num_tokens,))
-    labels[torch.rand(num_tokens) < 0.3] = options["ignore_index"]
+    labels, options = random_call(num_tokens, vocab_size, options)
     logits = 3 * torch.randn(num_tokens, vocab_size, dtype=FP64)
     return statistics_errors(group, logits, labels, options)
 
@@ -92,32 +91,14 @@ def _errors_of_random_options(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(0, 9),
     vocab_size=st.sampled_from([1, 2, 3, 5, 10, 65, 127, 3001]),
-    options=st.fixed_dictionaries(
-        {
-            "weight": st.sampled_from([None, True]),
-            "ignore_index": st.sampled_from([IGNORED, -1, 0, 7]),
-            "reduction": st.sampled_from(["none", "sum", "mean"]),
-            "label_smoothing": st.sampled_from([0.0, 0.1, 0.999]),
-            "z_loss": st.sampled_from([0.0, 1e-4, 1.0]),
-            "softcap": st.sampled_from([None, 2.0, 30.0]),
-            "logit_scale": st.sampled_from([1.0, 0.25, -2.0, 0.0]),
-        }
-    ),
+    options=RANDOM_OPTIONS,
 )
 @settings(max_examples=100)
 def test_random_combinations_of_options_equal_unsharded(
     size, aten, seed, num_tokens, vocab_size, options
 ):
     error, case = worst(
-        on_ranks(
-            size,
-            _errors_of_random_options,
-            seed,
-            num_tokens,
-            vocab_size,
-            options,
-            aten=aten,
-        )
+        on_ranks(size, _errors_of_random_options, seed, num_tokens, vocab_size, options, aten=aten)
     )
     assert error <= TOLERANCE[FP64], case
 
