@@ -33,6 +33,7 @@ at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weigh
                     " is smaller than the ", features, " features of a row");
   const at::Tensor rows = as_matrix(input);
   at::Tensor output = at::empty_strided({rows.size(0), features}, {row_stride, 1}, input.options());
+  fill_gaps(output);
   if (bias) {
     at::addmm_out(output, *bias, rows, weight.t());
   } else {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "check.h"
@@ -13,6 +14,19 @@ namespace parallel_ext {
 // [..., K] -> [T, K]; a vector is one row. Works for sizes of zero, where reshape(-1, K) does not.
 inline at::Tensor as_matrix(const at::Tensor& tensor) {
   return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
+}
+
+// Writes zeros behind the rows of a matrix of our own whose rows lie further apart than they are
+// long. On CPUs with AMX, oneDNN's bf16 GEMMs multiply what is there by zero, and NaN stays NaN
+// (github.com/uxlfoundation/oneDNN/issues/5717).
+inline void fill_gaps(const at::Tensor& matrix) {
+  constexpr int64_t kFurthest = 64;  // elements; they round the length up to 32
+  const int64_t gap = std::min(matrix.stride(0) - matrix.size(1), kFurthest);
+  if (!matrix.is_cpu() || matrix.element_size() > 2 || gap <= 0 || matrix.size(0) < 2) return;
+  matrix
+      .as_strided({matrix.size(0) - 1, gap}, matrix.strides(),
+                  matrix.storage_offset() + matrix.size(1))
+      .zero_();
 }
 
 inline void check_linear(const char* op, const at::Tensor& input, const at::Tensor& weight,

@@ -87,6 +87,7 @@ class Tile {
 
   at::Tensor logits(const Operands& operands, Range tokens, Range ids) const {
     at::Tensor logits = room_.narrow(0, 0, tokens.size).narrow(1, 0, ids.size);
+    fill_gaps(logits);
     const at::Tensor rows = operands.input.narrow(0, tokens.start, tokens.size);
     const at::Tensor columns = operands.head.narrow(0, ids.start, ids.size).t();
     if (operands.bias.defined()) {

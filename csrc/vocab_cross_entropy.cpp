@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "comm.h"
+#include "linear.h"
 #include "ops.h"
 #include "vocab_loss_op.h"
 #include "workspace.h"
@@ -49,7 +50,9 @@ at::Tensor empty_with_row_stride(const at::Tensor& like) {
   const std::vector<int64_t> strides{like.stride(0), 1};
   if (like.numel() == 0) return at::empty_strided(like.sizes(), strides, like.options());
   const int64_t length = (like.size(0) - 1) * like.stride(0) + like.size(1);
-  return pooled_empty({length}, like.options()).as_strided(like.sizes(), strides);
+  const at::Tensor empty = pooled_empty({length}, like.options()).as_strided(like.sizes(), strides);
+  fill_gaps(empty);
+  return empty;
 }
 
 void fill_gradient(const VocabLoss& loss, const LossGradients& grads, const at::Tensor& logits,

@@ -23,7 +23,13 @@ from torch.nn import functional
 
 from parallel_ext import _C
 from parallel_ext.layout import split
-from parallel_ext.ops import Group, column_linear, gather_from_tp, row_linear
+from parallel_ext.ops import (
+    Group,
+    column_linear,
+    gather_from_tp,
+    row_linear,
+    vocab_cross_entropy,
+)
 
 FP64 = torch.float64
 TOKENS = [(), (2,), (2, 3), (0,), (2, 0)]  # leading dimensions of the input
@@ -152,6 +158,26 @@ def test_column_linear_lays_rows_as_far_apart_as_asked(tokens, out_features):
         assert padded.stride() == (8 * max(1, tokens[1]), 8, 1)
     if len(tokens) == 1:
         assert padded.stride() == (8, 1)
+
+
+def _padded_logits(kind: str) -> torch.Tensor:
+    logits = column_linear(*_linear_tensors((600,), 7, 33, torch.bfloat16), row_stride=64)
+    if kind == "logits":
+        return logits
+    logits.detach_().requires_grad_()
+    loss = vocab_cross_entropy(logits, torch.arange(600) % 33, 33, (0, 33))
+    return torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("kind", ["logits", "their gradient"])
+def test_the_gap_between_rows_of_bf16_is_filled(kind):
+    """oneDNN's GEMMs of CPUs with AMX read it, and a NaN there is one in their product."""
+    used = [torch.full([600, 64], float("nan"), dtype=torch.bfloat16) for _ in range(8)]
+    del used  # its memory is what the next tensors get
+    rows = _padded_logits(kind)
+    assert rows.stride() == (64, 1)
+    assert (rows.as_strided([599, 31], [64, 1], 33) == 0).all()
+    assert torch.isfinite(rows @ torch.ones(33, 16, dtype=torch.bfloat16)).all()
 
 
 @COLUMN_AND_ROW

@@ -46,7 +46,7 @@ def column_linear(
         weight: [F, K], this rank's rows, same dtype.
         bias: [F], this rank's part, or None.
         row_stride: elements from one row of the output to the next, at least F (default F): aligned
-            rows for the passes over the logits. What lies between the rows is never read.
+            rows for the passes over the logits. What lies between the rows is nobody's.
         group: with the tensor-parallel group the gradient of ``input`` is summed over it, while the
             weight's gradient is computed. With ALONE that sum is left to :func:`copy_to_tp`, so
             that several layers on one input share it.
