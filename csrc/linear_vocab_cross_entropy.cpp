@@ -2,7 +2,6 @@
 // gradients out. The logits exist as tiles only, some tokens by some of the rank's ids.
 #include "linear_vocab_cross_entropy.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
@@ -19,11 +18,9 @@
 #include <limits>
 
 #include "comm.h"
-#include "kernel_choice.h"
-#include "layout.h"
 #include "linear.h"
-#include "number.h"
 #include "ops.h"
+#include "product.h"
 #include "vocab_loss_op.h"
 #include "workspace.h"
 
@@ -34,24 +31,8 @@ constexpr const char* kOp = "linear_vocab_cross_entropy";
 constexpr double kLowest = -std::numeric_limits<double>::infinity();
 using MaybeTensor = std::optional<at::Tensor>;
 
-constexpr int64_t kIds = 8192;  // of a tile, where it need not hold all of the rank's
-constexpr int64_t kRowsOfProduct = 1024;
+constexpr int64_t kIds = 8192;         // of a tile, where it need not hold all of the rank's
 constexpr int64_t kRowAlignment = 64;  // elements
-
-struct Range {
-  int64_t start, size;
-};
-
-// As few ranges of at most `largest` as will do, of about one size.
-std::vector<Range> ranges_of(int64_t total, int64_t largest) {
-  std::vector<Range> ranges;
-  if (total == 0) return ranges;
-  const std::vector<int64_t> bounds = split(total, (total + largest - 1) / largest, 1);
-  for (size_t part = 0; part + 1 < bounds.size(); ++part) {
-    ranges.push_back({bounds[part], bounds[part + 1] - bounds[part]});
-  }
-  return ranges;
-}
 
 // The tensors of a call as its GEMMs want them. On the CPU, fp16 is computed in fp32: few CPUs have
 // fp16 GEMMs, and unscaled gradients would not fit.
@@ -101,41 +82,6 @@ class Tile {
  private:
   at::Tensor room_;
 };
-
-PARALLEL_EXT_MULTIVERSION void add_wide(const c10::BFloat16* values, int64_t size, float* sum) {
-  for (int64_t i = 0; i < size; ++i) sum[i] += widen(values[i]);
-}
-
-// What ATen does with two passes more.
-void add_to(at::Tensor& sum, const at::Tensor& values) {
-  if (!values.is_cpu() || values.scalar_type() != at::kBFloat16 || !sum.is_contiguous()) {
-    sum.add_(values);
-    return;
-  }
-  const auto* from = values.const_data_ptr<c10::BFloat16>();
-  auto* to = sum.mutable_data_ptr<float>();
-  at::parallel_for(0, values.numel(), 1 << 14, [&](int64_t begin, int64_t end) {
-    add_wide(from + begin, end - begin, to + begin);
-  });
-}
-
-// sum += a b, or = where it is the first. A narrow product is rounded once before it is added.
-void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool first) {
-  if (a.scalar_type() == sum.scalar_type()) {
-    if (first) {
-      at::mm_out(sum, a, b);
-    } else {
-      sum.addmm_(a, b);
-    }
-    return;
-  }
-  for (const Range part : ranges_of(sum.size(0), a.is_cpu() ? kRowsOfProduct : sum.size(0))) {
-    const at::Tensor rows = a.narrow(0, part.start, part.size);
-    at::Tensor of_sum = sum.narrow(0, part.start, part.size);
-    const at::Tensor product = a.is_cuda() ? at::mm(rows, b, sum.scalar_type()) : at::mm(rows, b);
-    first ? void(of_sum.copy_(product)) : add_to(of_sum, product);
-  }
-}
 
 at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(1); }
 
@@ -203,7 +149,7 @@ struct Gradients {
       add_product(own_rows(input), grad_logits, own_ids(operands.head), first_ids);
     }
     if (head.defined()) {
-      add_product(own_ids(head), grad_logits.t(), own_rows(operands.input), first_tokens);
+      add_transposed_product(own_ids(head), grad_logits, own_rows(operands.input), first_tokens);
     }
     if (bias.defined()) own_ids(bias).add_(grad_logits.sum(0, false, bias.scalar_type()));
   }

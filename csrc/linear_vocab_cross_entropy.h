@@ -29,12 +29,9 @@ inline Ahead ahead_of(const VocabLoss& loss, c10::ScalarType dtype, std::array<b
   return Ahead::kGradients;
 }
 
-// A tile of few tokens costs traffic of the head and of its gradient, one of many costs memory:
-// 256 in fp32, 1024 in bf16, whose GEMMs are faster.
-inline int64_t tokens_of_tile(const at::Tensor& input) {
-  if (!input.is_cpu()) return 4096;
-  return input.scalar_type() == at::kBFloat16 ? 1024 : 1024 / input.element_size();
-}
+// A tile of few tokens costs time, since every GEMM packs the head anew (5 % at 512), one of many
+// costs memory.
+inline int64_t tokens_of_tile(const at::Tensor& input) { return input.is_cpu() ? 1024 : 4096; }
 
 // Of the gradients that forward computes: sums over tiles are made in fp32 or fp64. In fp16 a
 // single tile's are as well, which may be larger than fp16 allows until the loss scale is lowered.

@@ -201,9 +201,9 @@ def linear_vocab_cross_entropy(
         own.
 
         A head that is trained: for "mean" and "sum" the forward computes all gradients, tile by
-        tile, in three GEMMs and with one all-gather a tile (256 tokens in fp32, 1024 in bf16; 4096
-        on a GPU); backward scales them. For "none", for fp16's "mean" and for a second backward the
-        logits are made once more.
+        tile, in three GEMMs and with one all-gather a tile (1024 tokens, 4096 on a GPU); backward
+        scales them. For "none", for fp16's "mean" and for a second backward the logits are made
+        once more.
 
         A head without gradients (LoRA, probing): two GEMMs and one all-gather, for every reduction;
         with ``softcap`` as for a head that is trained.
