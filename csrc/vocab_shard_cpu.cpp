@@ -14,6 +14,7 @@
 #include "exp.h"
 #include "kernel_choice.h"
 #include "number.h"
+#include "prefetch.h"
 #include "vocab_shard.h"
 
 namespace parallel_ext {
@@ -25,26 +26,6 @@ namespace {
 constexpr int64_t kLanes = 64;
 // A block is read several times, and stays in the first-level cache.
 constexpr int64_t kBlock = 2048;
-
-// Numbers between two requests for memory, and how far ahead of its use it is asked for: of itself
-// the processor does so too late, and stops at the end of each page.
-constexpr int64_t kChunk = 256, kAhead = 1024;
-
-template <typename scalar_t>
-PARALLEL_EXT_INLINE void prefetch(const scalar_t* numbers, int64_t size) {
-  constexpr int64_t kLine = 64 / sizeof(scalar_t);
-  for (int64_t i = 0; i < size; i += kLine) __builtin_prefetch(numbers + kAhead + i);
-}
-
-// Calls with each index below `size`.
-template <typename scalar_t, typename Function>
-PARALLEL_EXT_INLINE void for_each(const scalar_t* numbers, int64_t size, const Function& function) {
-  for (int64_t start = 0; start < size; start += kChunk) {
-    const int64_t stop = std::min(start + kChunk, size);
-    prefetch(numbers + start, stop - start);
-    for (int64_t i = start; i < stop; ++i) function(i);
-  }
-}
 
 template <typename wide_t>
 constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
@@ -78,9 +59,9 @@ PARALLEL_EXT_INLINE void block_to_z(const scalar_t* block, int64_t size,
                                     const RowTask<wide_t>& task, wide_t* z) {
   const wide_t scale = task.scale, cap = task.cap;
   if (cap == 0) {
-    for_each(block, size, [&](int64_t i) { z[i] = widen(block[i]) * scale; });
+    for_each_ahead(block, size, [&](int64_t i) { z[i] = widen(block[i]) * scale; });
   } else {
-    for_each(block, size, [&](int64_t i) { z[i] = to_z(widen(block[i]), scale, cap); });
+    for_each_ahead(block, size, [&](int64_t i) { z[i] = to_z(widen(block[i]), scale, cap); });
   }
 }
 
@@ -223,8 +204,8 @@ PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTas
   };
   const wide_t of_label = label < 0 ? 0 : grad(widen(row[label])) - factor.label;
   const auto fill = [&](const scalar_t* from) {
-    for (int64_t start = 0; start < task.size; start += kChunk) {
-      const int64_t stop = std::min(start + kChunk, task.size);
+    for (int64_t start = 0; start < task.size; start += kPrefetchChunk) {
+      const int64_t stop = std::min(start + kPrefetchChunk, task.size);
       prefetch(from + start, stop - start);
       for (int64_t i = start; i < stop; ++i) store(grad(widen(from[i])), out + i);
     }
@@ -242,7 +223,7 @@ PARALLEL_EXT_INLINE void gradient_of_row(const scalar_t* row, const RowTask<wide
   for (int64_t start = 0; start < task.size; start += kBlock) {
     const int64_t size = std::min(kBlock, task.size - start);
     if (task.holds_logits) {
-      for_each(row + start, size, [&](int64_t i) { z[i] = widen(row[start + i]); });
+      for_each_ahead(row + start, size, [&](int64_t i) { z[i] = widen(row[start + i]); });
     } else {
       block_to_z(row + start, size, task, z);
     }
