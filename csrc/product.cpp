@@ -49,6 +49,7 @@ PARALLEL_EXT_INLINE void transpose_block(uint16_t* block, uint16_t* room) {
   }
 }
 
+// A bf16 number is only ever the first: sums are wide.
 PARALLEL_EXT_INLINE void put(uint16_t bits, bool, c10::BFloat16* out) { out->x = bits; }
 PARALLEL_EXT_INLINE void put(uint16_t bits, bool first, float* out) {
   const float value = widen(c10::BFloat16(bits, c10::BFloat16::from_bits()));
@@ -149,7 +150,8 @@ void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool 
 }
 
 void add_transposed_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool first) {
-  if (!a.is_cpu() || a.scalar_type() != at::kBFloat16 || sum.stride(1) != 1) {
+  const bool adds_wide = first || sum.scalar_type() == at::kFloat;
+  if (!a.is_cpu() || a.scalar_type() != at::kBFloat16 || sum.stride(1) != 1 || !adds_wide) {
     return add_product(sum, a.t(), b, first);
   }
   // oneDNN takes twice as long for a^T b as for b^T a, whose first factor is small enough to copy.

@@ -60,29 +60,29 @@ TORCH_LIBRARY(parallel_ext, m) {
       "int group_size, str group_name",
       "(Tensor, Tensor, Tensor, Tensor)");
   def_with_loss(
-      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, bool[3] wanted, int "
-      "group_size, str group_name",
+      "vocab_cross_entropy_forward(Tensor logits, Tensor labels, bool[3] wanted, int group_size, "
+      "str group_name",
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   def_with_loss(
-      "vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, Tensor? "
-      "grad_entropy, Tensor logits, Tensor labels, Tensor normalizer",
+      "vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor? grad_entropy, Tensor logits, Tensor labels, Tensor normalizer",
       "Tensor");
   def_with_loss(
-      "vocab_cross_entropy_backward_(Tensor? grad_loss, Tensor? grad_log_sum_exp, Tensor? "
-      "grad_entropy, Tensor(a!) logits, Tensor labels, Tensor normalizer",
+      "vocab_cross_entropy_backward_(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor? grad_entropy, Tensor(a!) logits, Tensor labels, Tensor normalizer",
       "()");
   def_with_loss(
-      "linear_vocab_cross_entropy(Tensor input, Tensor head_weight, Tensor? head_bias, Tensor "
-      "labels, bool[3] wanted, int group_size, str group_name",
+      "linear_vocab_cross_entropy(Tensor input, Tensor head_weight, Tensor? head_bias, "
+      "Tensor labels, bool[3] wanted, int group_size, str group_name",
       "(Tensor, Tensor, Tensor, Tensor)");
   def_with_loss(
       "linear_vocab_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor? head_bias, "
       "Tensor labels, bool[3] wanted, bool[3] needed, int group_size, str group_name",
       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def_with_loss(
-      "linear_vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, Tensor? "
-      "grad_entropy, Tensor input, Tensor head_weight, Tensor? head_bias, Tensor labels, Tensor "
-      "normalizer, bool[3] needed",
+      "linear_vocab_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
+      "Tensor? grad_entropy, Tensor input, Tensor head_weight, Tensor? head_bias, Tensor labels, "
+      "Tensor normalizer, bool[3] needed",
       "(Tensor, Tensor, Tensor)");
   def_with_loss(
       "linear_vocab_cross_entropy_frozen_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
