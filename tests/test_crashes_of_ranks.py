@@ -60,6 +60,7 @@ def _fail_everywhere(root: Path) -> list[int]:
         found.append(last)
     job.save(root, last + 1, last + 1, keep_last=2)
     px.verify(root / f"step-{last + 1:08}")
+    dist.barrier()  # rank 0 gives the lock back after the save, for which the others do not wait
     names = {path.name for path in root.iterdir()}
     assert names == {"LATEST", f"step-{last + 1:08}", f"step-{last:08}"}, names
     return found
