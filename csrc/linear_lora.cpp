@@ -89,7 +89,7 @@ std::tuple<at::Tensor, at::Tensor> lora_linear_forward_kernel(
   at::Tensor low = low_of(rows.to(dtype), lora_a.to(dtype), dropout);
   at::Tensor output =
       bias && group_size == 1 ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
-  add_product(output, low.t(), lora_b.to(dtype).t(), scale * dropout.scale());
+  add_scaled_product(output, low.t(), lora_b.to(dtype).t(), scale * dropout.scale());
   if (group_size > 1) {
     all_reduce_sum(op, output, group_size, group_name);  // numel(output), every rank
     if (bias) output.add_(*bias);

@@ -14,7 +14,8 @@ inline c10::ScalarType dtype_of_adapter(const at::Tensor& input) {
 }
 
 // sum += scale * a b
-inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, double scale) {
+inline void add_scaled_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b,
+                               double scale) {
   if (sum.scalar_type() == a.scalar_type()) {
     sum.addmm_(a, b, 1, scale);
   } else {

@@ -50,7 +50,7 @@ TwoTensors moe_lora_linear_forward_kernel(const at::Tensor& rows, const at::Tens
     at::Tensor own_low = low.narrow(0, first, count), out = output.narrow(0, first, count);
     at::mm_out(own_low, wide.narrow(0, first, count), a.select(0, expert).t());
     at::mm_out(out, rows.narrow(0, first, count), weight.select(0, expert).t());
-    add_product(out, own_low, b.select(0, expert).t(), scale);
+    add_scaled_product(out, own_low, b.select(0, expert).t(), scale);
   });
   return {output, low};
 }
@@ -84,7 +84,7 @@ FourTensors moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const
     if (needed[0]) {
       at::Tensor out = grad_rows.narrow(0, first, count);
       at::mm_out(out, base_grad, weight.select(0, expert));
-      add_product(out, grad_low, a.select(0, expert), scale);
+      add_scaled_product(out, grad_low, a.select(0, expert), scale);
     }
     if (needed[1]) {
       at::Tensor out = grad_weight.select(0, expert);

@@ -107,7 +107,7 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the ranks' results in order.
 
         Raises RankError with all tracebacks when a rank raises, dies or does not answer in time;
@@ -138,7 +138,7 @@ class Ranks:
         return results
 
     def run_raising(
-        self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0
     ) -> list[Any]:
         """As ``run``, but a rank whose function raises returns :class:`Raised`, and the pool lives.
 

@@ -157,7 +157,7 @@ def test_a_job_under_torchrun_saves_one_step_when_it_is_told_to_end(tmp_path: Pa
             [*command, str(script)], env=environment, stderr=subprocess.PIPE, text=True
         )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while len(list(tmp_path.glob("saved-by-*"))) < 2:
             assert job.poll() is None, job.stderr.read()
             assert time.monotonic() < deadline
@@ -165,7 +165,8 @@ def test_a_job_under_torchrun_saves_one_step_when_it_is_told_to_end(tmp_path: Pa
         job.send_signal(signal.SIGTERM)
         _, errors = job.communicate(timeout=60)
     finally:
-        job.kill()
+        job.terminate()  # and with it the ranks, which a kill would leave behind
+        job.wait(60)
     ended = [int(path.read_text()) for path in tmp_path.glob("ended-*")]
     assert len(ended) == 2, errors
     assert ended[0] == ended[1]
