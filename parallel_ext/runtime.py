@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from parallel_ext import checkpoint, ops
 from parallel_ext.loss import LOSS_OPTIONS, balance_loss, causal_lm_loss
@@ -72,7 +73,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     balance = _balance_aside(model) if balanced else nullcontext()
     wants_logits = state.training_logits or not model.training
-    fused = with_labels and not own_loss and not wants_logits and not _hooked_head(model, state)
+    fused = with_labels and not own_loss and not wants_logits and _bare_head(model, state)
     call = LossCall(fused, loss_options)
     with (
         sharded_logits(with_labels),
@@ -145,11 +146,21 @@ def _refuse_what_fails(
         )
 
 
-def _hooked_head(model: nn.Module, state: ParallelState) -> bool:
-    """Whether somebody looks at the head's logits, or changes them, or its weight for a call."""
-    return any(
-        module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-        for module in model.get_submodule(state.table.head).modules()
+def _bare_head(model: nn.Module, state: ParallelState) -> bool:
+    """Whether nobody looks at the head's logits, or changes them, or its weight for a call.
+
+    The wrappers of torch.compile and PEFT hand on the attributes of what they wrap. Those of others
+    would take hidden states for logits.
+    """
+    head = model.get_submodule(state.table.head)
+    if not getattr(head, "makes_logits", False) or _has_any_global_hook():
+        return False
+    return not any(
+        module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or ("forward" in vars(module) and not hasattr(module, "_orig_mod"))  # unless compiled
+        for module in head.modules()
     )
 
 
@@ -233,7 +244,14 @@ def loss_function(
     head = None
     if call is not None:
         options |= call.options
-        head = None if call.head is None else (call.head.weight, call.head.bias)
+        if call.head is not None:
+            head = call.head.weight, call.head.bias
+            if logits is not call.hidden:
+                raise RuntimeError(
+                    f"{type(model).__name__} changes what its output head returns, which in "
+                    "training are hidden states; parallelize(..., training_logits=True) gives it "
+                    "logits"
+                )
     return causal_lm_loss(
         logits, labels, vocab_size, state.vocab_range, state.mesh, head=head, **options
     )

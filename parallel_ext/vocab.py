@@ -46,11 +46,13 @@ class LossCall:
             multiply. An adapted head does not: it is no one product.
         options: of the loss.
         head: the one that has done so.
+        hidden: what it returned.
     """
 
     fused: bool
     options: dict[str, Any]
     head: VocabParallelHead | None = None
+    hidden: torch.Tensor | None = None
 
 
 @contextmanager
@@ -137,6 +139,7 @@ class VocabParallelHead(ShardedModule):
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
+    makes_logits = True
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class VocabParallelHead(ShardedModule):
         hidden = self.enter(input)
         call = current_loss_call()
         if call is not None and call.fused:
-            call.head = self
+            call.head, call.hidden = self, hidden
             return hidden
         rows = self.sizes[self.group.rank]
         logits = ops.column_linear(

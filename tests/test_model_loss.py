@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
+import transformers
 from ranks import pool
 from reference import (
     FLOOR,
@@ -19,6 +23,9 @@ from reference import (
     worst,
 )
 from reference_loss import dense_statistics
+
+import parallel_ext as px
+from parallel_ext import ops
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
 EACH_OPTION = {name: {name: value} for name, value in OPTIONS.items()} | {"all": OPTIONS}
@@ -111,30 +118,120 @@ def test_a_batch_without_valid_labels_has_gradients_of_zero(how: dict, trained: 
     assert pool(2).run(_without_labels, how, trained) == [0.0, 0.0]
 
 
-def _losses_with_a_hook(hook: str) -> tuple[float, float]:
-    reference = Tiny().model()
-    model = parallel(reference, mesh_of())
-    with torch.no_grad():
-        plain = model(**batch(101)).loss.item()
-    for each in (reference, model):
-        if hook == "changes the logits":
-            each.lm_head.register_forward_hook(lambda module, args, output: output.clamp(-0.1, 0.1))
-        else:
-            each.lm_head.register_forward_pre_hook(lambda module, args: _scale(module.weight, 3.0))
-            each.lm_head.register_forward_hook(lambda module, *args: _scale(module.weight, 1 / 3))
-    with torch.no_grad():
-        expected, ours = reference(**batch(101)).loss.item(), model(**batch(101)).loss.item()
-    assert abs(ours - plain) > 1e-3
-    return ours, expected
+class _Capped(torch.nn.Module):
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden).clamp(-0.1, 0.1)
+
+
+def _clamp(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.clamp(-0.1, 0.1)
 
 
 def _scale(weight: torch.Tensor, factor: float) -> None:
     weight.data.mul_(factor)
 
 
-@pytest.mark.parametrize("hook", ["changes the logits", "changes the weight for the call"])
-def test_a_head_with_hooks_makes_logits_of_its_own(hook: str) -> None:
-    for ours, expected in pool(2).run(_losses_with_a_hook, hook):
+def _change(model: Any, how: str) -> None:
+    """Let something stand between the head and the loss."""
+    head = model.lm_head
+    if how == "a hook":
+        head.register_forward_hook(_clamp)
+    elif how == "hooks that change the weight":
+        head.register_forward_pre_hook(lambda module, args: _scale(module.weight, 3.0))
+        head.register_forward_hook(lambda module, *args: _scale(module.weight, 1 / 3))
+    elif how == "a wrapper":
+        model.lm_head = _Capped(head)
+    else:
+        forward = head.forward
+        head.forward = lambda hidden: forward(hidden).clamp(-0.1, 0.1)
+
+
+def _losses_of_changed_heads(how: str) -> tuple[float, float]:
+    reference = Tiny().model()
+    model = parallel(reference, mesh_of())
+    with torch.no_grad():
+        plain = model(**batch(101)).loss.item()
+        for each in (reference, model):
+            _change(each, how)
+        expected, ours = reference(**batch(101)).loss.item(), model(**batch(101)).loss.item()
+    assert abs(ours - plain) > 1e-3
+    return ours, expected
+
+
+@pytest.mark.parametrize(
+    "how", ["a hook", "hooks that change the weight", "a wrapper", "another forward"]
+)
+def test_a_head_that_somebody_changed_makes_logits_of_its_own(how: str) -> None:
+    for ours, expected in pool(2).run(_losses_of_changed_heads, how):
+        assert ours == pytest.approx(expected, rel=1e-9)
+
+
+def _never_holds_logits(how: str) -> bool:
+    model = parallel(Tiny().model(), mesh_of())
+    if how == "compiled":
+        model.lm_head = torch.compile(model.lm_head, backend="aot_eager")
+    elif how != "plain":
+        whole = {"modules_to_save": ["lm_head"]} if how == "trained whole" else {}
+        modules = ["lm_head"] if how == "adapted, disabled" else ["q_proj"]
+        config = px.LoraConfig(target_modules=modules, **whole)
+        model = peft.get_peft_model(model, config)
+    disabled = model.disable_adapter() if how == "adapted, disabled" else nullcontext()
+    fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
+    with disabled, mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
+        model(**batch(101))
+    return fused.call_count == 1
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled", "trained whole", "adapted, disabled"])
+def test_known_wrappers_of_a_head_cost_no_logits(how: str) -> None:
+    assert pool(2).run(_never_holds_logits, how) == [True, True]
+
+
+def _widths_seen_by_a_global_hook() -> set[int]:
+    model, widths = parallel(Tiny().model(), mesh_of()), set[int]()
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        if module is model.lm_head:
+            widths.add(output.size(-1))
+
+    with torch.nn.modules.module.register_module_forward_hook(look):
+        model(**batch(101))
+    return widths
+
+
+def test_a_hook_on_all_modules_sees_logits() -> None:
+    assert pool(2).run(_widths_seen_by_a_global_hook) == [{51}, {50}]
+
+
+class _Tempered(transformers.LlamaForCausalLM):
+    """A class of a user, whose forward goes on with the logits."""
+
+    def forward(self, input_ids: Any, labels: Any, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state) / 2
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def _loss_of_a_class_that_changes_logits(how: dict[str, Any]) -> tuple[float, float]:
+    reference = Tiny().model()
+    reference.__class__ = _Tempered
+    model = parallel(reference, mesh_of(), **how)
+    data = batch(101)
+    del data["attention_mask"]
+    return model(**data).loss.item(), reference(**data).loss.item()
+
+
+def test_a_class_that_changes_logits_needs_them() -> None:
+    for raised in pool(2).run_raising(_loss_of_a_class_that_changes_logits, {}):
+        assert raised.type == "RuntimeError"
+        assert "_Tempered changes what its output head returns" in raised.text
+    for ours, expected in pool(2).run(
+        _loss_of_a_class_that_changes_logits, {"training_logits": True}
+    ):
         assert ours == pytest.approx(expected, rel=1e-9)
 
 

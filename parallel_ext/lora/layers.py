@@ -234,6 +234,8 @@ class LoraColumnLinear(_LoraLinear):
 class LoraVocabHead(LoraColumnLinear):
     """An adapter on the output head: A is replicated, B cut by vocabulary."""
 
+    makes_logits = True
+
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
         x = ops.copy_to_tp(base.enter(x), base.group)
