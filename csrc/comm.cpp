@@ -266,6 +266,10 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
   return [work, tensors] { work->wait(); };
 }
 
+int64_t rank_in_group(const char* op, int64_t group_size, const std::string& group_name) {
+  return group_size == 1 ? 0 : find_group(op, group_size, group_name)->getRank();
+}
+
 void all_reduce_sum(const char* op, at::Tensor& tensor, int64_t group_size,
                     const std::string& group_name) {
   start_all_reduce_sum(op, tensor, group_size, group_name)();

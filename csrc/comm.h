@@ -17,6 +17,9 @@
 
 namespace parallel_ext {
 
+// This process' own.
+int64_t rank_in_group(const char* op, int64_t group_size, const std::string& group_name);
+
 // Sums `tensor` over the group in place; the bits are the same on every rank.
 void all_reduce_sum(const char* op, at::Tensor& tensor, int64_t group_size,
                     const std::string& group_name);

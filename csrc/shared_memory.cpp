@@ -352,26 +352,29 @@ void SharedMemory::finish_gather(void* out) {
   started_ = false;
 }
 
-// Every slot is cut into a cell for each receiver, which begins with the bytes of the whole
-// message.
+// Every slot is cut into a cell for each receiver, which begins with the bytes of both messages.
 void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& outgoing,
                         const std::vector<std::vector<Span>>& incoming, double timeout_s) {
+  struct Sizes {
+    int64_t sent, expected;
+  };
   constexpr int64_t kCellHeader = 64;
   const int64_t cell = kSlotBytes / size_ / kCellHeader * kCellHeader, room = cell - kCellHeader;
   std::vector<Cursor> out(outgoing.begin(), outgoing.end());
   std::vector<Cursor> in(incoming.begin(), incoming.end());
+  std::vector<Sizes> own;
   int64_t longest = 0;
   for (int64_t peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) longest = std::max(longest, out[peer].left());
+    own.push_back({out[peer].left(), in[peer].left()});
+    if (peer != rank_) longest = std::max(longest, own[peer].sent);
   }
   prepare(op, "swap", longest, timeout_s);
-  bool first = true;
-  for (int64_t done = 0; first || done < longest; done += room) {
+  for (int64_t done = 0; done == 0 || done < longest; done += room) {
+    const bool first = done == 0;
     if (!first) wait_for_all();
     for (int64_t peer = 0; peer < size_; ++peer) {
       char* target = slot(rank_) + peer * cell;
-      const int64_t whole = out[peer].left();
-      if (first) std::memcpy(target, &whole, sizeof(whole));
+      if (first) std::memcpy(target, &own[peer], sizeof(Sizes));
       if (peer != rank_) out[peer].read(target + kCellHeader, room);
     }
     describe();
@@ -382,16 +385,14 @@ void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& ou
       if (peer == rank_) continue;
       longest = std::max(longest, seat(peer).bytes);
       const char* source = slot(peer) + rank_ * cell;
-      int64_t announced = 0;
-      std::memcpy(&announced, source, sizeof(announced));
-      if (first && announced != in[peer].left()) {
-        give_up(c10::str(name_of(peer), "sends ", announced, " bytes where ", in[peer].left(),
-                         " are expected"));
+      const auto& other = *reinterpret_cast<const Sizes*>(source);
+      if (first && (other.sent != own[peer].expected || other.expected != own[peer].sent)) {
+        give_up(c10::str(name_of(peer), "sends ", other.sent, " bytes for ", other.expected,
+                         " where ", own[peer].expected, " are expected for ", own[peer].sent));
       }
       in[peer].write(source + kCellHeader, room);
     }
     arrive();
-    first = false;
   }
   started_ = false;
 }

@@ -46,11 +46,12 @@ FourTensors loss_kernel(const VocabLoss& loss, const at::Tensor& logits, const a
   return {total, log_sum_exp, entropy, argmax};
 }
 
-at::Tensor empty_with_row_stride(const at::Tensor& like) {
-  const std::vector<int64_t> strides{like.stride(0), 1};
-  if (like.numel() == 0) return at::empty_strided(like.sizes(), strides, like.options());
-  const int64_t length = (like.size(0) - 1) * like.stride(0) + like.size(1);
-  const at::Tensor empty = pooled_empty({length}, like.options()).as_strided(like.sizes(), strides);
+at::Tensor empty_gradient(const at::Tensor& logits) {
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  const int64_t stride = row_stride_of_gradient(logits).expect_int();
+  if (logits.numel() == 0) return at::empty_strided({rows, columns}, {stride, 1}, logits.options());
+  const at::Tensor empty = pooled_empty({(rows - 1) * stride + columns}, logits.options())
+                               .as_strided({rows, columns}, {stride, 1});
   fill_gaps(empty);
   return empty;
 }
@@ -70,12 +71,13 @@ void fill_gradient(const VocabLoss& loss, const LossGradients& grads, const at::
 
 at::Tensor backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
                            const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
-                           const at::Tensor& logits_in, const at::Tensor& labels,
+                           const at::Tensor& logits, const at::Tensor& labels,
                            const at::Tensor& normalizer) {
-  const at::Tensor logits = with_adjacent_columns(logits_in);
-  at::Tensor grad_logits = empty_with_row_stride(logits);
-  fill_gradient(loss, {grad_loss, grad_log_sum_exp, grad_entropy}, logits, labels, normalizer,
-                grad_logits);
+  at::Tensor grad_logits = empty_gradient(logits);
+  const bool as_they_are = has_adjacent_columns(logits);
+  if (!as_they_are) grad_logits.copy_(logits);
+  fill_gradient(loss, {grad_loss, grad_log_sum_exp, grad_entropy},
+                as_they_are ? logits : grad_logits, labels, normalizer, grad_logits);
   return grad_logits;
 }
 

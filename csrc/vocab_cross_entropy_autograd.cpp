@@ -37,9 +37,8 @@ FiveTensors forward_meta(const VocabLoss& loss, const at::Tensor& logits, const 
 at::Tensor backward_meta(const VocabLoss&, const MaybeTensor&, const MaybeTensor&,
                          const MaybeTensor&, const at::Tensor& logits, const at::Tensor&,
                          const at::Tensor&) {
-  const auto stride =
-      has_adjacent_columns(logits) ? logits.sym_stride(0) : logits.sym_size(1).max(1);
-  return at::empty_strided_symint(logits.sym_sizes(), {stride, 1}, logits.options());
+  return at::empty_strided_symint(logits.sym_sizes(), {row_stride_of_gradient(logits), 1},
+                                  logits.options());
 }
 
 void consuming_backward_meta(const VocabLoss&, const MaybeTensor&, const MaybeTensor&,

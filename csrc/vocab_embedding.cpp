@@ -41,7 +41,8 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
 
 // Boundaries of the rows of all ranks, which a group of one does not need.
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, int64_t vocab_size,
-                               int64_t vocab_start, int64_t group_size) {
+                               int64_t vocab_start, int64_t group_size,
+                               const std::string& group_name) {
   if (group_size == 1) return {};
   std::vector<int64_t> bounds{0};
   if (sizes.empty()) {
@@ -53,14 +54,11 @@ std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, 
                    std::is_sorted(bounds.begin(), bounds.end()) && bounds.back() == vocab_size;
   TORCH_CHECK_VALUE(fit, "vocab_embedding: sizes ", sizes, " are not the rows of each of ",
                     group_size, " ranks, of ", vocab_size, " in all");
-  bool found = false;
-  for (int64_t rank = 0; rank < group_size; ++rank) {
-    found =
-        found || (bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + weight.size(0));
-  }
-  TORCH_CHECK_VALUE(found, "vocab_embedding: the ", weight.size(0), " rows from ", vocab_start,
-                    " on are those of no rank, whose boundaries are ", at::IntArrayRef(bounds),
-                    "; pass the rows of each rank as sizes");
+  const int64_t rank = rank_in_group("vocab_embedding", group_size, group_name);
+  TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + weight.size(0),
+                    "vocab_embedding: the ", weight.size(0), " rows from ", vocab_start,
+                    " on are not those of rank ", rank, ", which begin at ", bounds[rank],
+                    " and end before ", bounds[rank + 1], "; pass the rows of each rank as sizes");
   return bounds;
 }
 
@@ -114,7 +112,7 @@ at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight,
                                 const std::string& group_name) {
   check_embedding(ids, weight, vocab_size, vocab_start, padding_idx);
   if (ids.is_cpu()) check_ids(ids.contiguous(), vocab_size);
-  bounds_of(sizes, weight, vocab_size, vocab_start, group_size);
+  bounds_of(sizes, weight, vocab_size, vocab_start, group_size, group_name);
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   at::Tensor output;
@@ -143,7 +141,7 @@ at::Tensor vocab_embedding_cpu(const at::Tensor& ids_in, const at::Tensor& weigh
   check_embedding(ids_in, weight, vocab_size, vocab_start, padding_idx);
   const at::Tensor ids = ids_in.contiguous();
   check_ids(ids, vocab_size);
-  const auto bounds = bounds_of(sizes, weight, vocab_size, vocab_start, group_size);
+  const auto bounds = bounds_of(sizes, weight, vocab_size, vocab_start, group_size, group_name);
   return vocab_embedding_loops(ids, weight.contiguous(), vocab_start, bounds, group_size,
                                group_name);
 }

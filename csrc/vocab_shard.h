@@ -29,6 +29,15 @@ inline bool has_adjacent_columns(const at::Tensor& logits) {
   return adjacent && logits.sym_stride(0) >= logits.sym_size(1);
 }
 
+// That of the logits, which suits the products on both sides of them, unless the logits are a part
+// of something much wider.
+inline c10::SymInt row_stride_of_gradient(const at::Tensor& logits) {
+  constexpr int64_t kWidestGap = 64;  // elements; a head's logits have less
+  const c10::SymInt stride = logits.sym_stride(0), columns = logits.sym_size(1);
+  const bool keep = has_adjacent_columns(logits) && stride - columns < kWidestGap;
+  return keep ? stride : columns.max(1);
+}
+
 // -> record. A NaN is the maximum, and the first one's id that of it, as in torch.
 at::Tensor vocab_shard_record(const VocabShard& shard, const RecordRows& rows);
 at::Tensor vocab_shard_record_cpu(const VocabShard& shard, const RecordRows& rows);

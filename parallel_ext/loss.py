@@ -16,6 +16,9 @@ from parallel_ext.ranks import DisagreementError
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 """Of :func:`ops.vocab_cross_entropy`, that a call of a model may give beside its labels."""
 
+OPTIONS_OF_THE_OP = ("weight", "reduction")
+"""Those that it may not: a model's loss is a mean over the tokens of all batches."""
+
 
 def causal_lm_loss(
     logits: torch.Tensor,

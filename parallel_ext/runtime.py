@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from parallel_ext import checkpoint, ops
-from parallel_ext.loss import LOSS_OPTIONS, balance_loss, causal_lm_loss
+from parallel_ext.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, causal_lm_loss
 from parallel_ext.mesh import Mesh
 from parallel_ext.sharded import to_shards
 from parallel_ext.state import STATE_NAME, ParallelState
@@ -131,6 +131,11 @@ def _refuse_what_fails(
     options = [name for name in LOSS_OPTIONS if name in arguments]
     if arguments.get("labels") is None and options:
         raise ValueError(f"{', '.join(options)}: options of the loss, but there are no labels")
+    if options := [name for name in OPTIONS_OF_THE_OP if name in arguments]:
+        raise ValueError(
+            f"{', '.join(options)}: not an option of a model's loss; compute your own from the "
+            "logits of a call without labels"
+        )
     if getattr(model.loss_function, "__func__", None) is not loss_function:
         raise ValueError(
             "loss_function was replaced on this parallel model, whose head hands hidden states or "

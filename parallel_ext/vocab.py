@@ -81,8 +81,8 @@ class VocabParallelEmbedding(ShardedModule):
         partials: sums the partial gradients of adapters.
         tied: whether the weight is the head's too.
 
-    ``num_embeddings`` is the true vocabulary size. Called with replicated int64 ids [...] it
-    returns the replicated [..., H].
+    ``num_embeddings`` is the true vocabulary size. Called with replicated int64 or int32 ids [...]
+    it returns the replicated [..., H].
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.vocab_embedding(
-            input.long(),
+            input.long() if input.dtype == torch.int32 else input,
             self.weight,
             self.num_embeddings,
             self.vocab_range[0],

@@ -106,6 +106,23 @@ def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(change: str, words: 
     _everywhere(pool(2).run_raising(_forward_with, change), "tp rank 1", *words, kind="IndexError")
 
 
+def _forward_of_ids_as(dtype: torch.dtype) -> torch.Tensor:
+    model = parallel(TINY.model().eval(), mesh_of())
+    return model(batch(TINY.vocab_size)["input_ids"].to(dtype)).logits.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.uint8])
+def test_ids_of_a_dtype_that_an_embedding_does_not_take_are_refused(dtype: torch.dtype) -> None:
+    for raised in pool(2).run_raising(_forward_of_ids_as, dtype):
+        assert raised.type == "TypeError"
+        assert "vocab_embedding: ids must be int64" in raised.text
+
+
+def test_ids_may_be_int32() -> None:
+    wide, narrow = (pool(2).run(_forward_of_ids_as, dtype) for dtype in (torch.int64, torch.int32))
+    assert torch.equal(wide[0], narrow[0])
+
+
 def _deferred(change: str) -> None:
     """The comparison that accelerators use, one call late."""
     model = parallel(TINY.model(), mesh_of())

@@ -237,11 +237,15 @@ def test_a_class_that_changes_logits_needs_them() -> None:
 
 def _misused(case: str) -> None:
     model, data = parallel(Tiny().model(), mesh_of()), batch(101)
+    options: dict[str, Any] = {}
     if case == "replaced":
         model.loss_function = lambda logits, *args, **kwargs: logits.sum()
-    else:
+    elif case == "unused":
         del data["labels"]
-    model(**data, **({} if case == "replaced" else {"z_loss": 0.1}))
+        options["z_loss"] = 0.1
+    else:
+        options["weight"] = torch.ones(101)
+    model(**data, **options)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +253,7 @@ def _misused(case: str) -> None:
     [
         ("replaced", "loss_function was replaced"),
         ("unused", "z_loss: options of the loss, but the"),
+        ("class weights", "weight: not an option of a model's loss; compute your own"),
     ],
 )
 def test_what_would_be_ignored_is_refused_on_all_ranks(case: str, words: str) -> None:

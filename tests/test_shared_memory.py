@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -304,14 +305,25 @@ def test_swaps_bring_uneven_messages_between_all_pairs(ranks, in_shared_memory):
     assert on_ranks(ranks, _swaps, in_shared_memory) == [12 * in_shared_memory] * ranks
 
 
-def _wrong_swap(group: Group) -> None:
+def _wrong_swap(group: Group, sent: list[int], expected: list[int]) -> None:
+    """Each rank's bytes for the other one, and from it."""
     own = Group.of(dist.new_group([0, 1]))
     buffer = torch.zeros(8, dtype=torch.uint8).numpy()
-    sizes = [[buffer[:3]], [buffer[:4]]] if group.rank == 0 else [[buffer], [buffer]]
-    _C.swap_bytes(sizes, sizes, own.size, own.name, 5.0)
+    outgoing, incoming = (
+        [[buffer[: sizes[group.rank]]] for _ in range(2)] for sizes in (sent, expected)
+    )
+    _C.swap_bytes(outgoing, incoming, own.size, own.name, 5.0)
 
 
-def test_a_swap_of_other_sizes_than_expected_is_an_error_on_both():
-    texts = [raised.text for raised in pool(2).run_raising(_call_in_world, _wrong_swap)]
-    assert any("of the group sends" in text and "are expected" in text for text in texts), texts
-    assert all("swap_bytes/swap" in text for text in texts), texts
+@pytest.mark.parametrize(
+    ("sent", "expected"), [([4, 8], [4, 8]), ([8, 8], [4, 8]), ([4, 8], [8, 8])]
+)
+def test_a_swap_of_other_sizes_than_expected_is_an_error_on_both(sent, expected):
+    raised_by = pool(2).run_raising(
+        _call_in_world, partial(_wrong_swap, sent=sent, expected=expected)
+    )
+    for rank, raised in enumerate(raised_by):
+        other = 1 - rank
+        assert f"sends {sent[other]} bytes for {expected[other]} where" in raised.text
+        assert f"{expected[rank]} are expected for {sent[rank]}" in raised.text
+        assert "swap_bytes/swap" in raised.text
