@@ -121,8 +121,8 @@ class ExpectedRows {
   at::Tensor sum_, max_;
 };
 
-using EightTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                                at::Tensor, at::Tensor, at::Tensor>;
+using NineTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                               at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // What a forward leaves for backward; undefined where there is nothing.
 struct Gradients {
@@ -205,11 +205,11 @@ at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
   return at::cat(records, 2);
 }
 
-EightTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
-                            const at::Tensor& head_weight, const MaybeTensor& head_bias,
-                            const at::Tensor& labels, std::array<bool, 3> wanted,
-                            std::array<bool, 3> needed, int64_t group_size,
-                            const std::string& group_name) {
+NineTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
+                           const at::Tensor& head_weight, const MaybeTensor& head_bias,
+                           const at::Tensor& labels, std::array<bool, 3> wanted,
+                           std::array<bool, 3> needed, int64_t group_size,
+                           const std::string& group_name) {
   check_dim(kOp, "input", input, 2);
   check_linear(kOp, input, head_weight, head_bias, "head_weight");
   check_vocab_loss(kOp, loss, "the rows of head_weight", head_weight.size(0), input.size(0), labels,
@@ -232,7 +232,6 @@ EightTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
           : exchange(records_of_tiles(loss, operands, rows, expected ? &*expected : nullptr));
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
       outputs_of(loss, tokens, merge(records, rows), {wanted[0], wanted[1], wanted[2]}, wide);
-  if (expected) gradients.input = expected->normalized(normalizer);
   const auto given = [&](const at::Tensor& tensor) {
     return tensor.defined() ? tensor : at::empty({0}, records.options());
   };
@@ -241,6 +240,7 @@ EightTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
           entropy,
           argmax,
           normalizer,
+          given(expected ? expected->normalized(normalizer) : at::Tensor()),
           given(gradients.input),
           given(gradients.head),
           given(gradients.bias)};

@@ -21,14 +21,14 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "linear_vocab_cross_entropy";
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using EightTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                                at::Tensor, at::Tensor, at::Tensor>;
+using NineTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                               at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeTensor = std::optional<at::Tensor>;
 
-EightTensors forward_meta(const VocabLoss& loss, const at::Tensor& input,
-                          const at::Tensor& head_weight, const MaybeTensor&,
-                          const at::Tensor& labels, std::array<bool, 3> wanted,
-                          std::array<bool, 3> needed, int64_t, const std::string&) {
+NineTensors forward_meta(const VocabLoss& loss, const at::Tensor& input,
+                         const at::Tensor& head_weight, const MaybeTensor&,
+                         const at::Tensor& labels, std::array<bool, 3> wanted,
+                         std::array<bool, 3> needed, int64_t, const std::string&) {
   const auto options = input.options().dtype(wide_type(input));
   const auto if_there = [&](bool is_there, c10::SymIntArrayRef shape) {
     return is_there ? at::empty_symint(shape, options) : at::empty({0}, options);
@@ -37,7 +37,7 @@ EightTensors forward_meta(const VocabLoss& loss, const at::Tensor& input,
   const at::Tensor argmax = per_token(wanted[2]);
   const int64_t rows = wanted[1] ? kRowsWithEntropy : kRowsWithoutEntropy;
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
-  const auto of_ahead = [&](int64_t which, c10::SymIntArrayRef shape) {
+  const auto gradient = [&](int64_t which, c10::SymIntArrayRef shape) {
     const bool is_there = ahead == Ahead::kGradients && needed[which];
     return is_there ? at::empty_symint(shape, options.dtype(type_ahead(input)))
                     : at::empty({0}, options);
@@ -47,10 +47,10 @@ EightTensors forward_meta(const VocabLoss& loss, const at::Tensor& input,
           per_token(wanted[1]),
           at::empty_symint(argmax.sym_sizes(), options.dtype(at::kLong)),
           at::empty_symint({rows, labels.sym_size(0)}, options),
-          ahead == Ahead::kRows ? at::empty_symint(input.sym_sizes(), options)
-                                : of_ahead(0, input.sym_sizes()),
-          of_ahead(1, head_weight.sym_sizes()),
-          of_ahead(2, head_weight.sym_sizes().slice(0, 1))};
+          if_there(ahead == Ahead::kRows, input.sym_sizes()),
+          gradient(0, input.sym_sizes()),
+          gradient(1, head_weight.sym_sizes()),
+          gradient(2, head_weight.sym_sizes().slice(0, 1))};
 }
 
 ThreeTensors backward_meta(const VocabLoss&, const MaybeTensor&, const MaybeTensor&,
@@ -92,16 +92,17 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
                                std::array<bool, 3> wanted, std::array<bool, 3> needed,
                                int64_t group_size, const std::string& group_name) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [total, log_sum_exp, entropy, argmax, normalizer, grad_input, grad_head, grad_bias] =
+    auto [total, log_sum_exp, entropy, argmax, normalizer, expected_rows, grad_input, grad_head,
+          grad_bias] =
         linear_vocab_cross_entropy_forward(loss, input, head_weight, head_bias, labels, wanted,
                                            needed, group_size, group_name);
     keep_for_backward(ctx, loss, wanted, log_sum_exp, entropy, argmax);
     auto& data = ctx->saved_data;
     const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
-    const bool rows = ahead == Ahead::kRows, again = !rows || wanted[1];
+    const bool frozen = ahead == Ahead::kRows, again = !frozen || wanted[1];
     ctx->save_for_backward(
         {again ? input : at::Tensor(), head_weight, head_bias.value_or(at::Tensor()), labels,
-         loss.weight.value_or(at::Tensor()), normalizer, rows ? grad_input : at::Tensor()});
+         loss.weight.value_or(at::Tensor()), normalizer, frozen ? expected_rows : at::Tensor()});
     if (ahead == Ahead::kGradients) {
       // Not saved variables: the first backward takes them, scales them and hands them out.
       data["gradients"] = std::vector<at::Tensor>{grad_input, grad_head, grad_bias};
@@ -120,7 +121,7 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
                                 "create_graph=True");
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &input = saved[0], &head_weight = saved[1], &labels = saved[3];
-    const at::Tensor &normalizer = saved[5], &rows = saved[6];
+    const at::Tensor &normalizer = saved[5], &expected_rows = saved[6];
     const auto bias = if_defined(saved[2]);
     const VocabLoss loss = kept_loss(ctx, saved[4]);
     const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
@@ -140,9 +141,9 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
           grads[which] = scaled(std::move(gradients[which]), factor, input.scalar_type());
         }
       }
-    } else if (rows.defined() && !grad_entropy) {
-      grads[0] = linear_vocab_cross_entropy_frozen_backward(loss, grad_loss, grad_log_sum_exp, rows,
-                                                            head_weight, labels, normalizer);
+    } else if (expected_rows.defined() && !grad_entropy) {
+      grads[0] = linear_vocab_cross_entropy_frozen_backward(
+          loss, grad_loss, grad_log_sum_exp, expected_rows, head_weight, labels, normalizer);
     } else {
       const auto [grad_input, grad_head, grad_bias] =
           linear_vocab_cross_entropy_backward(loss, grad_loss, grad_log_sum_exp, grad_entropy,
@@ -227,10 +228,12 @@ FourTensors linear_vocab_cross_entropy(const VocabLoss& loss, const at::Tensor& 
   return op.call(loss, input, head_weight, head_bias, labels, wanted, group_size, group_name);
 }
 
-EightTensors linear_vocab_cross_entropy_forward(
-    const VocabLoss& loss, const at::Tensor& input, const at::Tensor& head_weight,
-    const MaybeTensor& head_bias, const at::Tensor& labels, std::array<bool, 3> wanted,
-    std::array<bool, 3> needed, int64_t group_size, const std::string& group_name) {
+NineTensors linear_vocab_cross_entropy_forward(const VocabLoss& loss, const at::Tensor& input,
+                                               const at::Tensor& head_weight,
+                                               const MaybeTensor& head_bias,
+                                               const at::Tensor& labels, std::array<bool, 3> wanted,
+                                               std::array<bool, 3> needed, int64_t group_size,
+                                               const std::string& group_name) {
   static const VocabLossOp<decltype(&linear_vocab_cross_entropy_forward)> op(
       "parallel_ext::linear_vocab_cross_entropy_forward");
   return op.call(loss, input, head_weight, head_bias, labels, wanted, needed, group_size,

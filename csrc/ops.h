@@ -139,12 +139,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_en
     const std::optional<at::Tensor>& head_bias, const at::Tensor& labels,
     std::array<bool, 3> wanted, int64_t group_size, const std::string& group_name);
 
-// -> the four; the normalizer, as of vocab_cross_entropy_forward; and what is computed ahead for
-// those of input, head_weight, head_bias that are `needed` (linear_vocab_cross_entropy.h), in fp32
-// or fp64, [0] where nothing is: the gradients of the loss, that of the input partial, or in the
-// place of the first the expected row of each token, sum of p * row over this rank's ids.
+// -> the four; the normalizer, as of vocab_cross_entropy_forward; and what is computed ahead
+// (linear_vocab_cross_entropy.h) in fp32 or fp64, [0] where nothing is: the expected row of each
+// token, sum of p * row over this rank's ids; the gradients of input (partial), head_weight and
+// head_bias that are `needed`.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-           at::Tensor>
+           at::Tensor, at::Tensor>
 linear_vocab_cross_entropy_forward(const VocabLoss& loss, const at::Tensor& input,
                                    const at::Tensor& head_weight,
                                    const std::optional<at::Tensor>& head_bias,

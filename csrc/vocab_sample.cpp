@@ -144,10 +144,7 @@ at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& 
     needed = needed - (sum - mass).gather(1, place);
     order = order * kDigits + (kDigits - 1 - place.squeeze(1));
   }
-  const at::Tensor bits_of = (order - (int64_t{1} << 31)).to(at::kInt);
-  return bits_of.bitwise_xor(bits_of.bitwise_right_shift(31).bitwise_and(0x7fffffff))
-      .view(at::kFloat)
-      .to(at::kDouble);
+  return logits_of(order).to(at::kDouble);
 }
 
 // The lowest logit [B] that the filters leave, fp64. Those equal to it all stay.

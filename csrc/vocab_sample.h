@@ -27,6 +27,10 @@ PARALLEL_EXT_INLINE uint32_t order_of(float logit) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// The same of fp32 tensors, as int64, and back.
+at::Tensor orders_of(const at::Tensor& logits);
+at::Tensor logits_of(const at::Tensor& orders);
+
 // -> [B, kDigits], int64: the sum of scale * exp((logit - max) / temperature), each of them rounded
 // to a whole number, of the logits of which the bits above the digit at `shift` are `prefix`, by
 // that digit. Whole numbers, since their sum is the same in every order and over any ranks.

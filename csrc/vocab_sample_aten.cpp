@@ -17,6 +17,14 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+// Lets the bits of negative fp32 numbers count up with them, as those of the others do, or undoes
+// it.
+at::Tensor turned(const at::Tensor& bits) {
+  return bits.bitwise_xor(bits.bitwise_right_shift(31).bitwise_and(0x7fffffff));
+}
+
+constexpr int64_t kZero = int64_t{1} << 31;  // the order of the logit 0
+
 at::Tensor noise_of(const at::Tensor& high, const at::Tensor& low) {
   const at::Tensor bits =
       high.bitwise_left_shift(kNoiseBits - 32).bitwise_or(low.bitwise_right_shift(64 - kNoiseBits));
@@ -42,12 +50,17 @@ at::Tensor noise(const SampleShard& shard, int64_t seed, int64_t step) {
 
 }  // namespace
 
+at::Tensor orders_of(const at::Tensor& logits) {
+  return turned((logits + 0).view(at::kInt)).to(at::kLong) + kZero;
+}
+
+at::Tensor logits_of(const at::Tensor& orders) {
+  return turned((orders - kZero).to(at::kInt)).view(at::kFloat);
+}
+
 at::Tensor vocab_shard_mass_aten(const SampleShard& shard, const at::Tensor& max,
                                  const at::Tensor& prefix, int64_t shift, double scale) {
-  const at::Tensor bits = (shard.logits + 0).view(at::kInt);
-  const at::Tensor signed_order =
-      bits.bitwise_xor(bits.bitwise_right_shift(31).bitwise_and(0x7fffffff));
-  const at::Tensor order = signed_order.to(at::kLong) + (int64_t{1} << 31);
+  const at::Tensor order = orders_of(shard.logits);
   at::Tensor part = (shard.logits.to(at::kDouble) - max.unsqueeze(1)).div_(shard.temperature);
   part = part.exp_().mul_(scale).add_(0.5).floor_();
   const at::Tensor elsewhere = order.bitwise_right_shift(shift + kDigitBits) != prefix.unsqueeze(1);
