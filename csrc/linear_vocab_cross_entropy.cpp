@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "comm.h"
 #include "linear.h"
 #include "ops.h"
 #include "product.h"
@@ -220,7 +219,7 @@ NineTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
   const auto wide = wide_type(operands.input);
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
   const auto exchange = [&](const at::Tensor& record) {
-    return all_gather(kOp, record, group_size, group_name);
+    return exchange_records(kOp, loss, record, group_size, group_name);
   };
   const bool all = ahead == Ahead::kGradients && !operands.tokens.empty();
   Gradients gradients(operands, type_ahead(input),

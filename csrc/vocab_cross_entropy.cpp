@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include "check.h"
-#include "comm.h"
 #include "linear.h"
 #include "ops.h"
 #include "vocab_loss_op.h"
@@ -31,7 +30,7 @@ FiveTensors forward_kernel(const VocabLoss& loss, const at::Tensor& logits,
   const RecordRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const at::Tensor record =
       vocab_shard_record(loss.shard(with_adjacent_columns(logits), labels, loss.vocab_start), rows);
-  const Merged merged = merge(all_gather(kOp, record, group_size, group_name), rows);
+  const Merged merged = merge(exchange_records(kOp, loss, record, group_size, group_name), rows);
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
       outputs_of(loss, tokens_of(loss, labels), merged, {wanted[0], wanted[1], wanted[2]},
                  record.scalar_type());

@@ -6,11 +6,13 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 
 #include "check.h"
+#include "comm.h"
 
 namespace parallel_ext {
 namespace {
@@ -72,6 +74,27 @@ at::Tensor view_as_ids(const at::Tensor& row) {
   return row.view(row.scalar_type() == at::kDouble ? at::kLong : at::kInt);
 }
 
+// ranges [ranks, 2], (start, stop) of each rank.
+void check_ranges(const char* op, const at::Tensor& ranges, int64_t vocab_size) {
+  const at::Tensor in_order = ranges.to(at::kLong).contiguous();
+  const int64_t* bound = in_order.const_data_ptr<int64_t>();
+  std::vector<std::pair<int64_t, int64_t>> sorted;
+  for (int64_t rank = 0; rank < ranges.size(0); ++rank) {
+    const int64_t start = bound[2 * rank], stop = bound[2 * rank + 1];
+    if (start < stop) sorted.emplace_back(start, stop);
+  }
+  std::sort(sorted.begin(), sorted.end());
+  bool fit = true;
+  int64_t next = 0;
+  for (const auto& [start, stop] : sorted) {
+    fit = fit && start == next;
+    next = stop;
+  }
+  TORCH_CHECK_VALUE(fit && next == vocab_size, op, ": the ranks' shards begin and end at ",
+                    at::IntArrayRef(bound, in_order.numel()), ", which is some of the ", vocab_size,
+                    " ids twice, or not at all; pass each rank's own");
+}
+
 at::Tensor log_sum_of(const Merged& merged) { return merged.sum.log(); }
 
 at::Tensor entropy_of(const Merged& merged) {
@@ -129,6 +152,21 @@ Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels) {
 Tokens Tokens::narrow(int64_t start, int64_t size) const {
   return {ignored.narrow(0, start, size), weight.defined() ? weight.narrow(0, start, size) : weight,
           total_weight, count};
+}
+
+at::Tensor exchange_records(const char* op, const VocabLoss& loss, const at::Tensor& record,
+                            int64_t group_size, const std::string& group_name) {
+  if (group_size == 1 || !record.is_cpu() || loss.vocab_size > kLastId) {
+    return all_gather(op, record, group_size, group_name);
+  }
+  const int64_t size = record.numel();
+  at::Tensor message = at::empty({size + 2}, record.options());
+  message.narrow(0, 0, size).view(record.sizes()).copy_(record);
+  at::Tensor range = view_as_ids(message.narrow(0, size, 2));
+  range[0].fill_(loss.vocab_start), range[1].fill_(loss.vocab_stop);
+  const at::Tensor all = all_gather(op, message, group_size, group_name);
+  check_ranges(op, view_as_ids(all.narrow(1, size, 2)), loss.vocab_size);
+  return all.narrow(1, 0, size).unflatten(1, record.sizes());
 }
 
 Merged merge(const at::Tensor& records, const RecordRows& rows) {

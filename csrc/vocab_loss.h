@@ -52,6 +52,11 @@ struct Tokens {
 
 Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels);
 
+// `record` [rows, T] of every rank, [ranks, rows, T], in one all-gather. On the CPU the ranks'
+// ranges come along, and are refused on all ranks unless each id is in one of them.
+at::Tensor exchange_records(const char* op, const VocabLoss& loss, const at::Tensor& record,
+                            int64_t group_size, const std::string& group_name);
+
 // What several records of each token say together: of the tiles of a shard, or of the ranks. The
 // same arithmetic on the same numbers on every rank, so that the bits are equal too; in fp64 its
 // own rounding does not count.

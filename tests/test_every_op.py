@@ -316,7 +316,7 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
     "column_linear": (None, ("all_reduce", 3 * 4 * 4)),
     "row_linear": (("all_reduce", 3 * 4 * 4), None),
     "lora_linear": (("all_reduce", 3 * 4 * 4), None),
-    "vocab_cross_entropy": (("all_gather", 4 * 3 * 4), None),
+    "vocab_cross_entropy": (("all_gather", (4 * 3 + 2) * 4), None),
     "moe_gather_tokens": (("all_gather", 3 * 3 * 4), None),
 }
 

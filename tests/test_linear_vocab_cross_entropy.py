@@ -312,8 +312,8 @@ def _messages(group: Group, trained: bool, reduction: str) -> list[dict[str, int
     [(False, "mean", 1), (False, "none", 1), (True, "none", 1), (True, "mean", 3)],
 )
 def test_one_exchange_or_one_for_each_tile_of_a_trained_head(trained, reduction, exchanges):
-    """The same bytes in any case, and one sum of the input's gradient."""
-    gathered = {"all_gather": exchanges, "all_gather_bytes": 2100 * 3 * 8}
+    """Three numbers a token and the range, and one sum of the input's gradient."""
+    gathered = {"all_gather": exchanges, "all_gather_bytes": (2100 * 3 + exchanges * 2) * 8}
     summed = {"all_reduce": 1, "all_reduce_bytes": 2100 * 3 * 8}
     expected = [{**gathered, "in_shared_memory": exchanges}, {**summed, "in_shared_memory": 1}]
     assert on_ranks(2, _messages, trained, reduction) == [expected] * 2
@@ -465,6 +465,7 @@ def _misused(group: Group, changed: dict[str, Any]) -> torch.Tensor:
             "the rows of head_weight hold 10 of the vocabulary, but this rank's shard is [",
         ),
         ({"vocab_range": (0, 11)}, "ValueError", "the shard [0, 11) is not inside [0, 10)"),
+        ({"vocab_range": (0, 5)}, "ValueError", "shards begin and end at [0, 5, 0, 5], which is"),
         ({"input": torch.zeros(2, 4)}, "ValueError", "does not fit the local head_weight of shape"),
         (
             {"input": torch.zeros(2, 1, 3)},

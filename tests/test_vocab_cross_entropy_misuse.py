@@ -94,6 +94,32 @@ REFUSALS = {
         "ValueError",
         "vocab_cross_entropy: the shard [6, 11) is not inside [0, 10)",
     ),
+    "the same range on both": (
+        lambda group: _loss(group, [0, 1], vocab_range=(0, 5)),
+        "ValueError",
+        "vocab_cross_entropy: the ranks' shards begin and end at [0, 5, 0, 5], which is some of "
+        "the 10 ids twice, or not at all; pass each rank's own",
+    ),
+    "an id on no rank": (
+        lambda group: _loss(
+            group,
+            [0, 1],
+            torch.zeros(2, 5 - group.rank),
+            vocab_range=(5 * group.rank, 5 + 4 * group.rank),
+        ),
+        "ValueError",
+        "begin and end at [0, 5, 5, 9]",
+    ),
+    "a range within another": (
+        lambda group: _loss(
+            group,
+            [0, 1],
+            torch.zeros(2, 3 if group.rank else 10),
+            vocab_range=(5, 8) if group.rank else (0, 10),
+        ),
+        "ValueError",
+        "begin and end at [0, 10, 5, 8]",
+    ),
     "range in reverse": (
         lambda group: _loss(group, [0, 1], vocab_range=(5, 0)),
         "ValueError",
@@ -358,7 +384,7 @@ def _message_bytes(group: Group, asked: dict[str, bool], options: dict[str, Any]
     ],
 )
 def test_one_message_holds_only_what_was_asked_for(numbers, asked, options):
-    num_bytes = numbers * 4 * len(labels_of(10))
+    num_bytes = 4 * (numbers * len(labels_of(10)) + 2)  # and the range
     sent = {"all_gather": 1, "all_gather_bytes": num_bytes, "in_shared_memory": 1}
     assert on_ranks(2, _message_bytes, asked, options) == [sent] * 2
 

@@ -76,9 +76,10 @@ def vocab_cross_entropy(
 
     Raises:
         IndexError: a label is outside the vocabulary (on the CPU).
-        TypeError, ValueError: dtypes, shapes or options do not fit, gathered logits included, and
-            class weights that are negative or not finite (on the CPU), and ``consume_logits`` for a
-            leaf, which the user keeps, or for rows that overlap.
+        TypeError, ValueError: dtypes, shapes or options do not fit, gathered logits included;
+            ranges of the ranks that overlap or leave ids out, and class weights that are negative
+            or not finite (on the CPU); ``consume_logits`` for a leaf, which the user keeps, or for
+            rows that overlap.
 
     Source: log-sum-exp by (maximum, sum) pairs, Milakov and Gimelshein (arXiv 1805.02867), eq. 4;
     z-loss: ST-MoE (arXiv 2202.08906), section 3; softcap: Gemma 2 (arXiv 2408.00118), section 2.
