@@ -56,24 +56,24 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Not for the class, whose attention may know an option by the same name.
     loss_options = {name: kwargs.pop(name) for name in LOSS_OPTIONS if name in kwargs}
     arguments = _arguments(model, "forward", args, kwargs) | loss_options
+    labels = arguments.get("labels")
+    with_labels = labels is not None
+    own_loss = with_labels and state.table.own_loss
+    wants_logits = state.training_logits or not model.training
+    fused = with_labels and not own_loss and not wants_logits and _bare_head(model, state)
     if state.agreement is not None:
-        _compare_inputs(model, state, arguments)
+        _compare_inputs(model, state, arguments, fused)
     apart = torch.is_grad_enabled() and _would_train_apart(state)
     _refuse_what_fails(model, state, arguments, trains_apart=apart and model.training)
     want_dict = kwargs.pop("return_dict", None)
     if want_dict is None:
         want_dict = model.config.return_dict
-    labels = arguments.get("labels")
-    with_labels = labels is not None
-    own_loss = with_labels and state.table.own_loss
     if own_loss:
         taken = ("labels", "return_dict", *LOSS_OPTIONS)
         args, kwargs = (), {name: each for name, each in arguments.items() if name not in taken}
     _keep_routing(model, state)
     balanced = with_labels and state.mesh.dp_size > 1 and _wants_balance(model, state, arguments)
     balance = _balance_aside(model) if balanced else nullcontext()
-    wants_logits = state.training_logits or not model.training
-    fused = with_labels and not own_loss and not wants_logits and _bare_head(model, state)
     call = LossCall(fused, loss_options)
     with (
         sharded_logits(with_labels),
@@ -104,9 +104,13 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output if want_dict else output.to_tuple()
 
 
-def _compare_inputs(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> None:
+def _compare_inputs(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any], fused: bool
+) -> None:
     """Raise on all tp ranks unless they are about to do the same."""
     compared, grad = dict(arguments), torch.is_grad_enabled()
+    if "labels" in arguments:
+        compared["hooks or changes of the output head"] = not fused
     mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
     if grad:  # it decides which sums a backward has
         compared["requires_grad"] = [p.requires_grad for p in model.parameters()]

@@ -170,6 +170,20 @@ def test_a_head_that_somebody_changed_makes_logits_of_its_own(how: str) -> None:
         assert ours == pytest.approx(expected, rel=1e-9)
 
 
+def _watched_on_one_rank() -> None:
+    model = parallel(Tiny().model(), mesh_of())
+    if mesh_of().tp_rank == 0:
+        model.lm_head.register_forward_hook(_clamp)
+    model(**batch(101))
+
+
+def test_a_head_that_is_watched_on_one_rank_only_raises_on_all() -> None:
+    for raised in pool(2).run_raising(_watched_on_one_rank):
+        assert raised.type == "DisagreementError"
+        words = "hooks or changes of the output head (tp rank 0: True, tp rank 1: False)"
+        assert words in raised.text
+
+
 def _never_holds_logits(how: str) -> bool:
     model = parallel(Tiny().model(), mesh_of())
     if how == "compiled":
