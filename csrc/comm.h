@@ -17,7 +17,7 @@
 
 namespace parallel_ext {
 
-// This process' own.
+// This process' own; asks nobody.
 int64_t rank_in_group(const char* op, int64_t group_size, const std::string& group_name);
 
 // Sums `tensor` over the group in place; the bits are the same on every rank.

@@ -57,8 +57,8 @@ std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, 
   const int64_t rank = rank_in_group("vocab_embedding", group_size, group_name);
   TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + weight.size(0),
                     "vocab_embedding: the ", weight.size(0), " rows from ", vocab_start,
-                    " on are not those of rank ", rank, ", which begin at ", bounds[rank],
-                    " and end before ", bounds[rank + 1], "; pass the rows of each rank as sizes");
+                    " on are not this rank's, of ranks whose boundaries are ",
+                    at::IntArrayRef(bounds), "; pass the rows of each rank as sizes");
   return bounds;
 }
 

@@ -139,7 +139,7 @@ class VocabParallelHead(ShardedModule):
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
-    makes_logits = True
+    makes_logits = True  # which wrappers that change nothing hand on, as runtime.py looks for it
 
     def __init__(
         self,

@@ -289,12 +289,14 @@ REFUSALS = {
     "rows of no rank": (
         lambda group: _lookup(group, [0], vocab_size=9),
         "ValueError",
-        "vocab_embedding: the 4 rows from 0 on are not those of rank ",
+        "vocab_embedding: the 4 rows from 0 on are not this rank's, of ranks whose boundaries are "
+        "[0, 5, 9]; pass the rows of each rank as sizes",
     ),
     "rows of another rank": (
         lambda group: _lookup(group, [0, 7], vocab_size=8, start=4 - 4 * group.rank),
         "ValueError",
-        "; pass the rows of each rank as sizes",
+        " on are not this rank's, of ranks whose boundaries are [0, 4, 8]; pass the rows of each "
+        "rank as sizes",
     ),
     "sizes of another vocabulary": (
         lambda group: _lookup(group, [0], vocab_size=9, sizes=[4, 4]),
