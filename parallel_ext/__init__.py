@@ -19,11 +19,10 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
         f"running; rebuild it with: {_REBUILD}"
     )
 
-import parallel_ext.optimizers_on_shards  # noqa: E402, F401 (which refuses some)
 from parallel_ext.adafactor import Adafactor  # noqa: E402
-from parallel_ext.check import GradientReport, check_gradients  # noqa: E402
+from parallel_ext.check import GradientReport, check_gradients, check_replicas  # noqa: E402
 from parallel_ext.checkpoint import CheckpointError, latest, verify  # noqa: E402
-from parallel_ext.data_parallel import data_parallel  # noqa: E402
+from parallel_ext.data_parallel import data_parallel, no_data_parallel  # noqa: E402
 from parallel_ext.forced_routing import force_routing  # noqa: E402
 from parallel_ext.generation import generate  # noqa: E402
 from parallel_ext.grad_scaler import GradScaler  # noqa: E402
@@ -63,6 +62,7 @@ __all__ = [
     "Mesh",
     "RoutingMetrics",
     "check_gradients",
+    "check_replicas",
     "clip_grad_norm_",
     "data_parallel",
     "force_routing",
@@ -72,6 +72,7 @@ __all__ = [
     "init_mesh",
     "latest",
     "load_checkpoint",
+    "no_data_parallel",
     "no_sync",
     "parallelize",
     "preempted",

@@ -17,10 +17,10 @@ from parallel_ext.sharded import (
     local_part,
     named_shards,
     reduced,
-    shard_views,
     take,
     to_shards,
 )
+from parallel_ext.shards import shard_views
 from parallel_ext.state import state_of
 
 _ROWS, _COLUMNS = -2, -1  # dimensions of a matrix, or of the matrices of a stack

@@ -1,7 +1,8 @@
 """The ranks that share a model compare its inputs before they compute.
 
 One all-gather of 32 bytes per forward. Different inputs, or a bad id on one rank, then raise the
-same error on all of them, instead of training on nonsense, hanging, or aborting inside gloo.
+same error on all of them, instead of training on nonsense, hanging, or aborting inside gloo. In
+training a parameter that several ranks hold joins it in turn, so that drift is noticed.
 """
 
 from __future__ import annotations
@@ -11,31 +12,15 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
+from parallel_ext.digests import content_digest, content_number
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError
+from parallel_ext.replicas import Piece, Turn
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
 _OF_THE_RANK = ("past_key_values",)  # keys and values of its own heads
-
-
-def content_number(tensor: torch.Tensor) -> torch.Tensor:
-    """A 0-d int64 on the tensor's device that changes with its values and their order.
-
-    The sum of the elements' bits times odd multipliers, modulo 2**64; no synchronisation.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = tensor.detach().contiguous().view(integers[tensor.element_size()]).flatten()
-    position = torch.arange(flat.numel(), device=flat.device)
-    return ((flat.long() + 1) * (position * 0x5851F42D4C957F2D + 0x14057B7EF767814F)).sum()
-
-
-def content_digest(tensor: torch.Tensor) -> str:
-    """A digest of the bytes of a tensor; on an accelerator it waits for the device."""
-    if tensor.device.type == "cpu":
-        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-        return xxhash.xxh3_64_hexdigest(data)
-    return f"{content_number(tensor).item():x}"
 
 
 def _describe(value: Any) -> str:
@@ -80,36 +65,51 @@ class Agreement:
     def __init__(self, mesh: Mesh, vocab_size: int, deferred: bool) -> None:
         self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
         self._previous: _DeviceContents | None = None
+        first = mesh.dp_rank * mesh.tp_size
+        self._turn = Turn(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this package
-    def check(self, what: str, arguments: Mapping[str, Any], mode: str) -> None:
+    def check(
+        self, what: str, arguments: Mapping[str, Any], mode: str, trained: nn.Module | None = None
+    ) -> None:
         """Raise the same error on all tp ranks unless they agree and their ids are valid.
 
         Args:
             what: the call, for messages.
             arguments: its arguments by name; tensors are compared by dtype, shape and values.
             mode: whatever else must be equal, for example "train, grad".
+            trained: a model of whose parameters one more is compared in each call.
 
         Raises:
-            DisagreementError: the ranks' arguments or modes differ; names which.
+            DisagreementError: the ranks' arguments or modes differ, or what they must hold the same
+                of a parameter; names which.
             IndexError: an id or a label is outside the vocabulary on some rank.
             CollectiveTimeout: a tp rank did not come.
         """
+        if torch.compiler.is_exporting():  # with tensors that have no values
+            return
         tensors = _tensors_in(arguments)
         fields = {name: _describe(value) for name, value in {**arguments, **tensors}.items()}
         fields["mode"] = mode
         ignore_index = arguments.get("ignore_index", -100)
+        piece = None if trained is None else self._turn.now(trained)
         if self.deferred:
-            contents, error = _DeviceContents.settle(self._previous)
-            self._previous = _DeviceContents(tensors, self.vocab_size, ignore_index)
+            now = _DeviceContents(tensors, self.vocab_size, ignore_index, piece)
+            contents, error, piece, number = _DeviceContents.settle(self._previous)
+            self._previous = now
         else:
             contents = {name: content_digest(tensor) for name, tensor in tensors.items()}
             error = self._out_of_vocabulary(tensors, ignore_index)
+            number = 0 if piece is None else piece.number()
         digest = xxhash.xxh3_128_digest(repr((what, fields, contents)).encode())
-        record = (digest + (b"error" if error else b"")).ljust(32, b"\0")
-        records = self.mesh.exchange_on_tp(record, what)
-        if error or any(other != record for other in records):
+        record = digest + (b"error" if error else b"").ljust(8, b"\0")
+        everyone = self.mesh.exchange_on_tp(record + (number % 2**64).to_bytes(8, "little"), what)
+        if error or any(other[:24] != record for other in everyone):
             self._raise(what, self.mesh.gather_objects_on_tp((fields, contents, error)))
+        if trained is not None:
+            self._turn.done()
+        if piece is not None:
+            piece.check([other[24:] for other in everyone], what)
 
     def _out_of_vocabulary(
         self, tensors: Mapping[str, torch.Tensor], ignore_index: int
@@ -153,9 +153,13 @@ class _DeviceContents:
     """Numbers about a call's tensors, on their way from the device to the host."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], vocab_size: int, ignore_index: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        vocab_size: int,
+        ignore_index: int,
+        piece: Piece | None,
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self.piece = vocab_size, piece
         self.names = list(tensors)
         self.ids = [name for name in _ID_ARGUMENTS if name in tensors]
         numbers = [content_number(tensor) for tensor in tensors.values()]
@@ -165,6 +169,8 @@ class _DeviceContents:
             if name != "input_ids":
                 bad &= ids != ignore_index
             numbers.append(bad.sum())
+        if piece is not None:
+            numbers.append(content_number(piece.values))
         self.numbers = torch.stack(numbers).to("cpu", non_blocking=True) if numbers else None
         self.arrived = None
         if numbers and numbers[0].is_cuda:
@@ -172,21 +178,24 @@ class _DeviceContents:
             self.arrived.record()
 
     @staticmethod
-    def settle(previous: _DeviceContents | None) -> tuple[dict[str, str], str | None]:
-        """The contents of the previous call, and what was wrong with its ids."""
+    def settle(
+        previous: _DeviceContents | None,
+    ) -> tuple[dict[str, str], str | None, Piece | None, int]:
+        """The contents of the previous call, what was wrong with its ids, and its piece."""
         if previous is None or previous.numbers is None:
-            return {}, None
+            return {}, None, None, 0
         if previous.arrived is not None:
             previous.arrived.synchronize()
-        values = previous.numbers.tolist()
+        values, piece, error = previous.numbers.tolist(), previous.piece, None
+        number = 0 if piece is None else values.pop()
         contents = {
             f"{name} of the call before": f"{value:x}"
             for name, value in zip(previous.names, values, strict=False)
         }
         for name, count in zip(previous.ids, values[len(previous.names) :], strict=True):
-            if count:
-                return contents, (
+            if count and error is None:
+                error = (
                     f"{name} of the call before: {count} ids were outside the vocabulary "
                     f"[0, {previous.vocab_size})"
                 )
-        return contents, None
+        return contents, error, piece, number

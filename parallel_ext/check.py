@@ -1,4 +1,4 @@
-"""``check_gradients``: parity with the single-process model, on the user's own model and batch."""
+"""What users may check on their own model: its gradients, and what several ranks hold of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from parallel_ext import ops
 from parallel_ext.checkpoint import gather_tensor
 from parallel_ext.loss import LOSS_OPTIONS
 from parallel_ext.mesh import Mesh
+from parallel_ext.replicas import compare
 from parallel_ext.sharded import local_part, named_shards, to_shards
 from parallel_ext.state import ParallelState, model_of, state_of
 
@@ -116,6 +117,32 @@ def check_gradients(
 
         report = mesh.together("check_gradients", compare, patient=True)
     return mesh.gather_objects(report)[0]
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compare what several ranks hold of a model: it must be the same bits on all of them.
+
+    Every rank calls it. Each rank hashes what others hold too: norms and routers, factors of
+    adapters, key-value heads that several ranks share, and what dp ranks hold alike. One exchange
+    of a few bytes follows. ``save_pretrained`` and ``save_checkpoint`` do the same before they
+    write, and each training forward does it with one parameter in turn.
+
+    Args:
+        model: a parallel model, wrapped or not.
+
+    Raises:
+        TypeError: the model was not parallelized.
+        DisagreementError: ranks hold different values; on every rank, with the parameter's name.
+        CollectiveTimeout: not all ranks called it.
+
+    Example:
+        >>> check_replicas(model)  # doctest: +SKIP
+    """
+    mesh = state_of(model).mesh
+    mesh.meet("check_replicas")
+    to_shards(model)
+    shards = {name: (local_part(p), layout) for name, p, layout in named_shards(model)}
+    compare(shards, mesh, "check_replicas")
 
 
 def _compare(
@@ -229,6 +256,8 @@ def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[Non
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in kept:
         parameter.grad = None
+    by_caller = state.reduced_by_caller
+    state.reduced_by_caller = by_caller or not state.experts_span_dp
     try:
         with ExitStack() as stack:
             for waiting in (state.partials, state.held, state.routing_counter):
@@ -236,6 +265,7 @@ def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[Non
                     stack.enter_context(waiting.aside())
             yield
     finally:
+        state.reduced_by_caller = by_caller
         for parameter, gradient in kept:
             parameter.grad = gradient
 

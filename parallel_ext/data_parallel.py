@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ext import ops
 from parallel_ext.held_gradients import HeldGradients
+from parallel_ext.interplay.refusals import called_by_this_package
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
 from parallel_ext.mesh import Mesh
@@ -67,17 +68,58 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
         if state.zero is not None:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
+        if state.reduced_by_caller:
+            raise ValueError("data_parallel: px.no_data_parallel was called on this model")
         return own, state
 
     own, state = mesh.together("data_parallel", prepare)
     if mesh.dp_size > 1:
-        _shard(own, state, zero)
+        with called_by_this_package():
+            _shard(own, state, zero)
         if state.table.skips is not None:
             owner, _, method = state.table.skips.rpartition(".")
             setattr(own.get_submodule(owner), method, RunsOnAny(mesh))
         for module in {own, model}:  # perhaps inside PEFT's
             module.zero_grad = MethodType(_zero_grad, module)
     state.zero = zero
+    return model
+
+
+def no_data_parallel(model: M) -> M:
+    """Say that the caller averages gradients over the dp ranks, so that training is not refused.
+
+    Without :func:`data_parallel` each dp rank would train a model of its own. The loss of a dp rank
+    is its share of that of the job times the number of dp ranks, so that the mean of the dp ranks'
+    gradients is the gradient of the job: all-reduce every ``.grad`` over ``mesh.dp`` and divide by
+    ``mesh.dp_size`` before ``optimizer.step()``. Every rank calls it. With ``mesh.dp_size == 1``
+    nothing changes.
+
+    Args:
+        model: a parallel model, perhaps inside PEFT's.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the model was not parallelized.
+        ValueError: it is data parallel already, or a mixture whose experts are sharded over ranks
+            of several dp ranks, whose gradients only ``data_parallel`` can sum; on every rank.
+        CollectiveTimeout: not all ranks called it.
+
+    Example:
+        >>> model = no_data_parallel(model)  # doctest: +SKIP
+    """
+    state = state_of(model)
+    mesh, what = state.mesh, "no_data_parallel"
+    mesh.meet(what)
+    if state.zero is not None:
+        raise ValueError(f"{what}: px.data_parallel was called on this model")
+    if state.experts_span_dp:
+        raise ValueError(
+            f"{what}: at dp={mesh.dp_size}, tp={mesh.tp_size}, ep={mesh.ep_size} gradients of "
+            "experts have parts on several dp ranks; use px.data_parallel(model, mesh)"
+        )
+    state.reduced_by_caller = True
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from parallel_ext import ops
@@ -13,8 +15,8 @@ from parallel_ext.sharded import local_part
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a parallel model: what overflows on one rank counts on all.
 
-    torch's own looks at what one rank holds. Where only that overflows, this rank skips the step
-    and lowers its scale while the others go on, and from there each trains a model of its own.
+    An infinity in one rank's shard would else let that rank skip the step and lower its scale while
+    the others step. torch's own does the same once a model is parallel; this one says which mesh.
 
     Every rank makes it and calls ``scale``, ``unscale_``, ``step`` and ``update``, which do what
     they do in torch; ``px.clip_grad_norm_`` belongs after ``unscale_``. Three numbers travel for
@@ -53,39 +55,61 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, *args: Any
     ) -> dict[torch.device, torch.Tensor]:
-        """What torch's methods call, also for optimizers that unscale in their own kernel.
+        return unscale_on_all_ranks(self, self._mesh, optimizer, *args)
 
-        Returns:
-            The device -> 1 if a gradient of any rank is not finite, else 0.
-        """
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradient = local_part(parameter.grad)
-                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        if torch.float16 in by_dtype and not allow_fp16:
-            raise ValueError(
-                "GradScaler: gradients in fp16 cannot be unscaled without loss; keep the "
-                "parameters in fp32 and compute in fp16 by torch.autocast"
-            )
-        for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-        mesh = self._mesh
-        mesh.meet("GradScaler.unscale_")
-        own = torch.stack([found_inf, self._scale, -self._scale])
-        for group in (mesh.tp, mesh.dp):
-            own = ops.gather_from_tp(own, [3] * group.size, group).view(-1, 3).amax(0)
-        anywhere, largest, smallest = own[0], own[1], -own[2]
-        if largest != smallest:
-            raise DisagreementError(
-                f"GradScaler: the ranks' scales differ, from {smallest.item():g} to "
-                f"{largest.item():g}; make it alike on all ranks, and load the same state"
-            )
-        return {found_inf.device: anywhere}
+
+def unscale_on_all_ranks(
+    scaler: torch.amp.GradScaler,
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """Unscale the gradients of an optimizer, and find out whether those of any rank overflow.
+
+    It stands for ``torch.amp.GradScaler._unscale_grads_``, which all of torch's methods call, also
+    for optimizers that unscale in their own kernel. Every rank calls it.
+
+    Args:
+        scaler: whose scale is compared over the ranks.
+        mesh: the ranks.
+        optimizer: whose gradients are unscaled in place.
+        inv_scale: what they are multiplied with.
+        found_inf: a scalar of 0.
+        allow_fp16: whether gradients may be in fp16.
+
+    Returns:
+        The device -> 1 if a gradient of any rank is not finite, else 0.
+
+    Raises:
+        ValueError: gradients are in fp16.
+        DisagreementError: the ranks' scales differ; on all ranks.
+        CollectiveTimeout: not all ranks called it.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad)
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    if torch.float16 in by_dtype and not allow_fp16:
+        raise ValueError(
+            "GradScaler: gradients in fp16 cannot be unscaled without loss; keep the "
+            "parameters in fp32 and compute in fp16 by torch.autocast"
+        )
+    for gradients in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+    mesh.meet("GradScaler.unscale_")
+    own = torch.stack([found_inf, scaler._scale, -scaler._scale])
+    for group in (mesh.tp, mesh.dp):
+        own = ops.gather_from_tp(own, [3] * group.size, group).view(-1, 3).amax(0)
+    anywhere, largest, smallest = own[0], own[1], -own[2]
+    if largest != smallest:
+        raise DisagreementError(
+            f"GradScaler: the ranks' scales differ, from {smallest.item():g} to "
+            f"{largest.item():g}; make it alike on all ranks, and load the same state"
+        )
+    return {found_inf.device: anywhere}

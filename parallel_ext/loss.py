@@ -12,6 +12,7 @@ from parallel_ext import ops
 from parallel_ext.layout import Range
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError
+from parallel_ext.replicas import Piece
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 """Of :func:`ops.vocab_cross_entropy`, that a call of a model may give beside its labels."""
@@ -31,6 +32,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
     head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    compared: Piece | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Next-token cross entropy, averaged over the valid tokens of all data-parallel ranks.
@@ -47,6 +49,7 @@ def causal_lm_loss(
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
+        compared: a part of a parameter that the dp ranks compare meanwhile.
         options: those of ``LOSS_OPTIONS``.
 
     Returns:
@@ -56,7 +59,8 @@ def causal_lm_loss(
 
     Raises:
         DisagreementError: some dp ranks compute gradients and others do not, as when one of them
-            has evaluated on more batches than another; their counts do not belong together.
+            has evaluated on more batches than another; their counts do not belong together. Or
+            they hold different values of ``compared``.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -72,8 +76,9 @@ def causal_lm_loss(
             logits.flatten(0, -2), weight, targets, vocab_size, vocab_range, bias=bias, **options
         )
     count: Any = num_items_in_batch
-    if count is None:
-        count = _count_over_dp(targets != ignore_index, mesh)
+    if count is None or compared is not None:
+        counted = _count_over_dp(targets != ignore_index, mesh, compared)
+        count = counted if count is None else count
     if isinstance(count, torch.Tensor):
         count = count.to(local_sum)
     return local_sum * mesh.dp_size / count
@@ -125,16 +130,20 @@ def balance_loss(
     return mesh.dp_size * num_experts * (chosen @ probability) / tokens
 
 
-def _count_over_dp(valid: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: Piece | None) -> torch.Tensor:
     """The valid tokens of all dp ranks, which must all be at the same kind of call."""
     if mesh.dp_size == 1:
         return valid.sum()
-    own = torch.stack([valid.sum(), valid.new_full((), torch.is_grad_enabled())]).double()
-    ranks = ops.gather_from_tp(own, [2] * mesh.dp_size, mesh.dp).view(-1, 2)
+    number = 0 if compared is None else compared.number() >> 16  # exact in fp64
+    own = valid.new_tensor([0, torch.is_grad_enabled(), number], dtype=torch.float64)
+    own[0] = valid.sum()
+    ranks = ops.gather_from_tp(own, [3] * mesh.dp_size, mesh.dp).view(-1, 3)
     if valid.device.type == "cpu" and len(set(ranks[:, 1].tolist())) > 1:
         training = [f"dp rank {rank}" for rank, grad in enumerate(ranks[:, 1].tolist()) if grad]
         raise DisagreementError(
             f"the loss of {', '.join(training)} is computed with gradients, that of the other dp "
             "ranks without; the dp ranks must make equally many forwards with labels"
         )
+    if compared is not None:
+        compared.check(ranks[:, 2].tolist(), "the loss")
     return ranks[:, 0].sum()

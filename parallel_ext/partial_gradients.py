@@ -46,19 +46,26 @@ class _Session:
         self.entries: dict[str, _Entry] = {}
 
 
+# Stands for a caught parameter in the graph, whose own hooks would run without a gradient there.
+_anchor = torch.empty(0, requires_grad=True)
+
+
 class _Catch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: nn.Parameter, partials: PartialGradients, name: str, group: Group
+        ctx: Any,
+        anchor: torch.Tensor,
+        values: torch.Tensor,
+        caught: tuple[nn.Parameter, PartialGradients, str, Group],
     ) -> torch.Tensor:
-        ctx.caught = (weight, partials, name, group)
-        return weight.view_as(weight)
+        ctx.caught = caught
+        return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
         weight, partials, name, group = ctx.caught
         partials._add(name, weight, group, grad)
-        return None, None, None, None
+        return None, None, None
 
 
 class _OpenSession(torch.autograd.Function):
@@ -77,8 +84,8 @@ class PartialGradients:
     """Sums the gradients of replicated parameters of which each rank computes only a part.
 
     The part is caught before it is accumulated, kept apart from ``.grad``, and added to it after
-    one flat fp32 all-reduce per group, in a callback at the end of the outermost backward. Until
-    then ``torch.autograd.grad`` and gradient hooks do not see it.
+    one flat fp32 all-reduce per group, in a callback at the end of the outermost backward. The
+    parameter's gradient hooks run there, with the sum; ``torch.autograd.grad`` does not see it.
 
     One object serves one model. It refers to no module, so that a module can be copied alone.
     """
@@ -105,7 +112,7 @@ class PartialGradients:
         if name in self._at_once:
             return ops.copy_to_tp(weight, group)
         self._used = True
-        return _Catch.apply(weight, self, name, group)
+        return _Catch.apply(_anchor, weight.detach(), (weight, self, name, group))
 
     def sum_at_once(self, names: Iterable[str]) -> None:
         """From now on the gradients of these parameters are summed where they arise."""
@@ -132,7 +139,18 @@ class PartialGradients:
         return _OpenSession.apply(hidden, self) if self._used else hidden
 
     def open(self) -> None:
-        """In a backward, before any gradient: see to it that it ends with the means."""
+        """In a backward, before any gradient: see to it that it ends with the means.
+
+        Raises:
+            RuntimeError: a parameter has hooks, which would see its gradient before the mean.
+        """
+        for parameter in (each for group in self._averaged.values() for each in group):
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has gradient hooks, which "
+                    "would run before its gradient is averaged over the dp ranks; remove them, and "
+                    "use what backward leaves"
+                )
         if self._averaged:
             self._open(torch._C._current_graph_task_id())
 
@@ -277,7 +295,11 @@ def _sum_and_add(entries: list[_Entry], group: Group) -> None:
     for entry, total in zip(entries, flat.split(sizes), strict=True):
         parameter = entry.parameter
         total = total.view_as(parameter).to(parameter.dtype)
+        for hook in list((parameter._backward_hooks or {}).values()):
+            total = total if (replaced := hook(total)) is None else replaced
         if parameter.grad is None:
             parameter.grad = total.clone()
         else:
             parameter.grad += total
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)

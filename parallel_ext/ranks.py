@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -96,6 +96,12 @@ class Ranks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # copies of a model live on the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a parallel model cannot be pickled, since it holds the groups of the job; "
+            "model.save_pretrained, px.save_checkpoint and model.state_dict() serve for files"
+        )
 
     def meet(self, what: str) -> None:
         """Wait until every rank of the job is about to do ``what``.

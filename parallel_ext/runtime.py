@@ -19,12 +19,22 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from parallel_ext import checkpoint, ops
+from parallel_ext.check import check_replicas
+from parallel_ext.checkpoint import shown
 from parallel_ext.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, causal_lm_loss
 from parallel_ext.mesh import Mesh
-from parallel_ext.sharded import to_shards
-from parallel_ext.state import STATE_NAME, ParallelState
+from parallel_ext.replicas import Piece
+from parallel_ext.sharded import named_shards, to_shards
+from parallel_ext.state import STATE_NAME, ParallelState, model_of
 from parallel_ext.version import VERSION
-from parallel_ext.vocab import LossCall, current_loss_call, loss_call, sharded_logits
+from parallel_ext.vocab import (
+    LossCall,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    current_loss_call,
+    loss_call,
+    sharded_logits,
+)
 
 
 @lru_cache
@@ -60,6 +70,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with_labels = labels is not None
     own_loss = with_labels and state.table.own_loss
     wants_logits = state.training_logits or not model.training
+    state.forward_ran = True
+    _check_ends(model, state)
     fused = with_labels and not own_loss and not wants_logits and _bare_head(model, state)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, fused)
@@ -82,6 +94,12 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _counted_if_trained(model, state),
     ):
         output = type(model).forward(model, *args, return_dict=True, **kwargs)
+    if with_labels and not own_loss and not call.computed:
+        raise RuntimeError(
+            f"the forward of {type(model).__name__} has computed a loss without "
+            "model.loss_function, which knows the shards of the output head, as Liger's fused loss "
+            "does; undo that patch, or compute a loss from the logits of a call without labels"
+        )
     if apart:  # an evaluation, unless somebody goes backward from it
         for tensor in output.values():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -120,7 +138,8 @@ def _compare_inputs(
         ]
     if _draws_jitter(model, state):  # the tp ranks must draw the same noise
         compared["random state"] = _random_state(state.mesh)
-    state.agreement.check(f"{type(model).__name__}.forward", compared, mode)
+    trained = model if model.training and grad else None
+    state.agreement.check(f"{type(model).__name__}.forward", compared, mode, trained)
 
 
 def _refuse_what_fails(
@@ -173,6 +192,49 @@ def _bare_head(model: nn.Module, state: ParallelState) -> bool:
     )
 
 
+def _check_ends(model: nn.Module, state: ParallelState) -> None:
+    """Refuse another embedding or output head than those that know their rows of the vocabulary."""
+    if state.mesh.tp_size == 1:
+        return
+    ends = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
+    for path, kind in ends.items():
+        module = model.get_submodule(path)
+        if isinstance(module, kind) or any(isinstance(each, kind) for each in module.modules()):
+            continue  # perhaps inside a wrapper
+        raise RuntimeError(
+            f"{path} was replaced by a {type(module).__name__}, but must be what px.parallelize "
+            "has put there; model.resize_token_embeddings changes the size of embedding and head, "
+            "model.load_state_dict their values"
+        )
+
+
+def watch_forward(model: nn.Module) -> None:
+    """Let calls of a model, or of a wrapper around one, notice a forward that bypasses ours."""
+    model.register_forward_pre_hook(_before_forward)
+    model.register_forward_hook(_after_forward)
+
+
+def _replaced(model: nn.Module) -> bool:
+    """Whether somebody has put another forward into the instance."""
+    return getattr(model.forward, "__func__", None) is not getattr(model, STATE_NAME).own_forward
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    model = model_of(module)
+    if _replaced(model):
+        getattr(model, STATE_NAME).forward_ran = False
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    model = model_of(module)
+    if _replaced(model) and not getattr(model, STATE_NAME).forward_ran:
+        raise RuntimeError(
+            f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}, which "
+            "does not call the one that px.parallelize has put there, but takes shards for full "
+            "tensors, as TRL's and Liger's fused losses do; undo that"
+        )
+
+
 def _keep_routing(model: nn.Module, state: ParallelState) -> None:
     """Let the layers keep their choices of experts if a backward is going to recompute them."""
     if not state.routings:
@@ -190,17 +252,15 @@ def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractConte
 
 
 def _would_train_apart(state: ParallelState) -> bool:
-    """Whether gradients of experts would need a sum over dp ranks that is not there."""
-    mesh = state.mesh
-    shared = mesh.dp_size > 1 and (mesh.ep_size > 1 or mesh.tp_size > 1)
-    return bool(state.routings) and shared and state.zero is None
+    """Whether nobody sums the gradients of the dp ranks, so that each would train by itself."""
+    return state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller
 
 
 def _refuse_training_apart(state: ParallelState) -> NoReturn:
     raise RuntimeError(
-        f"a mixture of experts at dp={state.mesh.dp_size}, tp={state.mesh.tp_size}, "
-        f"ep={state.mesh.ep_size} needs px.data_parallel(model) before it is trained: without it "
-        "the gradients of experts would be parts that nobody sums"
+        f"training at dp={state.mesh.dp_size} needs px.data_parallel(model, mesh): nobody sums the "
+        "gradients of the dp ranks, so each would train a model of its own; "
+        "px.no_data_parallel(model) says that you do"
     )
 
 
@@ -252,6 +312,7 @@ def loss_function(
     call = current_loss_call()
     head = None
     if call is not None:
+        call.computed = True
         options |= call.options
         if call.head is not None:
             head = call.head.weight, call.head.bias
@@ -261,9 +322,26 @@ def loss_function(
                     "training are hidden states; parallelize(..., training_logits=True) gives it "
                     "logits"
                 )
-    return causal_lm_loss(
-        logits, labels, vocab_size, state.vocab_range, state.mesh, head=head, **options
+    compared = _compared_over_dp(model, state)
+    loss = causal_lm_loss(
+        *(logits, labels, vocab_size, state.vocab_range, state.mesh),
+        head=head,
+        compared=compared,
+        **options,
     )
+    if compared is not None:
+        state.turn_over_dp.done()
+    return loss
+
+
+@torch._disable_dynamo
+def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
+    """A parameter that the dp ranks hold, which joins their exchange of counts."""
+    trains = model.training and torch.is_grad_enabled()
+    # On a GPU the comparison would wait for the device.
+    if not trains or state.mesh.dp_size == 1 or state.mesh.device.type != "cpu":
+        return None
+    return state.turn_over_dp.now(model)
 
 
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -320,28 +398,47 @@ def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
             generator.set_rng_state(own)
 
 
+# Options of HuggingFace's method: those without a meaning here, and those with one by default.
+_UNUSED = ("is_main_process", "save_function", "token", "save_peft_format")
+_DEFAULTS = {
+    "state_dict": (None,),
+    "push_to_hub": (False, None),
+    "safe_serialization": (True, None),
+    "variant": (None,),
+    "save_original_format": (True,),
+    "distributed_checkpoint": (False, None),
+}
+
+
 def save_pretrained(
     model: nn.Module,
     save_directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    is_main_process: bool = True,
     **kwargs: Any,
 ) -> None:
     """Write the whole model as a plain HuggingFace directory; every rank calls it.
 
-    Each tensor is written once, by one rank. ``is_main_process`` is accepted for scripts that pass
-    it and changes nothing, since all ranks take part.
+    Each tensor is written once, by one rank. Options of HuggingFace's method that change nothing
+    here, such as ``is_main_process`` and ``safe_serialization=True``, are accepted.
 
     Raises:
-        TypeError: an option of HuggingFace's method that is not supported here.
+        TypeError: another option of HuggingFace's method.
+        DisagreementError: ranks that must hold the same hold different values.
         CheckpointError, OSError: the directory cannot be written; the previous one is then whole.
     """
-    if kwargs:
+    refused = [
+        f"{name}={shown(value)}"
+        for name, value in sorted(kwargs.items())
+        if name not in _UNUSED and (name not in _DEFAULTS or value not in _DEFAULTS[name])
+    ]
+    if refused:
         raise TypeError(
-            f"save_pretrained of a parallel model does not take {', '.join(sorted(kwargs))}"
+            f"save_pretrained of a parallel model does not take {', '.join(refused)}; it gathers "
+            "the tensors itself and writes safetensors files"
         )
     state: ParallelState = getattr(model, STATE_NAME)
+    check_replicas(model)
     checkpoint.save_directory(
         model,
         save_directory,
@@ -360,15 +457,41 @@ def save_pretrained(
     )
 
 
-class RefusesDDP:
-    """Stands where DistributedDataParallel looks for the parameters that it shall leave alone."""
+def num_parameters(
+    model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Count the parameters of the whole model, as HuggingFace does with a whole one.
 
-    def __init__(self, cut: str) -> None:
-        self.cut = cut
+    Args:
+        only_trainable: leave out frozen ones.
+        exclude_embeddings: leave out the embedding.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    left_out = f"{state.table.embedding}.weight" if exclude_embeddings else None
+    return sum(
+        layout.numel
+        for name, parameter, layout in named_shards(model)
+        if name != left_out and (parameter.requires_grad or not only_trainable)
+    )
 
-    def __iter__(self) -> NoReturn:
-        raise RuntimeError(
-            f"this model is cut over {self.cut} ranks, and DistributedDataParallel would overwrite "
-            "every rank's shard by rank 0's; use px.data_parallel. HuggingFace's Trainer wraps in "
-            "it, so it is not supported either: write the training loop yourself"
-        )
+
+class AskedByDDP:
+    """Stands where DistributedDataParallel looks for the parameters that it shall leave alone.
+
+    It averages the gradients of what every rank holds whole, as they must be. Shards it would
+    overwrite by rank 0's.
+    """
+
+    def __init__(self, state: ParallelState) -> None:
+        self._state = state
+
+    def __iter__(self) -> Iterator[str]:
+        mesh = self._state.mesh
+        if mesh.tp_size > 1 or mesh.ep_size > 1:
+            raise RuntimeError(
+                "DistributedDataParallel is not supported on a model that is sharded over "
+                f"tp={mesh.tp_size}, ep={mesh.ep_size} ranks: it would overwrite every rank's "
+                "shard by rank 0's; use px.data_parallel(model, mesh)"
+            )
+        self._state.reduced_by_caller = True
+        return iter(())

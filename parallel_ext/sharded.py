@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from parallel_ext.layout import Box, TensorLayout
 from parallel_ext.ops import Group
+from parallel_ext.ranks import world
+from parallel_ext.shards import LocalShard
 
 
 def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
@@ -26,20 +27,6 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
     if not pieces:
         return tensor.new_empty(layout.local_shape(rank))
     return torch.cat(pieces, layout.dim).contiguous()
-
-
-def shard_views(
-    shard: torch.Tensor, layout: TensorLayout, rank: int
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
-    start = 0
-    for box in layout.boxes(rank):
-        if layout.dim is None:
-            yield box, shard
-            continue
-        size = box[layout.dim][1] - box[layout.dim][0]
-        yield box, shard.narrow(layout.dim, start, size)
-        start += size
 
 
 def is_cut_along(layout: TensorLayout, dim: int) -> bool:
@@ -71,18 +58,6 @@ def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
     return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
 
 
-_modules: WeakSet[ShardedModule] = WeakSet()  # all there are
-
-
-def parameters_cut_over_groups() -> Iterator[tuple[nn.Parameter, TensorLayout]]:
-    """Those of all models of this process, each with its layout before FSDP dealt it."""
-    for module in _modules:
-        for attribute, layout in module.layouts.items():
-            parameter = module._parameters.get(attribute)
-            if parameter is not None and not layout.is_replicated:
-                yield parameter, layout
-
-
 class ShardedModule(nn.Module):
     """A module some of whose parameters are cut over the ranks of a group.
 
@@ -96,11 +71,20 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.layouts = dict(layouts)
         self.group = group
-        _modules.add(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
-        super().__setstate__(state)
-        _modules.add(self)
+    def places(self) -> dict[str, TensorLayout]:
+        """Attribute name of a parameter -> where it lies now, perhaps dealt to dp ranks by FSDP."""
+        return self.layouts | vars(self).get("dealt_layouts", {})
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for attribute, place in self.places().items():
+            value = destination.get(prefix + attribute)
+            if value is not None and not keep_vars and not place.is_replicated:
+                shard = LocalShard.of(local_part(value), place, world()[0])
+                destination[prefix + attribute] = shard
 
     def _load_from_state_dict(
         self,
@@ -117,6 +101,15 @@ class ShardedModule(nn.Module):
             key = prefix + attribute
             if key not in state_dict:
                 continue
+            if isinstance(value := state_dict[key], LocalShard):
+                parameter = getattr(self, attribute)
+                if (
+                    value.place == self.places()[attribute]
+                    and value.shape == local_part(parameter).shape
+                ):
+                    state_dict[key] = like(value.plain(), parameter)
+                    continue
+                state_dict[key] = value.plain()
             shape, local = tuple(state_dict[key].shape), layout.local_shape(self.group.rank)
             if shape == layout.shape:
                 state_dict[key] = take(state_dict[key], layout, self.group.rank)
@@ -139,6 +132,16 @@ class ShardedModule(nn.Module):
         return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
 
 
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of torch's checkpoint_wrapper, compile
+
+
+def _logical(name: str) -> str:
+    """The HuggingFace name of what has ``name`` in a model that may contain wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
     """Every parameter of ``model`` once, with its name in the model and its layout.
 
@@ -148,14 +151,16 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
-        layouts = dict(module.layouts) if isinstance(module, ShardedModule) else {}
-        layouts |= vars(module).get("dealt_layouts", {})
+        layouts = vars(module).get("dealt_layouts", {})
+        if isinstance(module, ShardedModule):
+            layouts = module.places()
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             name = f"{path}.{attribute}" if path else attribute
-            layout = layouts.get(attribute) or TensorLayout(name, tuple(parameter.shape))
+            layout = layouts.get(attribute)
+            layout = layout or TensorLayout(_logical(name), tuple(parameter.shape))
             yield name, parameter, layout
 
 
@@ -164,12 +169,25 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module.named_buffers(recurse=False):
             if attribute not in module._non_persistent_buffers_set:
-                yield f"{path}.{attribute}" if path else attribute, buffer
+                yield _logical(f"{path}.{attribute}" if path else attribute), buffer
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter or gradient: of a DTensor its local tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return what a rank holds of a tensor as a DTensor if ``parameter`` is one, else as it is."""
+    if not hasattr(parameter, "to_local"):
+        return local
+    return type(parameter.data).from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def to_shards(model: nn.Module) -> None:

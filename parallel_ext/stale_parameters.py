@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 # A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
@@ -29,7 +28,14 @@ def replaced_by(function: str) -> str:
     return f"was built before {function} and still holds parameters that it replaced"
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step on parameters of which :func:`remember` was told.
+
+    A hook for ``register_optimizer_step_pre_hook``.
+
+    Raises:
+        RuntimeError: there are some.
+    """
     found = [
         _stale[parameter]
         for group in optimizer.param_groups
@@ -43,6 +49,3 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} {found[0][1]}: {shown}; build the optimizer from the "
             "parallel model"
         )
-
-
-register_optimizer_step_pre_hook(_refuse)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from parallel_ext.agreement import Agreement
@@ -14,7 +17,9 @@ from parallel_ext.mesh import Mesh
 from parallel_ext.models.table import ModelTable
 from parallel_ext.moe import Routing
 from parallel_ext.partial_gradients import PartialGradients
+from parallel_ext.replicas import Turn
 from parallel_ext.routing_counter import RoutingCounter
+from parallel_ext.shards import LocalShard, Marker
 
 STATE_NAME = "parallel_ext_local_shards"
 """Name under which a parallel model holds its :class:`ParallelState`.
@@ -41,9 +46,13 @@ class ParallelState(nn.Module):
         routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
         adapted: whether LoRA was added; its modules then join the agreement.
         zero: the stage that ``data_parallel`` was given; None before.
+        reduced_by_caller: whether ``no_data_parallel`` was called.
         dealt: names of the parameters that it has sharded over dp ranks.
         held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
+        turn_over_dp: which parameter the dp ranks compare next.
+        own_forward: the function that stands for the class's forward in the instance.
+        forward_ran: whether it has run in this call, where another forward stands there.
     """
 
     def __init__(
@@ -67,9 +76,14 @@ class ParallelState(nn.Module):
         self.routing_counter: RoutingCounter | None = None
         self.adapted = False
         self.zero: int | None = None
+        self.reduced_by_caller = False
         self.dealt: frozenset[str] = frozenset()
         self.held: HeldGradients | None = None
         self.generates = False
+        ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
+        self.turn_over_dp = Turn(tuple(ranks), mesh.world_size)
+        self.own_forward: Callable[..., Any] | None = None
+        self.forward_ran = False
 
     def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:
         """Where every parameter lives, and the ids of the tp ranks, from now on."""
@@ -80,31 +94,102 @@ class ParallelState(nn.Module):
             self.agreement.vocab_size = vocab_ranges[-1][1]
 
     @property
+    def experts_span_dp(self) -> bool:
+        """Whether the gradient of an expert has parts on ranks of several dp ranks."""
+        mesh = self.mesh
+        return bool(self.routings) and mesh.dp_size > 1 and max(mesh.ep_size, mesh.tp_size) > 1
+
+    @property
     def forwards_together(self) -> bool:
         """Whether a dp rank's forward needs those of the others."""
         return self.mesh.dp_size > 1 and (self.mesh.ep_size > 1 or self.zero is not None)
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self) -> Marker:
+        """Return which shards this rank holds, in numbers that :func:`in_words` names."""
         mesh = self.mesh
-        state = {"tp_rank": mesh.tp_rank, "tp_size": mesh.tp_size}
-        if self.routings:
-            state |= {"ep_rank": mesh.ep_rank, "ep_size": mesh.ep_size}
-        return state
+        tp = mesh.tp_rank, mesh.tp_size
+        ep = (mesh.ep_rank, mesh.ep_size) if self.routings else (0, 1)
+        dp = (mesh.dp_rank, mesh.dp_size) if self.dealt else (0, 1)
+        return torch.tensor([*tp, *ep, *dp]).as_subclass(Marker)
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        if state != self.get_extra_state():
+    def check_marker(self, marker: torch.Tensor, what: str) -> None:
+        """Raise unless shards are this rank's.
+
+        Args:
+            marker: that stands beside them.
+            what: they are of, for the error.
+
+        Raises:
+            RuntimeError: they are another's.
+        """
+        own = self.get_extra_state()
+        if marker.tolist() != own.tolist():
             raise RuntimeError(
-                f"this state_dict holds the shards of {state}, but this process is "
-                f"{self.get_extra_state()}; load a full state_dict or a saved directory instead"
+                f"this {what} holds the shards of {_in_words(marker)}, but this process is "
+                f"{_in_words(own)}; load what this rank has saved on the same layout, full "
+                "tensors, or a checkpoint of px.save_checkpoint"
             )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A full state_dict, which no parallel model wrote, loads as well.
-        if self.zero is not None and self.mesh.dp_size > 1:
-            raise RuntimeError("load the state_dict before px.data_parallel shards the parameters")
-        key = prefix + "_extra_state"
-        if key in state_dict:
-            self.set_extra_state(state_dict[key])
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Take nothing: :func:`check_state_dict` looks at the marker before anything is loaded."""
+
+
+def _in_words(marker: torch.Tensor) -> str:
+    names = ("tp_rank", "tp_size", "ep_rank", "ep_size", "dp_rank", "dp_size")
+    numbers = marker.tolist()
+    if len(numbers) != len(names):
+        return f"{numbers}, which no parallel model has written"
+    return ", ".join(f"{name}={number}" for name, number in zip(names, numbers, strict=True))
+
+
+def check_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
+) -> None:
+    """Refuse a ``state_dict`` that this rank cannot load, before anything of it is loaded.
+
+    A hook for ``register_load_state_dict_pre_hook`` of a parallel model.
+
+    Raises:
+        RuntimeError: it holds the shards of another rank, or full tensors after ``data_parallel``.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    marker = state_dict.get(f"{prefix}{STATE_NAME}._extra_state")
+    if isinstance(marker, torch.Tensor):  # torch puts an object there beside full tensors
+        state.check_marker(marker, "state_dict")
+    full = [
+        name
+        for name in sorted(state.dealt)
+        if isinstance(value := state_dict.get(prefix + name), torch.Tensor)
+        and not (isinstance(value, LocalShard) or hasattr(value, "device_mesh"))
+    ]
+    if full:
+        raise RuntimeError(
+            f"{full[0]} is sharded over the dp ranks, but the state_dict holds a plain tensor; "
+            "load the state_dict before px.data_parallel, or a checkpoint by px.load_checkpoint"
+        )
+
+
+_parallel_models: WeakSet[nn.Module] = WeakSet()
+
+
+class Remembered:
+    """Lets :func:`parallel_models` find a model that holds it, and copies of this model.
+
+    Args:
+        model: a parallel HuggingFace model, which is to hold it as an attribute.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        _parallel_models.add(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Remembered:
+        return Remembered(copy.deepcopy(self._model, memo))  # which is being copied
+
+
+def parallel_models() -> list[nn.Module]:
+    """Return the HuggingFace models of this process that are parallel, in no order."""
+    return list(_parallel_models)
 
 
 def model_of(model: nn.Module) -> nn.Module:

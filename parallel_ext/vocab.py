@@ -47,12 +47,14 @@ class LossCall:
         options: of the loss.
         head: the one that has done so.
         hidden: what it returned.
+        computed: whether the loss was.
     """
 
     fused: bool
     options: dict[str, Any]
     head: VocabParallelHead | None = None
     hidden: torch.Tensor | None = None
+    computed: bool = False
 
 
 @contextmanager

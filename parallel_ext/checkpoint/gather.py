@@ -11,7 +11,7 @@ from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, bytes_of
 from parallel_ext.layout import Box, Part, Range, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import Ranks
-from parallel_ext.sharded import shard_views
+from parallel_ext.shards import shard_views
 
 
 class RowBlock(NamedTuple):

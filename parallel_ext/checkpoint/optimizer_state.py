@@ -21,11 +21,11 @@ from parallel_ext.checkpoint.saved_optimizer import check_groups, check_state
 from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.mesh import Mesh
+from parallel_ext.optimizer_layouts import is_reduced, layout_of_state
 from parallel_ext.ranks import DisagreementError
-from parallel_ext.sharded import local_part, reduced, to_shards
+from parallel_ext.sharded import local_part, to_shards
 
 _KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam
-_REDUCED = {"row_var": -1, "col_var": -2}  # Adafactor's states -> for all of which dimension
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _look(
 
 def _layout_of(optimizer: torch.optim.Optimizer, key: str, whole: TensorLayout) -> TensorLayout:
     """Where a state of a parameter lives: as the parameter, or as its rows or its columns."""
-    if not isinstance(optimizer, torch.optim.Adafactor) or key not in _REDUCED:
+    if not isinstance(optimizer, torch.optim.Adafactor) or not is_reduced(key):
         return whole
     if len(whole.shape) < 2:  # which has none, as ``check_state`` says
         raise CheckpointError(f"{whole.name} of shape {whole.shape} has no state {key!r}")
@@ -188,7 +188,7 @@ def _layout_of(optimizer: torch.optim.Optimizer, key: str, whole: TensorLayout) 
             "of a state of the whole parameter, so it cannot be saved or loaded (and training is "
             "not that of one process); use px.Adafactor"
         )
-    return reduced(whole, _REDUCED[key])
+    return layout_of_state(key, whole)
 
 
 def _value(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, 
 from parallel_ext.checkpoint.one_error import one_error
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.retention import check_keep, prune, remove_leftovers
-from parallel_ext.checkpoint.safetensors_file import bytes_of
 from parallel_ext.checkpoint.safetensors_writer import TensorSpec
 from parallel_ext.checkpoint.save import values_in_files
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
@@ -48,9 +46,9 @@ from parallel_ext.checkpoint.strict_json import to_json
 from parallel_ext.layout import TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.ranks import DisagreementError, Ranks
+from parallel_ext.replicas import compare
 from parallel_ext.version import VERSION
 
-_SMALL_BYTES = 64 << 10
 _OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
 
 
@@ -103,13 +101,13 @@ def save_step(
         }
         plan = _Plan(contents, mesh, kept)
         given = _digests({**loop, "keep_last": keep_last, "keep_every": keep_every})
-        own = _Prepared(given, digest_of(plan.files), rng.capture(mesh), plan.replicas_digest())
+        own = _Prepared(given, digest_of(plan.files), rng.capture(mesh))
         return loop, plan, own
 
     loop, plan, own = mesh.together(what, prepare)
     prepared = mesh.gather_objects(own)
     _agree(prepared, what)
-    _warn_of_drift([each.replicas for each in prepared], what, mesh)
+    compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, what)
     if asynchronous:
         mesh.background.connect()
         mesh.together(what, lambda: plan.copy_values(mesh))
@@ -161,13 +159,11 @@ class _Prepared(NamedTuple):
         given: digest of each thing that must be the same on all ranks, by its name.
         plan: digest of the files.
         random: the state of its generators.
-        replicas: digest of what it must hold like all others.
     """
 
     given: dict[str, str]
     plan: str
     random: dict[str, torch.Tensor]
-    replicas: str
 
 
 def _digests(given: Mapping[str, Any]) -> dict[str, str]:
@@ -191,18 +187,6 @@ def _agree(prepared: Sequence[_Prepared], what: str) -> None:
                 f"{what}: rank {rank} has other tensors to save than rank 0, in name, dtype or "
                 "shape; the model must be the same on all ranks"
             )
-
-
-def _warn_of_drift(digests: Sequence[str], what: str, mesh: Mesh) -> None:
-    """Say on rank 0 that replicas hold different values, of which files hold a mixture."""
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if mesh.rank == 0 and others:
-        warnings.warn(
-            f"{what}: of the values that all ranks must hold alike, rank {others[0]} holds others "
-            "than rank 0: the replicas have drifted apart, and what is saved is a mixture of "
-            "theirs; dp ranks need px.data_parallel before the optimizer is built",
-            stacklevel=4,
-        )
 
 
 class _Plan:
@@ -231,15 +215,6 @@ class _Plan:
         self.tensors = {
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
-
-    def replicas_digest(self) -> str:
-        """Of the small tensors that every rank holds; when replicas drift apart, these do too."""
-        digest = xxhash.xxh3_64()
-        for name, layout in self.layouts.items():
-            value = self.values[name]
-            if value.nbytes <= _SMALL_BYTES and layout.is_replicated:
-                digest.update(bytes_of(value.cpu().contiguous()))
-        return digest.hexdigest()
 
     def copy_values(self, mesh: Mesh) -> None:
         """Keep what this rank will send or write, in memory of its own, and nothing else.

@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
@@ -29,6 +30,7 @@ from parallel_ext.lora.targets import (
 )
 from parallel_ext.moe import ExpertParallelExperts
 from parallel_ext.ranks import DisagreementError
+from parallel_ext.runtime import watch_forward
 from parallel_ext.sharded import named_shards
 from parallel_ext.state import ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -45,6 +47,15 @@ LAYERS = {
 _COMBINABLE = ("linear", "cat")  # element by element, so a rank can do its own part
 
 
+def get_peft_model(
+    plain: Callable[..., Any], model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **kw: Any
+) -> Any:
+    """Extend ``peft.get_peft_model``: on a parallel model what is not LoRA is refused at once."""
+    if parallel_state(model) is not None:
+        refuse_unsupported(peft_config, "get_peft_model")
+    return plain(model, peft_config, *args, **kw)
+
+
 def start_model(
     plain: Callable[..., None],
     self: peft.PeftModel,
@@ -53,9 +64,28 @@ def start_model(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """What is not LoRA is refused before PEFT changes a parallel model."""
+    """Extend ``PeftModel.__init__``, which other functions of PEFT call."""
+    state = parallel_state(model)
+    if state is not None:
+        refuse_unsupported(peft_config, "PeftModel")
+    plain(self, model, peft_config, *args, **kwargs)
+    if state is not None:
+        watch_forward(self)
+
+
+def start_tuner(
+    plain: Callable[..., None],
+    self: BaseTuner,
+    model: nn.Module,
+    peft_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``BaseTuner.__init__``: the other methods are refused where they begin, too."""
     if parallel_state(model) is not None:
-        refuse_unsupported(peft_config, "get_peft_model")
+        configs = peft_config.values() if isinstance(peft_config, dict) else [peft_config]
+        for config in configs:
+            refuse_unsupported(config, type(self).__name__)
     plain(self, model, peft_config, *args, **kwargs)
 
 

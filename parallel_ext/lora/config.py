@@ -46,7 +46,7 @@ def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
         NotImplementedError: names each option that is not supported.
         ValueError: a number is out of range.
     """
-    if not isinstance(config, peft.LoraConfig):
+    if not isinstance(config, peft.LoraConfig) or config.peft_type != peft.PeftType.LORA:
         raise NotImplementedError(
             f"{what}: only LoRA is supported on a parallel model, not {type(config).__name__}"
         )

@@ -16,10 +16,13 @@ from peft.utils.transformers_weight_conversion import (
 from torch import nn
 
 from parallel_ext.checkpoint import ADAPTER_NAME, CheckpointError, SafetensorsFile, gather_in_step
+from parallel_ext.digests import content_digest
 from parallel_ext.layout import TensorLayout
-from parallel_ext.lora.replicas import bits_of, check_replicas, parallel_state
+from parallel_ext.lora.config import refuse_unsupported
+from parallel_ext.lora.replicas import check_adapters, parallel_state
 from parallel_ext.ranks import DisagreementError
-from parallel_ext.sharded import named_shards, persistent_buffers
+from parallel_ext.sharded import named_shards, persistent_buffers, take
+from parallel_ext.state import ParallelState
 from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
 
 _PICKLE = "adapter_model.bin"
@@ -99,6 +102,7 @@ def save_pretrained(
         return {name: at for name, at in layouts_of(self).items() if name in wanted}
 
     chosen = mesh.together(what, choose)
+    check_adapters(self, state, what)
     if len({tuple(names) for names in mesh.gather_objects(list(chosen))}) > 1:
         raise DisagreementError(f"{what}: the ranks want to save different tensors")
     full = gather_in_step(chosen, mesh, what)
@@ -148,17 +152,7 @@ def set_state_dict(
     if state is None:
         return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
     what = f"loading adapter {adapter_name!r}"
-
-    digest = xxhash.xxh3_128()
-    for name in sorted(state_dict):
-        digest.update(name.encode())
-        digest.update(bits_of(state_dict[name]))
-    found = state.mesh.gather_objects(digest.digest())
-    if len(set(found)) > 1:
-        other = next(rank for rank, each in enumerate(found) if each != found[0])
-        raise DisagreementError(
-            f"{what}: ranks 0 and {other} read different tensors; give all ranks the same files"
-        )
+    _check_read(state_dict, state, what)
 
     def load() -> Any:
         # PEFT does it later too: experts as transformers 4 named them become those of the model.
@@ -176,8 +170,57 @@ def set_state_dict(
         return plain(model, tensors, adapter_name=adapter_name, **kwargs)
 
     result = state.mesh.together(what, load)
-    check_replicas(model, state, what)
+    check_adapters(model, state, what)
     return result
+
+
+def _check_read(state_dict: Mapping[str, torch.Tensor], state: ParallelState, what: str) -> None:
+    """Raise on every rank unless all have read the same tensors."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(state_dict):
+        digest.update(name.encode())
+        digest.update(content_digest(state_dict[name]).encode())
+    found = state.mesh.gather_objects(digest.hexdigest())
+    if len(set(found)) > 1:
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise DisagreementError(
+            f"{what}: ranks 0 and {other} read different tensors; give all ranks the same files"
+        )
+
+
+def swap_state_dict(
+    plain: Callable[..., None],
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    adapter_name: str,
+    config: peft.LoraConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend what ``hotswap_adapter`` swaps by: each rank takes its shards of the full factors.
+
+    Every rank calls it. The new adapter has the ranks of the old one.
+    """
+    state = parallel_state(model)
+    if state is None:
+        plain(model, state_dict, adapter_name, config, *args, **kwargs)
+        return
+    what = f"hotswap_adapter of {adapter_name!r}"
+    state.mesh.meet(what)
+    _check_read(state_dict, state, what)
+
+    def shards() -> dict[str, torch.Tensor]:
+        refuse_unsupported(config, what)
+        layouts = {name: layout for name, (_, layout) in layouts_of(model).items()}
+        found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+        known = {name: layouts[name].shape for name in found if name in layouts}
+        if problems := misfits(found, known, state.mesh.tp_size):
+            raise ValueError(f"{what}: {problems}; load it as another adapter by load_adapter")
+        rank = state.mesh.rank
+        return {name: take(tensor, layouts[name], rank) for name, tensor in state_dict.items()}
+
+    plain(model, state.mesh.together(what, shards), adapter_name, config, *args, **kwargs)
+    check_adapters(model, state, what)
 
 
 def misfits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import peft
@@ -143,6 +144,11 @@ class _LoraLinear(Adapted):
         )
         bias = None
         if config.lora_bias:
+            if base.bias is None:
+                warnings.warn(
+                    f"lora_bias=True, but {target} has no bias, so the adapter cannot be merged",
+                    stacklevel=2,
+                )
             bias = cut_like(layout_b, f"{target}.lora_B.{adapter}.bias", (base.out_features,))
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from parallel_ext.lora.replicas import check_replicas, parallel_state
+from parallel_ext.lora.replicas import check_adapters, parallel_state
 
 
 class Mergeable(nn.Module, LoraLayer):
@@ -114,6 +115,8 @@ class Mergeable(nn.Module, LoraLayer):
             RuntimeError: the base was changed since it was merged, which would be lost.
         """
         base = self.get_base_layer()
+        if not self.merged:
+            warnings.warn("unmerge: nothing is merged", stacklevel=2)
         for name in self._unmerged:
             if getattr(base, name)._version != self._versions[name]:
                 raise RuntimeError(
@@ -158,7 +161,7 @@ def _merging(
                     _refuse_kept_end(path, module)
 
         state.mesh.together(what, check)
-        check_replicas(self.model, state, what)
+        check_adapters(self.model, state, what)
     return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs)
 
 

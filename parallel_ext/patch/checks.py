@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers
 from torch import nn
 
-from parallel_ext.agreement import content_digest
+from parallel_ext.digests import content_digest
 from parallel_ext.layout import ModelLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, TABLES, learn

@@ -15,6 +15,7 @@ from torch import nn
 
 from parallel_ext import runtime
 from parallel_ext.agreement import Agreement
+from parallel_ext.interplay import serve
 from parallel_ext.layout import ModelLayout, TensorLayout
 from parallel_ext.mesh import Mesh
 from parallel_ext.models.blocks import RegionNames
@@ -30,7 +31,7 @@ from parallel_ext.patch.checks import (
 from parallel_ext.patch.replacing import enter_and_leave, replace_modules
 from parallel_ext.patch.resize import resize_token_embeddings
 from parallel_ext.sharded import persistent_buffers
-from parallel_ext.state import STATE_NAME, ParallelState
+from parallel_ext.state import STATE_NAME, ParallelState, Remembered, check_state_dict
 
 
 def parallelize(
@@ -75,14 +76,15 @@ def parallelize(
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
     mesh.meet("parallelize")
+    serve()
     if importlib.util.find_spec("peft"):  # whose classes then serve this model
-        importlib.import_module("parallel_ext.lora")
+        importlib.import_module("parallel_ext.lora").extend_peft()
 
     def prepare() -> tuple[ModelTable, ModelLayout]:
         table = table_for(model)
         check_names(model, table)
-        check_plain(model, table)
         check_servable(model, mesh, allow_different_dropout)
+        check_plain(model, table)
         check_mixture(model, table, mesh, agreement)
         return table, plan_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
 
@@ -185,18 +187,21 @@ def _attach(
 ) -> None:
     """Bind the run-time methods to this instance; let hidden states enter the parallel parts."""
     setattr(model, STATE_NAME, state)
+    model.parallel_ext_remembered = Remembered(model)
+    model.register_load_state_dict_pre_hook(check_state_dict)
     mesh = state.mesh
     model.loss_function = MethodType(runtime.loss_function, model)
     for function in (
-        *(runtime.forward, runtime.generate, runtime.save_pretrained),
+        *(runtime.forward, runtime.generate, runtime.save_pretrained, runtime.num_parameters),
         resize_token_embeddings,
     ):
         name = function.__name__
         if hasattr(model, name):  # published code of before transformers 5 does not generate
             setattr(model, name, MethodType(_in_place_of(type(model), function), model))
-    if mesh.tp_size > 1 or mesh.ep_size > 1:
-        cut = f"tp={mesh.tp_size}, ep={mesh.ep_size}" if state.routings else f"tp={mesh.tp_size}"
-        model._ddp_params_and_buffers_to_ignore = runtime.RefusesDDP(cut)
+    state.own_forward = model.forward.__func__
+    runtime.watch_forward(model)
+    if mesh.world_size > 1:
+        model._ddp_params_and_buffers_to_ignore = runtime.AskedByDDP(state)
     enter_and_leave(model, table, state.layout, mesh)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)

@@ -1,0 +1,86 @@
+"""accelerate's ``Accelerator`` around a parallel model, which needs no preparation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from parallel_ext.checkpoint import full_state_dict
+from parallel_ext.extending import extend
+from parallel_ext.interplay.refusals import Refusal, Where, refuse
+from parallel_ext.owners import owners_of
+from parallel_ext.state import STATE_NAME, model_of, parallel_models, state_of
+
+_INSTEAD = "px.save_checkpoint saves a training, px.load_checkpoint resumes it on any layout"
+
+
+def extend_accelerator() -> None:
+    """Let an ``Accelerator`` know parallel models."""
+    extend(Accelerator.get_state_dict, get_state_dict)
+    extend(Accelerator.save_state, _refuse_state("Accelerator.save_state"))
+    extend(Accelerator.load_state, _refuse_state("Accelerator.load_state"))
+    extend(Accelerator.gather_for_metrics, gather_for_metrics)
+    extend(Accelerator.prepare_scheduler, prepare_scheduler)
+
+
+def get_state_dict(
+    plain: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    """Extend ``Accelerator.get_state_dict``: full tensors, on rank 0; every rank calls it."""
+    if not any(STATE_NAME in module._modules for module in model.modules()):
+        return plain(self, model, *args, **kwargs)
+    state = state_of(model)
+    return full_state_dict(model_of(model), state.mesh, state.layout)
+
+
+def _refuse_state(name: str) -> Callable[..., Any]:
+    """What refuses a function that writes or reads what rank 0 holds."""
+    refusal = Refusal(f"accelerate:{name}", _INSTEAD, Where.RANKS)
+
+    def extension(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        refuse(refusal, self._models, self._optimizers)
+        return plain(self, *args, **kwargs)
+
+    return extension
+
+
+def gather_for_metrics(
+    plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
+) -> Any:
+    """Extend ``Accelerator.gather_for_metrics``, which takes each process for one with own data.
+
+    Raises:
+        NotImplementedError: ranks of a parallel model share their data.
+    """
+    sizes = {state_of(model).mesh.tp_size for model in parallel_models()}
+    if self.num_processes > 1 and max(sizes, default=1) > 1:
+        raise NotImplementedError(
+            f"Accelerator.gather_for_metrics would return every sample {max(sizes)} times, since "
+            "tp ranks share their data; gather over the dp ranks: "
+            "torch.distributed.all_gather(..., group=mesh.process_groups[mesh.dp.name])"
+        )
+    return plain(self, *args, **kwargs)
+
+
+def prepare_scheduler(
+    plain: Callable[..., Any], self: Accelerator, scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Extend ``Accelerator.prepare_scheduler``, whose scheduler steps once for each process.
+
+    Raises:
+        NotImplementedError: tp ranks, which share their data, would count as well.
+    """
+    optimizer = getattr(scheduler, "optimizer", None)
+    groups = getattr(optimizer, "param_groups", [])
+    owners = owners_of(parameter for group in groups for parameter in group["params"])
+    counts = self.step_scheduler_with_optimizer and not self.split_batches
+    if counts and any(owned.mesh.tp_size > 1 for owned in owners.values()):
+        raise NotImplementedError(
+            "Accelerator.prepare_scheduler would step the scheduler once for each process, tp "
+            "ranks included; step the scheduler itself, or pass step_scheduler_with_optimizer=False"
+        )
+    return plain(self, scheduler, *args, **kwargs)

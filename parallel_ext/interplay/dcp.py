@@ -1,0 +1,105 @@
+"""``torch.distributed.checkpoint`` and its functions on state dicts.
+
+The tensors of ``state_dict()`` know their place (:mod:`parallel_ext.shards`), so that DCP saves and
+loads them as they are. What is left are its options that ask for full tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from parallel_ext.checkpoint import full_state_dict
+from parallel_ext.extending import extend
+from parallel_ext.interplay.refusals import Refusal, refuse
+from parallel_ext.state import STATE_NAME, ParallelState
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_INSTEAD = (
+    "without full_state_dict=True its tensors are shards that torch.distributed.checkpoint saves; "
+    "px.save_checkpoint saves model and optimizer"
+)
+
+
+def extend_dcp() -> None:
+    """Let DCP know parallel models."""
+    extend(dcp.save, save)
+    extend(of_torch.get_model_state_dict, get_model_state_dict)
+    extend(of_torch.set_model_state_dict, set_model_state_dict)
+    for name in ("get_state_dict", "set_state_dict"):
+        extend(getattr(of_torch, name), _without_full_tensors(name))
+    for name in ("get_optimizer_state_dict", "set_optimizer_state_dict"):
+        extend(getattr(of_torch, name), _without_full_tensors(name))
+
+
+def save(plain: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Extend ``dcp.save``: a bare parameter would be saved as if all ranks held the same."""
+    refuse(
+        Refusal(
+            "torch.distributed.checkpoint:save of bare parameters",
+            "pass model.state_dict(), whose tensors know their place in the full ones",
+        ),
+        _parameters_in(state_dict),
+    )
+    return plain(state_dict, *args, **kwargs)
+
+
+def _parameters_in(value: Any) -> list[nn.Parameter]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [parameter for inner in value for parameter in _parameters_in(inner)]
+    return [value] if isinstance(value, nn.Parameter) else []
+
+
+def _wants_full(kwargs: dict[str, Any]) -> bool:
+    options: StateDictOptions | None = kwargs.get("options")
+    return options is not None and options.full_state_dict
+
+
+def _without_full_tensors(name: str) -> Callable[..., Any]:
+    """What refuses ``full_state_dict=True``, and else lets a function do what it does."""
+    refusal = Refusal(f"{_MODULE}:{name}(full_state_dict=True)", _INSTEAD)
+
+    def extension(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _wants_full(kwargs):
+            refuse(refusal, args, kwargs)
+        return plain(*args, **kwargs)
+
+    return extension
+
+
+def get_model_state_dict(
+    plain: Callable[..., Any], model: nn.Module, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    """Extend ``get_model_state_dict``; every rank calls it where full tensors are asked for."""
+    state: ParallelState | None = model._modules.get(STATE_NAME)
+    if not _wants_full(kwargs):
+        return plain(model, **kwargs)
+    if state is None:
+        refuse(Refusal(f"{_MODULE}:get_model_state_dict of a wrapper", _INSTEAD), model)
+        return plain(model, **kwargs)
+    options = kwargs["options"]
+    full = full_state_dict(model, state.mesh, state.layout, writer_only=options.cpu_offload)
+    if options.ignore_frozen_params:
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                full.pop(name, None)
+    return full
+
+
+def set_model_state_dict(
+    plain: Callable[..., Any], model: nn.Module, model_state_dict: dict[str, Any], **kwargs: Any
+) -> Any:
+    """Extend ``set_model_state_dict``: full tensors come before ``px.data_parallel``."""
+    state: ParallelState | None = model._modules.get(STATE_NAME)
+    if state is not None and state.dealt and _wants_full(kwargs):
+        instead = "load them before px.data_parallel, or a checkpoint by px.load_checkpoint"
+        refuse(Refusal(f"{_MODULE}:set_model_state_dict of full tensors", instead), model)
+    return plain(model, model_state_dict, **kwargs)

@@ -1,0 +1,128 @@
+"""torch's functions on gradients: the norm is that of the full tensors, whoever calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from parallel_ext.grad_scaler import unscale_on_all_ranks
+from parallel_ext.gradients import LaidOut, scale_to_norm, total_norm
+from parallel_ext.mesh import Mesh
+from parallel_ext.owners import Owned, owners_of
+from parallel_ext.sharded import local_part
+
+Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+
+def _listed(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _norm(
+    tensors: list[torch.Tensor],
+    owners: dict[int, Owned],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    what: str,
+) -> torch.Tensor:
+    laid_out: dict[Mesh, list[LaidOut]] = {owned.mesh: [] for owned in owners.values()}
+    beside = []
+    for tensor in tensors:
+        if (owned := owners.get(id(tensor))) is not None:
+            laid_out[owned.mesh].append((local_part(tensor.detach()), owned.layout))
+        else:
+            beside.append(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+    return total_norm(laid_out, beside, norm_type, error_if_nonfinite, what)
+
+
+def get_total_norm(
+    plain: Callable[..., torch.Tensor],
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Extend ``torch.nn.utils.get_total_norm``; every rank calls it with the same gradients."""
+    tensors = _listed(tensors)
+    if owners := owners_of(tensors):
+        return _norm(tensors, owners, norm_type, error_if_nonfinite, "get_total_norm")
+    return plain(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _gradients(parameters: list[torch.Tensor], owners: dict[int, Owned]) -> list[torch.Tensor]:
+    """The gradients that there are; of what FSDP has gathered those of the shards."""
+    shards = (getattr(owners.get(id(each)), "parameter", each) for each in parameters)
+    return [shard.grad for shard in shards if shard.grad is not None]
+
+
+def clip_grad_norm_(
+    plain: Callable[..., torch.Tensor],
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Extend ``torch.nn.utils.clip_grad_norm_``; every rank calls it with the same parameters."""
+    listed = _listed(parameters)
+    if not (owners := owners_of(listed)):
+        generator = isinstance(parameters, GeneratorType)  # of which torch warns where it is empty
+        parameters = (each for each in listed) if generator else listed
+        return plain(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    gradients = _gradients(listed, owners)
+    norm = _norm(gradients, owners_of(gradients), norm_type, error_if_nonfinite, "clip_grad_norm_")
+    scale_to_norm(map(local_part, gradients), max_norm, norm)
+    return norm
+
+
+def clip_grads_with_norm_(
+    plain: Callable[..., None],
+    parameters: Tensors,
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Extend ``torch.nn.utils.clip_grads_with_norm_``; FSDP's meshes may differ by parameter."""
+    listed = _listed(parameters)
+    if not (owners := owners_of(listed)):
+        plain(listed, max_norm, total_norm, foreach)
+        return
+    norm = total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
+    scale_to_norm(map(local_part, _gradients(listed, owners)), max_norm, norm)
+
+
+def clip_grad_value_(
+    plain: Callable[..., None],
+    parameters: Tensors,
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Extend ``torch.nn.utils.clip_grad_value_``: element by element, so each rank its shards."""
+    listed = _listed(parameters)
+    if not (owners := owners_of(listed)):
+        plain(listed, clip_value, foreach)
+        return
+    for gradient in map(local_part, _gradients(listed, owners)):
+        gradient.clamp_(-float(clip_value), float(clip_value))
+
+
+def unscale_grads_(
+    plain: Callable[..., Any],
+    self: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    *args: Any,
+) -> dict[torch.device, torch.Tensor]:
+    """Extend ``torch.amp.GradScaler``: what overflows on one rank counts on all."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    meshes = {owned.mesh for owned in owners_of(parameters).values()}
+    if not meshes:
+        return plain(self, optimizer, *args)
+    if len(meshes) > 1:
+        raise NotImplementedError(
+            "GradScaler: an optimizer of models on several meshes is not supported; build one "
+            "optimizer for each"
+        )
+    return unscale_on_all_ranks(self, meshes.pop(), optimizer, *args)

@@ -1,0 +1,234 @@
+"""Optimizers on shards: which step as one process would, and what their ``state_dict()`` holds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from parallel_ext.layout import TensorLayout
+from parallel_ext.optimizer_layouts import layout_of_state
+from parallel_ext.owners import Owned, owners_of
+from parallel_ext.ranks import world
+from parallel_ext.sharded import like, local_part, take
+from parallel_ext.shards import LocalShard, Unplaced
+from parallel_ext.state import STATE_NAME, state_of
+
+_ELEMENTWISE = {
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop", "SGD"),
+}
+"""torch's optimizers that look at single elements."""
+
+
+class _Known(NamedTuple):
+    """An optimizer that looks beyond single elements.
+
+    Attributes:
+        instead: what to use, for the error.
+        of: a part of the names of the parameters at which it looks so.
+    """
+
+    instead: str
+    of: str = ""
+
+
+# By the name of their class, since transformers has an Adafactor, too.
+_KNOWN = {
+    "Adafactor": _Known("use px.Adafactor"),
+    "LBFGS": _Known("use torch's AdamW or SGD, or px.Adafactor"),
+    "LoraFAOptimizer": _Known(
+        "use torch's AdamW or SGD, or adapt no o_proj and down_proj", "lora_A"
+    ),
+    "Muon": _Known("use torch's AdamW or SGD, or px.Adafactor"),
+    "ZeroRedundancyOptimizer": _Known("use px.data_parallel, which shards the optimizer's state"),
+}
+_ANY = _Known(
+    "use torch's AdamW or SGD, or px.Adafactor; an optimizer of which you know that it treats each "
+    "element alone may say so by an attribute elementwise = True"
+)
+_verdicts: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
+
+
+def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse the step of an optimizer that looks beyond single elements, where those are shards.
+
+    A hook for ``register_optimizer_step_pre_hook``.
+
+    Raises:
+        RuntimeError: it does, or nobody knows.
+    """
+    if optimizer not in _verdicts:
+        _verdicts[optimizer] = _verdict(optimizer)
+    if not (verdict := _verdicts[optimizer]):
+        return
+    known = _known(optimizer) or _ANY
+    for owned in _owners(optimizer).values():
+        if owned.is_sharded and known.of in owned.name:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} {verdict}, but {owned.name} is sharded: rank 0 holds "
+                f"{owned.layout.describe(0)}; its steps would not be those of one process; "
+                f"{known.instead}"
+            )
+
+
+def _known(optimizer: torch.optim.Optimizer) -> _Known | None:
+    names = (cls.__name__ for cls in type(optimizer).__mro__)
+    return next((_KNOWN[name] for name in names if name in _KNOWN), None)
+
+
+def _verdict(optimizer: torch.optim.Optimizer) -> str:
+    """What speaks against an optimizer on shards, in words; empty where nothing does."""
+    kind = type(optimizer)
+    if getattr(optimizer, "of_whole_tensors", False) or getattr(optimizer, "elementwise", False):
+        return ""
+    if kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE:
+        return ""
+    if _known(optimizer) is not None:
+        return "takes norms, means or inverses of what one rank holds"
+    try:
+        alone = _steps_in_parts(optimizer)
+    except Exception as error:
+        return (
+            "may look at more than single elements, which could not be tried on a small copy "
+            f"({type(error).__name__}: {error})"
+        )
+    return "" if alone else "looks at more than single elements"
+
+
+def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps on two parts of a small matrix are those on the whole of it."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = torch.linspace(-1, 2, 48, dtype=torch.float64).pow(3).reshape(6, 8)
+        stepped = _stepped(optimizer, whole)
+        for dim, sizes in ((0, (1, 5)), (1, (2, 6))):
+            parts = [_stepped(optimizer, part.contiguous()) for part in whole.split(sizes, dim)]
+            if not torch.equal(stepped, torch.cat(parts, dim)):
+                return False
+    return True
+
+
+def _stepped(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
+    """A parameter after three steps of an optimizer of the same class and options."""
+    parameter = nn.Parameter(value.clone())
+    takes = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in optimizer.defaults.items() if k in takes}
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k in options}
+    copy = type(optimizer)([{"params": [parameter], **group}], **options)
+    _verdicts[copy] = ""  # whose steps are not tried in turn
+    for number in range(3):
+        parameter.grad = (value * (7 + number)).sin() + value / 3
+        copy.step()
+    if torch.equal(parameter.detach(), value):
+        raise ValueError("three steps change nothing")
+    return parameter.detach()
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
+    return owners_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _numbered(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The parameters by their keys in a state dict of this optimizer, as far as both have them."""
+    for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        yield from zip(saved["params"], own["params"], strict=False)
+
+
+def _place_of(optimizer: torch.optim.Optimizer, key: str, place: TensorLayout) -> TensorLayout:
+    """Where a state of a parameter lies, of an optimizer that knows the full one."""
+    return layout_of_state(key, place) if getattr(optimizer, "of_whole_tensors", False) else place
+
+
+def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer) -> dict[str, Any]:
+    """Extend ``Optimizer.state_dict``: shards know their place, and a marker stands beside them."""
+    result, owners, rank = plain(self), _owners(self), world()[0]
+    if not any(owned.is_sharded for owned in owners.values()):
+        return result
+    state = dict(result["state"])
+    for number, parameter in _numbered(self, result):
+        owned = owners.get(id(parameter))
+        if owned is not None and owned.is_sharded and number in state:
+            state[number] = {
+                key: _placed(value, _place_of(self, key, owned.layout), rank)
+                for key, value in state[number].items()
+            }
+    model = next(iter(owners.values())).model
+    return {**result, "state": state, STATE_NAME: state_of(model).get_extra_state()}
+
+
+def _placed(value: Any, place: TensorLayout, rank: int) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    local = local_part(value)
+    if local.shape == place.local_shape(rank):
+        return LocalShard.of(local, place, rank)
+    return local.detach().as_subclass(Unplaced)
+
+
+def load_state_dict(
+    plain: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Extend ``Optimizer.load_state_dict``: full tensors are sliced, shards must be this rank's.
+
+    Every rank calls it.
+
+    Raises:
+        RuntimeError: shards are another rank's, or of unknown origin; on every rank.
+    """
+    owners, what = _owners(self), f"{type(self).__name__}.load_state_dict"
+    sharded = [owned for owned in owners.values() if owned.is_sharded]
+    if not sharded:
+        if STATE_NAME in state_dict:
+            raise RuntimeError(
+                f"{what}: this state holds the shards of one rank of a parallel model, but the "
+                "optimizer has whole parameters; load a checkpoint of px.save_checkpoint"
+            )
+        plain(self, state_dict)
+        return
+    model = sharded[0].model
+
+    def convert() -> dict[str, Any]:
+        if (marker := state_dict.get(STATE_NAME)) is not None:
+            state_of(model).check_marker(marker, "state of an optimizer")
+        state = dict(state_dict["state"])
+        for number, parameter in _numbered(self, state_dict):
+            owned = owners.get(id(parameter))
+            if owned is not None and owned.is_sharded and isinstance(state.get(number), dict):
+                state[number] = {
+                    key: _local(value, self, key, owned, marker is not None)
+                    for key, value in state[number].items()
+                }
+        return {**state_dict, "state": state}
+
+    plain(self, state_of(model).mesh.together(what, convert))
+
+
+def _local(
+    value: Any, optimizer: torch.optim.Optimizer, key: str, owned: Owned, marked: bool
+) -> Any:
+    """What this rank holds of a state, as the optimizer wants it."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or hasattr(value, "device_mesh"):
+        return value
+    place, rank = _place_of(optimizer, key, owned.layout), world()[0]
+    if isinstance(value, LocalShard):
+        fits = (value.place, value.rank) == (place, rank)
+        local = value.plain()
+    elif tuple(value.shape) == place.shape:
+        fits, local = True, take(value, place, rank)
+    else:
+        fits, local = marked, value
+    if not fits:
+        raise RuntimeError(
+            f"{key} of {owned.name} has the shape {tuple(value.shape)}, and nothing says whose "
+            f"shard it is; give the full {place.shape}, or what the optimizer's own state_dict() "
+            f"has returned on this rank, which holds {place.describe(rank)}"
+        )
+    return (
+        like(local, owned.parameter) if local.shape == local_part(owned.parameter).shape else local
+    )

@@ -1,0 +1,46 @@
+"""The list of all functions of torch, transformers and accelerate that are extended."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from parallel_ext.extending import extend, restore_all
+from parallel_ext.interplay import gradients, optimizers
+from parallel_ext.interplay.accelerate import extend_accelerator
+from parallel_ext.interplay.dcp import extend_dcp
+from parallel_ext.interplay.flops import register_flops
+from parallel_ext.interplay.refusals import REFUSALS, register
+from parallel_ext.stale_parameters import refuse_stale
+
+_hooks: list[RemovableHandle] = []
+
+
+def serve() -> None:
+    """Let functions of other packages know parallel models; further calls change nothing."""
+    extend(clip_grad.clip_grad_norm_, gradients.clip_grad_norm_)
+    extend(clip_grad.clip_grad_value_, gradients.clip_grad_value_)
+    extend(clip_grad._get_total_norm, gradients.get_total_norm)
+    extend(clip_grad._clip_grads_with_norm_, gradients.clip_grads_with_norm_)
+    extend(torch.amp.GradScaler._unscale_grads_, gradients.unscale_grads_)
+    extend(Optimizer.state_dict, optimizers.state_dict)
+    extend(Optimizer.load_state_dict, optimizers.load_state_dict)
+    register(REFUSALS)
+    extend_accelerator()
+    extend_dcp()
+    register_flops()
+    if not _hooks:
+        for hook in (optimizers.refuse_on_shards, refuse_stale):
+            _hooks.append(register_optimizer_step_pre_hook(hook))
+
+
+def withdraw() -> None:
+    """Undo :func:`serve` and what was extended of PEFT; the next ``px.parallelize`` does it again.
+
+    Parallel models that there are may be wrong with functions of others from then on.
+    """
+    restore_all()
+    while _hooks:
+        _hooks.pop().remove()
