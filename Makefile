@@ -7,6 +7,7 @@
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-oldest  the suite with the oldest supported transformers
+#   make test-interplay  docs/interplay.md with the newest releases of others, pre-releases too
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -20,7 +21,8 @@ PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(wildcard csrc/*) $(shell find parallel_ext -name '*.py') setup.py pyproject.toml
 
-.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-checkpoint test test-oldest test-slow lint bench clean
+.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-checkpoint test test-oldest test-interplay
+.PHONY: test-slow lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -63,6 +65,12 @@ test: $(VENV)/installed $(WORK)/smollm2/config.json
 # The same suite with the oldest transformers that is supported, in an environment of its own.
 test-oldest:
 	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS=transformers==5.15.0
+
+# May fail: it shows early what the next releases of others will change.
+test-interplay:
+	$(MAKE) .venv-newest/installed VENV=.venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade --pre transformers peft accelerate $(TORCH)
+	-$(ENV) .venv-newest/bin/pytest -q tests/test_interplay.py -n $(TEST_PROCESSES)
 
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow

@@ -18,7 +18,7 @@ TINY = Tiny(dtype=torch.float32, heads=8, key_value_heads=2, tied=True)
 
 def _report(layers: int | None, broken: bool, tp: int) -> tuple[Any, list[str]]:
     mesh = mesh_of(tp)
-    model = parallel(TINY.model(), mesh)
+    model = px.no_data_parallel(parallel(TINY.model(), mesh))
     if broken:
         model.model.layers[0].mlp.down_proj.summed_over = ops.ALONE
     own = batch(TINY.vocab_size, rows=4)

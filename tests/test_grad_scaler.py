@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from reference_mixtral import Layout, batches
 from reference_training import LLAMA, quietly
 
 import parallel_ext as px
+from parallel_ext.interplay import gradients as interplay_gradients
 
 TINY = replace(LLAMA, dtype=torch.float32)
 
@@ -98,14 +100,20 @@ def _overflow(own: bool, name: str, clip: bool) -> tuple[bool, float]:
     return not torch.equal(model.lm_head.weight, before), scaler.get_scale()
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["px", "torch"])
 @pytest.mark.parametrize("clip", [False, True], ids=["", "unscaled before"])
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-def test_all_ranks_skip_the_step_when_one_shard_overflows(name: str, clip: bool) -> None:
-    assert pool(2).run(_overflow, True, name, clip) == [(False, 2.0**15)] * 2
+def test_all_ranks_skip_the_step_when_one_shard_overflows(own: bool, name: str, clip: bool) -> None:
+    assert pool(2).run(_overflow, own, name, clip) == [(False, 2.0**15)] * 2
+
+
+def _overflow_without_extension() -> tuple[bool, float]:
+    with mock.patch.object(interplay_gradients, "owners_of", return_value={}):
+        return _overflow(False, "SGD", False)
 
 
 def test_the_test_above_notices_ranks_that_decide_alone() -> None:
-    assert pool(2).run(_overflow, False, "SGD", False) == [(True, 2.0**16), (False, 2.0**15)]
+    assert pool(2).run(_overflow_without_extension) == [(True, 2.0**16), (False, 2.0**15)]
 
 
 def _scaled_otherwise() -> None:

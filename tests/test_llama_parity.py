@@ -344,7 +344,10 @@ def _uneven_labels(valid: tuple[int, ...], ddp: bool) -> tuple[float, float]:
     expected.backward()
     model = parallel(reference, mesh)
     own = {name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()}
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
+    if ddp:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped = px.no_data_parallel(model)
     loss = wrapped(**own).loss
     loss.backward()
 
@@ -401,7 +404,7 @@ def test_gradients_dropped_under_no_sync_stay_dropped(how: str) -> None:
 def _evaluated_unevenly() -> None:
     tiny = Tiny()
     mesh = mesh_of(tp=1)
-    model = parallel(tiny.model(), mesh)
+    model = px.no_data_parallel(parallel(tiny.model(), mesh))
     one = batch(tiny.vocab_size)
     with torch.no_grad():
         for _ in range(2 + mesh.dp_rank):

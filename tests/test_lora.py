@@ -260,7 +260,7 @@ def test_every_forward_in_training_has_its_own_masks() -> None:
 
 def _replicas_of_tokens() -> list[torch.Tensor]:
     """Adapted outputs of ones on both of two dp ranks."""
-    model = parallel(TINY.model(), mesh_of(tp=1))
+    model = px.no_data_parallel(parallel(TINY.model(), mesh_of(tp=1)))
     torch.manual_seed(11)
     model = peft.get_peft_model(model, config(lora_dropout=0.5)).train()
     model(**batch(TINY.vocab_size))

@@ -131,6 +131,7 @@ from reference_training import Job, build, train
 import parallel_ext as px
 
 root = {root!r}
+torch.distributed.init_process_group("gloo")  # which Layout asks for
 model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 2, 1)))
 px.preempted(model)
 for step in range(1, 10_000):

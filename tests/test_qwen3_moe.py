@@ -338,7 +338,7 @@ REFUSALS = {
     ),
     "a norm that is not there": (_without_norm, 2, "names: model.layers.1.self_attn.k_norm"),
     "other experts": (_other_experts, 2, "experts is a Fast, not HuggingFace's Qwen3MoeExperts"),
-    "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model)"),
+    "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model"),
     "adapters on routers": (
         _router_adapted,
         2,

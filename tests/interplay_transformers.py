@@ -1,0 +1,272 @@
+"""Methods of transformers' models, its Trainer and its optimizers."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from interplay import EVERYWHERE, TP, Spread, Trial, close, each_refused, exact, refused
+from interplay_accelerate import processes
+from torch import nn
+
+import parallel_ext as px
+
+M = "transformers.PreTrainedModel"
+
+
+@exact(f"{M}.forward", f"{M}.__call__", spreads=EVERYWHERE)
+def forward(trial: Trial) -> None:
+    trial.model.eval(), trial.reference.eval()
+    with torch.no_grad():
+        ours, theirs = trial.model(**trial.own), trial.reference(**trial.own)
+    close(ours.logits, theirs.logits)
+
+
+@refused(
+    f"{M}.forward (replaced by one that takes shards for full tensors, as TRL's)",
+    instead="undo that",
+)
+def replaced_forward(trial: Trial) -> None:
+    model = trial.model
+
+    def fused(input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        hidden = model.model(input_ids).last_hidden_state
+        return nn.functional.linear(hidden, model.lm_head.weight).logsumexp(-1).mean()
+
+    model.forward = fused
+    try:
+        model(**trial.own)
+    finally:
+        del model.forward
+        model.forward = trial.another().forward.__func__.__get__(model)
+
+
+@exact(f"{M}.forward (wrapped)", how="where the wrapper calls the one that it wraps")
+def wrapped_forward(trial: Trial) -> None:
+    plain = trial.model.forward
+    trial.model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    close(trial.model(**trial.own).loss, trial.reference(**trial.own).loss)
+
+
+@refused(f"{M}.forward (of a class that Liger has patched)", instead="model.loss_function")
+def patched_class(trial: Trial) -> None:
+    cls, plain = type(trial.model), type(trial.model).forward
+
+    def liger(self: nn.Module, *args: object, **kwargs: object) -> object:
+        labels = kwargs.pop("labels")
+        output = plain(self, *args, **kwargs)
+        output.loss = (output.logits.sum() * 0 + labels.sum()).float()
+        return output
+
+    trial.model.parallel_ext_local_shards.training_logits = True
+    cls.forward = liger
+    try:
+        trial.model(**trial.own)
+    finally:
+        cls.forward = plain
+
+
+@exact(f"{M}.generate", how="the same tokens on all tp ranks")
+def generate(trial: Trial) -> None:
+    ids = trial.whole["input_ids"][:1, 3:]
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    close(
+        trial.model.eval().generate(ids, **options),
+        trial.reference.eval().generate(ids, **options),
+    )
+
+
+@refused(f"{M}.generate_batch", f"{M}.init_continuous_batching", instead="px.generate")
+def generate_batch(trial: Trial) -> None:
+    each_refused(
+        trial.model.init_continuous_batching, lambda: trial.model.generate_batch([[5, 6, 7]])
+    )
+
+
+@exact(
+    f"{M}.save_pretrained",
+    how="every byte once; with HuggingFace's options that change nothing",
+    spreads=EVERYWHERE,
+)
+def save_pretrained(trial: Trial) -> None:
+    path = trial.folder / "saved"
+    trial.model.save_pretrained(
+        path,
+        is_main_process=trial.mesh.rank == 0,
+        state_dict=None,
+        save_function=torch.save,
+        safe_serialization=True,
+        push_to_hub=False,
+        variant=None,
+        token=None,
+        max_shard_size="1GB",
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    for name, value in trial.reference.state_dict().items():
+        close(again.state_dict()[name], value)
+
+
+@refused(f"{M}.save_pretrained (state_dict=, variant=, push_to_hub=)", instead="does not take")
+def save_pretrained_options(trial: Trial) -> None:
+    trial.model.save_pretrained(trial.folder, state_dict={}, push_to_hub=True)
+
+
+@refused(f"{M}.push_to_hub", instead="upload it from one of them", spreads=EVERYWHERE)
+def push_to_hub(trial: Trial) -> None:
+    trial.model.push_to_hub("nobody/nothing")
+
+
+@refused(
+    f"{M}.load_adapter",
+    f"{M}.add_adapter",
+    f"{M}.get_adapter_state_dict",
+    instead="peft.get_peft_model, peft.PeftModel.from_pretrained",
+    spreads=(*TP, Spread(1, 1)),
+)
+def adapters(trial: Trial) -> None:
+    import peft
+
+    each_refused(
+        lambda: trial.model.load_adapter(trial.folder),
+        trial.model.get_adapter_state_dict,
+        lambda: trial.model.add_adapter(peft.LoraConfig(target_modules=["q_proj"])),
+    )
+
+
+@refused(
+    f"{M}.set_input_embeddings",
+    f"{M}.set_output_embeddings",
+    instead="model.resize_token_embeddings",
+)
+def set_embeddings(trial: Trial) -> None:
+    embedding, head = nn.Embedding(101, 72), nn.Linear(72, 101)
+    each_refused(
+        lambda: trial.model.set_input_embeddings(embedding),
+        lambda: trial.model.model.set_input_embeddings(embedding),
+        lambda: trial.model.set_output_embeddings(head),
+    )
+
+
+@refused(
+    *(f"{M}.{name}" for name in ("set_decoder", "set_encoder", "set_use_kernels")),
+    instead="before px.parallelize",
+)
+def set_parts(trial: Trial) -> None:
+    each_refused(
+        lambda: trial.model.set_encoder(nn.Identity()),
+        lambda: trial.model.set_use_kernels(True),
+        lambda: trial.model.set_decoder(nn.Identity()),
+    )
+
+
+@refused(f"{M}.save_distributed_checkpoint", instead="px.save_checkpoint", spreads=EVERYWHERE)
+def save_distributed_checkpoint(trial: Trial) -> None:
+    trial.model.save_distributed_checkpoint(trial.folder)
+
+
+@refused(f"{M}.lm_head = (a module assigned)", instead="model.resize_token_embeddings")
+def assigned_head(trial: Trial) -> None:
+    head = trial.model.lm_head
+    trial.model.lm_head = nn.Linear(72, 101, dtype=torch.float64)
+    try:
+        trial.model(**trial.own)
+    finally:
+        trial.model.lm_head = head
+
+
+@refused(f"{M}.init_weights", f"{M}.initialize_weights", instead="model.load_state_dict")
+def init_weights(trial: Trial) -> None:
+    each_refused(trial.model.initialize_weights, trial.model.init_weights)
+
+
+@exact(f"{M}.resize_token_embeddings", how="rows keep their ids; optimizer= is carried along")
+def resize(trial: Trial) -> None:
+    for model in (trial.model, trial.reference):
+        torch.manual_seed(3)
+        model.resize_token_embeddings(107)
+    trial.equal()
+
+
+@exact(
+    f"{M}.num_parameters",
+    how="of the whole model; get_memory_footprint() is that of this rank",
+    spreads=EVERYWHERE,
+)
+def num_parameters(trial: Trial) -> None:
+    for options in ({}, {"exclude_embeddings": True}, {"only_trainable": True}):
+        trial.model.lm_head.requires_grad_("only_trainable" not in options)
+        trial.reference.lm_head.requires_grad_("only_trainable" not in options)
+        close(trial.model.num_parameters(**options), trial.reference.num_parameters(**options))
+
+
+@exact(
+    *(f"{M}.{name}" for name in ("get_input_embeddings", "get_output_embeddings", "tie_weights")),
+    f"{M}.set_attn_implementation",
+    f"{M}.enable_input_require_grads",
+    f"{M}.gradient_checkpointing_enable",
+)
+def other_methods(trial: Trial) -> None:
+    for model in (trial.model, trial.reference):
+        model.tie_weights()
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+        close(len(model.get_input_embeddings().weight.shape), 2)
+        close(len(model.get_output_embeddings().weight.shape), 2)
+    trial.backward()
+    trial.equal(gradients=True)
+    ids = trial.whole["input_ids"]
+    for model in (trial.model, trial.reference):
+        model.eval().set_attn_implementation("eager")
+    close(trial.model(ids).logits, trial.reference(ids).logits)
+
+
+@refused("transformers.optimization.Adafactor", instead="use px.Adafactor", spreads=EVERYWHERE)
+def transformers_adafactor(trial: Trial) -> None:
+    for parameter in trial.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    transformers.optimization.Adafactor(trial.model.parameters()).step()
+
+
+@refused(
+    "transformers.Trainer",
+    instead="prepare only the optimizer, and train the model as it is",
+    spreads=(Spread(2), Spread(1, 2), Spread(1, 2, 2)),
+)
+def trainer(trial: Trial) -> None:
+    with processes(trial):
+        options = transformers.TrainingArguments(
+            str(trial.folder), use_cpu=True, report_to=[], max_steps=1
+        )
+        data = [{name: value[0] for name, value in trial.own.items()}] * 4
+        transformers.Trainer(trial.model, options, train_dataset=data).train()
+
+
+@refused(
+    "transformers.Trainer.evaluate",
+    instead="prepare only the optimizer, and train the model as it is",
+)
+def trainer_evaluate(trial: Trial) -> None:
+    with processes(trial):
+        options = transformers.TrainingArguments(str(trial.folder), use_cpu=True, report_to=[])
+        data = [{name: value[0] for name, value in trial.own.items()}] * 4
+        transformers.Trainer(trial.model, options, eval_dataset=data).evaluate()
+
+
+@exact("transformers.Trainer (one process)", how="its checkpoints too", spreads=(Spread(1, 1),))
+def trainer_alone(trial: Trial) -> None:
+    for model, folder in ((trial.model, "ours"), (trial.reference, "theirs")):
+        options = transformers.TrainingArguments(
+            str(trial.folder / folder),
+            use_cpu=True,
+            report_to=[],
+            max_steps=2,
+            seed=3,
+            save_steps=1,
+            lr_scheduler_type="constant",
+            disable_tqdm=True,
+            logging_steps=1000,
+        )
+        data = [{name: value[0] for name, value in trial.whole.items()}] * 4
+        transformers.Trainer(model, options, train_dataset=data).train()
+    trial.equal(tolerance=1e-7)
+    again = px.from_pretrained(trial.folder / "ours" / "checkpoint-2", trial.mesh)
+    close(again.lm_head.weight, trial.model.lm_head.weight)

@@ -1,0 +1,121 @@
+"""Functions of other packages on parallel models: exact, or refused, as docs/interplay.md says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+from pathlib import Path
+
+import accelerate
+import interplay_checkpoint
+import pytest
+from interplay import PAGE, Case, Spread, Trial, load_cases, page, run_case
+from ranks import pool
+
+from parallel_ext.interplay.refusals import REFUSALS
+
+RUNS = [(case, spread) for case in load_cases() for spread in case.spreads]
+
+
+@pytest.mark.parametrize(("case", "spread"), RUNS, ids=[f"{c.key}-{s}" for c, s in RUNS])
+def test_what_the_page_says_is_so(case: Case, spread: Spread, tmp_path: Path) -> None:
+    pool(spread.tp * spread.dp).run(run_case, case.key, spread, tmp_path, timeout_s=120)
+
+
+def _saved(spread: Spread, folder: Path) -> None:
+    interplay_checkpoint.save(Trial(spread, folder), folder)
+
+
+def _loaded(spread: Spread, folder: Path, dp: int) -> None:
+    interplay_checkpoint.load(Trial(spread, folder), folder, dp)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Spread(2), Spread(3)),
+        (Spread(2, 2, 3), Spread(1, 1)),
+        (Spread(3), Spread(1, 2, 2)),
+        (Spread(1, 2, 3), Spread(4)),
+    ],
+    ids=str,
+)
+def test_dcp_resumes_on_another_layout(saved: Spread, loaded: Spread, tmp_path: Path) -> None:
+    pool(saved.tp * saved.dp).run(_saved, saved, tmp_path, timeout_s=120)
+    pool(loaded.tp * loaded.dp).run(_loaded, loaded, tmp_path, saved.dp, timeout_s=120)
+
+
+# Public names without a row: they take neither models nor parameters, or only undo or look at what
+# other rows say, or make a plain model.
+WITHOUT = {
+    "torch.nn.utils": """convert_conv2d_weight_memory_format convert_conv3d_weight_memory_format
+        fuse_conv_bn_weights fuse_linear_bn_weights parametrizations remove_spectral_norm
+        remove_weight_norm rnn skip_init stateless""",
+    "torch.nn.utils.parametrizations": "",
+    "torch.nn.utils.parametrize": """cached ParametrizationList is_parametrized
+        remove_parametrizations type_before_parametrizations""",
+    "torch.nn.utils.prune": "is_pruned remove",
+    "torch.distributed.checkpoint.state_dict": """FQNS_T PrimitiveType ValueType DictValueType
+        ListDictValueType OptimizerStateType StateDictOptions""",
+    "torch.distributed.checkpoint": "",
+    "torch.optim": "swa_utils",
+    "torch.optim.swa_utils": """get_ema_multi_avg_fn get_swa_multi_avg_fn get_ema_avg_fn
+        get_swa_avg_fn""",
+    "peft": """AutoPeftModel AutoPeftModelForCausalLM AutoPeftModelForFeatureExtraction
+        AutoPeftModelForQuestionAnswering AutoPeftModelForSeq2SeqLM
+        AutoPeftModelForSequenceClassification AutoPeftModelForTokenClassification CPTEmbedding
+        CartridgeEncoder LoraModel MODEL_TYPE_TO_PEFT_MODEL_MAPPING MultitaskPromptTuningInit
+        NoMatchingPeftModuleError PEFT_TYPE_TO_CONFIG_MAPPING PEFT_TYPE_TO_MIXED_MODEL_MAPPING
+        PEFT_TYPE_TO_TUNER_MAPPING PeftConfig PeftError PeftModel PeftModelForFeatureExtraction
+        PeftModelForQuestionAnswering PeftModelForSeq2SeqLM PeftModelForSequenceClassification
+        PeftModelForTokenClassification PeftType PeftWarning PrefixEncoder PromptEmbedding
+        PromptEncoder PromptEncoderReparameterizationType PromptTuningInit
+        TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING TaskType
+        bloom_model_postprocess_past_key_value compose_cartridge_adapters get_peft_config
+        initialize_kv_prefix_from_past_key_values initialize_kv_prefix_from_text
+        prompt_embeddings_from_past_key_values shift_tokens_right""",
+    "accelerate": """debug_launcher find_executable_batch_size init_empty_weights init_on_device
+        is_rich_available notebook_launcher skip_first_batches synchronize_rng_states""",
+    "accelerate.Accelerator": """check_trigger clear context_parallel_rank data_parallel_rank
+        data_parallel_shard_rank deepspeed_plugin deepspeed_ulysses_dl_adapter device
+        dispatch_batches distributed_type end_training even_batches fp8_backend free_memory gather
+        get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled
+        is_fsdp2 is_last_process is_local_main_process is_main_process join_uneven_inputs
+        local_main_process_first local_process_index log logging_dir lomo_backward
+        main_process_first maybe_context_parallel mixed_precision multi_device non_blocking
+        num_processes on_last_process on_local_main_process on_local_process on_main_process
+        on_process optimizer_step_was_skipped pad_across_processes parallelism_config
+        pipeline_parallel_rank print process_index profile project_dir reduce
+        register_load_state_pre_hook register_save_state_pre_hook save_iteration set_trigger
+        should_save_model skip_first_batches split_batches split_between_processes sync_gradients
+        tensor_parallel_rank torch_device_mesh trigger_sync_in_backward use_distributed
+        use_seedable_sampler use_stateful_dataloader verify_device_map wait_for_everyone""",
+}
+
+
+def _public(module: str) -> set[str]:
+    """The public names of a module or class, functions alone where it lists none."""
+    if module == "accelerate.Accelerator":
+        return {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
+    found = importlib.import_module(module)
+    functions = inspect.getmembers(found, inspect.isfunction)
+    own = (name for name, value in functions if value.__module__.startswith(module))
+    return set(getattr(found, "__all__", None) or {n for n in own if not n.startswith("_")})
+
+
+@pytest.mark.parametrize("module", WITHOUT)
+def test_every_public_function_has_its_row(module: str) -> None:
+    names = {name.split(" ")[0] for case in load_cases() for name in case.names}
+    lacking = {name for name in _public(module) if f"{module}.{name}" not in names}
+    assert lacking - set(WITHOUT[module].split()) == set()
+
+
+def test_every_function_that_is_refused_is_found() -> None:
+    for refusal in REFUSALS:
+        module, _, name = refusal.function.partition(":")
+        assert operator.attrgetter(name)(importlib.import_module(module)), refusal.function
+
+
+def test_the_page_is_that_of_the_cases() -> None:
+    assert PAGE.read_text() == page(PAGE.read_text()), "run python tests/interplay.py"
