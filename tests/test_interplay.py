@@ -6,13 +6,16 @@ import importlib
 import inspect
 import operator
 from pathlib import Path
+from typing import Any
 
 import accelerate
+import interplay
 import interplay_checkpoint
 import pytest
 from interplay import PAGE, Case, Spread, Trial, load_cases, page, run_case
 from ranks import pool
 
+from parallel_ext.interplay import serve, withdraw
 from parallel_ext.interplay.refusals import REFUSALS
 
 RUNS = [(case, spread) for case in load_cases() for spread in case.spreads]
@@ -21,6 +24,36 @@ RUNS = [(case, spread) for case in load_cases() for spread in case.spreads]
 @pytest.mark.parametrize(("case", "spread"), RUNS, ids=[f"{c.key}-{s}" for c, s in RUNS])
 def test_what_the_page_says_is_so(case: Case, spread: Spread, tmp_path: Path) -> None:
     pool(spread.tp * spread.dp).run(run_case, case.key, spread, tmp_path, timeout_s=120)
+
+
+def _fails_withdrawn(key: str, folder: Path) -> bool:
+    make = Trial.another
+
+    def another(trial: Trial) -> Any:
+        model = make(trial)
+        withdraw()
+        return model
+
+    interplay.Trial.another = another
+    try:
+        run_case(key, Spread(), folder)
+    except Exception:
+        return True
+    finally:
+        interplay.Trial.another = make
+        serve()
+    return False
+
+
+OF_EXTENSIONS = """clip_grad_norm clip_several total_norm parameters_to_vector drawn parametrized
+    pruned adafactor optimizer_state foreign_optimizer_state get_model_state_dict async_save
+    full_optimizer_state generate_batch set_embeddings trainer_evaluate peft_state_dict save_state
+    hotswapped_rank lorafa_on_shards save_model gather_for_metrics offloaded"""
+
+
+@pytest.mark.parametrize("key", OF_EXTENSIONS.split())
+def test_without_the_extensions_a_case_fails(key: str, tmp_path: Path) -> None:
+    assert all(pool(2).run(_fails_withdrawn, key, tmp_path))
 
 
 def _saved(spread: Spread, folder: Path) -> None:
