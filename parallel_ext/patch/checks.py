@@ -135,7 +135,8 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
         )
 
 
-def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
+def check_unsharded(model: nn.Module) -> None:
+    """Raise if this package or transformers' own plan has sharded the model already."""
     if any(isinstance(module, ParallelState) for module in model.modules()):
         raise ValueError("parallelize: this model is parallel already")
     if getattr(model, "_device_mesh", None) is not None:
@@ -143,6 +144,10 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             "parallelize: this model was already sharded by transformers' own plan (its "
             "distributed_config); load it without one"
         )
+
+
+def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
+    """Raise if the model carries something that the parallel one would override or change."""
     foreign = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
     if foreign:
         raise ValueError(

@@ -26,6 +26,7 @@ from parallel_ext.patch.checks import (
     check_names,
     check_plain,
     check_servable,
+    check_unsharded,
     table_for,
 )
 from parallel_ext.patch.replacing import enter_and_leave, replace_modules
@@ -83,8 +84,9 @@ def parallelize(
     def prepare() -> tuple[ModelTable, ModelLayout]:
         table = table_for(model)
         check_names(model, table)
-        check_servable(model, mesh, allow_different_dropout)
+        check_unsharded(model)
         check_plain(model, table)
+        check_servable(model, mesh, allow_different_dropout)
         check_mixture(model, table, mesh, agreement)
         return table, plan_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
 
