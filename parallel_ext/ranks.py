@@ -13,6 +13,13 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from parallel_ext import _C
+from parallel_ext.errors import (
+    CollectiveTimeout,
+    DisagreementError,
+    PeerLostError,
+    class_of_name,
+    shared_class,
+)
 from parallel_ext.heartbeat import long_step
 from parallel_ext.ops import ALONE, Group
 
@@ -20,18 +27,6 @@ T = TypeVar("T")
 
 _SHORT_BYTES = 504  # an object of so many travels in one message with its length
 _GRACE_S = 2.0  # how far apart in time ranks notice the same failure
-
-
-class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
-    """A function that every rank must call was not called by all of them in time."""
-
-
-class PeerLostError(RuntimeError):
-    """A transfer between two ranks broke off; :meth:`Ranks.together` finds out who is missing."""
-
-
-class DisagreementError(RuntimeError):
-    """Ranks that must do the same thing were about to do different things."""
 
 
 def world() -> tuple[int, int]:
@@ -264,8 +259,10 @@ class Ranks:
 
         Raises:
             CollectiveTimeout: ranks were killed or stopped, or did not come in time; names them.
-            Exception: the error of ``action`` where it failed; a RuntimeError that quotes it on the
-                other ranks.
+            Exception: what ``action`` raised, on every rank: the error itself where it failed, an
+                error of the same class that quotes it on the others. Of an error that is neither
+                Python's nor this package's, the class is the nearest base that is, or else
+                RuntimeError. Where ranks failed by different classes, it is the first rank's.
         """
         failure: Exception | None = None
         result: T | None = None
@@ -286,17 +283,20 @@ class Ranks:
         try:
             if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):
                 return result
-            outcomes = self._gather(self.control, (text, peer_lost), what)
+            kind = failure and shared_class(failure)
+            outcomes = self._gather(self.control, (text, kind, peer_lost), what)
         except CollectiveTimeout as error:
             if failure is None:
                 raise
             raise CollectiveTimeout(f"{error}; this rank had failed by {text}") from failure
         causes, broken = (
-            [f"rank {r}: {t}" for r, (t, lost) in enumerate(outcomes) if t and lost == wanted]
-            for wanted in (False, True)
+            [(f"rank {r}: {t}", k) for r, (t, k, lost) in enumerate(outcomes) if t and lost == own]
+            for own in (False, True)
         )
-        if failure and not peer_lost:
+        if not causes:
+            told = "; ".join(where for where, _ in broken)
+            raise CollectiveTimeout(f"{what}: {told}") from failure
+        shared = class_of_name(causes[0][1])
+        if isinstance(failure, shared) and not peer_lost:
             raise failure
-        if causes:
-            raise RuntimeError(f"{what} failed on {'; '.join(causes)}") from failure
-        raise CollectiveTimeout(f"{what}: {'; '.join(broken)}") from failure
+        raise shared(f"{what} failed on {'; '.join(where for where, _ in causes)}") from failure

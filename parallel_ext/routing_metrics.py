@@ -39,7 +39,7 @@ class RoutingMetrics:
         TypeError: the model was not parallelized.
         ValueError: it has no experts.
         RuntimeError: another ``RoutingMetrics`` of this model was not closed.
-        OSError: the file cannot be written, on rank 0; a RuntimeError that quotes it on the others.
+        OSError: rank 0 cannot write the file; on every rank.
         CollectiveTimeout: not all ranks made one.
 
     Example:
@@ -117,7 +117,7 @@ class RoutingMetrics:
 
         Raises:
             RuntimeError: a layer has routed nothing since the last call, or this was closed.
-            OSError: the line cannot be written, on rank 0; a RuntimeError that quotes it elsewhere.
+            OSError: rank 0 cannot write the line; on every rank.
             CollectiveTimeout, DisagreementError: not all ranks called it with this number.
         """
         what, mesh = f"RoutingMetrics.step({step})", self._state.mesh

@@ -123,12 +123,60 @@ def _contents(directory: Path) -> dict[str, bytes]:
 def test_all_raise_what_one_rank_raises(tmp_path: Path, what: str) -> None:
     results = pool(3).run_raising(_fail, what, tmp_path / "out")
     assert all(isinstance(raised, Raised) for raised in results), results
-    assert results[LOST].type == "OSError"
+    assert [raised.type for raised in results] == ["OSError"] * 3
     for rank in (0, 2):
         assert f"failed on rank {LOST}" in results[rank].text, results[rank]
         assert "No space left on device" in results[rank].text
     assert os.listdir(tmp_path) == ["out"], "no temporary directory may stay"
     assert _contents(tmp_path / "out")
+
+
+class _OwnError(Exception):
+    """An error that this package does not know."""
+
+
+class _OwnValueError(ValueError):
+    """A ValueError of somebody else."""
+
+
+FAILURES: dict[str, tuple[dict[int, Exception], list[str]]] = {
+    "a class of Python's": ({1: KeyError("q")}, ["KeyError"] * 3),
+    "a class of this package": ({2: px.CheckpointError("torn")}, ["CheckpointError"] * 3),
+    "a class under one of Python's": (
+        {1: _OwnValueError("not finite")},
+        ["ValueError", "_OwnValueError", "ValueError"],
+    ),
+    "a class that wants more than a text": (
+        {0: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte")},
+        ["UnicodeDecodeError", "UnicodeError", "UnicodeError"],
+    ),
+    "a class that no other rank knows": ({1: _OwnError("odd")}, ["RuntimeError"] * 3),
+    "several classes": ({1: TypeError("list"), 2: ValueError("-1")}, ["TypeError"] * 3),
+}
+
+
+def _fail_by(name: str) -> None:
+    mesh = px.init_mesh(timeout=TIMEOUT_S)
+    own = FAILURES[name][0].get(mesh.rank)
+
+    def act() -> None:
+        if own is not None:
+            raise own
+
+    try:
+        mesh.together("a step", act)
+    finally:
+        mesh.together("the next step", lambda: None)  # the ranks can still work together
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_except_clause_catches_an_error_on_every_rank(name: str) -> None:
+    failures, classes = FAILURES[name]
+    results = pool(3).run_raising(_fail_by, name)
+    assert [raised.type for raised in results] == classes
+    for rank in {0, 1, 2} - set(failures):
+        for failed, error in failures.items():
+            assert f"rank {failed}: {type(error).__name__}: " in results[rank].text
 
 
 def _save_slowly(directory: Path) -> None:

@@ -24,8 +24,9 @@ SOURCE = Path(__file__).parents[1]
 ALLOWED = {
     "layout": set(),
     "ops": {"layout"},
+    "errors": set(),
     "heartbeat": set(),
-    "ranks": {"heartbeat", "ops"},
+    "ranks": {"errors", "heartbeat", "ops"},
     "background": {"ranks"},
     "mesh": {"background", "ops", "ranks"},
     "partial_gradients": {"ops"},
@@ -43,8 +44,8 @@ ALLOWED = {
     "moe": {"forwards", "layout", "ops", "partial_gradients", "ranks", "sharded"},
     "models": {"checkpoint", "layout"},
     "checkpoint": {
-        *("layout", "mesh", "optimizer_layouts", "ranks", "replicas", "sharded", "shards"),
-        "version",
+        *("errors", "layout", "mesh", "optimizer_layouts", "ranks", "replicas", "sharded"),
+        *("shards", "version"),
     },
     "held_gradients": set(),
     "routing_counter": set(),

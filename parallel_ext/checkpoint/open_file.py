@@ -8,15 +8,13 @@ import stat
 from io import FileIO
 from pathlib import Path
 
+from parallel_ext.errors import CheckpointError
+
 _KINDS = {"d": "directory", "p": "FIFO", "s": "socket"}  # by the letter of ``ls -l``
 _shorten = reprlib.Repr()  # the repr of a hostile value may be larger than memory
 _shorten.maxstring = _shorten.maxother = _shorten.maxlong = 200
 shown = _shorten.repr
 """The ``repr`` of any value, cut to a length that fits into a message."""
-
-
-class CheckpointError(RuntimeError):
-    """A file or directory of a saved model is not what it must be."""
 
 
 def open_file(path: Path, links: bool = True) -> FileIO:

@@ -107,8 +107,8 @@ def save_directory(
 
     Raises:
         CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
-        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise, those that did
-            not fail a RuntimeError that quotes the error; the previous directory stays whole.
+        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise the same class;
+            the previous directory stays whole.
     """
     what = f"save_pretrained to {os.fspath(directory)}"
     mesh.meet(what)

@@ -1,0 +1,43 @@
+"""The errors that ranks share: one that a rank raises, the others raise as well."""
+
+from __future__ import annotations
+
+import builtins
+
+
+class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
+    """A function that every rank must call was not called by all of them in time."""
+
+
+class PeerLostError(RuntimeError):
+    """A transfer between two ranks broke off; ``Ranks.together`` finds out who is missing."""
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that must do the same thing were about to do different things."""
+
+
+class CheckpointError(RuntimeError):
+    """A file or directory of a saved model is not what it must be."""
+
+
+# Of Python's own: too wide to be caught, and those that cannot be made of a text.
+_NOT_SHARED = {"Exception", "ExceptionGroup"} | {
+    f"Unicode{what}Error" for what in ("Decode", "Encode", "Translate")
+}
+_SHARED: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (*vars(builtins).values(), CollectiveTimeout, DisagreementError, CheckpointError)
+    if isinstance(error, type) and issubclass(error, Exception)
+    if error.__name__ not in _NOT_SHARED
+}
+
+
+def shared_class(error: Exception) -> str:
+    """Return the name of the nearest class of an error that every rank can raise with a text."""
+    return next((c.__name__ for c in type(error).__mro__ if c.__name__ in _SHARED), "RuntimeError")
+
+
+def class_of_name(name: str) -> type[Exception]:
+    """Return the class that :func:`shared_class` named, on any rank."""
+    return _SHARED[name]
