@@ -1,5 +1,7 @@
 """Tensor-parallel HuggingFace models whose gradients and files are those of one process."""
 
+import importlib.util
+
 import torch
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -7,6 +9,12 @@ _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 try:
     from parallel_ext import _C
 except ImportError as error:
+    if importlib.util.find_spec("parallel_ext._C") is None:
+        raise ImportError(
+            f"the extension of parallel_ext is not built in {__path__[0]}; if the package is "
+            "installed elsewhere, leave the directory that hides it, else build it here with: "
+            "pip install --no-build-isolation -e ."
+        ) from error
     raise ImportError(
         f"parallel_ext was compiled for another torch than the running {torch.__version__}; "
         f"rebuild it with: {_REBUILD}"

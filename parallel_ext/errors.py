@@ -18,7 +18,14 @@ class DisagreementError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A file or directory of a saved model is not what it must be."""
+    """A file or directory of a saved model is not what it must be.
+
+    Its text can be printed, whatever names the files hold: a lone surrogate, which no encoding has,
+    is written as ``\\ud800``.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())
 
 
 # Of Python's own: too wide to be caught, and those that cannot be made of a text.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallel_ext import ops
-from parallel_ext.mesh import Mesh
+from parallel_ext.mesh import Mesh, check_mesh
 from parallel_ext.ranks import DisagreementError
 from parallel_ext.sharded import local_part
 
@@ -48,6 +48,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        check_mesh("GradScaler", mesh)
         self._mesh = mesh
         device = mesh.device.type
         super().__init__(

@@ -117,6 +117,24 @@ class Mesh(Ranks):
         return self._gather(self.tp_control, value, "an exchange of objects")
 
 
+def check_mesh(what: str, mesh: Any) -> None:
+    """Refuse anything but a mesh.
+
+    Args:
+        what: which function was given it, for the error.
+        mesh: what it was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(mesh, Mesh):
+        got = "none" if mesh is None else f"a {type(mesh).__name__}"
+        raise TypeError(
+            f"{what} needs the mesh that px.init_mesh makes, as in mesh = px.init_mesh(tp=2), but "
+            f"was given {got}"
+        )
+
+
 def _positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"init_mesh: {name} must be an integer of at least 1, got {value!r}")

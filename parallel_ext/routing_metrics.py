@@ -36,7 +36,7 @@ class RoutingMetrics:
             expert. The same on every rank.
 
     Raises:
-        TypeError: the model was not parallelized.
+        TypeError: the model was not parallelized, or ``path`` is no path.
         ValueError: it has no experts.
         RuntimeError: another ``RoutingMetrics`` of this model was not closed.
         OSError: rank 0 cannot write the file; on every rank.
@@ -69,6 +69,8 @@ class RoutingMetrics:
                 raise RuntimeError(
                     "RoutingMetrics: the model has one already; call its close() first"
                 )
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise TypeError(f"RoutingMetrics: path must be that of a file, got {path!r}")
             if path is None or mesh.rank != 0:
                 return None
             return open(path, "a", encoding="utf-8")  # noqa: SIM115 (until close)

@@ -74,7 +74,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _check_ends(model, state)
     fused = with_labels and not own_loss and not wants_logits and _bare_head(model, state)
     if state.agreement is not None:
-        _compare_inputs(model, state, arguments, fused)
+        makes_logits = with_labels and not own_loss and not wants_logits and not fused
+        _compare_inputs(model, state, arguments, makes_logits)
     apart = torch.is_grad_enabled() and _would_train_apart(state)
     _refuse_what_fails(model, state, arguments, trains_apart=apart and model.training)
     want_dict = kwargs.pop("return_dict", None)
@@ -123,12 +124,12 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _compare_inputs(
-    model: nn.Module, state: ParallelState, arguments: dict[str, Any], fused: bool
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any], makes_logits: bool
 ) -> None:
     """Raise on all tp ranks unless they are about to do the same."""
     compared, grad = dict(arguments), torch.is_grad_enabled()
-    if "labels" in arguments:
-        compared["hooks or changes of the output head"] = not fused
+    if makes_logits:
+        compared["hooks or changes of the output head"] = True
     mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
     if grad:  # it decides which sums a backward has
         compared["requires_grad"] = [p.requires_grad for p in model.parameters()]

@@ -198,7 +198,7 @@ def model_of(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: the model was not parallelized.
     """
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if STATE_NAME in module._modules:  # wrappers forward attributes
             return module
     raise TypeError(

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 import parallel_ext as px
 from parallel_ext.checkpoint import hf_directory
 from parallel_ext.checkpoint.hf_directory import HFDirectory
-from parallel_ext.checkpoint.open_file import CheckpointError
+from parallel_ext.checkpoint.open_file import CheckpointError, open_file
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TABLE, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -610,10 +610,82 @@ IN_CONFIG = {
     "a billion layers": Case(
         _config(num_hidden_layers=10**9), (CONFIG, "num_hidden_layers is 1000000000, but there are")
     ),
-    "no heads": Case(_config(num_attention_heads=0), (CONFIG, "transformers refuses it")),
+    "no heads": Case(
+        _config(num_attention_heads=0), (CONFIG, "num_attention_heads is 0, but must")
+    ),
     "padding id": Case(_config(pad_token_id=101), (CONFIG, "pad_token_id is 101", "of 101")),
     "dtype float33": Case(_config(dtype="float33"), (CONFIG, "float33")),
-    "dtype int8": Case(_config(dtype="int8"), (CONFIG, "dtype is torch.int8")),
+    "dtype int8": Case(_config(dtype="int8"), (CONFIG, "dtype is 'int8'", "floating-point")),
+    "dtype that is a function": Case(
+        _config(torch_dtype="load"), (CONFIG, "torch_dtype is 'load'")
+    ),
+    "a billion labels": Case(
+        _config(num_labels=10**9), (CONFIG, "num_labels asks for 1000000000 labels")
+    ),
+    **{
+        f"200 000 entries of {name}": Case(
+            _config(**{name: {str(i): i for i in range(200_000)}}),
+            (CONFIG, f"{name} asks for 200000 labels"),
+        )
+        for name in ("id2label", "label2id")
+    },
+    **{
+        f"{name} of {value}": Case(
+            _config(**{name: value}), (CONFIG, f"{name} is {value}, more than the 16777216")
+        )
+        for name, value in (
+            ("hidden_size", 2**50),
+            ("intermediate_size", 2**50),
+            ("head_dim", 2**40),
+        )
+    },
+    **{
+        f"{name} of {value}": Case(
+            _config(**{name: value}), (CONFIG, f"{name} is {value}, but must be at least 1")
+        )
+        for name, value in (("hidden_size", -72), ("intermediate_size", 0), ("head_dim", 0))
+    },
+    "key-value heads of 0": Case(
+        _config(num_key_value_heads=0), (CONFIG, "num_key_value_heads is 0, but must")
+    ),
+    "activation": Case(
+        _config(hidden_act="nope"), (CONFIG, "KeyError: 'nope'; it is the value of hidden_act")
+    ),
+    "rope": Case(
+        _config(rope_parameters={"rope_type": "nope", "rope_theta": 1.0}),
+        (CONFIG, "KeyError: 'nope'; it is the value of rope_parameters.rope_type"),
+    ),
+    "longrope of another length": Case(
+        _config(
+            rope_parameters={
+                **{"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0},
+                **{"short_factor": [1.0] * 3, "long_factor": [1.0] * 3},
+                "original_max_position_embeddings": 8,
+            }
+        ),
+        (CONFIG, "transformers refuses it: RuntimeError", "size of tensor"),
+    ),
+    **{
+        f"{name} of a repository": Case(
+            _config(**{name: "some/kernel@v1"}),
+            (CONFIG, f"{name} is 'some/kernel@v1'", "a file cannot"),
+        )
+        for name in ("_attn_implementation", "attn_implementation", "_experts_implementation")
+    },
+    "attention of a part": Case(
+        _config(attn_implementation={"": "sdpa", "text_config": "some/kernel"}),
+        (CONFIG, "attn_implementation is {'': 'sdpa'", "some/kernel"),
+    ),
+    "quantized": Case(
+        _config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        (CONFIG, "quantization_config is {", "quantized models are not served"),
+    ),
+    "checkpointing": Case(
+        _config(gradient_checkpointing=True), (CONFIG, "gradient_checkpointing is True")
+    ),
+    "another architecture": Case(
+        _config(model_type="gpt2"), (CONFIG, "model_type is 'gpt2', but served are cogagent, llama")
+    ),
     "foreign code": Case(
         _config(model_type="lama", auto_map={"AutoConfig": "x.Y"}), (CONFIG, "custom code")
     ),
@@ -829,6 +901,98 @@ def test_the_option_changes_nothing_where_nothing_is_padded(good: Path) -> None:
     model = px.from_pretrained(good / "many", px.init_mesh(), vocab_size=101)
     for name, tensor in TINY.model().state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def _config_again(path: Path, change: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_the_configurations_are_those_that_were_checked(
+    good: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are put in their place once the directory has been opened."""
+    shutil.copytree(good / "one", folder)
+    _config_again(folder / "generation_config.json", {"max_new_tokens": 3})
+    opened = HFDirectory.__init__
+
+    def open_and_replace(self: HFDirectory, path: Path) -> None:
+        opened(self, path)
+        _config_again(path / CONFIG, {"rms_norm_eps": 0.5})
+        _config_again(path / "generation_config.json", {"max_new_tokens": 4})
+
+    monkeypatch.setattr(HFDirectory, "__init__", open_and_replace)
+    model = px.from_pretrained(folder, px.init_mesh())
+    assert model.config.rms_norm_eps == TINY.model().config.rms_norm_eps
+    assert model.generation_config.max_new_tokens == 3
+
+
+def test_a_published_generation_config_that_is_not_valid_is_saved_again(
+    good: Path, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(good / "one", folder)
+    _config_again(folder / "generation_config.json", {"do_sample": False, "temperature": 0.6})
+    px.from_pretrained(folder, px.init_mesh()).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["temperature"] == 0.6
+
+
+@pytest.mark.parametrize("wanted", [None, "eager"])
+def test_the_attention_of_the_file_does_not_count(
+    wanted: str | None, good: Path, folder: Path
+) -> None:
+    shutil.copytree(good / "one", folder)
+    _config_again(folder / CONFIG, {"_attn_implementation": "flash_attention_2"})
+    model = px.from_pretrained(folder, px.init_mesh(), attn_implementation=wanted)
+    assert model.config._attn_implementation == (wanted or "sdpa")
+    with pytest.raises(ValueError, match="nope"):  # of the caller, not of the file
+        px.from_pretrained(folder, px.init_mesh(), attn_implementation="nope")
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("at", range(6))
+def test_a_file_that_is_exchanged_while_it_is_opened_is_refused_or_read(
+    at: int, links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to a file elsewhere is put in its place between any two calls of the system."""
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("secret")
+    (folder / "own").write_text("own")
+    path = folder / CONFIG
+    if links:
+        path.symlink_to("own")
+    else:
+        path.write_text("own")
+    calls = 0
+
+    def with_exchange(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if calls == at:
+                path.unlink()
+                path.symlink_to(secret)
+            calls += 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("open", "stat", "fstat", "readlink"):
+        monkeypatch.setattr(os, name, with_exchange(getattr(os, name)))
+    try:
+        with open_file(path, links) as file:
+            content = file.read()
+    except CheckpointError:
+        content = b"own"
+    monkeypatch.undo()
+    assert content == b"own"
+
+
+def test_an_error_can_be_printed_whatever_a_tensor_is_called(good: Path, folder: Path) -> None:
+    shutil.copytree(good / "one", folder)
+    _header(lambda header: header.update({"a\ud800": header.pop(NORM)}))(folder)
+    message, _ = _refused(folder)
+    assert "a\\ud800" in message
+    assert message.encode()
 
 
 def test_links_that_stay_in_the_directory_or_in_the_hub_cache_are_followed(

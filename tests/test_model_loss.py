@@ -180,7 +180,7 @@ def _watched_on_one_rank() -> None:
 def test_a_head_that_is_watched_on_one_rank_only_raises_on_all() -> None:
     for raised in pool(2).run_raising(_watched_on_one_rank):
         assert raised.type == "DisagreementError"
-        words = "hooks or changes of the output head (tp rank 0: True, tp rank 1: False)"
+        words = "hooks or changes of the output head (tp rank 0: True, tp rank 1: absent)"
         assert words in raised.text
 
 

@@ -46,7 +46,8 @@ class HFDirectory:
 
     Attributes:
         file_of: HuggingFace name -> the open file that holds the tensor.
-        has_generation_config: whether there is a ``generation_config.json``.
+        config: what ``config.json`` held when it was opened; nobody reads the file again.
+        generation_config: the same of ``generation_config.json``; None if there is none.
         shapes: HuggingFace name -> shape of every tensor in the files.
         dtypes: HuggingFace name -> its dtype.
 
@@ -64,9 +65,9 @@ class HFDirectory:
         self._open_file = open_file or (lambda name: SafetensorsFile(self.path / name))
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
-        self.has_generation_config = os.path.lexists(self.path / GENERATION_CONFIG_NAME)
-        for name in (CONFIG_NAME, *[GENERATION_CONFIG_NAME] * self.has_generation_config):
-            read_json(self.path / name)  # transformers, which reads them again, would wait or guess
+        self.config = read_json(self.path / CONFIG_NAME)
+        generation = self.path / GENERATION_CONFIG_NAME
+        self.generation_config = read_json(generation) if os.path.lexists(generation) else None
         self._files: list[SafetensorsFile] = []
         self.file_of: dict[str, SafetensorsFile] = {}
         try:

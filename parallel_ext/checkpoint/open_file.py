@@ -24,40 +24,41 @@ def open_file(path: Path, links: bool = True) -> FileIO:
     snapshot to the blobs of the same repository.
 
     Args:
-        path: of the file; what it is, is found out before it is opened, since a device may act on
-            that, and again afterwards, since it may be another by then.
+        path: of the file. What it is and where it lies is asked of the very file that is then
+            read, whatever stands under its name meanwhile. Nothing else is opened, since a device
+            may act on that.
         links: False where no symbolic link may be followed, as in a training checkpoint.
 
     Raises:
         CheckpointError: there is no such file, it is no regular file, it cannot be opened, or it is
             a symbolic link that leads elsewhere.
     """
+    flags = os.O_CLOEXEC if links else os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        if path.is_symlink():
-            if not links:
+        folder = Path(os.path.realpath(path.parent))
+        found = os.open(path, os.O_PATH | flags)
+        try:
+            mode, same = os.fstat(found).st_mode, f"/proc/self/fd/{found}"
+            if stat.S_ISLNK(mode):
                 raise CheckpointError(
                     f"{path}: a symbolic link, which is not followed in a training checkpoint; put "
                     "the file itself there"
                 )
-            folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+            target = Path(os.readlink(same))
             if not (target.is_relative_to(folder) or target.parent == _hub_blobs(folder)):
                 raise CheckpointError(
                     f"{path}: this symbolic link leads out of its directory, to {target}; put the "
                     "file itself there"
                 )
-        _check_regular(path, os.stat(path).st_mode)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # or a FIFO would wait for a writer
-        file = FileIO(os.open(path, flags if links else flags | os.O_NOFOLLOW))
-        try:
-            _check_regular(path, os.fstat(file.fileno()).st_mode)
-        except BaseException:
-            file.close()
-            raise
-        return file
+            _check_regular(path, mode)
+            return FileIO(os.open(same, os.O_RDONLY | os.O_CLOEXEC))
+        finally:
+            os.close(found)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # ValueError: not a name that a file can have
-        raise CheckpointError(f"{path}: cannot be opened: {error}") from error
+        text = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: cannot be opened: {text}") from error
 
 
 def _check_regular(path: Path, mode: int) -> None:

@@ -130,7 +130,7 @@ class _Opened:
                 wanted.append((Wanted(part.name, layout[name], part), shard))
         for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and self.loop[what] is None:
-                raise CheckpointError(f"{self.path} was saved without the state of a {what}")
+                raise CheckpointError(f"{self.path} was saved without the {what}'s state")
         apply = [self.contents.dropout_masks_after(self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {

@@ -100,6 +100,12 @@ def _check_embedding(path: str, module: nn.Embedding) -> None:
 
 def check_names(model: nn.Module, table: ModelTable) -> None:
     """One error that lists every name this package relies on and the installed version lacks."""
+    cls = type(model).__name__
+    if not hasattr(model, table.head) and not cls.endswith("ForCausalLM"):
+        raise ValueError(
+            f"parallelize: {cls} is not served: of {table.model_type!r} only the class with an "
+            "output head is, ...ForCausalLM"
+        )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if table.attention:
         of_config += _ATTENTION_CONFIG_ATTRIBUTES
@@ -107,7 +113,7 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
         of_model += _MIXTURE_MODEL_ATTRIBUTES
         of_config += (table.mixture.num_experts, "output_router_logits")
         of_config += (table.mixture.jitter,) if table.mixture.jitter else ()
-    missing = [f"{type(model).__name__}.{n}" for n in of_model if not hasattr(model, n)]
+    missing = [f"{cls}.{n}" for n in of_model if not hasattr(model, n)]
     missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
 
     def find(path: str) -> nn.Module | None:
@@ -130,7 +136,7 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
             missing += [f"{path}.{n}" for n in block.attributes() if not hasattr(owner, n)]
     if missing:
         raise ValueError(
-            f"parallelize: {type(model).__name__} of transformers {transformers.__version__} "
+            f"parallelize: {cls} of transformers {transformers.__version__} "
             f"lacks what the table for {table.model_type!r} names: {', '.join(missing)}"
         )
 

@@ -17,7 +17,7 @@ from parallel_ext import runtime
 from parallel_ext.agreement import Agreement
 from parallel_ext.interplay import serve
 from parallel_ext.layout import ModelLayout, TensorLayout
-from parallel_ext.mesh import Mesh
+from parallel_ext.mesh import Mesh, check_mesh
 from parallel_ext.models.blocks import RegionNames
 from parallel_ext.models.table import ModelSizes, ModelTable, plan
 from parallel_ext.patch.checks import (
@@ -76,6 +76,7 @@ def parallelize(
     Example:
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
+    check_mesh("parallelize", mesh)
     mesh.meet("parallelize")
     serve()
     if importlib.util.find_spec("peft"):  # whose classes then serve this model

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from torch import nn
 
 from parallel_ext import checkpoint
-from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, GENERATION_CONFIG_NAME
-from parallel_ext.checkpoint.open_file import shown
-from parallel_ext.checkpoint.strict_json import read_json
-from parallel_ext.mesh import Mesh
-from parallel_ext.models import learn
+from parallel_ext.mesh import Mesh, check_mesh
 from parallel_ext.patch.checks import table_for
+from parallel_ext.patch.configuration import build_on_meta, configurations
+from parallel_ext.patch.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.patch.parallelize import parallelize
 from parallel_ext.state import state_of
-
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def from_pretrained(
     source: str | os.PathLike[str],
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    torch_dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
     device: torch.device | str | None = None,
     vocab_size: int | None = None,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Build a parallel model of which each rank reads only its own slices from disk.
@@ -42,40 +41,73 @@ def from_pretrained(
 
     Args:
         source: a HuggingFace directory with safetensors files, or a hub id.
-        mesh: from :func:`init_mesh`.
-        dtype: of the parameters; when None that of the configuration, else that of the first
-            tensor, as in HuggingFace. Buffers keep HuggingFace's.
-        attn_implementation: as in HuggingFace, for example ``"sdpa"`` or ``"eager"``.
+        mesh: from :func:`init_mesh`; it must be given.
+        dtype: of the parameters, also by name, such as ``"bfloat16"``; when None or ``"auto"`` that
+            of the configuration, else that of the first tensor, as in HuggingFace. Buffers keep
+            HuggingFace's.
+        torch_dtype: the same by its older name.
+        attn_implementation: as in HuggingFace, for example ``"sdpa"`` or ``"eager"``. What the
+            files ask for does not count.
         device: of the parameters and buffers; when None ``mesh.device``: this rank's GPU under
             NCCL, else the CPU.
         vocab_size: the true size of a vocabulary that another system has padded in the files. Rows
             behind it are left out if all are zero, and ``config.vocab_size`` becomes this.
+        subfolder: where in the source the model is.
+        revision, token, cache_dir, local_files_only: of the hub, as in HuggingFace; a directory
+            needs none of them.
         options: of :func:`parallelize`.
 
     Returns:
         The model in eval mode, with its generation config.
 
     Raises:
-        CheckpointError: a file is missing, damaged or of other names or shapes than the
-            configuration asks for, or a row behind ``vocab_size`` is not zero; on all ranks.
+        CheckpointError: a directory or file is missing, damaged or of other names or shapes than
+            the configuration asks for, the configuration makes no model that is served, or a row
+            behind ``vocab_size`` is not zero; on all ranks.
         CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        TypeError: there is no such option, or no mesh.
         ValueError, DisagreementError: as :func:`parallelize`.
 
     Example:
         >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
     """
+    check_mesh("from_pretrained", mesh)
     mesh.meet("from_pretrained")
     what = f"from_pretrained({str(source)!r})"
-    local = mesh.together(what, lambda: _local(source), patient=True)  # the hub may be slow
+
+    def check() -> tuple[dict[str, Any], torch.dtype | None]:
+        for name, value in {
+            "attn_implementation": attn_implementation,
+            "subfolder": subfolder or None,  # in HuggingFace "" is none
+            "revision": revision,
+        }.items():
+            check_text(name, value)
+        if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
+            raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
+        return check_options(from_pretrained, parallelize, options), dtype_of(dtype, torch_dtype)
+
+    options, dtype = mesh.together(what, check)
+    hub = {
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    local = mesh.together(  # the hub may be slow
+        what, lambda: local_directory(source, subfolder, **hub), patient=True
+    )
     device = mesh.device if device is None else torch.device(device)
     with mesh.together(what, lambda: checkpoint.HFDirectory(local)) as directory:
-        config, generation_config = mesh.together(what, lambda: _configs(directory, vocab_size))
-        model = mesh.together(what, lambda: _on_meta(config, attn_implementation))
+        config, generation_config = mesh.together(
+            what, lambda: configurations(directory, vocab_size)
+        )
+        model = mesh.together(what, lambda: build_on_meta(directory, config, attn_implementation))
         parallelize(model, mesh, **options)
 
         mesh.together(what, lambda: _check(directory, model, vocab_size))
         layout = state_of(model).layout
-        dtype = dtype or _dtype_of(model, directory)
+        if dtype is None:
+            dtype = _dtype_of(model, directory)
         directory.load_into(model, mesh, layout, what, dtype, device)
         mesh.together(what, lambda: _check_complete(model))
     model.to(device)  # the buffers
@@ -84,74 +116,6 @@ def from_pretrained(
     if generation_config is not None:
         model.generation_config = generation_config
     return model.eval()
-
-
-def _local(source: str | os.PathLike[str]) -> Path:
-    """The directory itself, or the hub's snapshot, downloaded once a machine.
-
-    The other processes of a machine wait in the download's file lock.
-    """
-    path = Path(source)
-    if path.exists():
-        return path
-    return Path(snapshot_download(str(source), allow_patterns=_HUB_PATTERNS))
-
-
-def _configs(
-    directory: checkpoint.HFDirectory, vocab_size: int | None
-) -> tuple[transformers.PreTrainedConfig, transformers.GenerationConfig | None]:
-    """The configurations of a directory, with the true size of the vocabulary if it is given."""
-    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-        raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
-    name, generation = CONFIG_NAME, None
-    try:
-        if (own := learn(read_json(directory.path / CONFIG_NAME))) is not None:
-            config = transformers.CONFIG_MAPPING[own].from_pretrained(directory.path)
-        else:  # code that comes with the files is not run, nor is the user asked for it
-            config = transformers.AutoConfig.from_pretrained(
-                directory.path, trust_remote_code=False
-            )
-        if directory.has_generation_config:
-            name = GENERATION_CONFIG_NAME
-            generation = transformers.GenerationConfig.from_pretrained(directory.path)
-    except Exception as error:
-        raise checkpoint.CheckpointError(
-            f"{directory.path / name}: transformers refuses it: {type(error).__name__}: {error}"
-        ) from error
-    if vocab_size is not None:
-        config.vocab_size = vocab_size
-    _check_config(config, directory)
-    return config, generation
-
-
-def _check_config(config: transformers.PreTrainedConfig, directory: checkpoint.HFDirectory) -> None:
-    """Refuse values with which no model can be built, or none in reasonable time."""
-    rows, layers, pad, dtype = (
-        getattr(config, name, None)
-        for name in ("vocab_size", "num_hidden_layers", "pad_token_id", "dtype")
-    )
-    problem = ""
-    if isinstance(rows, int) and not 0 < rows < 2**31:
-        problem = f"vocab_size is {rows}, which no vocabulary has"
-    elif isinstance(layers, int) and layers > len(directory.shapes):
-        problem = f"num_hidden_layers is {layers}, but there are {len(directory.shapes)} tensors"
-    elif isinstance(rows, int) and isinstance(pad, int) and not -rows <= pad < rows:
-        problem = f"pad_token_id is {pad}, outside of the vocabulary of {rows}"
-    elif dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        problem = f"dtype is {shown(dtype)}, but parameters are floating-point"
-    if problem:
-        raise checkpoint.CheckpointError(f"{directory.path / CONFIG_NAME}: {problem}")
-
-
-def _on_meta(
-    config: transformers.PreTrainedConfig, attn_implementation: str | None
-) -> transformers.PreTrainedModel:
-    """The unfilled model: parameters on meta, buffers real, weights tied as configured."""
-    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with torch.device("cpu"), init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
-    model.tie_weights()
-    return model
 
 
 def _check(
