@@ -36,6 +36,11 @@ def _works_afterwards(model: Any) -> float:
 # Inputs that differ, or are out of range, on one rank.
 
 
+def test_ranks_in_other_modes_are_told_of_nothing_else() -> None:
+    for raised in pool(2).run_raising(_forward_with, "eval"):
+        assert "output head" not in raised.text
+
+
 def _forward_with(change: str) -> None:
     model = parallel(TINY.model(), mesh_of())
     one = batch(TINY.vocab_size)
@@ -393,3 +398,25 @@ def test_attention_dropout_is_accepted_on_demand() -> None:
     model = Tiny(dtype=torch.float32).model()
     model.config.attention_dropout = 0.1
     assert px.parallelize(model, px.init_mesh(), allow_different_dropout=True) is model
+
+
+# What is no parallel model, or none that can be.
+
+
+def test_what_is_no_parallel_model_is_named() -> None:
+    for call in (lambda: px.no_sync(3).__enter__(), lambda: px.Adafactor(3)):
+        with pytest.raises(TypeError, match="int is not a parallel model; call px.parallelize"):
+            call()
+    with pytest.raises(TypeError, match="int is not a parallel model"):
+        px.RoutingMetrics(3)
+    with pytest.raises(TypeError, match="GradScaler needs the mesh .* given a float"):
+        px.GradScaler(0.0)
+
+
+@pytest.mark.parametrize(
+    "cls", [transformers.LlamaModel, transformers.LlamaForSequenceClassification]
+)
+def test_only_the_class_with_an_output_head_is_served(cls: type) -> None:
+    model = cls(TINY.model().config)
+    with pytest.raises(ValueError, match=f"{cls.__name__} is not served: .* ...ForCausalLM"):
+        px.parallelize(model, px.init_mesh())

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import pkgutil
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_another_torch_is_answered_with_the_rebuild_command() -> None:
     built_for = px._C.build_info()["torch"]
     assert f"compiled for torch {built_for}, but torch 9.8.7 is running" in error
     assert "pip install --no-build-isolation" in error
+
+
+def test_a_clone_without_the_extension_is_told_so(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("_C*", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "parallel_ext", ignore=ignored)
+    error = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import parallel_ext")
+    assert f"is not built in {tmp_path / 'parallel_ext'}" in error
+    assert "another torch" not in error
+    (tmp_path / "parallel_ext" / "_C.so").write_bytes(b"of another torch")
+    error = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import parallel_ext")
+    assert "was compiled for another torch" in error
 
 
 def test_setup_without_torch_prints_the_command() -> None:

@@ -310,6 +310,7 @@ MISUSES = {
         lambda: _watched("/nowhere/routing.jsonl"),
         "No such file or directory: '/nowhere/routing.jsonl'",
     ),
+    "a number for a path": (lambda: _watched(1), "path must be that of a file, got 1"),
     "a disk that is full": (_full_disk, "No space left on device"),
     "two at a time": (_twice, "the model has one already; call its close() first"),
     "a step without training": (_nothing_routed, "layer 0 has routed nothing since the last step"),

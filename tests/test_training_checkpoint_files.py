@@ -381,7 +381,7 @@ REFUSED = {
     "Adafactor": "is no part of a state of the whole parameter",
     "nothing": "elsewhere holds no training checkpoint",
     "step of a load": "step must be a whole number from 0 on, got '1'",
-    "no scheduler": "was saved without the state of a scheduler",
+    "no scheduler": "was saved without the scheduler's state",
     "class": "the state of AdamW was saved, but the optimizer is SGD",
     "groups": "2 groups of parameters were saved, but the optimizer has 1",
     "group": "group 0 of the optimizer",

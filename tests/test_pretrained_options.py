@@ -1,0 +1,144 @@
+"""What ``from_pretrained`` is asked for: HuggingFace's words mean the same, others are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import Tiny, mesh_of
+
+import parallel_ext as px
+from parallel_ext.checkpoint.hf_directory import HFDirectory
+
+TINY = Tiny(dtype=torch.bfloat16, layers=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    TINY.model().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"dtype": "auto"}, torch.bfloat16),
+        ({"torch_dtype": "auto"}, torch.bfloat16),
+        ({"dtype": "float64"}, torch.float64),
+        ({"dtype": torch.float32}, torch.float32),
+        ({"torch_dtype": torch.float64}, torch.float64),
+        ({"dtype": torch.float64, "torch_dtype": "float64"}, torch.float64),
+    ],
+)
+def test_dtypes_are_given_as_in_huggingface(
+    folder: Path, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = px.from_pretrained(folder, px.init_mesh(), **options)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model.config.dtype == dtype
+
+
+REFUSED = {
+    "no dtype": ({"dtype": ""}, ValueError, "dtype must be a floating-point torch.dtype"),
+    "zero": ({"dtype": 0.0}, ValueError, "dtype must be .* got 0.0"),
+    "integers": ({"dtype": "int8"}, ValueError, "dtype must be .* got 'int8'"),
+    "function": ({"torch_dtype": "load"}, ValueError, "torch_dtype must be .* got 'load'"),
+    "two dtypes": ({"dtype": "auto", "torch_dtype": "float16"}, ValueError, "two names of one"),
+    "no attention": ({"attn_implementation": ""}, TypeError, "attn_implementation must be a text"),
+    "number for a revision": ({"revision": 3}, TypeError, "revision must be a text"),
+    "unknown": (
+        {"revison": "main"},
+        TypeError,
+        "from_pretrained has no option revison; .*revision",
+    ),
+    "code": ({"trust_remote_code": True}, TypeError, "does not take trust_remote_code: code that"),
+    "devices": ({"device_map": "auto"}, TypeError, "does not take device_map: the mesh places"),
+    "configuration": ({"config": {}}, TypeError, "does not take config: the configuration is"),
+    "quantized": ({"load_in_8bit": True}, TypeError, "quantized models are not served"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_is_refused_before_a_file_is_opened(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: Any) -> None:
+        raise AssertionError("a directory was opened")
+
+    monkeypatch.setattr(HFDirectory, "__init__", opened)
+    options, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        px.from_pretrained(folder, px.init_mesh(), **options)
+
+
+def _load_with_an_option_on_rank_1(folder: str) -> None:
+    px.from_pretrained(folder, mesh_of(), **({"max_memory": 3} if mesh_of().rank else {}))
+
+
+def test_what_one_rank_is_refused_all_are(folder: Path) -> None:
+    for raised in pool(2).run_raising(_load_with_an_option_on_rank_1, str(folder)):
+        assert "from_pretrained does not take max_memory: each rank holds its shards" in raised.text
+
+
+def test_huggingfaces_words_for_nothing_change_nothing(folder: Path) -> None:
+    nothing = {"device_map": None, "trust_remote_code": False, "quantization_config": None}
+    of_the_hub = {"revision": "main", "token": None, "local_files_only": True, "subfolder": ""}
+    model = px.from_pretrained(folder, px.init_mesh(), **nothing, **of_the_hub)
+    for name, parameter in TINY.model().named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_a_revision_and_a_subfolder_of_the_hub_are_found_in_its_cache(
+    folder: Path, tmp_path: Path
+) -> None:
+    repository = tmp_path / "models--some--llama"
+    of_revision = {"main": (0, 5), "v2": (1, 7)}
+    for revision, (number, layers) in of_revision.items():
+        commit = f"{number}" * 40
+        inner = repository / "snapshots" / commit / "inner"
+        Tiny(dtype=torch.float32, layers=layers).model().save_pretrained(inner)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    options = {"cache_dir": tmp_path, "local_files_only": True, "subfolder": "inner"}
+    for revision, (_, layers) in of_revision.items():
+        model = px.from_pretrained("some/llama", px.init_mesh(), revision=revision, **options)
+        assert model.config.num_hidden_layers == layers
+    assert px.from_pretrained(
+        repository / "snapshots" / ("1" * 40), px.init_mesh(), subfolder="inner"
+    )
+    with pytest.raises(px.CheckpointError, match="some/llama: no such directory, and the hub does"):
+        px.from_pretrained("some/llama", px.init_mesh(), revision="v3", **options)
+
+
+@pytest.mark.parametrize("subfolder", ["..", "a/../../b", "/etc"])
+def test_a_subfolder_lies_in_the_source(folder: Path, subfolder: str) -> None:
+    with pytest.raises(ValueError, match="subfolder must lie in the source"):
+        px.from_pretrained(folder, px.init_mesh(), subfolder=subfolder)
+
+
+@pytest.mark.parametrize("source", ["/absent/llama", "./absent", "absent/some/llama"])
+def test_a_directory_that_is_not_there_is_said_to_be_so(source: str) -> None:
+    with pytest.raises(px.CheckpointError, match=re.escape(f"{source}: no such directory") + "$"):
+        px.from_pretrained(source, px.init_mesh())
+
+
+@pytest.mark.parametrize("source", ["", None, 3])
+def test_what_names_no_place_is_refused(source: Any) -> None:
+    with pytest.raises(TypeError, match="source must be a directory or hub id"):
+        px.from_pretrained(source, px.init_mesh())
+
+
+def test_without_a_mesh_the_sentence_says_how_to_make_one(folder: Path) -> None:
+    for given in ((), (None,), (2,)):
+        with pytest.raises(
+            TypeError, match=r"from_pretrained needs the mesh .* px.init_mesh\(tp=2\)"
+        ):
+            px.from_pretrained(folder, *given)
+    with pytest.raises(TypeError, match="parallelize needs the mesh .* was given none"):
+        px.parallelize(TINY.model(), None)
