@@ -1,6 +1,7 @@
 """Saving and loading a Llama of 485 MiB at tp = 2: ours, transformers, DCP.
 
-    python benchmarks/checkpoint.py [--malloc default|tuned|all] [--repetitions N] [--update-readme]
+    python benchmarks/checkpoint.py [--malloc default|tuned|all] [--repetitions N] [--smallest]
+                                    [--update-readme]
 
 What is measured and how is in README.md beside this file.
 """
@@ -22,10 +23,10 @@ def save_weights(directory: str) -> float:
     """The model that all load and save; returns its size in MiB."""
     model = harness.save_llama(
         directory,
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
+        vocab_size=harness.size(32000, 509),
+        hidden_size=harness.size(768, 48),
+        intermediate_size=harness.size(2048, 64),
+        num_hidden_layers=harness.size(12, 1),
         num_attention_heads=12,
         num_key_value_heads=6,
     )

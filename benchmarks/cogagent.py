@@ -1,7 +1,7 @@
 """CogAgent: decoder layers at tp = 2 beside a port that merges nothing, and what the towers cost.
 
     python benchmarks/cogagent.py [--part layers|towers|all] [--dtype float32|bfloat16|all]
-                                  [--malloc default|tuned|all] [--repetitions N] [--profile]
+                                  [--malloc default|tuned|all] [--repetitions N] [--smallest] [--profile]
                                   [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when competitors
@@ -239,7 +239,7 @@ def run_towers(options: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = harness.parser(__doc__, repetitions=5)
-    parser.add_argument("--dtype", choices=[*TOLERANCE, "all"], default="all")
+    harness.add_dtypes(parser, TOLERANCE)
     parser.add_argument("--part", choices=[*TABLES, "all"], default="all")
     parser.add_argument("--profile", action="store_true", help="print what the operators cost")
     options = parser.parse_args()

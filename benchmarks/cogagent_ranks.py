@@ -61,6 +61,17 @@ ONE_OF_EACH = {
     "vision_config": {"num_hidden_layers": 1},
     "cross_vision_config": {"layers": 2},
 }
+if harness.SMALLEST:
+    SIZES = {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8},
+        **{"cross_hidden_size": 64, "cross_compute_hidden_size": 64, "cross_image_size": 56},
+        "vision_config": {
+            **{"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "num_hidden_layers": 1},
+            **{"image_size": 56, "num_positions": 17},
+        },
+        "cross_vision_config": {"layers": 2, "width": 64},
+    }
+    QUARTER, ONE_OF_EACH = QUARTER | SIZES, ONE_OF_EACH | SIZES
 
 
 @dataclass
@@ -257,7 +268,7 @@ def layers_run(config: CogAgentConfig) -> dict[str, int]:
 def one_layer_each(model: CogAgentModel) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     """Part -> the forward of its first layer, and the inputs of that, which want gradients."""
     low, high = model.vision.transformer.layers[0], model.cross_vision.vit.model.blocks[0]
-    width, positions = model.config.vision_config["hidden_size"], IMAGE_TOKENS - 2
+    width, positions = model.config.vision_config["hidden_size"], model.config.image_tokens - 2
     text = DecoderInputs.of(model)
     patches = text.encoded.shape[1]
 

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+T = TypeVar("T")
 
 README = Path(__file__).with_name("README.md")
 
@@ -35,6 +37,15 @@ _QUIET = 0.03  # a round counts as undisturbed when others used less of the mach
 # Functional collectives call the process group beneath, which the profiler shows under c10d too.
 _COLLECTIVES, _NO_COLLECTIVES = "c10d::", ("barrier", "barrier_")
 _RESULT_VARIABLE = "PARALLEL_EXT_BENCHMARK_RESULT"
+_SMALLEST_VARIABLE = "PARALLEL_EXT_BENCHMARK_SMALLEST"
+
+SMALLEST = "--smallest" in sys.argv or _SMALLEST_VARIABLE in os.environ
+"""Whether all is to run once at sizes that take a moment, to see that it runs."""
+
+
+def size(usual: T, smallest: T) -> T:
+    """Choose the usual size, or the one that ``--smallest`` asks for."""
+    return smallest if SMALLEST else usual
 
 
 # What a benchmark is asked, and what all of its competitors load.
@@ -45,8 +56,10 @@ def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default="all")
-    options.add_argument("--repetitions", type=int, default=repetitions)
+    of_malloc = size("all", "default")
+    options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default=of_malloc)
+    options.add_argument("--repetitions", type=int, default=size(repetitions, 1))
+    options.add_argument("--smallest", action="store_true", help="once, tiny: does it run?")
     options.add_argument("--update-readme", action="store_true", help="put the tables into README")
     return options
 
@@ -54,6 +67,11 @@ def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser
 def chosen(option: str, choices: Iterable[str]) -> list[str]:
     """The choices that an option names: one or ``all``."""
     return list(choices) if option == "all" else [option]
+
+
+def add_dtypes(options: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
+    """Add the option that names one of the dtypes, or all."""
+    options.add_argument("--dtype", choices=[*dtypes, "all"], default=size("all", "float32"))
 
 
 def save_llama(directory: str, **sizes: int) -> LlamaForCausalLM:
@@ -88,6 +106,8 @@ def run_ranks(
     environment = {k: v for k, v in os.environ.items() if k not in MALLOC_MODES["tuned"]}
     environment |= MALLOC_MODES[malloc]
     environment |= {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+    if SMALLEST:
+        environment[_SMALLEST_VARIABLE] = "1"
     environment["KINETO_LOG_LEVEL"] = "99"  # else the profiler says when it starts and stops
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory, "result.json")

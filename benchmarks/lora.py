@@ -1,7 +1,7 @@
 """LoRA: one linear layer beside PEFT's, and a whole training step of a Llama at tp = 2.
 
     python benchmarks/lora.py [--part linear|step|all] [--dtype float32|bfloat16|all]
-                              [--malloc default|tuned|all] [--repetitions N] [--profile]
+                              [--malloc default|tuned|all] [--repetitions N] [--smallest] [--profile]
                               [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when competitors
@@ -29,7 +29,9 @@ from transformers import LlamaForCausalLM
 
 RANKS = Path(__file__).with_name("lora_ranks.py")
 PARTS = ("linear", "step")
-SHAPES = tuple(itertools.product([(1024, 1024), (1024, 4096)], [16, 64]))  # (K, F), r
+SHAPES = harness.size(  # (K, F), r
+    tuple(itertools.product([(1024, 1024), (1024, 4096)], [16, 64])), (((32, 64), 4),)
+)
 STEP_RANK = 16
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

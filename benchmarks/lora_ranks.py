@@ -19,7 +19,7 @@ from train_step_ranks import OURS, TRANSFORMERS_TP
 import parallel_ext as px
 from parallel_ext.layout import TensorLayout
 from parallel_ext.linear import ColumnParallelLinear
-from parallel_ext.lora.layers import LAYERS
+from parallel_ext.lora.adding import LAYERS
 from parallel_ext.ops import ALONE
 
 FROZEN = "frozen linear"
@@ -35,7 +35,7 @@ IN_DTYPE = (OURS_IN_DTYPE, PEFT_IN_DTYPE)  # the same as without it over a base 
 WITH_DROPOUT = (OURS_DROPOUT, PEFT_DROPOUT)
 
 ALPHA, DROPOUT = 32, 0.05
-TOKENS = 2048
+TOKENS = harness.size(2048, 32)
 CALLS = 3  # of a competitor's turn: it shall last long against the clock that sees others at work
 
 

@@ -1,7 +1,7 @@
 """A layer of experts on 2 ranks, forward and backward, beside transformers' expert parallelism.
 
     python benchmarks/moe.py [--dtype float32|bfloat16|all] [--routing even|zipf|all]
-                             [--malloc default|tuned|all] [--repetitions N] [--profile]
+                             [--malloc default|tuned|all] [--repetitions N] [--smallest] [--profile]
                              [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when competitors
@@ -116,8 +116,9 @@ def tables(results: list[Layer]) -> str:
 
 def main() -> None:
     parser = harness.parser(__doc__, repetitions=8)
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all")
-    parser.add_argument("--routing", choices=[*ROUTINGS, "all"], default="all")
+    harness.add_dtypes(parser, DTYPES)
+    of_routing = harness.size("all", "zipf")
+    parser.add_argument("--routing", choices=[*ROUTINGS, "all"], default=of_routing)
     parser.add_argument("--profile", action="store_true", help="print what the operators cost")
     options = parser.parse_args()
     results = []

@@ -41,7 +41,7 @@ LOCAL_EAGER = "transformers, eager, alone"
 LOCAL_FLOOR = "GEMMs alone"
 LOCAL_COMPETITORS = (LOCAL_OURS, LOCAL_GROUPED, LOCAL_EAGER, LOCAL_FLOOR)
 
-HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 1024, 64, 8, 2, 4096
+HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = harness.size((1024, 64, 8, 2, 4096), (64, 16, 8, 2, 64))
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

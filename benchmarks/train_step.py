@@ -1,7 +1,7 @@
 """A whole training step of a Llama at tp = 2: transformers' tensor parallelism, ours, one process.
 
     python benchmarks/train_step.py [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                                    [--repetitions N] [--profile] [--update-readme]
+                                    [--repetitions N] [--smallest] [--profile] [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when the losses of
 the competitors differ, for then they do not compute the same thing.
@@ -24,7 +24,7 @@ from train_step_ranks import BATCH, ONE_PROCESS, OURS, SEQUENCE, TRANSFORMERS_TP
 
 TOKENS = BATCH * SEQUENCE
 PHASES = ("forward + backward", "optimizer", "step")
-ROUNDS, WARM_UP = 2, 2
+ROUNDS, WARM_UP = harness.size((2, 2), (1, 0))
 TARGET = 1.4  # tokens/s of ours over those of the first other competitor
 
 # Relative difference of the losses: ranks add up in another order than one process, and in bf16
@@ -88,9 +88,9 @@ def save_weights(directory: str) -> None:
     harness.save_llama(
         directory,
         vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
+        hidden_size=harness.size(512, 32),
+        intermediate_size=harness.size(1408, 64),
+        num_hidden_layers=harness.size(8, 1),
         num_attention_heads=8,
         num_key_value_heads=4,
     )
@@ -209,7 +209,7 @@ def run_contest(contest: Contest, options: argparse.Namespace) -> str:
 def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser:
     """The options of a training benchmark."""
     options = harness.parser(description, repetitions)
-    options.add_argument("--dtype", choices=[*TOLERANCE, "all"], default="all")
+    harness.add_dtypes(options, TOLERANCE)
     options.add_argument("--profile", action="store_true", help="print what the operators cost")
     return options
 

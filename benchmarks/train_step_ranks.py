@@ -22,7 +22,7 @@ TRANSFORMERS_TP = "transformers TP"
 OURS = "parallel_ext"
 ONE_PROCESS = "one process"
 
-BATCH, SEQUENCE, VOCABULARY = 4, 256, 32000
+BATCH, SEQUENCE, VOCABULARY = harness.size((4, 256, 32000), (2, 8, 509))
 
 
 Build = Callable[[str, Mapping[str, Any]], nn.Module]

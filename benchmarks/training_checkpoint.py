@@ -1,7 +1,7 @@
 """Training checkpoints of a Llama with AdamW at tp = 2: ours, DCP, torch.save.
 
     python benchmarks/training_checkpoint.py [--part PART]
-        [--malloc default|tuned|all] [--repetitions N] [--update-readme]
+        [--malloc default|tuned|all] [--repetitions N] [--smallest] [--update-readme]
 
 What is measured and how is in README.md beside this file.
 """
@@ -42,16 +42,16 @@ from parallel_ext.patch.parallelize import plan_of
 
 RANKS = Path(__file__).with_name("training_checkpoint_ranks.py")
 SPEED = {  # that of train_step.py
-    "vocab_size": 32000,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
+    "vocab_size": harness.size(32000, 509),
+    "hidden_size": harness.size(512, 32),
+    "intermediate_size": harness.size(1408, 64),
+    "num_hidden_layers": harness.size(8, 1),
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
 MEMORY = {  # an embedding of 1 GiB, and almost nothing else
-    "vocab_size": 131073,
-    "hidden_size": 2048,
+    "vocab_size": harness.size(131073, 509),
+    "hidden_size": harness.size(2048, 32),
     "intermediate_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 16,
@@ -188,7 +188,7 @@ def plan_seconds(layout: ModelLayout, world_size: int) -> float:
 
 
 def planner(options: Any) -> str:
-    world_size, rows = 1024, []
+    world_size, rows = harness.size(1024, 64), []
     for kind, dealt in (("replicated over dp", False), ("ZeRO over dp", True)):
         start = time.perf_counter()
         layout = mixtral_layout(dealt, world_size)

@@ -47,7 +47,7 @@ UNHASHED = "parallel_ext, nothing hashed"
 UNSYNCED = "parallel_ext, no fsync"
 DCP_UNSYNCED = "DCP, no fsync"
 NO_SAVE, SAVE, BEHIND = "no save", "save", "asynchronous save"
-STEPS, TOKENS = 8, 512  # after each save; of a sequence
+STEPS, TOKENS = harness.size((8, 512), (2, 8))  # after each save; of a sequence
 
 MIB = 2**20
 TINY = {

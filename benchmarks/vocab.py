@@ -2,7 +2,7 @@
 
     python benchmarks/vocab.py [--part cross_entropy|linear|embedding|all]
                                [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                               [--repetitions N] [--update-readme]
+                               [--repetitions N] [--smallest] [--update-readme]
 
 What is measured and how is in README.md beside this file. What computes something else is not
 timed; when that is ours, the program exits with an error.
@@ -27,7 +27,9 @@ from vocab_ranks import FROZEN, OURS
 RANKS = Path(__file__).with_name("vocab_ranks.py")
 PARTS = ("cross_entropy", "linear", "embedding")
 SIZES = {"cross_entropy": (32000, 65535), "linear": (32000,), "embedding": (32000,)}
-ROUNDS = 2  # of processes that take turns
+if harness.SMALLEST:
+    SIZES = dict.fromkeys(PARTS, (509,))
+ROUNDS = harness.size(2, 1)  # of processes that take turns
 SLOW = 2  # repetitions of what takes seconds
 # Relative to the largest element, from fp64.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -288,7 +290,7 @@ MEGATRON_NAMES = (peers.MEGATRON, peers.MEGATRON_IN_PLACE, peers.MEGATRON_EMBEDD
 def main() -> None:
     parser = harness.parser(__doc__, repetitions=8)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    parser.add_argument("--dtype", choices=[*TOLERANCE, "all"], default="all")
+    harness.add_dtypes(parser, TOLERANCE)
     options = parser.parse_args()
     for part in harness.chosen(options.part, PARTS):
         harness.publish(f"vocab {part}", run(part, options), options)

@@ -35,8 +35,8 @@ ONE_FUSED = "one process, linear_cross_entropy"
 ONE_CHUNKED = "one process, chunked"
 
 RANKS = 2  # what one process holds is the shards of so many
-TOKENS, HIDDEN = 1024, 1024
-EMBEDDED = 8192
+TOKENS, HIDDEN = harness.size((1024, 1024), (32, 32))
+EMBEDDED = harness.size(8192, 64)
 
 Step = Callable[[], list[torch.Tensor]]
 
