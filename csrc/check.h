@@ -36,6 +36,32 @@ inline void check_same_dtype(const char* op, const char* name, const at::Tensor&
                    "; cast one of them");
 }
 
+inline void check_shape(const char* op, const char* name, const at::Tensor& tensor,
+                        at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(tensor.sizes() == shape, op, ": ", name, " must have the shape ", shape,
+                    ", got ", tensor.sizes());
+}
+
+// The sum of an argument's numbers, each of which counts something.
+inline int64_t sum_of_counts(const char* op, const char* name, at::IntArrayRef counts) {
+  int64_t sum = 0;
+  for (const int64_t count : counts) {
+    TORCH_CHECK_VALUE(count >= 0, op, ": ", name, " ", counts, " has a negative number");
+    TORCH_CHECK_VALUE(!__builtin_add_overflow(sum, count, &sum), op, ": the sum of ", name, " ",
+                      counts, " does not fit into 64 bits");
+  }
+  return sum;
+}
+
+// How many experts the ranks hold in all. The bound keeps what is allocated for each of them small.
+inline int64_t num_experts_of(const char* op, at::IntArrayRef experts_per_rank) {
+  constexpr int64_t kMost = int64_t{1} << 20;
+  const int64_t num_experts = sum_of_counts(op, "experts_per_rank", experts_per_rank);
+  TORCH_CHECK_VALUE(1 <= num_experts && num_experts <= kMost, op, ": experts_per_rank ",
+                    experts_per_rank, " are ", num_experts, " experts; there must be 1 to ", kMost);
+  return num_experts;
+}
+
 // `vocab_start` and `vocab_stop` are the half-open range of ids that this rank holds in `rows`
 // rows.
 inline void check_vocab_range(const char* op, const char* name, int64_t rows, int64_t vocab_size,

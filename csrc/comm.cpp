@@ -9,10 +9,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <numeric>
+#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "layout.h"
 #include "rank_order_sum.h"
 
 namespace parallel_ext {
@@ -24,12 +25,20 @@ std::mutex state_mutex;
 std::map<std::string, int64_t> counts;           // guarded by state_mutex
 std::map<std::string, int64_t> running_numbers;  // by group name, guarded by state_mutex
 
-// What a group found out at its first collective: the memory that its ranks share, or none.
-struct Neighbours {
+// Alive as long as what it stands for: a thread, or a collective.
+using Token = std::shared_ptr<const bool>;
+
+// What this process knows of a group.
+struct Known {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;  // names come back after a group is destroyed
-  std::shared_ptr<SharedMemory> memory;
+  Token::weak_type thread = {};                       // to which the group's collectives belong,
+  int64_t collectives = 0;                            // so many of them,
+  Token::weak_type collective = {};                   // the last of which is this
+  bool contested = false;  // a second thread came before the ranks could be sure of the first
+  bool met = false;        // whether the ranks have found out about the memory that they share:
+  std::shared_ptr<SharedMemory> memory = nullptr;
 };
-std::map<std::string, Neighbours> neighbours;  // by group name, guarded by state_mutex
+std::map<std::string, Known> groups;  // by name, guarded by state_mutex
 
 bool is_set_to(const char* variable, const char* wanted) {
   const char* value = std::getenv(variable);
@@ -123,12 +132,12 @@ std::vector<Message> messages_of(const std::vector<Span>& spans) {
   }
   std::vector<Message> messages;
   for (auto& piece : cut) {
-    int64_t bytes = 0;
-    for (const Span& span : piece) bytes += span.bytes;
+    int64_t length = 0;
+    for (const Span& span : piece) length += span.bytes;
     if (piece.size() == 1) {
-      messages.push_back({at::from_blob(piece[0].data, {bytes}, at::kByte), {}});
+      messages.push_back({at::from_blob(piece[0].data, {length}, at::kByte), {}});
     } else {
-      messages.push_back({at::empty({bytes}, at::kByte), std::move(piece)});
+      messages.push_back({at::empty({length}, at::kByte), std::move(piece)});
     }
   }
   return messages;
@@ -161,12 +170,71 @@ void compare_order(const char* op, const char* kind, int64_t bytes, const at::De
   }
 }
 
-// Asks the ranks of a group whether all of them can map the same memory: two exchanges.
-std::shared_ptr<SharedMemory> meet_neighbours(const Group& group) {
+[[noreturn]] void refuse_thread(const char* op, const std::string& group_name) {
+  C10_THROW_ERROR(Error, std::string(op) + ": group '" + group_name +
+                             "' is used by another thread; ops of one group belong to one thread");
+}
+
+// Collectives of two threads would meet in another order on another rank. A group belongs to the
+// first thread that uses it, until that ends. Where another comes before the first one's second
+// collective, the ranks may have taken each other's first for the same: nobody can use the group.
+// Returns what must live as long as the collective.
+Token claim(const char* op, const Group& group) {
+  using std::chrono::steady_clock;
+  thread_local const Token self = std::make_shared<const bool>(true);
+  const std::string name = group->getGroupName();
+  const auto deadline = steady_clock::now() + std::chrono::seconds(1);
+  std::unique_lock<std::mutex> lock(state_mutex);
+  for (;;) {
+    auto found = groups.find(name);
+    if (found == groups.end() || found->second.group.lock() != group) {
+      for (auto each = groups.begin(); each != groups.end();) {  // of destroyed groups
+        each = each->second.group.expired() ? groups.erase(each) : std::next(each);
+      }
+      Known fresh{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group)};
+      found = groups.insert_or_assign(name, std::move(fresh)).first;
+    }
+    Known& known = found->second;
+    const Token owner = known.thread.lock();
+    if (!owner) known.collectives = 0;
+    if (!owner || owner == self) {
+      if (known.contested) refuse_thread(op, name);
+      ++known.collectives;
+      known.thread = self;
+      const Token collective = std::make_shared<const bool>(true);
+      known.collective = collective;
+      return collective;
+    }
+    // Python joins a thread a moment before it ends.
+    const bool ending = known.collective.expired() && steady_clock::now() < deadline;
+    if (!ending) {
+      if (known.collectives < 2) {
+        known.contested = true;
+        if (known.memory) known.memory->abandon();
+      }
+      refuse_thread(op, name);
+    }
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lock.lock();
+  }
+}
+
+bool is_contested(const Group& group) {
+  std::lock_guard<std::mutex> lock(state_mutex);
+  return groups.at(group->getGroupName()).contested;
+}
+
+// Asks the ranks of a group whether all of them can map the same memory: two exchanges. Throws on
+// all of them where on one a second thread has come meanwhile.
+std::shared_ptr<SharedMemory> meet_neighbours(const char* op, const Group& group) {
   struct Offer {
-    char path[64];
+    SharedMemory::Place place;
     bool willing;
   } own{};
+  struct Answer {
+    bool have, contested;
+  } answer{};
   const int64_t rank = group->getRank(), size = group->getSize();
   const auto backend = group->getBackend(at::kCPU);
   own.willing = shared_memory_flag().load() && backend->getBackendName() == "gloo";
@@ -174,38 +242,34 @@ std::shared_ptr<SharedMemory> meet_neighbours(const Group& group) {
   if (rank == 0 && own.willing) {
     memory = SharedMemory::create(size);
     own.willing = memory != nullptr;
-    if (memory) std::snprintf(own.path, sizeof(own.path), "%s", memory->path().c_str());
+    if (memory) own.place = memory->place();
   }
   const auto offers = gather_records(group, own, at::kCPU);
   bool all = true;
   for (const Offer& offer : offers) all = all && offer.willing;
-  if (all && rank != 0) memory = SharedMemory::open(offers[0].path, rank, size);
-  bool have = memory != nullptr;
-  for (const bool other : gather_records(group, static_cast<char>(have), at::kCPU)) {
-    have = have && other;
+  if (all && rank != 0) memory = SharedMemory::open(offers[0].place, rank, size);
+  answer = {memory != nullptr, is_contested(group)};
+  for (const Answer& other : gather_records(group, answer, at::kCPU)) {
+    answer.have = answer.have && other.have;
+    answer.contested = answer.contested || other.contested;
   }
-  if (rank == 0 && memory) memory->remove_path();
-  return have ? memory : nullptr;
+  std::lock_guard<std::mutex> lock(state_mutex);
+  Known& known = groups.at(group->getGroupName());
+  known.contested = known.contested || answer.contested;
+  if (answer.contested) refuse_thread(op, group->getGroupName());
+  known.met = true;
+  known.memory = answer.have ? memory : nullptr;
+  return known.memory;
 }
 
 // The memory that the ranks of this group share; nullptr where they talk through the group.
-std::shared_ptr<SharedMemory> shared_memory_of(const Group& group) {
-  const std::string name = group->getGroupName();
+std::shared_ptr<SharedMemory> shared_memory_of(const char* op, const Group& group) {
   {
     std::lock_guard<std::mutex> lock(state_mutex);
-    const auto found = neighbours.find(name);
-    if (found != neighbours.end() && found->second.group.lock() == group) {
-      return found->second.memory;
-    }
+    const Known& known = groups.at(group->getGroupName());
+    if (known.met) return known.memory;
   }
-  auto memory = meet_neighbours(group);
-  std::lock_guard<std::mutex> lock(state_mutex);
-  for (auto each = neighbours.begin(); each != neighbours.end();) {  // of destroyed groups
-    each = each->second.group.expired() ? neighbours.erase(each) : std::next(each);
-  }
-  neighbours.insert_or_assign(
-      name, Neighbours{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), memory});
-  return memory;
+  return meet_neighbours(op, group);
 }
 
 double timeout_of(const Group& group) {
@@ -234,15 +298,24 @@ class Transfer {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// What comes before every collective: the optional order check, then the counters.
-Group begin(const char* op, const char* kind, int64_t bytes, const at::Device& device,
-            int64_t group_size, const std::string& group_name) {
+// A collective that has begun. Off the CPU autograd has a thread of its own for each device, and
+// the host communicates nothing itself, so that there is no one thread to which a group would
+// belong.
+struct Turn {
+  Group group;
+  Token token;
+};
+
+// What comes before every collective: one thread at a time, the optional order check, the counters.
+Turn begin(const char* op, const char* kind, int64_t bytes, const at::Device& device,
+           int64_t group_size, const std::string& group_name) {
   Group group = find_group(op, group_size, group_name);
+  Turn turn{group, device.is_cpu() ? claim(op, group) : nullptr};
   if (order_check()) compare_order(op, kind, bytes, device, group);
   std::lock_guard<std::mutex> lock(state_mutex);
   counts[kind] += 1;
   counts[std::string(kind) + "_bytes"] += bytes;
-  return group;
+  return turn;
 }
 
 }  // namespace
@@ -251,19 +324,22 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, i
                                            const std::string& group_name) {
   if (group_size == 1) return [] {};
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
-  Group group = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group_size, group_name);
-  auto memory = tensor.is_cpu() ? shared_memory_of(group) : nullptr;
+  const Turn turn =
+      begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group_size, group_name);
+  const Group& group = turn.group;
+  auto memory = tensor.is_cpu() ? shared_memory_of(op, group) : nullptr;
   if (memory && can_sum_in_rank_order(tensor.scalar_type())) {
     count("in_shared_memory", 1);
     // The dtype too must be equal on all ranks.
     const std::string kind = std::string("all_reduce ") + c10::toString(tensor.scalar_type());
     memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(), timeout_of(group));
-    return
-        [memory, tensor] { memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type()); };
+    return [turn, memory, tensor] {
+      memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type());
+    };
   }
   std::vector<at::Tensor> tensors{tensor};
   auto work = group->allreduce(tensors);
-  return [work, tensors] { work->wait(); };
+  return [turn, work, tensors] { work->wait(); };
 }
 
 int64_t rank_in_group(const char* op, int64_t group_size, const std::string& group_name) {
@@ -279,8 +355,9 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size
                       const std::string& group_name) {
   if (group_size == 1) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");
-  Group group = begin(op, "all_gather", part.nbytes(), part.device(), group_size, group_name);
-  auto memory = part.is_cpu() ? shared_memory_of(group) : nullptr;
+  const Turn turn = begin(op, "all_gather", part.nbytes(), part.device(), group_size, group_name);
+  const Group& group = turn.group;
+  auto memory = part.is_cpu() ? shared_memory_of(op, group) : nullptr;
   if (!memory) return gather_into_new(group, part);
   count("in_shared_memory", 1);
   at::Tensor all = empty_for_all(group, part);
@@ -293,12 +370,12 @@ std::vector<std::string> exchange_bytes(const std::string& record, int64_t group
                                         const std::string& group_name, double timeout_s) {
   if (group_size == 1) return {record};
   const auto size = static_cast<int64_t>(record.size());
-  Group group = begin("exchange_bytes", "all_gather", size, at::kCPU, group_size, group_name);
+  const Turn turn = begin("exchange_bytes", "all_gather", size, at::kCPU, group_size, group_name);
   at::Tensor part = at::empty({size}, at::kByte);
   std::memcpy(part.mutable_data_ptr(), record.data(), record.size());
   c10d::AllgatherOptions options;
   options.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000));
-  at::Tensor all = gather_into_new(group, part, options);
+  at::Tensor all = gather_into_new(turn.group, part, options);
   std::vector<std::string> records;
   for (int64_t rank = 0; rank < group_size; ++rank) {
     records.emplace_back(static_cast<const char*>(all.const_data_ptr()) + rank * size, size);
@@ -311,7 +388,8 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
                 const std::string& group_name, std::optional<double> own_timeout_s) {
   if (group_size == 1) return;
   // The order check compares the bytes, which here differ from rank to rank.
-  Group group = begin(op, "swap", 0, at::kCPU, group_size, group_name);
+  const Turn turn = begin(op, "swap", 0, at::kCPU, group_size, group_name);
+  const Group& group = turn.group;
   const double timeout_s = own_timeout_s.value_or(timeout_of(group));
   int64_t bytes = 0;
   for (int64_t peer = 0; peer < group_size; ++peer) {
@@ -320,7 +398,7 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   }
   count("swap_bytes", bytes);
   const Transfer transfer(op, bytes);
-  const auto memory = shared_memory_of(group);
+  const auto memory = shared_memory_of(op, group);
   if (memory) {
     count("in_shared_memory", 1);
     memory->swap(op, outgoing, incoming, timeout_s);
@@ -331,24 +409,23 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   for (int64_t peer = 0; peer < group_size; ++peer) {
     if (peer == group->getRank()) continue;
     for (Message& message : messages_of(incoming[peer])) {
-      std::vector<at::Tensor> bytes{message.bytes};
-      works.push_back(group->recv(bytes, static_cast<int>(peer), 0));
+      std::vector<at::Tensor> tensors{message.bytes};
+      works.push_back(group->recv(tensors, static_cast<int>(peer), 0));
       arriving.push_back(std::move(message));
     }
   }
   for (int64_t peer = 0; peer < group_size; ++peer) {
     if (peer == group->getRank()) continue;
     for (const Message& message : messages_of(outgoing[peer])) {
-      message.copy(
-          [](char* packed, char* span, int64_t bytes) { std::memcpy(packed, span, bytes); });
-      std::vector<at::Tensor> bytes{message.bytes};
-      works.push_back(group->send(bytes, static_cast<int>(peer), 0));
+      message.copy([](char* packed, char* span, int64_t size) { std::memcpy(packed, span, size); });
+      std::vector<at::Tensor> tensors{message.bytes};
+      works.push_back(group->send(tensors, static_cast<int>(peer), 0));
     }
   }
   const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
   for (const auto& work : works) work->wait(timeout);
   for (const Message& message : arriving) {
-    message.copy([](char* packed, char* span, int64_t bytes) { std::memcpy(span, packed, bytes); });
+    message.copy([](char* packed, char* span, int64_t size) { std::memcpy(span, packed, size); });
   }
 }
 
@@ -356,8 +433,9 @@ at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::ve
                            const std::vector<int64_t>& received, int64_t group_size,
                            const std::string& group_name) {
   if (group_size == 1) return rows;
-  Group group = begin(op, "all_to_all", 0, rows.device(), group_size, group_name);
-  const int64_t num_rows = std::accumulate(received.begin(), received.end(), int64_t{0});
+  const Turn turn = begin(op, "all_to_all", 0, rows.device(), group_size, group_name);
+  const Group& group = turn.group;
+  const int64_t num_rows = sum_of(received);
   at::Tensor output = at::empty({num_rows, rows.size(1)}, rows.options());
   const int64_t row_bytes = rows.size(1) * rows.element_size();
   const int64_t bytes = (rows.size(0) - sent[group->getRank()]) * row_bytes;
@@ -390,7 +468,10 @@ void set_order_check(bool on) { order_check_flag().store(on); }
 void set_shared_memory(bool on) {
   shared_memory_flag().store(on);
   std::lock_guard<std::mutex> lock(state_mutex);
-  neighbours.clear();
+  for (auto& [name, known] : groups) {
+    known.met = false;
+    known.memory = nullptr;
+  }
 }
 
 }  // namespace parallel_ext

@@ -1,7 +1,7 @@
-// Process groups and the collectives that the ops use. No other file includes c10d.
-// Every function must be called by every rank of the group, in the same order. A group of size 1
-// needs no name and costs nothing. All throw if no live group has this name, or if its size is not
-// `group_size`.
+// Process groups and the collectives that the ops use. No other file includes c10d. On the CPU
+// those of a group belong to one thread. Every function must be called by every rank of the group,
+// in the same order. A group of size 1 needs no name and costs nothing. All throw if no live group
+// has this name, or if its size is not `group_size`.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -143,7 +143,7 @@ Dropout Dropout::parse(const char* op, double p, at::IntArrayRef counter, int64_
                     ": dropout_counter must be [key, step, token, feature], got ", counter);
   TORCH_CHECK_VALUE(0 <= counter[1] && counter[1] < kWord, op, ": step ", counter[1],
                     " of dropout_counter is outside [0, 2^32)");
-  TORCH_CHECK_VALUE(0 <= counter[2] && counter[2] + num_tokens <= kWord, op, ": the tokens from ",
+  TORCH_CHECK_VALUE(0 <= counter[2] && counter[2] <= kWord - num_tokens, op, ": the tokens from ",
                     counter[2], " of dropout_counter on, ", num_tokens,
                     " of them, leave [0, 2^32)");
   TORCH_CHECK_VALUE(counter[3] >= 0, op, ": feature ", counter[3],
@@ -197,7 +197,8 @@ void drop_and_add(const Dropout& dropout, int64_t first_row, const at::Tensor& i
         if (input.is_cpu()) {
           for_rows(part, [&](int64_t first, const uint16_t* kept) {
             drop_numbers(kept, part.size, in + first, out + first);
-            add_row(kept, part.size, add + first, factor, sum + first);
+            add_row(kept, part.size, add + first, static_cast<wide_of<scalar_t>>(factor),
+                    sum + first);
           });
         } else if constexpr (kWithCudaKernels) {
           drop_and_add_on_cuda(part, in, out, add, factor, sum, input.get_device());

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <numeric>
+#include <stdexcept>
 #include <vector>
 
 namespace parallel_ext {
@@ -13,9 +13,17 @@ namespace parallel_ext {
 // Throws std::invalid_argument for n < 0, parts < 1 or multiple_of < 1.
 std::vector<int64_t> split(int64_t n, int64_t parts, int64_t multiple_of);
 
+// Throws std::overflow_error where the sum does not fit; arguments are refused by name before that
+// (check.h).
 template <typename Numbers>
 int64_t sum_of(const Numbers& numbers) {
-  return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+  int64_t sum = 0;
+  for (const int64_t number : numbers) {
+    if (__builtin_add_overflow(sum, number, &sum)) {
+      throw std::overflow_error("a sum of numbers does not fit into 64 bits");
+    }
+  }
+  return sum;
 }
 
 }  // namespace parallel_ext

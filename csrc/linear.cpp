@@ -67,6 +67,7 @@ at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
 std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_kernel(
     const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
     std::array<bool, 3> needed, int64_t group_size, const std::string& group_name) {
+  check_grad_output("column_linear_backward", grad_output, input, weight);
   const at::Tensor grad_rows = as_matrix(grad_output);
   at::Tensor grad_input = at::empty({0}, input.options()), grad_weight = at::empty_like(grad_input),
              grad_bias = at::empty_like(grad_input);

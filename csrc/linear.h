@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "check.h"
 
@@ -43,6 +44,16 @@ inline void check_linear(const char* op, const at::Tensor& input, const at::Tens
                       bias->sizes(), " does not fit the local ", name, " of shape ",
                       weight.sizes());
   }
+}
+
+// For a backward, whose input and weight are those of the forward.
+inline void check_grad_output(const char* op, const at::Tensor& grad_output,
+                              const at::Tensor& input, const at::Tensor& weight) {
+  check_linear(op, input, weight, {});
+  check_same_dtype(op, "grad_output", grad_output, "input", input);
+  std::vector<int64_t> shape = input.sizes().vec();
+  shape.back() = weight.size(0);
+  check_shape(op, "grad_output", grad_output, shape);
 }
 
 inline constexpr c10::DispatchKeySet kAutocastKeys =

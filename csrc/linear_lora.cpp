@@ -141,8 +141,12 @@ FiveTensors lora_linear_backward_kernel(const at::Tensor& grad_output, const at:
                                         double scale, double dropout_p,
                                         at::IntArrayRef dropout_counter,
                                         std::array<bool, 5> needed) {
-  const auto dropout =
-      Dropout::parse("lora_linear_backward", dropout_p, dropout_counter, as_matrix(input).size(0));
+  const char* op = "lora_linear_backward";
+  check_lora_linear(op, input, weight, lora_a, lora_b, {});
+  check_grad_output(op, grad_output, input, weight);
+  const int64_t num_tokens = as_matrix(input).size(0);
+  check_shape(op, "low", low, {lora_a.size(0), num_tokens});
+  const auto dropout = Dropout::parse(op, dropout_p, dropout_counter, num_tokens);
   const at::Tensor grad_rows = as_matrix(grad_output), rows = rows_of(input, dropout);
   const auto nothing = [](const at::Tensor& like) { return at::empty({0}, like.options()); };
   at::Tensor grad_input = nothing(input), grad_weight = nothing(weight),

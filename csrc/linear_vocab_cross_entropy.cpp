@@ -245,12 +245,22 @@ NineTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
           given(gradients.bias)};
 }
 
+void check_backward(const VocabLoss& loss, const at::Tensor& head_weight, int64_t num_tokens,
+                    const at::Tensor& labels, const at::Tensor& normalizer, bool with_entropy) {
+  check_vocab_loss_shapes(kOp, loss, "the rows of head_weight", head_weight.size(0), num_tokens,
+                          labels);
+  check_normalizer(kOp, normalizer, num_tokens, with_entropy);
+}
+
 // As always when no forward has left anything: the logits are made again.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
     const VocabLoss& loss, const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
     const MaybeTensor& grad_entropy, const at::Tensor& input, const at::Tensor& head_weight,
     const MaybeTensor& head_bias, const at::Tensor& labels, const at::Tensor& normalizer,
     std::array<bool, 3> needed) {
+  check_dim(kOp, "input", input, 2);
+  check_linear(kOp, input, head_weight, head_bias, "head_weight");
+  check_backward(loss, head_weight, input.size(0), labels, normalizer, grad_entropy.has_value());
   const Operands operands(input, head_weight, head_bias, labels);
   const at::Tensor factors = factors_of(loss, {grad_loss, grad_log_sum_exp, grad_entropy},
                                         tokens_of(loss, operands.labels), normalizer);
@@ -292,6 +302,10 @@ at::Tensor frozen_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad
                                   const at::Tensor& expected_rows, const at::Tensor& head_weight,
                                   const at::Tensor& labels, const at::Tensor& normalizer) {
   TORCH_CHECK_VALUE(!loss.softcap, kOp, ": a softcap leaves no expected rows");
+  check_floating(kOp, "expected_rows", expected_rows);
+  check_dim(kOp, "head_weight", head_weight, 2);
+  check_shape(kOp, "expected_rows", expected_rows, {labels.numel(), head_weight.size(1)});
+  check_backward(loss, head_weight, labels.numel(), labels, normalizer, false);
   const int64_t num_rows = head_weight.size(0);
   const auto wide = expected_rows.scalar_type();
   const at::Tensor factors =

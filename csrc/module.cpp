@@ -1,6 +1,8 @@
 // The pybind11 module parallel_ext._C: what is not a tensor op. Importing it registers the ops.
 #ifdef __linux__
 #include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,6 +11,7 @@
 #include "comm.h"
 #include "kernel_choice.h"
 #include "layout.h"
+#include "shared_memory.h"
 #include "workspace.h"
 
 namespace py = pybind11;
@@ -64,9 +67,20 @@ void swap_bytes(const Buffers& outgoing, const Buffers& incoming, int64_t group_
   parallel_ext::swap_bytes("swap_bytes", out, in, group_size, group_name, timeout_s);
 }
 
+// Lets Ctrl-C, and every other signal with a handler in Python, end a wait for other ranks. Python
+// runs handlers in the main thread only.
+void check_signals() {
+#ifdef __linux__
+  if (syscall(SYS_gettid) != getpid()) return;
+#endif
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  parallel_ext::SharedMemory::set_interrupt_check(&check_signals);
   m.def("build_info", &build_info, "What this module was compiled with.");
   m.def("split", &parallel_ext::split, py::arg("n"), py::arg("parts"), py::arg("multiple_of") = 1,
         "Boundaries of the parts; see csrc/layout.h.");

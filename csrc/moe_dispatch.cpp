@@ -37,16 +37,26 @@ void check_inside(const char* op, const char* name, const at::Tensor& map, int64
   }
 }
 
-void check_maps(const char* op, const at::Tensor& rows_of_choices, const at::Tensor& tokens,
-                const ExchangePlan& plan) {
+void check_rows_of_choices(const char* op, const at::Tensor& rows_of_choices,
+                           const ExchangePlan& plan) {
   check_int64(op, "rows_of_choices", rows_of_choices);
   check_dim(op, "rows_of_choices", rows_of_choices, 2);
   TORCH_CHECK_VALUE(rows_of_choices.numel() == plan.num_slots(), op, ": the counts to send are of ",
                     plan.num_slots(), " choices, but rows_of_choices has the shape ",
                     rows_of_choices.sizes());
-  check_length(op, "tokens", tokens, plan.num_slots(), "choices");
   check_inside(op, "rows_of_choices", rows_of_choices, plan.num_slots(), plan.num_rows());
-  check_inside(op, "tokens", tokens, plan.num_rows(), rows_of_choices.size(0));
+}
+
+void check_tokens(const char* op, const at::Tensor& tokens, int64_t num_tokens,
+                  const ExchangePlan& plan) {
+  check_length(op, "tokens", tokens, plan.num_slots(), "choices");
+  check_inside(op, "tokens", tokens, plan.num_rows(), num_tokens);
+}
+
+void check_maps(const char* op, const at::Tensor& rows_of_choices, const at::Tensor& tokens,
+                const ExchangePlan& plan) {
+  check_rows_of_choices(op, rows_of_choices, plan);
+  check_tokens(op, tokens, rows_of_choices.size(0), plan);
 }
 
 // As the loops need it: of each rank the rows in the order of their first slots, none left out.
@@ -109,9 +119,16 @@ TwoTensors moe_dispatch_backward_kernel(const at::Tensor& grad_rows, const at::T
                                         at::IntArrayRef experts_per_rank, int64_t rank,
                                         int64_t group_size, const std::string& group_name) {
   const char* op = "moe_dispatch_backward";
-  const auto plan =
-      ExchangePlan::of(op, send, receive, experts_per_rank, rank, group_size, group_name);
-  check_length(op, "origins", origins, plan.num_places(), "rows");
+  check_floating(op, "grad_rows", grad_rows);
+  check_dim(op, "grad_rows", grad_rows, 2);
+  const auto plan = ExchangePlan::of(op, send, receive, experts_per_rank, rank, group_size,
+                                     group_name, grad_rows.size(0));
+  check_shape(op, "grad_weights", grad_weights, {grad_rows.size(0)});
+  TORCH_CHECK_TYPE(grad_weights.scalar_type() == wide_type(grad_rows), op,
+                   ": grad_weights must be ", wide_type(grad_rows), " for grad_rows in ",
+                   grad_rows.scalar_type(), ", got ", grad_weights.scalar_type());
+  check_origins(op, origins, plan);
+  check_rows_of_choices(op, rows_of_choices, plan);
   check_length(op, "sources", sources, plan.num_slots(), "choices");
   std::optional<at::Tensor> weights;
   if (needed[1]) weights = grad_weights.contiguous();
@@ -133,12 +150,10 @@ at::Tensor moe_combine_kernel(const at::Tensor& rows, const at::Tensor& origins,
                               at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
                               const std::string& group_name) {
   const char* op = "moe_combine";
-  const auto plan =
-      ExchangePlan::of(op, send, receive, experts_per_rank, rank, group_size, group_name);
   check_floating(op, "rows", rows);
   check_dim(op, "rows", rows, 2);
-  TORCH_CHECK_VALUE(rows.size(0) == plan.num_places(), op, ": ", rows.size(0),
-                    " rows, but the counts say ", plan.num_places());
+  const auto plan = ExchangePlan::of(op, send, receive, experts_per_rank, rank, group_size,
+                                     group_name, rows.size(0));
   check_origins(op, origins, plan);
   check_maps(op, rows_of_choices, tokens, plan);
   return bring_back(op, rows.contiguous(), {}, origins.contiguous(), rows_of_choices.contiguous(),
@@ -152,10 +167,12 @@ at::Tensor moe_combine_backward_kernel(const at::Tensor& grad_output, const at::
                                        int64_t rank, int64_t group_size,
                                        const std::string& group_name) {
   const char* op = "moe_combine_backward";
-  const auto plan =
-      ExchangePlan::of(op, send, receive, experts_per_rank, rank, group_size, group_name);
-  check_length(op, "origins", origins, plan.num_places(), "rows");
-  check_length(op, "tokens", tokens, plan.num_slots(), "choices");
+  check_floating(op, "grad_output", grad_output);
+  check_dim(op, "grad_output", grad_output, 2);
+  const auto plan = ExchangePlan::of(op, send, receive, experts_per_rank, rank, group_size,
+                                     group_name, origins.numel());
+  check_origins(op, origins, plan);
+  check_tokens(op, tokens, grad_output.size(0), plan);
   return bring_to_experts_again(op, grad_output.contiguous(), tokens.contiguous(),
                                 origins.contiguous(), plan);
 }

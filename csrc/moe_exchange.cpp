@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "check.h"
 #include "comm.h"
 #include "kernel_choice.h"
 #include "layout.h"
@@ -20,23 +21,34 @@ namespace parallel_ext {
 
 ExchangePlan ExchangePlan::of(const char* op, at::IntArrayRef send, at::IntArrayRef receive,
                               at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
-                              const std::string& group_name) {
+                              const std::string& group_name, std::optional<int64_t> num_places) {
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(experts_per_rank.size()) == group_size && 0 <= rank && rank < group_size,
       op, ": experts_per_rank ", experts_per_rank, " and rank ", rank, " do not fit a group of ",
       group_size);
-  const int64_t num_experts = sum_of(experts_per_rank), own_experts = experts_per_rank[rank];
+  const int64_t num_experts = num_experts_of(op, experts_per_rank);
+  const int64_t own_experts = experts_per_rank[rank];
   TORCH_CHECK_VALUE(static_cast<int64_t>(send.size()) == num_experts + group_size, op, ": ",
                     send.size(), " numbers in send are not one for each of the ", num_experts,
                     " experts and ", group_size, " ranks");
   TORCH_CHECK_VALUE(static_cast<int64_t>(receive.size()) == group_size * (own_experts + 1), op,
                     ": ", receive.size(), " numbers in receive are not, for each of ", group_size,
                     " ranks, one for each of this rank's ", own_experts, " experts and one more");
-  for (const at::IntArrayRef numbers : {send, receive}) {
-    for (const int64_t number : numbers) {
-      TORCH_CHECK_VALUE(number >= 0, op, ": a number is negative: ", numbers);
-    }
+  sum_of_counts(op, "send", send);
+  int64_t counted = sum_of_counts(op, "receive", receive);  // but for the rows of each rank:
+  for (int64_t peer = 0; peer < group_size; ++peer) {
+    counted -= receive[peer * (own_experts + 1) + own_experts];
   }
+  TORCH_CHECK_VALUE(counted == num_places.value_or(counted), op, ": ", *num_places,
+                    " rows, but the counts say ", counted);
+  const at::IntArrayRef to_itself =
+      send.slice(sum_of(experts_per_rank.slice(0, rank)), own_experts);
+  const at::IntArrayRef from_itself = receive.slice(rank * (own_experts + 1), own_experts + 1);
+  TORCH_CHECK_VALUE(to_itself == from_itself.slice(0, own_experts) &&
+                        from_itself[own_experts] == send[num_experts + rank],
+                    op, ": rank ", rank, " sends itself ", to_itself, " in ",
+                    send[num_experts + rank], " rows, but receives ",
+                    from_itself.slice(0, own_experts), " in ", from_itself[own_experts]);
   ExchangePlan plan;
   plan.rank = rank;
   plan.group_size = group_size;

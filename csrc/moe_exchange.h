@@ -17,10 +17,11 @@ namespace parallel_ext {
 
 // How many rows go where, as one rank sees it.
 struct ExchangePlan {
-  // Of the arguments of moe_dispatch, which it checks.
+  // Of the arguments of moe_dispatch, which it checks. The rows that lie before the experts, where
+  // they are there already, are `num_places`.
   static ExchangePlan of(const char* op, at::IntArrayRef send, at::IntArrayRef receive,
                          at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
-                         const std::string& group_name);
+                         const std::string& group_name, std::optional<int64_t> num_places = {});
 
   std::vector<int64_t> send_slots;    // [ranks]: this rank's choices of the experts of each
   std::vector<int64_t> send_rows;     // [ranks]: rows in the message to each

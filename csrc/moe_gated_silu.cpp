@@ -29,8 +29,7 @@ using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 
 constexpr int64_t kRowsPerTask = 16;
 
-void check_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights) {
-  const char* op = "moe_gated_silu";
+void check_gated_silu(const char* op, const at::Tensor& gate_up, const at::Tensor& weights) {
   check_floating(op, "gate_up", gate_up);
   check_dim(op, "gate_up", gate_up, 2);
   TORCH_CHECK_VALUE(gate_up.size(1) % 2 == 0, op, ": gate_up of shape ", gate_up.sizes(),
@@ -42,8 +41,6 @@ void check_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights) {
   TORCH_CHECK_TYPE(weights.scalar_type() == wide_type(gate_up), op, ": weights must be ",
                    wide_type(gate_up), " for gate_up in ", gate_up.scalar_type(), ", got ",
                    weights.scalar_type());
-  TORCH_CHECK_VALUE(weights.device() == gate_up.device(), op, ": weights are on ", weights.device(),
-                    " but gate_up is on ", gate_up.device(), "; move one of them");
 }
 
 // One function per dtype, since target_clones does not go with templates.
@@ -156,12 +153,16 @@ TwoTensors moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at:
 }
 
 at::Tensor moe_gated_silu_kernel(const at::Tensor& gate_up, const at::Tensor& weights) {
-  check_gated_silu(gate_up, weights);
+  check_gated_silu("moe_gated_silu", gate_up, weights);
   return (use_aten_path(gate_up) ? moe_gated_silu_aten : moe_gated_silu_own)(gate_up, weights);
 }
 
 TwoTensors moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const at::Tensor& gate_up,
                                           const at::Tensor& weights) {
+  const char* op = "moe_gated_silu_backward";
+  check_gated_silu(op, gate_up, weights);
+  check_same_dtype(op, "grad_output", grad_output, "gate_up", gate_up);
+  check_shape(op, "grad_output", grad_output, {gate_up.size(0), gate_up.size(1) / 2});
   return (use_aten_path(gate_up) ? moe_gated_silu_backward_aten : moe_gated_silu_backward_own)(
       grad_output, gate_up, weights);
 }

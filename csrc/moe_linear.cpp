@@ -34,6 +34,10 @@ at::Tensor moe_linear_kernel(const at::Tensor& rows, const at::Tensor& weight,
 TwoTensors moe_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& rows,
                                       const at::Tensor& weight, at::IntArrayRef counts,
                                       std::array<bool, 2> needed, double weight_grad_scale) {
+  const char* op = "moe_linear_backward";
+  check_moe_linear(op, rows, weight, counts);
+  check_same_dtype(op, "grad_output", grad_output, "rows", rows);
+  check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});
   at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
   if (needed[0]) grad_rows = pooled_empty(rows.sizes(), rows.options());
   if (needed[1]) grad_weight = at::empty(weight.sizes(), weight.options());

@@ -20,11 +20,7 @@ inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::T
                     "; their last dimensions must be equal");
   TORCH_CHECK_VALUE(static_cast<int64_t>(counts.size()) == weight.size(0), op, ": ", counts.size(),
                     " counts are not one for each of the ", weight.size(0), " experts");
-  int64_t total = 0;
-  for (const int64_t count : counts) {
-    TORCH_CHECK_VALUE(count >= 0, op, ": a count is negative: ", counts);
-    total += count;
-  }
+  const int64_t total = sum_of_counts(op, "counts", counts);
   TORCH_CHECK_VALUE(total == rows.size(0), op, ": the counts ", counts, " add up to ", total,
                     ", but there are ", rows.size(0), " rows");
 }

@@ -68,6 +68,12 @@ FourTensors moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const
                                             const at::Tensor& lora_b, const at::Tensor& low,
                                             at::IntArrayRef counts, double scale,
                                             std::array<bool, 4> needed, double weight_grad_scale) {
+  const char* op = "moe_lora_linear_backward";
+  check_moe_linear(op, rows, weight, counts);
+  check_factors(op, weight, lora_a, lora_b);
+  check_same_dtype(op, "grad_output", grad_output, "rows", rows);
+  check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});
+  check_shape(op, "low", low, {rows.size(0), lora_a.size(1)});
   const auto dtype = dtype_of_adapter(rows);
   const at::Tensor wide = rows.to(dtype), wide_grads = grad_output.to(dtype);
   const at::Tensor a = lora_a.to(dtype), b = lora_b.to(dtype);

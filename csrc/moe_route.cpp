@@ -18,7 +18,6 @@
 
 #include "check.h"
 #include "kernel_choice.h"
-#include "layout.h"
 #include "moe_rows_cuda.h"
 #include "ops.h"
 
@@ -35,20 +34,18 @@ bool saves_bytes(int64_t choices, int64_t tokens, int64_t row_bytes) {
   return (choices - tokens) * row_bytes > choices * kRowNumberBytes;
 }
 
-void check_plan(const at::Tensor& expert_ids, at::IntArrayRef experts_per_rank, int64_t row_bytes,
-                int64_t rank) {
+// Returns the number of experts.
+int64_t check_plan(const at::Tensor& expert_ids, at::IntArrayRef experts_per_rank,
+                   int64_t row_bytes, int64_t rank) {
   const char* op = "moe_route_plan";
   check_int64(op, "expert_ids", expert_ids);
   check_dim(op, "expert_ids", expert_ids, 2);
-  for (const int64_t experts : experts_per_rank) {
-    TORCH_CHECK_VALUE(experts >= 0, op, ": experts_per_rank ", experts_per_rank,
-                      " has a negative number");
-  }
-  TORCH_CHECK_VALUE(sum_of(experts_per_rank) >= 1, op, ": experts_per_rank ", experts_per_rank,
-                    " are no experts at all");
-  TORCH_CHECK_VALUE(row_bytes >= 0, op, ": row_bytes must be at least 0, got ", row_bytes);
+  constexpr int64_t kLongestRow = int64_t{1} << 31;  // choices times bytes fit into an int64
+  TORCH_CHECK_VALUE(0 <= row_bytes && row_bytes <= kLongestRow, op, ": row_bytes must be in [0, ",
+                    kLongestRow, "], got ", row_bytes);
   const auto ranks = static_cast<int64_t>(experts_per_rank.size());
   TORCH_CHECK_VALUE(0 <= rank && rank < ranks, op, ": rank ", rank, " is not one of ", ranks);
+  return num_experts_of(op, experts_per_rank);
 }
 
 void check_id(int64_t id, int64_t position, int64_t top_k, int64_t num_experts) {
@@ -60,9 +57,9 @@ void check_id(int64_t id, int64_t position, int64_t top_k, int64_t num_experts) 
 // CPU: a few passes over the ids, no comparison sort and no [T, E] map.
 FiveTensors moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_per_rank,
                                int64_t row_bytes, int64_t rank) {
-  check_plan(ids_in, experts_per_rank, row_bytes, rank);
+  const int64_t num_experts = check_plan(ids_in, experts_per_rank, row_bytes, rank);
   const at::Tensor ids = ids_in.contiguous();
-  const int64_t size = ids.numel(), top_k = ids.size(1), num_experts = sum_of(experts_per_rank);
+  const int64_t size = ids.numel(), top_k = ids.size(1);
   const auto num_ranks = static_cast<int64_t>(experts_per_rank.size());
   const int64_t* id = ids.const_data_ptr<int64_t>();
   const auto options = ids.options();
@@ -143,8 +140,8 @@ TwoTensors sorted(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
 // Any device. An id below zero fails in bincount where no kernel serves the device.
 FiveTensors moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
                                 int64_t row_bytes, int64_t rank) {
-  check_plan(ids, experts_per_rank, row_bytes, rank);
-  const int64_t num_experts = sum_of(experts_per_rank), top_k = ids.size(1), size = ids.numel();
+  const int64_t num_experts = check_plan(ids, experts_per_rank, row_bytes, rank);
+  const int64_t top_k = ids.size(1), size = ids.numel();
   const auto num_ranks = static_cast<int64_t>(experts_per_rank.size());
   const at::Tensor flat = ids.flatten();
   const auto [counts, sources] = sorted(flat, num_experts, top_k);
@@ -191,7 +188,7 @@ FiveTensors moe_route_plan_cpu_or_aten(const at::Tensor& ids, at::IntArrayRef ex
 FiveTensors moe_route_plan_meta(const at::Tensor& ids, at::IntArrayRef experts_per_rank, int64_t,
                                 int64_t) {
   const auto options = ids.options();
-  return {at::empty({sum_of(experts_per_rank)}, options),
+  return {at::empty({num_experts_of("moe_route_plan", experts_per_rank)}, options),
           at::empty({static_cast<int64_t>(experts_per_rank.size())}, options),
           at::empty_symint(ids.sym_sizes(), options), at::empty_symint({ids.sym_numel()}, options),
           at::empty_symint({ids.sym_numel()}, options)};

@@ -29,9 +29,7 @@ void check_sizes(const char* op, at::IntArrayRef sizes, int64_t rank, int64_t gr
                     " sizes were given for a group of ", group_size, " ranks");
   TORCH_CHECK_VALUE(0 <= rank && rank < group_size, op, ": rank ", rank, " is not in [0, ",
                     group_size, ")");
-  for (const int64_t size : sizes) {
-    TORCH_CHECK_VALUE(size >= 0, op, ": a size is negative: ", sizes);
-  }
+  sum_of_counts(op, "sizes", sizes);
 }
 
 void check_own_rows(const char* op, const char* name, const at::Tensor& rows, at::IntArrayRef sizes,

@@ -7,7 +7,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "check.h"
 #include "comm.h"
@@ -43,6 +42,7 @@ at::Tensor gather_from_tp_kernel(const at::Tensor& shard, at::IntArrayRef sizes,
                     " sizes were given for a group of ", group_size, " ranks");
   TORCH_CHECK_VALUE(0 <= rank && rank < group_size, op, ": rank ", rank, " is not in [0, ",
                     group_size, ")");
+  sum_of_counts(op, "sizes", sizes);
   TORCH_CHECK_VALUE(shard.dim() >= 1 && shard.size(-1) == sizes[rank], op, ": rank ", rank,
                     " must hold ", sizes[rank], " columns, got shape ", shard.sizes());
   if (group_size == 1) return shard.clone(at::MemoryFormat::Contiguous);
@@ -69,7 +69,7 @@ at::Tensor same_shape_meta(const at::Tensor& input, int64_t, const std::string&)
 at::Tensor gather_from_tp_meta(const at::Tensor& shard, at::IntArrayRef sizes, int64_t, int64_t,
                                const std::string&) {
   auto shape = shard.sym_sizes().vec();
-  shape.back() = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  shape.back() = sum_of_counts("gather_from_tp", "sizes", sizes);
   return at::empty_symint(shape, shard.options());
 }
 

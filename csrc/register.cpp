@@ -1,59 +1,86 @@
 // The schemas of all ops. Tensors first, then numbers, then the group, and last the options of the
 // loss; the same names in C++ and Python.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
 #include <string>
 
 #include "vocab_loss_op.h"
 
-TORCH_LIBRARY(parallel_ext, m) {
+namespace {
+
+// What every op wants of its tensors, whatever else it checks: that they are there, dense and on
+// one kind of device. It runs below autograd and before the kernel of any device is chosen, or a
+// tensor on meta would choose one that computes nothing.
+void check_tensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) {
+  const std::string& full_name = op.schema().name();
+  const std::string name = full_name.substr(full_name.rfind(':') + 1);
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  const at::Tensor* first = nullptr;
+  size_t number_of_first = 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].type()->kind() == c10::TypeKind::TensorType) {
+      TORCH_CHECK_TYPE(values[i].isTensor() && values[i].toTensor().defined(), name, ": ",
+                       arguments[i].name(), " must be a tensor, got None");
+    }
+    if (!values[i].isTensor() || !values[i].toTensor().defined()) continue;
+    const at::Tensor& tensor = values[i].toTensor();
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name, ": ", arguments[i].name(),
+                     " must be a dense tensor, got one with the layout ", tensor.layout(),
+                     "; pass its to_dense()");
+    if (first == nullptr) {
+      first = &tensor;
+      number_of_first = i;
+    }
+    TORCH_CHECK_VALUE(tensor.device().type() == first->device().type(), name, ": ",
+                      arguments[i].name(), " is on ", tensor.device(), " but ",
+                      arguments[number_of_first].name(), " is on ", first->device(),
+                      "; move one of them");
+  }
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  op.redispatchBoxed(keys & below, stack);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(parallel_ext, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def("reduce_from_tp(Tensor partial, int group_size, str group_name) -> Tensor", tags);
-  m.def("copy_to_tp(Tensor input, int group_size, str group_name) -> Tensor", tags);
-  m.def(
-      "gather_from_tp(Tensor shard, int[] sizes, int rank, int group_size, str group_name) -> "
-      "Tensor",
-      tags);
-  m.def(
-      "column_linear(Tensor input, Tensor weight, Tensor? bias, int row_stride, int group_size, "
-      "str group_name) -> Tensor",
-      tags);
-  m.def(
-      "column_linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] needed, "
-      "int group_size, str group_name) -> (Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "row_linear(Tensor input, Tensor weight, Tensor? bias, int group_size, str group_name) -> "
-      "Tensor",
-      tags);
-  m.def(
-      "lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "
+  const auto def = [&](const std::string& schema) {
+    library.def(schema.c_str(), tags);
+    library.impl(schema.substr(0, schema.find('(')).c_str(), c10::DispatchKey::BackendSelect,
+                 torch::CppFunction::makeFromBoxedFunction<&check_tensors>());
+  };
+  def("reduce_from_tp(Tensor partial, int group_size, str group_name) -> Tensor");
+  def("copy_to_tp(Tensor input, int group_size, str group_name) -> Tensor");
+  def("gather_from_tp(Tensor shard, int[] sizes, int rank, int group_size, str group_name) -> "
+      "Tensor");
+  def("column_linear(Tensor input, Tensor weight, Tensor? bias, int row_stride, int group_size, "
+      "str group_name) -> Tensor");
+  def("column_linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] needed, "
+      "int group_size, str group_name) -> (Tensor, Tensor, Tensor)");
+  def("row_linear(Tensor input, Tensor weight, Tensor? bias, int group_size, str group_name) -> "
+      "Tensor");
+  def("lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "
       "float scale, float dropout, int[] dropout_counter, int group_size, str group_name) -> "
-      "Tensor",
-      tags);
-  m.def(
-      "lora_linear_forward(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, "
+      "Tensor");
+  def("lora_linear_forward(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, "
       "Tensor? bias, float scale, float dropout, int[] dropout_counter, int group_size, "
-      "str group_name) -> (Tensor, Tensor)",
-      tags);
-  m.def(
-      "lora_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor lora_a, "
+      "str group_name) -> (Tensor, Tensor)");
+  def("lora_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor lora_a, "
       "Tensor lora_b, Tensor low, float scale, float dropout, int[] dropout_counter, "
       "bool[5] needed) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
-      "int? padding_idx, int[] sizes, int group_size, str group_name) -> Tensor",
-      tags);
-  m.def(
-      "vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "
-      "int? padding_idx) -> Tensor",
-      tags);
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def("vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
+      "int? padding_idx, int[] sizes, int group_size, str group_name) -> Tensor");
+  def("vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "
+      "int? padding_idx) -> Tensor");
   const auto def_with_loss = [&](const std::string& arguments, const std::string& outputs) {
     const std::string schema =
         arguments + ", " + parallel_ext::kVocabLossSchema + ") -> " + outputs;
-    m.def(schema.c_str(), tags);
+    def(schema);
   };
   def_with_loss(
       "vocab_cross_entropy(Tensor logits, Tensor labels, bool[3] wanted, bool consume_logits, "
@@ -88,75 +115,43 @@ TORCH_LIBRARY(parallel_ext, m) {
       "linear_vocab_cross_entropy_frozen_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
       "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor normalizer",
       "Tensor");
-  m.def(
-      "vocab_argmax(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
-      "int group_size, str group_name) -> Tensor",
-      tags);
-  m.def(
-      "vocab_sample(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
+  def("vocab_argmax(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
+      "int group_size, str group_name) -> Tensor");
+  def("vocab_sample(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
       "float temperature, int top_k, float top_p, float min_p, int seed, int step, "
-      "int group_size, str group_name) -> Tensor",
-      tags);
-  m.def(
-      "moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_dispatch(Tensor input, Tensor weights, Tensor rows_of_choices, Tensor sources, "
+      "int group_size, str group_name) -> Tensor");
+  def("moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  def("moe_dispatch(Tensor input, Tensor weights, Tensor rows_of_choices, Tensor sources, "
       "Tensor tokens, int[] send, int[] receive, int[] experts_per_rank, int rank, "
-      "int group_size, str group_name) -> (Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_dispatch_backward(Tensor grad_rows, Tensor grad_weights, Tensor rows_of_choices, "
+      "int group_size, str group_name) -> (Tensor, Tensor, Tensor)");
+  def("moe_dispatch_backward(Tensor grad_rows, Tensor grad_weights, Tensor rows_of_choices, "
       "Tensor sources, Tensor origins, ScalarType weights_dtype, bool[2] needed, int[] send, "
       "int[] receive, int[] experts_per_rank, int rank, int group_size, str group_name) -> "
-      "(Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_combine(Tensor rows, Tensor origins, Tensor rows_of_choices, Tensor tokens, "
+      "(Tensor, Tensor)");
+  def("moe_combine(Tensor rows, Tensor origins, Tensor rows_of_choices, Tensor tokens, "
       "int[] send, int[] receive, int[] experts_per_rank, int rank, int group_size, "
-      "str group_name) -> Tensor",
-      tags);
-  m.def(
-      "moe_combine_backward(Tensor grad_output, Tensor origins, Tensor tokens, int[] send, "
-      "int[] receive, int[] experts_per_rank, int rank, int group_size, str group_name) -> Tensor",
-      tags);
-  m.def("moe_gated_silu(Tensor gate_up, Tensor weights) -> Tensor", tags);
-  m.def(
-      "moe_gated_silu_backward(Tensor grad_output, Tensor gate_up, Tensor weights) -> "
-      "(Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_linear(Tensor rows, Tensor weight, int[] counts, float weight_grad_scale=1.0) -> "
-      "Tensor",
-      tags);
-  m.def(
-      "moe_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, int[] counts, "
-      "bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_lora_linear(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, int[] counts, "
-      "float scale, float weight_grad_scale=1.0) -> Tensor",
-      tags);
-  m.def(
-      "moe_lora_linear_forward(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, "
-      "int[] counts, float scale) -> (Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_lora_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, Tensor lora_a, "
+      "str group_name) -> Tensor");
+  def("moe_combine_backward(Tensor grad_output, Tensor origins, Tensor tokens, int[] send, "
+      "int[] receive, int[] experts_per_rank, int rank, int group_size, str group_name) -> Tensor");
+  def("moe_gated_silu(Tensor gate_up, Tensor weights) -> Tensor");
+  def("moe_gated_silu_backward(Tensor grad_output, Tensor gate_up, Tensor weights) -> "
+      "(Tensor, Tensor)");
+  def("moe_linear(Tensor rows, Tensor weight, int[] counts, float weight_grad_scale=1.0) -> "
+      "Tensor");
+  def("moe_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, int[] counts, "
+      "bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)");
+  def("moe_lora_linear(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, int[] counts, "
+      "float scale, float weight_grad_scale=1.0) -> Tensor");
+  def("moe_lora_linear_forward(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, "
+      "int[] counts, float scale) -> (Tensor, Tensor)");
+  def("moe_lora_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, Tensor lora_a, "
       "Tensor lora_b, Tensor low, int[] counts, float scale, bool[4] needed, "
-      "float weight_grad_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_take_tokens(Tensor input, Tensor weights, int[] sizes, int rank, int group_size, "
-      "str group_name) -> (Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_take_tokens_backward(Tensor grad_input, Tensor grad_weights, int[] sizes, "
-      "bool[2] needed, int rank, int group_size, str group_name) -> (Tensor, Tensor)",
-      tags);
-  m.def(
-      "moe_gather_tokens(Tensor slice, int[] sizes, int rank, int group_size, str group_name) -> "
-      "Tensor",
-      tags);
+      "float weight_grad_scale) -> (Tensor, Tensor, Tensor, Tensor)");
+  def("moe_take_tokens(Tensor input, Tensor weights, int[] sizes, int rank, int group_size, "
+      "str group_name) -> (Tensor, Tensor)");
+  def("moe_take_tokens_backward(Tensor grad_input, Tensor grad_weights, int[] sizes, "
+      "bool[2] needed, int rank, int group_size, str group_name) -> (Tensor, Tensor)");
+  def("moe_gather_tokens(Tensor slice, int[] sizes, int rank, int group_size, str group_name) -> "
+      "Tensor");
 }

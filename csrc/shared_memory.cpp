@@ -7,7 +7,6 @@
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -80,7 +79,10 @@ std::string name_of(int64_t rank) { return "rank " + std::to_string(rank) + " of
 
 constexpr int64_t kSeatBytes = 128;
 
-int64_t header_bytes(int64_t size) { return (size * kSeatBytes + kPage - 1) / kPage * kPage; }
+// A seat of each rank, and one more for the token.
+int64_t header_bytes(int64_t size) { return ((size + 1) * kSeatBytes + kPage - 1) / kPage * kPage; }
+
+std::atomic<void (*)()> interrupt_check{nullptr};
 
 }  // namespace
 
@@ -98,6 +100,17 @@ struct alignas(kSeatBytes) SharedMemory::Seat {
 namespace {
 
 int64_t total_bytes(int64_t size) { return header_bytes(size) + (size + 1) * kSlotBytes; }
+
+constexpr char kName[] = "parallel_ext-ranks";
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// Whether this link of /proc leads to memory that SharedMemory::create has made.
+bool is_ours(const std::string& link) {
+  char target[64];
+  const ssize_t length = readlink(link.c_str(), target, sizeof(target));
+  return length > 0 && std::string(target, static_cast<size_t>(length)) ==
+                           std::string("/memfd:") + kName + " (deleted)";
+}
 
 // Of this process on this byte of the file, until the process ends, however it ends.
 bool lock_byte(int fd, int64_t byte) {
@@ -121,38 +134,45 @@ void wake(std::atomic<uint32_t>& word) {
 }  // namespace
 
 std::unique_ptr<SharedMemory> SharedMemory::create(int64_t size) {
-  std::random_device random;
-  char path[64];
-  std::snprintf(path, sizeof(path), "/dev/shm/parallel_ext-%08x%08x%08x", random(), random(),
-                random());
-  const int fd = ::open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  const int fd = memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return nullptr;
-  struct statvfs space{};
-  const bool roomy = fstatvfs(fd, &space) == 0 && space.f_bavail * space.f_frsize / 4 >=
-                                                      static_cast<uint64_t>(total_bytes(size));
-  // Reserved now: a write into memory that a small /dev/shm cannot give would kill the process.
-  if (!roomy || posix_fallocate(fd, 0, total_bytes(size)) != 0) {
+  // Reserved now: a write into memory that the system cannot give would kill the process. Sealed,
+  // since so would a write behind an end that another process has moved.
+  if (posix_fallocate(fd, 0, total_bytes(size)) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0) {
     ::close(fd);
-    ::unlink(path);
     return nullptr;
   }
-  auto memory = attach(path, fd, 0, size);
-  if (memory == nullptr) {
-    ::unlink(path);
-  } else {
-    memory->named_ = true;
+  auto memory = attach(fd, 0, size);
+  if (memory) {
+    std::random_device random;
+    for (uint64_t& word : memory->token()) word = uint64_t{random()} << 32 | random();
   }
   return memory;
 }
 
-std::unique_ptr<SharedMemory> SharedMemory::open(const std::string& path, int64_t rank,
-                                                 int64_t size) {
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  return fd < 0 ? nullptr : attach(path, fd, rank, size);
+SharedMemory::Place SharedMemory::place() const { return {getpid(), fd_, token()}; }
+
+// Looks before it opens: a number from another process may mean a pipe or a device here.
+std::unique_ptr<SharedMemory> SharedMemory::open(const Place& place, int64_t rank, int64_t size) {
+  const std::string path =
+      "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.descriptor);
+  if (!is_ours(path)) return nullptr;
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return nullptr;
+  struct stat status{};
+  const bool fits = is_ours("/proc/self/fd/" + std::to_string(fd)) && fstat(fd, &status) == 0 &&
+                    S_ISREG(status.st_mode) && status.st_uid == geteuid() && status.st_nlink == 0 &&
+                    status.st_size == total_bytes(size) &&
+                    (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals;
+  if (!fits) {
+    ::close(fd);
+    return nullptr;
+  }
+  auto memory = attach(fd, rank, size);
+  return memory && memory->token() == place.token ? std::move(memory) : nullptr;
 }
 
-std::unique_ptr<SharedMemory> SharedMemory::attach(const std::string& path, int fd, int64_t rank,
-                                                   int64_t size) {
+std::unique_ptr<SharedMemory> SharedMemory::attach(int fd, int64_t rank, int64_t size) {
   void* base = MAP_FAILED;
   if (lock_byte(fd, rank)) {
     base = mmap(nullptr, total_bytes(size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -161,16 +181,10 @@ std::unique_ptr<SharedMemory> SharedMemory::attach(const std::string& path, int 
     ::close(fd);
     return nullptr;
   }
-  return std::unique_ptr<SharedMemory>(new SharedMemory(path, fd, base, rank, size));
-}
-
-void SharedMemory::remove_path() {
-  if (named_) ::unlink(path_.c_str());
-  named_ = false;
+  return std::unique_ptr<SharedMemory>(new SharedMemory(fd, base, rank, size));
 }
 
 SharedMemory::~SharedMemory() {
-  remove_path();  // still there only if the ranks never met
   munmap(base_, total_bytes(size_));
   ::close(fd_);
 }
@@ -192,22 +206,24 @@ void wake(std::atomic<uint32_t>&) {}
 }  // namespace
 
 std::unique_ptr<SharedMemory> SharedMemory::create(int64_t) { return nullptr; }
-std::unique_ptr<SharedMemory> SharedMemory::open(const std::string&, int64_t, int64_t) {
-  return nullptr;
-}
-void SharedMemory::remove_path() {}
+std::unique_ptr<SharedMemory> SharedMemory::open(const Place&, int64_t, int64_t) { return nullptr; }
+SharedMemory::Place SharedMemory::place() const { return {}; }
 SharedMemory::~SharedMemory() = default;
 bool SharedMemory::alive(int64_t) const { return true; }
 
 #endif
 
-SharedMemory::SharedMemory(std::string path, int fd, void* base, int64_t rank, int64_t size)
-    : path_(std::move(path)), fd_(fd), base_(static_cast<char*>(base)), rank_(rank), size_(size) {
+SharedMemory::SharedMemory(int fd, void* base, int64_t rank, int64_t size)
+    : fd_(fd), base_(static_cast<char*>(base)), rank_(rank), size_(size) {
   static_assert(sizeof(Seat) == kSeatBytes);
 }
 
 SharedMemory::Seat& SharedMemory::seat(int64_t rank) const {
   return reinterpret_cast<Seat*>(base_)[rank];  // a new file is zero, which is where a seat begins
+}
+
+std::array<uint64_t, 2>& SharedMemory::token() const {
+  return *reinterpret_cast<std::array<uint64_t, 2>*>(base_ + size_ * kSeatBytes);
 }
 
 char* SharedMemory::slot(int64_t rank) const {
@@ -256,11 +272,27 @@ void SharedMemory::wait_for(int64_t peer) {
     const uint32_t seen = other.arrivals.load();
     if (static_cast<int32_t>(seen - arrivals_) < 0) sleep_on(other.arrivals, seen);
     other.sleepers.fetch_sub(1);
+    check_interrupt();
+  }
+}
+
+void SharedMemory::set_interrupt_check(void (*check)()) { interrupt_check.store(check); }
+
+void SharedMemory::abandon() { seat(rank_).given_up.store(1); }
+
+void SharedMemory::check_interrupt() {
+  const auto check = interrupt_check.load();
+  if (check == nullptr) return;
+  try {
+    check();
+  } catch (...) {
+    abandon();
+    throw;
   }
 }
 
 void SharedMemory::give_up(const std::string& why) {
-  seat(rank_).given_up.store(1);
+  abandon();
   C10_THROW_ERROR(Error, what_ + ": " + why + "; the group cannot be used any more");
 }
 

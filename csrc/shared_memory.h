@@ -4,6 +4,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -22,13 +23,24 @@ struct Span {
 // come in time.
 class SharedMemory {
  public:
-  // The first rank makes the memory, the others open its path, then the first one removes the path:
-  // the memory lives as long as its ranks. Both return nullptr where the system refuses it, and the
-  // first one where it would take much of what is free there, which DataLoader workers need too.
+  // Where other processes of the host find the memory: a file without a name, which is gone with
+  // the last process that has it, however it ends.
+  struct Place {
+    int32_t process, descriptor;
+    std::array<uint64_t, 2> token;  // random, and also in the memory: numbers of processes repeat
+  };
+
+  // The first rank makes the memory and the others open it. Both return nullptr where the system
+  // refuses it, and `open` where what it finds is anything else, as it is on another host.
   static std::unique_ptr<SharedMemory> create(int64_t size);
-  static std::unique_ptr<SharedMemory> open(const std::string& path, int64_t rank, int64_t size);
-  void remove_path();
-  const std::string& path() const { return path_; }
+  static std::unique_ptr<SharedMemory> open(const Place& place, int64_t rank, int64_t size);
+  Place place() const;
+
+  // Lets the other ranks' collectives fail, now and later.
+  void abandon();
+
+  // `check` is called between the naps of a wait, and ends it by throwing; nullptr for none.
+  static void set_interrupt_check(void (*check)());
 
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -50,9 +62,8 @@ class SharedMemory {
 
  private:
   struct Seat;
-  SharedMemory(std::string path, int fd, void* base, int64_t rank, int64_t size);
-  static std::unique_ptr<SharedMemory> attach(const std::string& path, int fd, int64_t rank,
-                                              int64_t size);
+  SharedMemory(int fd, void* base, int64_t rank, int64_t size);
+  static std::unique_ptr<SharedMemory> attach(int fd, int64_t rank, int64_t size);
 
   void prepare(const char* op, const char* kind, int64_t bytes, double timeout_s);
   void describe();
@@ -61,14 +72,14 @@ class SharedMemory {
   void wait_for_all();
   void wait_for(int64_t peer);
   bool alive(int64_t peer) const;
+  void check_interrupt();
   void check_same(bool same_bytes = true);
   [[noreturn]] void give_up(const std::string& why);
   int64_t piece_at(int64_t offset) const;
   Seat& seat(int64_t rank) const;
   char* slot(int64_t rank) const;  // slot(size) holds the sum
+  std::array<uint64_t, 2>& token() const;
 
-  std::string path_;
-  bool named_ = false;  // whether the path is this rank's to remove
   int fd_;
   char* base_;
   int64_t rank_, size_;

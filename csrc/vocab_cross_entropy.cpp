@@ -58,20 +58,22 @@ at::Tensor empty_gradient(const at::Tensor& logits) {
 void fill_gradient(const VocabLoss& loss, const LossGradients& grads, const at::Tensor& logits,
                    const at::Tensor& labels, const at::Tensor& normalizer,
                    at::Tensor& grad_logits) {
-  TORCH_CHECK_VALUE(
-      normalizer.dim() == 2 && normalizer.size(1) == logits.size(0) &&
-          normalizer.size(0) == (grads.entropy ? kRowsWithEntropy : normalizer.size(0)) &&
-          normalizer.size(0) >= kRowsWithoutEntropy,
-      kOp, ": the normalizer of ", logits.size(0), " tokens has shape [2, ", logits.size(0),
-      "], or [3, ", logits.size(0), "] with the entropy, got ", normalizer.sizes());
+  check_normalizer(kOp, normalizer, logits.size(0), grads.entropy.has_value());
   vocab_shard_gradient(loss.shard(logits, labels, loss.vocab_start), normalizer,
                        factors_of(loss, grads, tokens_of(loss, labels), normalizer), grad_logits);
+}
+
+void check_backward(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels) {
+  check_floating(kOp, "logits", logits);
+  check_dim(kOp, "logits", logits, 2);
+  check_vocab_loss_shapes(kOp, loss, "logits", logits.size(1), logits.size(0), labels);
 }
 
 at::Tensor backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
                            const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
                            const at::Tensor& logits, const at::Tensor& labels,
                            const at::Tensor& normalizer) {
+  check_backward(loss, logits, labels);
   at::Tensor grad_logits = empty_gradient(logits);
   const bool as_they_are = has_adjacent_columns(logits);
   if (!as_they_are) grad_logits.copy_(logits);
@@ -84,6 +86,9 @@ void consuming_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_lo
                                const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
                                at::Tensor& logits, const at::Tensor& labels,
                                const at::Tensor& normalizer) {
+  check_backward(loss, logits, labels);
+  TORCH_CHECK_VALUE(has_adjacent_columns(logits), kOp, ": columns of logits with strides ",
+                    logits.strides(), " are not one apart");
   fill_gradient(loss, {grad_loss, grad_log_sum_exp, grad_entropy}, logits, labels, normalizer,
                 logits);
 }

@@ -44,17 +44,19 @@ std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, 
                                int64_t vocab_start, int64_t group_size,
                                const std::string& group_name) {
   if (group_size == 1) return {};
+  const char* op = "vocab_embedding";
+  const int64_t rank =
+      rank_in_group(op, group_size, group_name);  // asks whether there is the group
   std::vector<int64_t> bounds{0};
   if (sizes.empty()) {
     bounds = split(vocab_size, group_size, 1);
   } else {
+    const bool fit = static_cast<int64_t>(sizes.size()) == group_size &&
+                     sum_of_counts(op, "sizes", sizes) == vocab_size;
+    TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group_size,
+                      " ranks, of ", vocab_size, " in all");
     for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
   }
-  const bool fit = static_cast<int64_t>(bounds.size()) == group_size + 1 &&
-                   std::is_sorted(bounds.begin(), bounds.end()) && bounds.back() == vocab_size;
-  TORCH_CHECK_VALUE(fit, "vocab_embedding: sizes ", sizes, " are not the rows of each of ",
-                    group_size, " ranks, of ", vocab_size, " in all");
-  const int64_t rank = rank_in_group("vocab_embedding", group_size, group_name);
   TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + weight.size(0),
                     "vocab_embedding: the ", weight.size(0), " rows from ", vocab_start,
                     " on are not this rank's, of ranks whose boundaries are ",
@@ -68,7 +70,7 @@ void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
   check_int64(op, "ids", ids);
   check_floating(op, "weight", weight);
   check_dim(op, "weight", weight, 2);
-  TORCH_CHECK_VALUE(0 <= vocab_start && vocab_start + weight.size(0) <= vocab_size, op, ": the ",
+  TORCH_CHECK_VALUE(0 <= vocab_start && vocab_start <= vocab_size - weight.size(0), op, ": the ",
                     weight.size(0), " rows from ", vocab_start,
                     " on are not inside the vocabulary [0, ", vocab_size,
                     "); pass this rank's rows and the true vocabulary size");
@@ -86,15 +88,8 @@ void sum_bits(at::Tensor& rows, int64_t group_size, const std::string& group_nam
 
 namespace {
 
-// What the kernels follow without looking; ATen looks itself.
-void check_ids_device(const at::Tensor& ids, const at::Tensor& rows) {
-  TORCH_CHECK_VALUE(ids.device() == rows.device(), "vocab_embedding: ids are on ", ids.device(),
-                    " but the rows are on ", rows.device(), "; move one of them");
-}
-
 at::Tensor own_rows_on_cuda(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_start,
                             at::IntArrayRef shape) {
-  check_ids_device(ids, weight);
   at::Tensor output = at::empty(shape, weight.options());
   if constexpr (kWithCudaKernels) {
     lookup_rows_on_cuda({ids.const_data_ptr<int64_t>(), ids.numel(), vocab_start, weight.size(0)},
@@ -157,7 +152,6 @@ at::Tensor vocab_embedding_meta(const at::Tensor& ids, const at::Tensor& weight,
 // rows [T] in [0, num_rows], of which num_rows is none. The tokens of a row are summed in their
 // order, as by the CPU's loops.
 at::Tensor sums_on_cuda(const at::Tensor& grad_output, const at::Tensor& rows, int64_t num_rows) {
-  check_ids_device(rows, grad_output);
   const auto sorted = rows.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
   const at::Tensor& order = std::get<1>(sorted);
   const at::Tensor first =
@@ -176,9 +170,21 @@ at::Tensor sums_on_cuda(const at::Tensor& grad_output, const at::Tensor& rows, i
   return sums;
 }
 
+void check_backward(const at::Tensor& grad_output, const at::Tensor& ids, int64_t num_rows) {
+  const char* op = "vocab_embedding_backward";
+  check_int64(op, "ids", ids);
+  check_floating(op, "grad_output", grad_output);
+  TORCH_CHECK_VALUE(num_rows >= 0, op, ": num_rows must be at least 0, got ", num_rows);
+  TORCH_CHECK_VALUE(
+      grad_output.dim() == ids.dim() + 1 && grad_output.sizes().slice(0, ids.dim()) == ids.sizes(),
+      op, ": grad_output of shape ", grad_output.sizes(), " is not one row for each of ids ",
+      ids.sizes());
+}
+
 at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at::Tensor& ids,
                                          int64_t num_rows, int64_t vocab_start,
                                          std::optional<int64_t> padding_idx) {
+  check_backward(grad_output, ids, num_rows);
   at::Tensor row = ids.flatten() - vocab_start;
   // One more row takes what is not ours, so that no size depends on the ids.
   row = row.masked_fill((row < 0).logical_or(row >= num_rows), num_rows);
@@ -198,6 +204,7 @@ at::Tensor vocab_embedding_backward_cpu(const at::Tensor& grad_output_in, const 
     return vocab_embedding_backward_aten(grad_output_in, ids_in, num_rows, vocab_start,
                                          padding_idx);
   }
+  check_backward(grad_output_in, ids_in, num_rows);
   return vocab_embedding_backward_loops(grad_output_in.contiguous(), ids_in.contiguous(), num_rows,
                                         vocab_start, padding_idx);
 }

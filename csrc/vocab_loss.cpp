@@ -19,18 +19,18 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-void check_weight(const char* op, const at::Tensor& weight, const at::Tensor& labels,
-                  int64_t vocab_size) {
+void check_weight(const char* op, const at::Tensor& weight, int64_t vocab_size) {
   check_floating(op, "weight", weight);
   TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == vocab_size, op, ": weight of shape ",
                     weight.sizes(), " does not fit the vocabulary of ", vocab_size,
                     "; pass one number for each id, the whole ", vocab_size, " on every rank");
-  TORCH_CHECK_VALUE(weight.device() == labels.device(), op, ": weight is on ", weight.device(),
-                    " but labels are on ", labels.device(), "; move one of them");
+}
+
+void check_weight_values(const char* op, const at::Tensor& weight) {
   if (!weight.is_cpu()) return;  // reading it back would stall the device
   const at::Tensor wide = weight.to(at::kDouble).contiguous();
   const double* value = wide.const_data_ptr<double>();
-  for (int64_t id = 0; id < vocab_size; ++id) {
+  for (int64_t id = 0; id < wide.numel(); ++id) {
     TORCH_CHECK_VALUE(0 <= value[id] && value[id] < kInfinity, op, ": weight ", value[id],
                       " of id ", id, " is not a finite number >= 0");
   }
@@ -119,18 +119,34 @@ VocabShard VocabLoss::shard(const at::Tensor& logits, const at::Tensor& labels,
           start,  logit_scale,         softcap.value_or(0)};
 }
 
-void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
-                      int64_t num_tokens, const at::Tensor& labels, bool want_argmax) {
-  check_options(op, loss);
-  TORCH_CHECK_VALUE(!want_argmax || loss.vocab_size <= kLastId, op, ": argmax is for at most ",
-                    kLastId, " ids, got ", loss.vocab_size);
+void check_vocab_loss_shapes(const char* op, const VocabLoss& loss, const char* name,
+                             int64_t shard_size, int64_t num_tokens, const at::Tensor& labels) {
   check_int64(op, "labels", labels);
   check_vocab_range(op, name, shard_size, loss.vocab_size, loss.vocab_start, loss.vocab_stop);
   TORCH_CHECK_VALUE(labels.dim() == 1 && labels.size(0) == num_tokens, op, ": labels of shape ",
                     labels.sizes(), " do not fit the ", num_tokens,
                     " tokens; one label for each is expected");
-  if (loss.weight) check_weight(op, *loss.weight, labels, loss.vocab_size);
+  if (loss.weight) check_weight(op, *loss.weight, loss.vocab_size);
+}
+
+void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
+                      int64_t num_tokens, const at::Tensor& labels, bool want_argmax) {
+  check_options(op, loss);
+  TORCH_CHECK_VALUE(!want_argmax || loss.vocab_size <= kLastId, op, ": argmax is for at most ",
+                    kLastId, " ids, got ", loss.vocab_size);
+  check_vocab_loss_shapes(op, loss, name, shard_size, num_tokens, labels);
+  if (loss.weight) check_weight_values(op, *loss.weight);
   check_labels(op, loss, labels);
+}
+
+void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_tokens,
+                      bool with_entropy) {
+  TORCH_CHECK_VALUE(
+      normalizer.dim() == 2 && normalizer.size(1) == num_tokens &&
+          normalizer.size(0) >= (with_entropy ? kRowsWithEntropy : kRowsWithoutEntropy) &&
+          normalizer.size(0) <= kRowsWithEntropy,
+      op, ": the normalizer of ", num_tokens, " tokens has shape [2, ", num_tokens, "], or [3, ",
+      num_tokens, "] with the entropy, got ", normalizer.sizes());
 }
 
 Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels) {

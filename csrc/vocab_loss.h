@@ -39,6 +39,12 @@ struct Wanted {
 void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
                       int64_t num_tokens, const at::Tensor& labels, bool want_argmax);
 
+// The part of it that a backward needs too, which follows shapes; and what the forward left it.
+void check_vocab_loss_shapes(const char* op, const VocabLoss& loss, const char* name,
+                             int64_t shard_size, int64_t num_tokens, const at::Tensor& labels);
+void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_tokens,
+                      bool with_entropy);
+
 // What labels and class weights make of the tokens, in fp64.
 struct Tokens {
   at::Tensor ignored;       // [T]

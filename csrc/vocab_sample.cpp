@@ -38,6 +38,11 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kLastId = std::numeric_limits<int64_t>::max();
 
+// Temperatures below it are taken for it, which draws the same: different fp32 logits are at least
+// 2^-149 apart, and that over 1e-200 is already more than any noise or exp() can tell from
+// infinity. Their quotients stay finite, as those by the smallest numbers would not.
+constexpr double kLeastTemperature = 1e-200;
+
 struct Group {
   const char* op;
   int64_t size;
@@ -193,12 +198,13 @@ at::Tensor vocab_sample_kernel(const at::Tensor& logits_in, int64_t vocab_size, 
                                double min_p, int64_t seed, int64_t step, int64_t group_size,
                                const std::string& group_name) {
   const Group group{"vocab_sample", group_size, group_name};
-  const Filters filters{temperature, top_k, top_p, min_p};
+  Filters filters{temperature, top_k, top_p, min_p};
   check_logits(group.op, logits_in, vocab_size, vocab_start, vocab_stop);
   check_filters(group.op, filters);
+  filters.temperature = std::max(temperature, kLeastTemperature);
   at::Tensor logits = logits_in.to(at::kFloat);
   if (logits.stride(1) != 1) logits = logits.contiguous();
-  const SampleShard shard{logits, vocab_start, temperature};
+  const SampleShard shard{logits, vocab_start, filters.temperature};
   const at::Tensor floor = floor_of(shard, vocab_size, filters, group);
   const at::Tensor record = (use_aten_path(logits) ? vocab_shard_draw_aten : vocab_shard_draw_cpu)(
       shard, floor, seed, step);

@@ -24,15 +24,7 @@ ShardOnCuda<scalar_t> shard_on_cuda(const VocabShard& shard) {
           static_cast<wide_t>(shard.cap)};
 }
 
-// What the kernels follow without looking; ATen looks itself.
-void check_labels_device(const VocabShard& shard) {
-  TORCH_CHECK_VALUE(shard.labels.device() == shard.logits.device(),
-                    "vocab_cross_entropy: labels are on ", shard.labels.device(),
-                    " but logits are on ", shard.logits.device(), "; move one of them");
-}
-
 at::Tensor record_on_cuda(const VocabShard& shard, const RecordRows& rows) {
-  check_labels_device(shard);
   at::Tensor record = at::empty({rows.count, shard.logits.size(0)},
                                 shard.logits.options().dtype(wide_type(shard.logits)));
   if constexpr (kWithCudaKernels) {
@@ -48,7 +40,6 @@ at::Tensor record_on_cuda(const VocabShard& shard, const RecordRows& rows) {
 
 void gradient_on_cuda(const VocabShard& shard, const at::Tensor& normalizer,
                       const at::Tensor& factors, at::Tensor& grad_logits) {
-  check_labels_device(shard);
   if constexpr (kWithCudaKernels) {
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kHalf, at::kBFloat16, shard.logits.scalar_type(), "vocab_cross_entropy_backward", [&] {

@@ -286,7 +286,8 @@ RowTask<wide_t> row_task(const VocabShard& shard) {
 // The bits of an id in the place of a number.
 template <typename wide_t>
 wide_t bits_of_id(int64_t id) {
-  const std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t> narrow = id;
+  using narrow_t = std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t>;
+  const auto narrow = static_cast<narrow_t>(id);  // argmax refuses more than 2^31 - 1 ids
   wide_t bits;
   std::memcpy(&bits, &narrow, sizeof(bits));
   return bits;
