@@ -17,7 +17,7 @@ from reference_lora import ALL, FILE, TINY, adapted, config, plain
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
-from parallel_ext import checkpoint
+from parallel_ext.checkpoint import CheckpointError
 
 INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
 EVERYTHING: dict[str, Any] = {
@@ -353,5 +353,5 @@ def _whole_state() -> None:
 def test_the_whole_state_of_an_adapted_model_is_refused_with_advice() -> None:
     for raised in pool(2).run_raising(_whole_state):
         assert isinstance(raised, Raised), raised
-        assert raised.type == checkpoint.CheckpointError.__name__
+        assert raised.type == CheckpointError.__name__
         assert "it has adapters: merge_and_unload() them" in raised.text
