@@ -271,7 +271,9 @@ REFUSALS = {
         "moe_dispatch: 4 numbers in send are not one for each of the 4 experts and 2 ranks",
     ),
     "counts of other choices": (
-        lambda group: _dispatched(group, send=[2, 1, 2, 2, 3, 3]),
+        lambda group: _dispatched(
+            group, send=[2, 2, 2, 1, 3, 3] if group.rank else [2, 1, 2, 2, 3, 3]
+        ),
         "ValueError",
         "moe_dispatch: the counts to send are of 7 choices, but rows_of_choices has the shape",
     ),
@@ -283,12 +285,19 @@ REFUSALS = {
     "a negative count": (
         lambda group: _dispatched(group, send=[4, -1, 2, 1, 3, 3]),
         "ValueError",
-        "moe_dispatch: a number is negative: [4, -1, 2, 1, 3, 3]",
+        "moe_dispatch: send [4, -1, 2, 1, 3, 3] has a negative number",
     ),
     "more rows than choices": (
-        lambda group: _dispatched(group, receive=[2, 1, 3, 2, 1, 4]),
+        lambda group: _dispatched(
+            group, receive=[2, 1, 4, 2, 1, 3] if group.rank else [2, 1, 3, 2, 1, 4]
+        ),
         "ValueError",
         "sends 4 for 3; there cannot be more rows than choices",
+    ),
+    "rows to itself that do not come": (
+        lambda group: _dispatched(group, receive=[1, 2, 3, 1, 2, 3]),
+        "ValueError",
+        "sends itself [2, 1] in 3 rows, but receives [1, 2] in 3",
     ),
     "rows that the counts do not say": (
         lambda group: _combined(group, rows=4),

@@ -111,7 +111,7 @@ REFUSALS = {
     "no experts": (
         lambda group: _plan(torch.zeros(0, 1, dtype=torch.int64), [0, 0]),
         "ValueError",
-        "moe_route_plan: experts_per_rank [0, 0] are no experts at all",
+        "moe_route_plan: experts_per_rank [0, 0] are 0 experts; there must be 1 to 1048576",
     ),
     "fewer than no experts": (
         lambda group: _plan(torch.zeros(0, 1, dtype=torch.int64), [3, -1]),

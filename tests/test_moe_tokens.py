@@ -293,7 +293,7 @@ REFUSALS = {
     "a negative size": (
         _take(3, [4, -1]),
         "ValueError",
-        "moe_take_tokens: a size is negative: [4, -1]",
+        "moe_take_tokens: sizes [4, -1] has a negative number",
     ),
     "a rank outside of the group": (
         lambda group: _take(3, [2, 1])(group._replace(rank=2)),
@@ -333,7 +333,7 @@ REFUSALS = {
     "gather: a negative size": (
         lambda group: moe_gather_tokens(torch.ones(3, 2), [3, -3], group),
         "ValueError",
-        "moe_gather_tokens: a size is negative: [3, -3]",
+        "moe_gather_tokens: sizes [3, -3] has a negative number",
     ),
     "gather: rows of another rank": (
         lambda group: moe_gather_tokens(torch.ones(2 + group.rank, 2), [3, 2], group),

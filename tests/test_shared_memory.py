@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import resource
+import signal
+import struct
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +25,7 @@ from ranks import Raised, RankError, pool
 from reference_ops import assert_all_raise, data_bytes, on_ranks
 
 from parallel_ext import _C
-from parallel_ext.ops import Group, gather_from_tp, reduce_from_tp
+from parallel_ext.ops import Group, copy_to_tp, gather_from_tp, reduce_from_tp
 
 SLOT = 2 << 20  # bytes; larger messages travel in pieces (csrc/shared_memory.cpp)
 SIZES = [0, 1, 7, 1025, SLOT // 4, 3 * SLOT // 4 + 5]
@@ -150,6 +157,200 @@ def test_no_file_is_left_in_the_shared_memory():
     assert on_ranks(2, _files_left) == [[], []]
 
 
+def _memory_of(process: int) -> int:
+    """How many descriptors of memory for ranks the process has."""
+    links = []
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(descriptor))
+    return sum("parallel_ext-" in link for link in links)
+
+
+def _killed_before_the_ranks_meet(group: Group) -> list[str]:
+    processes = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
+    first, before = processes[0], _memory_of(processes[0])
+    files = set(Path("/dev/shm").iterdir())
+    own = dist.new_group([0, 1])
+    dist.barrier()
+    if group.rank == 0:
+        reduce_from_tp(torch.ones(3), Group.of(own))
+    while _memory_of(first) == before:
+        time.sleep(0.05)
+    os.kill(first, signal.SIGKILL)
+    time.sleep(0.2)
+    left = set(Path("/dev/shm").iterdir()) - files
+    return sorted(path.name for path in left if path.name.startswith("parallel_ext-"))
+
+
+def test_a_killed_rank_leaves_no_file_in_the_shared_memory():
+    assert pool(2).run_losing(0, _call_in_world, _killed_before_the_ranks_meet) == [[]]
+
+
+FILE_BYTES = 4096 + 3 * SLOT  # of the memory of two ranks
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _offered(kind: str, folder: str) -> int:
+    """A descriptor of what another rank must not take for the memory of its group."""
+    if kind == "a file":
+        descriptor = os.open(f"{folder}/file", os.O_RDWR | os.O_CREAT)
+    elif kind == "a pipe":
+        return os.pipe()[0]
+    else:
+        name = "somebody's" if kind == "memory of others" else "parallel_ext-ranks"
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, FILE_BYTES + (4096 if kind == "longer memory" else 0))
+    if kind != "memory without seals" and kind != "a file":
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor
+
+
+def _offers(group: Group, kind: str, folder: str) -> tuple[int, float]:
+    """Rank 0 says what csrc/comm.cpp would say in its place, but offers something else."""
+    own, before = dist.new_group([0, 1], timeout=timedelta(seconds=20)), _carried()
+    total = torch.full((3,), group.rank + 1.0)
+    if group.rank == 1:
+        total = reduce_from_tp(total, Group.of(own))
+    else:
+        descriptor = _offered(kind, folder)
+        for record in (
+            struct.pack("=iiQQ?7x", os.getpid(), descriptor, 1, 2, True),
+            struct.pack("=??", True, False),
+        ):
+            part = torch.tensor(list(record), dtype=torch.uint8)
+            dist.all_gather([torch.empty_like(part) for _ in range(2)], part, group=own)
+        dist.all_reduce(total, group=own)
+        if kind != "a pipe":
+            assert not any(os.pread(descriptor, FILE_BYTES, 0)), "written to"
+    return _carried() - before, total[0].item()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["a file", "a pipe", "memory of others", "memory without seals", "longer memory", "no token"],
+)
+def test_only_memory_of_the_group_is_mapped(kind, tmp_path):
+    assert on_ranks(2, _offers, kind, str(tmp_path)) == [(0, 3.0)] * 2
+
+
+# Threads.
+
+
+def _sums_of_thread(number: int, group: Group, equal_sizes: bool, start: threading.Barrier) -> list:
+    """What became of each of some sums: right, wrong, or the error that ended them."""
+    results = []
+    addend = torch.full((3 if equal_sizes else 3 + number,), 10.0**number)
+    start.wait()
+    for _ in range(20):
+        try:
+            total = reduce_from_tp(addend, group)
+        except RuntimeError as error:
+            return [*results, str(error)]
+        results.append("right" if torch.equal(total, addend * group.size) else "wrong")
+    return results
+
+
+def _in_two_threads(group: Group, equal_sizes: bool) -> list[list[list[str]]]:
+    trials = []
+    for _ in range(6):
+        own = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+        start = threading.Barrier(2)
+        dist.barrier()
+        with ThreadPoolExecutor(2) as executor:
+            calls = [
+                executor.submit(_sums_of_thread, number, own, equal_sizes, start)
+                for number in range(2)
+            ]
+            trials.append([call.result() for call in calls])
+    return trials
+
+
+@pytest.mark.parametrize("equal_sizes", [True, False])
+def test_of_two_threads_in_a_group_one_is_refused_and_no_sum_is_wrong(equal_sizes):
+    for trials in on_ranks(2, _in_two_threads, equal_sizes):
+        for threads in trials:
+            last = [results[-1] for results in threads]
+            assert "wrong" not in sum(threads, []), threads
+            assert any("is used by another thread; ops of one" in text for text in last), threads
+
+
+def _after_each_other(group: Group) -> list[str]:
+    own = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    results = []
+    for _ in range(5):  # each as soon as Python has joined the last
+        thread = threading.Thread(
+            target=lambda: results.append(_one_sum(own)),
+        )
+        thread.start()
+        thread.join()
+    results += [_one_sum(own), _one_sum(own)]
+    with ThreadPoolExecutor(1) as executor:  # beside the main thread, which does not end
+        results.append(executor.submit(_one_sum, own).result())
+    return [*results, _one_sum(own)]
+
+
+def _one_sum(group: Group) -> str:
+    try:
+        return str(reduce_from_tp(torch.ones(1), group).item())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_group_passes_on_when_its_thread_has_ended():
+    for *results, refused, after in on_ranks(2, _after_each_other):
+        assert results == ["2.0"] * 7
+        assert "is used by another thread" in refused
+        assert after == "2.0"
+
+
+# Signals.
+
+
+def _calls_of(group: Group) -> dict[str, Callable[[], Any]]:
+    leaf = torch.ones(3, requires_grad=True)
+    partial_loss = copy_to_tp(leaf, group).sum()
+    return {
+        "forward": lambda: reduce_from_tp(torch.ones(3), group),
+        "backward": lambda: partial_loss.backward(),
+        "swap": lambda: _C.swap_bytes([[], []], [[], []], group.size, group.name, 60.0),
+    }
+
+
+def _signalled(group: Group, call: str, number: signal.Signals) -> tuple[float, str]:
+    """Rank 0 gets a signal while it waits for rank 1; how long it waited, and what ended it."""
+    own = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=60)))
+    reduce_from_tp(torch.ones(3), own)
+    run, seen = _calls_of(own)[call], []
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
+    dist.barrier()
+    begin = time.monotonic()
+    if group.rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+    else:
+        time.sleep(8)
+    try:
+        run()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        return time.monotonic() - begin, f"{type(error).__name__}: {error}"
+    return (seen[0] if seen else time.monotonic()) - begin, "no error"
+
+
+@pytest.mark.parametrize("call", ["forward", "backward", "swap"])
+def test_ctrl_c_ends_a_wait_and_the_other_rank_is_told(call):
+    (seconds, error), (_, other) = on_ranks(2, _signalled, call, signal.SIGINT)
+    assert error.startswith("KeyboardInterrupt")
+    assert seconds < 6, "the other rank comes after 8 s"
+    assert "rank 0 of the group has given up" in other
+
+
+def test_a_handler_that_does_not_raise_runs_during_a_wait():
+    (seconds, error), (_, other) = on_ranks(2, _signalled, "forward", signal.SIGUSR1)
+    assert (error, other) == ("no error", "no error")
+    assert seconds < 6, "the other rank comes after 8 s"
+
+
 STEPS = {
     "reduce 3 doubles": lambda group: reduce_from_tp(torch.ones(3, dtype=torch.float64), group),
     "reduce 6": lambda group: reduce_from_tp(torch.ones(6), group),
@@ -221,8 +422,10 @@ def test_what_a_rank_showed_before_it_gave_up_is_never_read():
 def _fails_half_way(group: Group) -> list[float]:
     """A backward that raises between the start of the sum and its end."""
     mm = torch.ops.parallel_ext.column_linear_backward
-    arguments = (torch.ones(3, 4), torch.ones(2, 5), torch.ones(4, 5), [True, True, False])
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+    features, width = 2**30, 2**20  # of a gradient that fits into no memory
+    weight = torch.ones(1, 1).expand(features, width)
+    arguments = (torch.ones(0, features), torch.ones(0, width), weight, [True, True, False])
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
         mm(*arguments, group.size, group.name)
     return reduce_from_tp(torch.ones(2), group).tolist()
 

@@ -213,6 +213,22 @@ def test_messages_are_few_and_small_and_do_not_grow_with_the_vocabulary() -> Non
     assert on_ranks(1, _bytes_sent, FILTERS["top_p"]) == [(0, 0)]
 
 
+def _of_little_temperature(group: Group, temperature: float, filters: dict[str, Any]) -> Any:
+    """Rows whose largest is large, small or below zero, beside the next number of fp32."""
+    largest = torch.tensor([[3.4e38], [1e-45], [-2e38], [1.0]])
+    logits = largest.repeat(1, 5)
+    logits[:, [0, 1, 2, 4]] = torch.nextafter(largest, torch.tensor(-INFINITY))
+    return _sample(group, logits, {"temperature": temperature, **filters}).tolist()
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-200, 1e-100])
+def test_the_least_temperatures_draw_the_largest_logit(temperature, filters, aten) -> None:
+    for ids in on_ranks(2, _of_little_temperature, temperature, filters, aten=aten):
+        assert ids == [3] * 4
+
+
 def _refusal(**options: Any) -> Any:
     return lambda group: _sample(group, torch.zeros(2, 5), options)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group
+from parallel_ext.ops.group import ALONE, Group, check_group
 
 
 class Dropout(NamedTuple):
@@ -63,8 +63,12 @@ def column_linear(
         >>> column_linear(torch.ones(1, 2), torch.ones(3, 2))
         tensor([[2., 2., 2.]])
     """
-    stride = weight.size(0) if row_stride is None else row_stride
-    return torch.ops.parallel_ext.column_linear(input, weight, bias, stride, group.size, group.name)
+    if row_stride is None:  # the op refuses what is no tensor
+        row_stride = weight.size(0) if isinstance(weight, torch.Tensor) else 0
+    check_group("column_linear", group)
+    return torch.ops.parallel_ext.column_linear(
+        input, weight, bias, row_stride, group.size, group.name
+    )
 
 
 def row_linear(
@@ -95,6 +99,7 @@ def row_linear(
         >>> row_linear(torch.ones(1, 2), torch.ones(3, 2))
         tensor([[2., 2., 2.]])
     """
+    check_group("row_linear", group)
     return torch.ops.parallel_ext.row_linear(input, weight, bias, group.size, group.name)
 
 
@@ -144,6 +149,7 @@ def lora_linear(
         tensor([[3., 3., 3.]])
     """
     p, *counter = dropout or (0.0,)
+    check_group("lora_linear", group)
     return torch.ops.parallel_ext.lora_linear(
         input, weight, lora_a, lora_b, bias, scale, p, counter, group.size, group.name
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group
+from parallel_ext.ops.group import ALONE, Group, check_group
 
 
 class RoutePlan(NamedTuple):
@@ -78,7 +78,29 @@ class ExchangePlan(NamedTuple):
     def of(
         cls, messages: Sequence[Sequence[int]], experts_per_rank: list[int], rank: int
     ) -> ExchangePlan:
-        """``rank``'s plan, where every rank's ``send`` is known."""
+        """``rank``'s plan, where every rank's ``send`` is known.
+
+        Raises:
+            ValueError: a message is not one number for each expert and rank, or one is negative;
+                ``rank`` is none of the ranks.
+        """
+        ranks, length = len(experts_per_rank), sum(experts_per_rank) + len(experts_per_rank)
+        if not 0 <= rank < ranks or len(messages) != ranks:
+            raise ValueError(
+                f"ExchangePlan.of: {len(messages)} messages and rank {rank} do not fit {ranks} "
+                "ranks, which experts_per_rank has"
+            )
+        for sender, message in enumerate(messages):
+            if len(message) != length:
+                raise ValueError(
+                    f"ExchangePlan.of: the message of rank {sender} has {len(message)} numbers "
+                    f"instead of {length}, one for each expert and rank"
+                )
+            if min(message) < 0:
+                raise ValueError(
+                    f"ExchangePlan.of: the message of rank {sender} has a negative number: "
+                    f"{list(message)}"
+                )
         start = sum(experts_per_rank[:rank])
         stop, rows = start + experts_per_rank[rank], sum(experts_per_rank) + rank
         received = [[*message[start:stop], message[rows]] for message in messages]
@@ -128,6 +150,7 @@ def moe_dispatch(
         tensor([[2.],
                 [1.]])
     """
+    check_group("moe_dispatch", group)
     return torch.ops.parallel_ext.moe_dispatch(
         input, weights, *route[2:], *plan, group.rank, group.size, group.name
     )
@@ -161,6 +184,7 @@ def moe_combine(
         >>> moe_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), route, plan)
         tensor([[3.]])
     """
+    check_group("moe_combine", group)
     return torch.ops.parallel_ext.moe_combine(
         rows,
         origins,
@@ -292,6 +316,7 @@ def moe_take_tokens(
         >>> moe_take_tokens(torch.ones(3, 2), torch.ones(3, 1), [3], ALONE)[0].shape
         torch.Size([3, 2])
     """
+    check_group("moe_take_tokens", group)
     return torch.ops.parallel_ext.moe_take_tokens(
         input, weights, list(sizes), group.rank, group.size, group.name
     )
@@ -315,6 +340,7 @@ def moe_gather_tokens(slice: torch.Tensor, sizes: Sequence[int], group: Group) -
         >>> moe_gather_tokens(torch.ones(3, 2), [3], ALONE).shape
         torch.Size([3, 2])
     """
+    check_group("moe_gather_tokens", group)
     return torch.ops.parallel_ext.moe_gather_tokens(
         slice, list(sizes), group.rank, group.size, group.name
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group  # noqa: F401 (an example)
+from parallel_ext.ops.group import ALONE, Group, check_group  # noqa: F401 (an example)
 
 
 def reduce_from_tp(partial: torch.Tensor, group: Group) -> torch.Tensor:
@@ -29,6 +29,7 @@ def reduce_from_tp(partial: torch.Tensor, group: Group) -> torch.Tensor:
         >>> reduce_from_tp(torch.ones(2), ALONE)
         tensor([1., 1.])
     """
+    check_group("reduce_from_tp", group)
     return torch.ops.parallel_ext.reduce_from_tp(partial, group.size, group.name)
 
 
@@ -52,6 +53,7 @@ def copy_to_tp(input: torch.Tensor, group: Group) -> torch.Tensor:
         >>> copy_to_tp(torch.ones(2), ALONE)
         tensor([1., 1.])
     """
+    check_group("copy_to_tp", group)
     return torch.ops.parallel_ext.copy_to_tp(input, group.size, group.name)
 
 
@@ -74,6 +76,7 @@ def gather_from_tp(shard: torch.Tensor, sizes: Sequence[int], group: Group) -> t
         >>> gather_from_tp(torch.ones(2, 3), [3], ALONE).shape
         torch.Size([2, 3])
     """
+    check_group("gather_from_tp", group)
     return torch.ops.parallel_ext.gather_from_tp(
         shard, list(sizes), group.rank, group.size, group.name
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel_ext.layout import Range
-from parallel_ext.ops.group import ALONE, Group
+from parallel_ext.ops.group import ALONE, Group, check_group
 
 
 def vocab_embedding(
@@ -50,6 +50,7 @@ def vocab_embedding(
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += vocab_size
+    check_group("vocab_embedding", group)
     return torch.ops.parallel_ext.vocab_embedding(
         ids, weight, vocab_size, vocab_start, padding_idx, sizes or (), group.size, group.name
     )
@@ -77,6 +78,7 @@ def vocab_argmax(
         >>> vocab_argmax(torch.tensor([[0.0, 2.0, 2.0]]), 3, (0, 3))
         tensor([1])
     """
+    check_group("vocab_argmax", group)
     return torch.ops.parallel_ext.vocab_argmax(
         logits, vocab_size, *vocab_range, group.size, group.name
     )
@@ -131,6 +133,7 @@ def vocab_sample(
         >>> vocab_sample(torch.tensor([[0.0, 9.0, 0.0]]), 3, (0, 3), top_k=1, seed=7, step=0)
         tensor([1])
     """
+    check_group("vocab_sample", group)
     return torch.ops.parallel_ext.vocab_sample(
         logits,
         vocab_size,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from parallel_ext.layout import Range
-from parallel_ext.ops.group import ALONE, Group
+from parallel_ext.ops.group import ALONE, Group, check_group
 
 
 class VocabStatistics(NamedTuple):
@@ -17,6 +17,11 @@ class VocabStatistics(NamedTuple):
     log_sum_exp: torch.Tensor | None
     entropy: torch.Tensor | None
     argmax: torch.Tensor | None
+
+
+def _check_reduction(op: str, reduction: str) -> None:
+    if not isinstance(reduction, str):  # which strings there are is for the op to say
+        raise TypeError(f"{op}: reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
 
 
 def _statistics(outputs: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]) -> VocabStatistics:
@@ -88,6 +93,8 @@ def vocab_cross_entropy(
         >>> vocab_cross_entropy(torch.zeros(1, 4), torch.tensor([2]), 4, (0, 4))
         tensor(1.3863)
     """
+    check_group("vocab_cross_entropy", group)
+    _check_reduction("vocab_cross_entropy", reduction)
     return torch.ops.parallel_ext.vocab_cross_entropy(
         logits,
         labels,
@@ -146,6 +153,8 @@ def vocab_cross_entropy_statistics(
         tensor([1])
     """
     wanted = (log_sum_exp, entropy, argmax)
+    check_group("vocab_cross_entropy_statistics", group)
+    _check_reduction("vocab_cross_entropy_statistics", reduction)
     outputs = torch.ops.parallel_ext.vocab_cross_entropy(
         logits,
         labels,
@@ -220,6 +229,8 @@ def linear_vocab_cross_entropy(
         >>> linear_vocab_cross_entropy(hidden, head, torch.tensor([2]), 4, (0, 4))
         tensor(1.3863)
     """
+    check_group("linear_vocab_cross_entropy", group)
+    _check_reduction("linear_vocab_cross_entropy", reduction)
     return torch.ops.parallel_ext.linear_vocab_cross_entropy(
         input,
         head_weight,
@@ -273,6 +284,8 @@ def linear_vocab_cross_entropy_statistics(
         tensor([0])
     """
     wanted = (log_sum_exp, entropy, argmax)
+    check_group("linear_vocab_cross_entropy_statistics", group)
+    _check_reduction("linear_vocab_cross_entropy_statistics", reduction)
     outputs = torch.ops.parallel_ext.linear_vocab_cross_entropy(
         input,
         head_weight,
