@@ -1,8 +1,8 @@
 """CogAgent: decoder layers at tp = 2 beside a port that merges nothing, and what the towers cost.
 
     python benchmarks/cogagent.py [--part layers|towers|all] [--dtype float32|bfloat16|all]
-                                  [--malloc default|tuned|all] [--repetitions N] [--smallest] [--profile]
-                                  [--update-readme]
+                                  [--malloc default|tuned|all] [--repetitions N] [--smallest]
+                                  [--profile] [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when competitors
 do not compute the same layers.

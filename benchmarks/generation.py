@@ -1,7 +1,8 @@
 """Tokens per second of a real model at tp = 2, by logits on shards and by gathered ones.
 
     SMOLLM2=DIRECTORY python benchmarks/generation.py [--malloc default|tuned|all]
-                                                      [--repetitions N] [--smallest] [--update-readme]
+                                                      [--repetitions N] [--smallest]
+                                                      [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when greedy search
 finds different tokens by the two ways.

@@ -1,8 +1,8 @@
 """LoRA: one linear layer beside PEFT's, and a whole training step of a Llama at tp = 2.
 
     python benchmarks/lora.py [--part linear|step|all] [--dtype float32|bfloat16|all]
-                              [--malloc default|tuned|all] [--repetitions N] [--smallest] [--profile]
-                              [--update-readme]
+                              [--malloc default|tuned|all] [--repetitions N] [--smallest]
+                              [--profile] [--update-readme]
 
 What is measured and how is in README.md beside this file. It exits with an error when competitors
 do not compute the same thing.

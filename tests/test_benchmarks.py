@@ -1,4 +1,4 @@
-"""Every benchmark runs: once, at its smallest sizes, and prints the rows that its tables promise."""
+"""Every benchmark runs once, at its smallest sizes, and prints the rows that it promises."""
 
 from __future__ import annotations
 

@@ -153,12 +153,16 @@ def test_another_torch_is_answered_with_the_rebuild_command() -> None:
 def test_a_clone_without_the_extension_is_told_so(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("_C*", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "parallel_ext", ignore=ignored)
-    error = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import parallel_ext")
+    code = (
+        "import sys; from importlib.machinery import *; "  # without those of editable installs
+        "sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); import parallel_ext"
+    )
+    error = _python(code)
     assert f"is not built in {tmp_path / 'parallel_ext'}" in error
     assert "another torch" not in error
     (tmp_path / "parallel_ext" / "_C.so").write_bytes(b"of another torch")
-    error = _python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import parallel_ext")
-    assert "was compiled for another torch" in error
+    assert "was compiled for another torch" in _python(code)
 
 
 def test_setup_without_torch_prints_the_command() -> None:
