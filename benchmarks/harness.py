@@ -60,7 +60,9 @@ def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser
     options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default=of_malloc)
     options.add_argument("--repetitions", type=int, default=size(repetitions, 1))
     options.add_argument("--smallest", action="store_true", help="once, tiny: does it run?")
-    options.add_argument("--update-readme", action="store_true", help="put the tables into README")
+    options.set_defaults(update_readme=False)
+    if not SMALLEST:  # whose times say nothing
+        options.add_argument("--update-readme", action="store_true", help="tables into README")
     return options
 
 
