@@ -35,7 +35,7 @@ from parallel_ext.forced_routing import force_routing  # noqa: E402
 from parallel_ext.generation import generate  # noqa: E402
 from parallel_ext.grad_scaler import GradScaler  # noqa: E402
 from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
-from parallel_ext.mesh import Mesh, init_mesh  # noqa: E402
+from parallel_ext.mesh import Mesh, init_mesh, shutdown  # noqa: E402
 from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
 from parallel_ext.preemption import preempted  # noqa: E402
 from parallel_ext.ranks import CollectiveTimeout, DisagreementError  # noqa: E402
@@ -86,6 +86,7 @@ __all__ = [
     "preempted",
     "release_workspaces",
     "save_checkpoint",
+    "shutdown",
     "verify",
     "wait_for_checkpoint",
 ]

@@ -31,7 +31,7 @@ class Background:
     def connect(self) -> None:
         """Make the group; every rank calls it, before :meth:`start`."""
         if self._ranks is None:
-            self._ranks = Ranks(self._timeout, own_connection=True)
+            self._ranks = Ranks(self._timeout, "an asynchronous save", own_connection=True)
 
     def start(self, what: str, work: Callable[[Ranks], None]) -> None:
         """Begin; every rank calls it, after :meth:`finish`.
@@ -59,15 +59,25 @@ class Background:
         """Whether work was begun that nobody has waited for; alike on all ranks."""
         return self._thread is not None
 
+    def leave(self) -> None:
+        """Give the group back, if there is one; every rank calls it, after :meth:`finish`."""
+        if self._ranks is not None:
+            self._ranks.leave()
+            self._ranks = None
+
+    def join(self) -> None:
+        """Wait until nothing runs, without an error of what ran."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def finish(self) -> None:
         """Wait until nothing runs.
 
         Raises:
             Exception: what the work raised, if it failed and nobody was told so before.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

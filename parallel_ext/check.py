@@ -116,7 +116,7 @@ def check_gradients(
             return _compare(own, weights, [one for one in batches if one is not None], ours, loss)
 
         report = mesh.together("check_gradients", compare, patient=True)
-    return mesh.gather_objects(report)[0]
+    return mesh.gather_objects(report, GradientReport)[0]
 
 
 def check_replicas(model: nn.Module) -> None:

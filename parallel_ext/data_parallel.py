@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -175,6 +176,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                     fully_shard(module, mesh=of_experts, **options)
             fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
+    _name_lost_ranks(model, mesh)
     _record(model, state, before, cut_over, dealt_elsewhere)
     state.held = HeldGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
@@ -284,7 +286,39 @@ class RunsOnAny:
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
     """The ranks that hold a shard alike, when ``inner`` consecutive ones hold one copy."""
-    return DeviceMesh.from_group(mesh.process_group_of_columns(inner), mesh.device.type)
+    process_group = mesh.process_groups[mesh.group_of_columns(inner).name]
+    return DeviceMesh.from_group(process_group, mesh.device.type)
+
+
+def _name_lost_ranks(model: nn.Module, mesh: Mesh) -> None:
+    """Let FSDP's collectives raise as those of this package do, with the ranks that are missing."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            of_experts = isinstance(module, ExpertParallelExperts)
+            group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
+            module.set_custom_all_gather(_Collective(dist.all_gather_into_tensor, mesh, group))
+            module.set_custom_reduce_scatter(_Collective(dist.reduce_scatter_tensor, mesh, group))
+
+
+class _Collective:
+    """A collective as FSDP calls it, whose error names the ranks that are missing."""
+
+    def __init__(self, plain: Callable[..., dist.Work | None], mesh: Mesh, group: Group) -> None:
+        self._plain, self._mesh, self._group = plain, mesh, group
+
+    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
+    ) -> dist.Work | None:
+        return self._mesh.communicate(
+            self._group,
+            "training with data_parallel",
+            lambda: self._plain(output_tensor, input_tensor, **options),
+        )
 
 
 def _record(

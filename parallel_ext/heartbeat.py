@@ -27,13 +27,16 @@ def long_step(
     Raises:
         TimeoutError: a rank that has not come to the end has shown nothing for ``timeout`` seconds;
             names it. A process that was killed or stopped shows nothing; one that waits for a disk
-            or a download does.
+            or a download does. Or the process that kept the store has died.
     """
     step, finished = f"step/{number}", threading.Event()
 
     def beat() -> None:
         while not finished.wait(timeout / 4):
-            store.add(f"{step}/beat/{rank}", 1)
+            try:
+                store.add(f"{step}/beat/{rank}", 1)
+            except RuntimeError:  # the end of the step asks the same store, and says so
+                return
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -42,6 +45,16 @@ def long_step(
     finally:
         finished.set()
         thread.join()
+    try:
+        _wait_for_all(store, step, rank, world_size, timeout)
+        forget(store, number - 1, rank)  # which all have left
+    except RuntimeError as error:
+        raise TimeoutError(
+            "the store of the job cannot be reached; the process that kept it has died"
+        ) from error
+
+
+def _wait_for_all(store: Store, step: str, rank: int, world_size: int, timeout: float) -> None:
     store.set(f"{step}/{rank}", "1")
     if store.add(f"{step}/arrived", 1) == world_size:
         store.set(f"{step}/all_here", "1")
@@ -62,10 +75,9 @@ def long_step(
                 beats[other] = (count, time.monotonic())
             elif time.monotonic() - since[1] > timeout:
                 raise TimeoutError(f"rank {other} has shown no sign of life for {timeout:g} s")
-    _forget(store, f"step/{number - 1}", rank)  # which all have left
 
 
-def _forget(store: Store, step: str, rank: int) -> None:
+def forget(store: Store, number: int, rank: int) -> None:
     """Delete this rank's keys of a step, so that the store stays small; rank 0 those of all too."""
     for key in (str(rank), f"beat/{rank}", *(("arrived", "all_here") if rank == 0 else ())):
-        store.delete_key(f"{step}/{key}")
+        store.delete_key(f"step/{number}/{key}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from parallel_ext.background import Background
+from parallel_ext.errors import DisagreementError
+from parallel_ext.meetings import join_job
 from parallel_ext.ops import ALONE, Group
-from parallel_ext.ranks import DisagreementError, Ranks, world
+from parallel_ext.ranks import Ranks, world
 
 
 def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -37,7 +41,7 @@ class Mesh(Ranks):
     """
 
     def __init__(self, tp: int, ep: int, dp: int, timeout: float, device: torch.device) -> None:
-        super().__init__(timeout)
+        super().__init__(timeout, "init_mesh")
         self.tp_size, self.dp_size, self.ep_size = tp, dp, ep
         self.dp_rank, self.tp_rank = divmod(self.rank, tp)
         self.edp_size = self.world_size // ep
@@ -70,6 +74,29 @@ class Mesh(Ranks):
             self._made_of[key] = self._group(ranks_of, timeout=self._wait)
         return self._made_of[key]
 
+    def close(self) -> None:
+        """Give back what the mesh holds: groups with their connections and threads, and keys.
+
+        Every rank calls it, when nothing uses the mesh any more: no model, no save. For jobs that
+        make many meshes; at its end a job gives everything back by itself.
+
+        Raises:
+            CollectiveTimeout: not all ranks called it; this one has given back its part.
+            CheckpointError: an asynchronous save failed, of which nobody was told.
+
+        Example:
+            >>> init_mesh().close()
+        """
+        try:
+            self.background.finish()
+        finally:
+            self.background.leave()
+            self.leave()
+
+    def release(self) -> None:
+        self.background.join()
+        super().release()
+
     def __repr__(self) -> str:
         return (
             f"Mesh(dp={self.dp_size}, tp={self.tp_size}, ep={self.ep_size}: rank {self.rank} is "
@@ -80,9 +107,9 @@ class Mesh(Ranks):
         """The ranks in one place of each ``inner`` consecutive ones, for every place."""
         return _grid(self.world_size, inner)[1]
 
-    def process_group_of_columns(self, inner: int) -> dist.ProcessGroup:
+    def group_of_columns(self, inner: int) -> Group:
         """The group of this rank's column of :meth:`columns`; every rank of the job calls it."""
-        return self.process_groups[self._made_once(self.columns(inner)).name]
+        return self._made_once(self.columns(inner))
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """The group of this rank when the tp ranks are partitioned as given.
@@ -102,6 +129,10 @@ class Mesh(Ranks):
     def _members(self, group: Group) -> str:
         if group == self.tp_control:
             return f"every tp rank of dp_rank {self.dp_rank}"
+        if group == self.dp:
+            return f"every dp rank of tp_rank {self.tp_rank}"
+        if group == self.edp:
+            return f"every edp rank of ep_rank {self.ep_rank}"
         return super()._members(group)
 
     def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
@@ -135,6 +166,35 @@ def check_mesh(what: str, mesh: Any) -> None:
         )
 
 
+_DRAIN_S = 0.05
+_made_here: list[dist.ProcessGroup] = []  # the group of the job, if init_mesh has made it
+
+
+def shutdown() -> None:
+    """End the communication of this rank, which the interpreter does at its end by itself.
+
+    Waits for asynchronous saves, destroys the groups of all meshes and, if :func:`init_mesh` has
+    initialised ``torch.distributed``, the group of the job. Needs no other rank, and may be called
+    again.
+
+    Example:
+        >>> shutdown()
+    """
+    for ranks in list(Ranks.live):
+        ranks.release()
+    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process. Those
+    # of a destroyed group have ended here; of one that is still held, as by FSDP, they wait for the
+    # interpreter to do so, and get it now.
+    if dist.is_initialized():
+        time.sleep(_DRAIN_S)
+    if _made_here and dist.is_initialized() and dist.group.WORLD is _made_here[0]:
+        dist.destroy_process_group()
+    _made_here.clear()
+
+
+atexit.register(shutdown)
+
+
 def _positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"init_mesh: {name} must be an integer of at least 1, got {value!r}")
@@ -153,14 +213,17 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
         ep: ranks over which the experts of a mixture are dealt, consecutive ranks; must divide the
             world size. They may lie within tp groups or span several.
         dp: replicas of the model; ``world_size / tp`` when None.
-        timeout: seconds after which a function that only some ranks call raises
-            :class:`CollectiveTimeout` on those that did.
+        timeout: seconds after which a function that only some ranks call, this one included,
+            raises :class:`CollectiveTimeout` on those that did. Also of collectives on the groups
+            made here.
 
     Returns:
         The mesh, on every rank with its own ``tp_rank``, ``dp_rank``, ``ep_rank``, ``edp_rank``.
 
     Raises:
         ValueError: the sizes do not multiply to the world size.
+        CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
+        DisagreementError: the ranks ask for different meshes.
 
     Example:
         >>> mesh = init_mesh()
@@ -174,7 +237,8 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
     if not dist.is_initialized() and "RANK" in os.environ:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        join_job("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout)
+        _made_here.append(dist.group.WORLD)
     world_size = world()[1]
     if world_size % tp or (dp is not None and dp * tp != world_size):
         asked = f"tp={tp}" if dp is None else f"dp={dp} * tp={tp} = {dp * tp}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,21 +11,17 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from parallel_ext import _C
-from parallel_ext.errors import (
-    CollectiveTimeout,
-    DisagreementError,
-    PeerLostError,
-    class_of_name,
-    shared_class,
-)
-from parallel_ext.heartbeat import long_step
+from parallel_ext import _C, messages
+from parallel_ext.errors import CollectiveTimeout as CollectiveTimeout
+from parallel_ext.errors import DisagreementError as DisagreementError
+from parallel_ext.errors import PeerLostError, class_of_name, shared_class
+from parallel_ext.heartbeat import forget, long_step
+from parallel_ext.meetings import GRACE_S, Meetings, hint
 from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
 _SHORT_BYTES = 504  # an object of so many travels in one message with its length
-_GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
 
 def world() -> tuple[int, int]:
@@ -51,6 +46,7 @@ class Ranks:
 
     Args:
         timeout: seconds after which a rank that does not come is reported.
+        what: the function that every rank must call for it, for errors.
         own_connection: to the store, for another thread than the one that uses the first.
 
     Attributes:
@@ -58,36 +54,77 @@ class Ranks:
         timeout: as given.
         control: the group.
         process_groups: all groups that were made, by name.
+
+    Raises:
+        CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
     """
 
     _made = 0
+    live: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
-    def __init__(self, timeout: float, own_connection: bool = False) -> None:
+    def __init__(self, timeout: float, what: str, own_connection: bool = False) -> None:
         self.rank, self.world_size = world()
         self.timeout = timeout
         self.control = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
-        self._meetings = self._long_steps = 0
+        self._long_steps = self._connections = 0
         self._calls: Counter[str] = Counter()  # on a control group, by its name
         self._store: dist.Store | None = None
+        self._meetings: Meetings | None = None
+        self._what = what
         self._wait = timedelta(seconds=timeout)
         Ranks._made += 1
+        Ranks.live.add(self)
         if self.world_size == 1:
             return
-        everyone = list(range(self.world_size))
-        self.control = self._group([everyone], backend="gloo", timeout=self._wait)
-        store = self.process_groups[self.control.name].get_group_store()
+        store = dist.group.WORLD.get_group_store()
         if own_connection:
             store = store.clone()  # while one waits in it, another cannot ask
         self._store = dist.PrefixStore(f"parallel_ext/{Ranks._made}", store)
+        self._meetings = Meetings(self._store, self.rank, self.world_size, timeout)
+        self.meet(what)  # torch would name nobody who is missing when groups are made
+        everyone = list(range(self.world_size))
+        self.control = self._group([everyone], backend="gloo", timeout=self._wait)
 
     def _group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
-        process_group = _new_groups(ranks_of, **options)
+        self._connections += 1
+        try:
+            process_group = _new_groups(ranks_of, **options)
+        except RuntimeError as error:
+            (own,) = [ranks for ranks in ranks_of if self.rank in ranks]
+            missing = self._meetings.lost(f"connection {self._connections}", self.rank, own)
+            raise CollectiveTimeout(
+                f"{self._what}: ranks {', '.join(map(str, own))} must connect, but {missing} "
+                f"within {self.timeout:g} s{hint(error)}"
+            ) from error
         if process_group is None:  # this rank is in none of them
             return ALONE
         group = Group.of(process_group)
         self.process_groups[group.name] = process_group
         return group
+
+    def release(self) -> None:
+        """Destroy this rank's groups, whatever the others do; nothing can use them afterwards."""
+        groups, self.process_groups = self.process_groups, {}
+        for process_group in groups.values():
+            try:
+                dist.destroy_process_group(process_group)
+            except (AssertionError, ValueError):  # torch's words for a group that is gone already
+                continue
+
+    def leave(self) -> None:
+        """Give the groups and the keys in the store back, once every rank has come here.
+
+        Raises:
+            CollectiveTimeout: some ranks did not come; this one has left all the same.
+        """
+        try:
+            if self._store is not None and self.process_groups:
+                self.meet("Mesh.close")
+                forget(self._store, self._long_steps, self.rank)
+                self._meetings.close()
+        finally:
+            self.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # copies of a model live on the same ranks
@@ -105,49 +142,13 @@ class Ranks:
             CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
             DisagreementError: all came, but to different things; names who is where.
         """
-        if self._store is None:
-            return
-        meeting = f"meeting/{self._meetings}"
-        self._meetings += 1
-        self._store.set(f"{meeting}/{self.rank}", what)
-        self._store.add(f"{meeting}/to {what}", 1)
-        if self._store.add(f"{meeting}/arrived", 1) == self.world_size:
-            self._forget(f"meeting/{self._meetings - 2}")
-            self._store.set(f"{meeting}/all_here", "1")
-        try:
-            self._store.wait([f"{meeting}/all_here"], timedelta(seconds=self.timeout))
-        except RuntimeError:  # a TCPStore raises DistStoreError, a FileStore its base class
-            self._store.set(f"{meeting}/given_up", "1")
-            raise CollectiveTimeout(
-                f"{what}: every rank must call it, but "
-                f"{self._absent(meeting, self.world_size) or 'a rank that died'} "
-                f"did not within {self.timeout:g} s"
-            ) from None
-        if self._store.check([f"{meeting}/given_up"]):
-            raise CollectiveTimeout(
-                f"{what}: rank {self.rank} came later than {self.timeout:g} s after the others, "
-                "who have given up waiting"
-            )
-        if self._store.add(f"{meeting}/to {what}", 0) != self.world_size:
-            places = (self._store.get(f"{meeting}/{r}").decode() for r in range(self.world_size))
-            seen = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-            raise DisagreementError(f"the ranks are about to do different things: {seen}")
+        if self._meetings is not None:
+            self._meetings.meet(what)
 
-    def _forget(self, meeting: str) -> None:
-        """Delete the keys of a meeting that every rank has left, so that the store stays small."""
-        if self._store.check([f"{meeting}/0"]):
-            whats = {self._store.get(f"{meeting}/{r}").decode() for r in range(self.world_size)}
-            keys = [f"to {what}" for what in whats] + [str(r) for r in range(self.world_size)]
-            for key in (*keys, "arrived", "all_here", "given_up"):
-                self._store.delete_key(f"{meeting}/{key}")
+    def communicate(self, group: Group, what: str, call: Callable[[], T]) -> T:
+        """Run a collective of a group; when it fails, find out who is missing.
 
-    def _absent(self, prefix: str, size: int) -> str:
-        """The ranks that left no mark under ``prefix``, in words; empty if there are none."""
-        ranks = [str(rank) for rank in range(size) if not self._store.check([f"{prefix}/{rank}"])]
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
-
-    def _communicate(self, group: Group, what: str, call: Callable[[], T]) -> T:
-        """Run a collective of a control group; when it fails, find out who is missing.
+        Every rank of the group runs the same ones, in order.
 
         Raises:
             CollectiveTimeout: names the ranks that did not fail in the same collective.
@@ -161,14 +162,8 @@ class Ranks:
                 "px.wait_for_checkpoint if it saves asynchronously"
             ) from error
         except RuntimeError as error:
-            failed = f"failed/{group.name}/{self._calls[group.name]}"
-            try:
-                self._store.set(f"{failed}/{group.rank}", "1")
-                time.sleep(_GRACE_S)
-                absent = self._absent(failed, group.size)
-            except RuntimeError:  # the store lived in a process that is gone
-                absent = "a rank that died"
-            missing = f"{absent} did not" if absent else "one of them was too slow to do so"
+            failed = f"{group.name}/{self._calls[group.name]}"
+            missing = self._meetings.lost(failed, group.rank, range(group.size))
             raise CollectiveTimeout(
                 f"{what}: {self._members(group)} must call it and stay in step, but {missing} "
                 f"within {self.timeout:g} s"
@@ -179,7 +174,7 @@ class Ranks:
         return "every rank"
 
     def _exchange(self, group: Group, record: bytes, what: str, timeout: float) -> list[bytes]:
-        return self._communicate(
+        return self.communicate(
             group, what, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
         )
 
@@ -191,21 +186,27 @@ class Ranks:
         """
         return self._exchange(self.control, record, what, self.timeout)
 
-    def _gather(self, group: Group, value: Any, what: str) -> list[Any]:
+    def _gather(self, group: Group, value: Any, what: str, records: Sequence[type] = ()) -> list:
         if group.size == 1:
             return [value]
-        own = pickle.dumps(value)
+        own = messages.encode(value, records)
         start = own[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
-        records = self._exchange(group, len(own).to_bytes(8, "little") + start, what, self.timeout)
-        lengths = [int.from_bytes(record[:8], "little") for record in records]
-        contents = [record[8:] for record in records]
+        sent = self._exchange(group, len(own).to_bytes(8, "little") + start, what, self.timeout)
+        lengths = [int.from_bytes(record[:8], "little") for record in sent]
+        contents = [record[8:] for record in sent]
         if max(lengths) > _SHORT_BYTES:
             contents = self._exchange(group, own.ljust(max(lengths), b"\0"), what, self.timeout)
-        return [pickle.loads(each[:n]) for each, n in zip(contents, lengths, strict=True)]
+        pairs = zip(contents, lengths, strict=True)
+        return [messages.decode(each[:n], records) for each, n in pairs]
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """``value`` of every rank of the job, in rank order."""
-        return self._gather(self.control, value, "an exchange of objects")
+    def gather_objects(self, value: Any, *records: type) -> list[Any]:
+        """``value`` of every rank of the job, in rank order.
+
+        Args:
+            value: as :func:`messages.encode` takes it; nothing is pickled.
+            records: the dataclasses and named tuples that may be in it.
+        """
+        return self._gather(self.control, value, "an exchange of objects", records)
 
     def swap(
         self,
@@ -278,7 +279,7 @@ class Ranks:
         peer_lost = isinstance(failure, PeerLostError)
         wait = self.timeout
         if peer_lost:
-            wait = min(wait, 2 * _GRACE_S)  # half of the time has gone already
+            wait = min(wait, 2 * GRACE_S)  # half of the time has gone already
         text = failure and f"{type(failure).__name__}: {failure}"
         try:
             if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):

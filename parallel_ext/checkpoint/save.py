@@ -138,7 +138,7 @@ def save_directory(
             return publication
 
         publication = mesh.together(what, begin)
-        temporary = mesh.gather_objects(publication and publication.temporary)[0]
+        temporary = Path(mesh.gather_objects(publication and str(publication.temporary))[0])
         metadata = {"parallel_ext": json.dumps(note)} if note else {}
         stream = TensorStream(values, mesh)
         stream.write(files, in_files, temporary, metadata, what)

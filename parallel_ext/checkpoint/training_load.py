@@ -67,7 +67,8 @@ def load_step(
     mesh.meet(f"{what}, into optimizer {given[0]}, scheduler {given[1]}")
     mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
     chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
-    path, save_id = mesh.gather_objects(chosen)[0]
+    found, save_id = mesh.gather_objects(chosen)[0]
+    path = Path(found)
     with ExitStack() as cleanup:
         contents = mesh.together(what, contents_of)
         opened = mesh.together(what, lambda: _Opened(path, save_id, contents, cleanup))
@@ -78,8 +79,8 @@ def load_step(
     return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
 
 
-def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[Path, str] | None:
-    """The directory to load, by rank 0's eyes."""
+def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
+    """The directory to load, by rank 0's eyes, and the id of its save."""
     if mesh.rank != 0:
         return None
     if step is not None and (type(step) is not int or step < 0):
@@ -87,7 +88,7 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[Path, str] | None
     path = latest(root) if step is None else root / name_of_step(step)
     if path is None:
         raise CheckpointError(f"{root} holds no training checkpoint")
-    return path, manifest_of_step(path).save_id
+    return str(path), manifest_of_step(path).save_id
 
 
 class _Opened:

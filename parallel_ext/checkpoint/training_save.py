@@ -105,7 +105,7 @@ def save_step(
         return loop, plan, own
 
     loop, plan, own = mesh.together(what, prepare)
-    prepared = mesh.gather_objects(own)
+    prepared = mesh.gather_objects(own, _Prepared)
     _agree(prepared, what)
     compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, what)
     if asynchronous:
@@ -269,7 +269,7 @@ class _Save:
             stream.write(
                 self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.what
             )
-            written = ranks.gather_objects((stream.records(), stream.non_finite))
+            written = ranks.gather_objects((stream.records(), stream.non_finite), FileRecord)
             ranks.together(self.what, lambda: self._publish(written), patient=True)
         warn_of_non_finite([counts for _, counts in written], self.what, ranks)
 

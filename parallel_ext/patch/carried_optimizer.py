@@ -52,7 +52,7 @@ class CarriedOptimizer:
         self._shards: dict[str, dict[str, torch.Tensor]] = {}
         held, own = mesh.together(what, lambda: self._look(what))
         self._entries: dict[str, dict[str, _Entry]] = {}
-        everyone = mesh.gather_objects((held, own))
+        everyone = mesh.gather_objects((held, own), _Entry)
         first = everyone[0][0]
         for rank, (holds, found) in enumerate(everyone):
             known = {name: self._entries.setdefault(name, found[name]) for name in found}

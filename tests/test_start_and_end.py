@@ -1,0 +1,167 @@
+"""Jobs start within the time limit, naming who is absent, and end with the right exit code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import short_jobs
+import torch
+import torch.distributed as dist
+from ranks import Raised, pool
+from reference import Tiny, batch, parallel
+
+import parallel_ext as px
+from parallel_ext import ops
+from parallel_ext.heartbeat import long_step
+from parallel_ext.meetings import hint
+
+Jobs = dict[str, list[list[tuple[int, str]]]]
+
+
+@functools.cache
+def _jobs(loops: int) -> Jobs:
+    script = str(Path(short_jobs.__file__))
+    command = [sys.executable, "-W", "ignore", script, str(loops)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
+    return json.loads(done.stdout)
+
+
+def _without_threads(jobs: list[list[tuple[int, str]]]) -> None:
+    for ranks in jobs:
+        assert [code for code, _ in ranks] == [0, 0], ranks
+        for _, output in ranks:
+            assert "threads: 1\n" in output, output  # the ones of gloo have ended by then
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("loops", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_jobs_end_without_threads_and_with_exit_code_0(loops: int, shared_memory: bool) -> None:
+    jobs = _jobs(loops)[f"ends, {shared_memory}"]
+    assert len(jobs) == loops
+    _without_threads(jobs)
+
+
+def test_a_job_may_shut_down_twice() -> None:
+    (ranks,) = _jobs(10)["shuts_down"]
+    _without_threads([ranks])
+    assert all("initialized: False" in output for _, output in ranks)
+
+
+def test_the_group_of_the_caller_is_left_to_him() -> None:
+    (ranks,) = _jobs(10)["group_of_the_caller"]
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    assert all("initialized: True" in output for _, output in ranks)
+
+
+def test_a_job_that_raises_fails() -> None:
+    (ranks,) = _jobs(10)["raises"]
+    assert [code for code, _ in ranks] == [1, 1], ranks
+    assert all("KeyError: 'after all'" in output for _, output in ranks)
+
+
+@pytest.mark.parametrize(
+    ("case", "waits", "words"),
+    [
+        ("lost_after_the_store", 0, "init_mesh: every rank must call it, but rank 1 did not"),
+        ("lost_without_a_word", 0, "init_mesh: every rank must call it, but rank 1 did not"),
+        ("lost_with_the_store", 1, "init_mesh: rank 1 does not reach the store of the job at"),
+        ("lost_before_the_groups", 0, "init_mesh: every rank must call it, but rank 1 did not"),
+        ("lost_among_the_groups", 0, "init_mesh: ranks 0, 1 must connect, but rank 1 did not"),
+    ],
+)
+def test_a_rank_that_is_lost_at_the_start_is_named(case: str, waits: int, words: str) -> None:
+    (ranks,) = _jobs(10)[case]
+    output = ranks[waits][1]
+    assert f"CollectiveTimeout: {words}" in output
+    assert float(re.search("seconds: (.*)", output)[1]) < short_jobs.TIMEOUT_S + 10
+
+
+def test_gloo_on_the_loopback_address_is_explained() -> None:
+    failed = RuntimeError("Gloo connectFullMesh failed with [...] remote=[127.0.0.1]:3021")
+    assert "set GLOO_SOCKET_IFNAME" in hint(failed)
+    assert hint(RuntimeError("connection closed by peer [127.0.0.1]:3021")) == ""
+
+
+def _held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _meshes(closing: bool) -> list[tuple[int, int]]:
+    counts = []
+    for number in range(21):
+        mesh = px.init_mesh(tp=2, timeout=60)
+        ops.reduce_from_tp(torch.ones(3), mesh.tp)
+        if number % 5 == 0:
+            mesh.background.connect()
+        mesh.together("a long step", lambda: None, patient=True)
+        if closing:
+            mesh.close()
+        del mesh
+        if number in (0, 20):
+            counts.append(_held())
+    return counts
+
+
+def test_meshes_that_are_closed_keep_nothing() -> None:
+    for before, after in pool(2).run(_meshes, True):
+        assert after[1] <= before[1], "threads"
+        assert after[0] <= before[0] + 20, "file descriptors"  # one a mesh: csrc/shared_memory.h
+
+
+def _close_twice_then_use() -> None:
+    mesh = px.init_mesh(tp=2, timeout=60)
+    mesh.close()
+    mesh.close()
+    mesh.gather_objects(1)
+
+
+def test_a_closed_mesh_says_that_it_is_gone() -> None:
+    for raised in pool(2).run_raising(_close_twice_then_use):
+        assert raised.type == "RuntimeError"
+        assert "was destroyed before" in raised.text
+
+
+class _LostStore:
+    """A store whose process has died."""
+
+    def __getattr__(self, name: str) -> object:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_store_that_died_during_a_long_step_is_told() -> None:
+    with (
+        pytest.raises(TimeoutError, match="the process that kept it has died"),
+        long_step(_LostStore(), 1, 0, 2, timeout=0.1),
+    ):
+        pass
+
+
+LOST = 1
+
+
+def _train_without(zero: int, backward: bool) -> None:
+    mesh = px.init_mesh(timeout=6.0)
+    model = px.data_parallel(parallel(Tiny().model(), mesh), mesh, zero=zero)
+    loss = model(**batch(Tiny().vocab_size)).loss
+    if mesh.rank == LOST and backward:
+        os._exit(1)
+    loss.backward()
+    if mesh.rank == LOST:
+        os._exit(1)
+    model(**batch(Tiny().vocab_size))
+
+
+@pytest.mark.parametrize(("zero", "backward"), [(3, False), (2, True)])
+def test_a_rank_that_is_lost_in_fsdp_is_named(zero: int, backward: bool) -> None:
+    (raised,) = pool(2).run_losing(LOST, _train_without, zero, backward)
+    assert isinstance(raised, Raised)
+    assert raised.type == "CollectiveTimeout"
+    assert "training with data_parallel: every dp rank of tp_rank 0" in raised.text
+    assert f"rank {LOST} did not" in raised.text
