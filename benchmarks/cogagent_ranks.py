@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 import parallel_ext as px
 from parallel_ext import _C
-from parallel_ext.layout import ModelLayout
 from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
 from parallel_ext.models.cogagent.modeling import CogAgentModel
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION, TokenRoute, build_position_ids
-from parallel_ext.patch.replacing import CopyInput, replace_modules
-from parallel_ext.sharded import take
-from parallel_ext.state import STATE_NAME
+from parallel_ext.parallel.replace import CopyInput, replace_modules
+from parallel_ext.parallel.state import STATE_NAME
+from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.slices import take
 
 OURS = "parallel_ext"
 OURS_GLOO = "parallel_ext, gloo only"

@@ -17,10 +17,10 @@ from torch import nn
 from train_step_ranks import OURS, TRANSFORMERS_TP
 
 import parallel_ext as px
-from parallel_ext.layout import TensorLayout
-from parallel_ext.linear import ColumnParallelLinear
-from parallel_ext.lora.adding import LAYERS
+from parallel_ext.lora.inject import LAYERS
+from parallel_ext.nn.linear import ColumnParallelLinear
 from parallel_ext.ops import ALONE
+from parallel_ext.sharding.layout import TensorLayout
 
 FROZEN = "frozen linear"
 OURS_IN_DTYPE = "parallel_ext, factors in the base's dtype"

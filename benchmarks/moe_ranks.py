@@ -21,10 +21,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.layout import cut, split
-from parallel_ext.moe import ExpertParallelExperts
+from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.ops import Group
-from parallel_ext.sharded import take
+from parallel_ext.sharding.layout import cut, split
+from parallel_ext.sharding.slices import take
 
 OURS = "parallel_ext"
 OURS_GLOO = "parallel_ext, gloo only"

@@ -34,11 +34,11 @@ from training_checkpoint_ranks import (
 )
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.stream import plan_files, plan_turns
-from parallel_ext.layout import ModelLayout
-from parallel_ext.patch.checks import table_for
-from parallel_ext.patch.parallelize import plan_of
+from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.stream import plan_files, plan_turns
+from parallel_ext.parallel.parallelize import plan_of
+from parallel_ext.parallel.validate import table_for
+from parallel_ext.sharding.layout import ModelLayout
 
 RANKS = Path(__file__).with_name("training_checkpoint_ranks.py")
 SPEED = {  # that of train_step.py

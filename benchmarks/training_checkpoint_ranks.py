@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import parallel_ext as px
-from parallel_ext.checkpoint import chunk_hashes, disk
+from parallel_ext.io import disk, hashing
 
 OURS = "parallel_ext"
 DCP = "DCP"
@@ -74,8 +74,8 @@ def without_hashes() -> Iterator[None]:
         hasher._size += len(memory)
 
     with (
-        mock.patch.object(chunk_hashes.ChunkHasher, "update", count),
-        mock.patch.object(chunk_hashes.FileRecord, "check_chunk", _do_nothing),
+        mock.patch.object(hashing.ChunkHasher, "update", count),
+        mock.patch.object(hashing.FileRecord, "check_chunk", _do_nothing),
     ):
         yield
 

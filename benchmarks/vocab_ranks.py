@@ -17,8 +17,8 @@ from vocab_peers import Loss, SumGradient
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.layout import split
 from parallel_ext.ops import Group
+from parallel_ext.sharding.layout import split
 
 OURS = "parallel_ext"
 OURS_IN_PLACE = "parallel_ext, in place"

@@ -43,7 +43,7 @@ from parallel_ext.models.cogagent import (
     Conversation,
 )
 from parallel_ext.models.cogagent.table import COGAGENT
-from parallel_ext.patch.parallelize import plan_of
+from parallel_ext.parallel.parallelize import plan_of
 
 # Not EVA2-CLIP-L, the tower of the high-resolution picture, which is whole on every rank.
 TARGETS = (

@@ -27,26 +27,28 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
         f"running; rebuild it with: {_REBUILD}"
     )
 
-from parallel_ext.adafactor import Adafactor  # noqa: E402
-from parallel_ext.check import GradientReport, check_gradients, check_replicas  # noqa: E402
-from parallel_ext.checkpoint import CheckpointError, latest, verify  # noqa: E402
-from parallel_ext.data_parallel import data_parallel, no_data_parallel  # noqa: E402
-from parallel_ext.forced_routing import force_routing  # noqa: E402
-from parallel_ext.generation import generate  # noqa: E402
-from parallel_ext.grad_scaler import GradScaler  # noqa: E402
-from parallel_ext.gradients import clip_grad_norm_, no_sync  # noqa: E402
-from parallel_ext.mesh import Mesh, init_mesh, shutdown  # noqa: E402
-from parallel_ext.patch import from_pretrained, full_state_dict, parallelize  # noqa: E402
-from parallel_ext.preemption import preempted  # noqa: E402
-from parallel_ext.ranks import CollectiveTimeout, DisagreementError  # noqa: E402
-from parallel_ext.resume import (  # noqa: E402
-    load_checkpoint,
-    save_checkpoint,
-    wait_for_checkpoint,
+from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_checkpoint  # noqa: E402
+from parallel_ext.checkpoint.steps import latest  # noqa: E402
+from parallel_ext.checkpoint.verify import verify  # noqa: E402
+from parallel_ext.distributed.errors import (  # noqa: E402
+    CheckpointError,  # noqa: E402
+    CollectiveTimeout,
+    DisagreementError,
 )
-from parallel_ext.routing_metrics import RoutingMetrics  # noqa: E402
+from parallel_ext.distributed.mesh import Mesh, init_mesh, shutdown  # noqa: E402
+from parallel_ext.ops.workspaces import release_workspaces  # noqa: E402
+from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict  # noqa: E402
+from parallel_ext.parallel.generation import generate  # noqa: E402
+from parallel_ext.parallel.parallelize import parallelize  # noqa: E402
+from parallel_ext.training.adafactor import Adafactor  # noqa: E402
+from parallel_ext.training.data_parallel import data_parallel, no_data_parallel  # noqa: E402
+from parallel_ext.training.forced_routing import force_routing  # noqa: E402
+from parallel_ext.training.grad_scaler import GradScaler  # noqa: E402
+from parallel_ext.training.gradient_check import GradientReport, check_gradients, check_replicas  # noqa: E402
+from parallel_ext.training.gradients import clip_grad_norm_, no_sync  # noqa: E402
+from parallel_ext.training.preemption import preempted  # noqa: E402
+from parallel_ext.training.routing_metrics import RoutingMetrics  # noqa: E402
 from parallel_ext.version import VERSION  # noqa: E402
-from parallel_ext.workspaces import release_workspaces  # noqa: E402
 
 __version__ = VERSION
 

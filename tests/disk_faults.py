@@ -16,7 +16,7 @@ from reference import Tiny, parallel
 from reference_training import quietly
 
 import parallel_ext as px
-from parallel_ext.checkpoint import disk
+from parallel_ext.io import disk
 
 # All that change the disk but ``touch``, whose calls depend on the time.
 OPERATIONS = (

@@ -20,7 +20,7 @@ from reference_training import quietly
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.sharded import local_part
+from parallel_ext.sharding.slices import local_part
 
 PAGE = Path(__file__).parent.parent / "docs" / "interplay.md"
 PACKAGES = ("torch", "transformers", "peft", "accelerate")

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.sharded import named_shards, take
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.slices import take
 
 P = "peft"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,7 +62,7 @@ def equal(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-6) -> None:
     full = dict(theirs.named_parameters())
     for name, parameter, layout in named_shards(ours):
         if "lora_" in name:
-            rank = px.state.state_of(ours).mesh.rank
+            rank = px.parallel.state.state_of(ours).mesh.rank
             close(parameter.detach(), take(full[name].detach(), layout, rank), tolerance)
 
 

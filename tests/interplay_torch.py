@@ -26,8 +26,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import parallel_ext as px
-from parallel_ext.sharded import local_part
-from parallel_ext.shards import LocalShard
+from parallel_ext.sharding.shards import LocalShard
+from parallel_ext.sharding.slices import local_part
 
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam")
 OPTIMIZERS += ("RMSprop", "SGD")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from parallel_ext.checkpoint import disk
+from parallel_ext.io import disk
 
 
 class Operation(NamedTuple):

@@ -14,8 +14,9 @@ import transformers
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.sharded import local_part, named_shards, take, to_shards
-from parallel_ext.state import state_of
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding.slices import local_part, take
 
 # Our error may be this large, relative to the largest element of the full tensor. In the lower
 # precisions the single process' own error against fp64 counts as well (DESIGN: at most twice it).

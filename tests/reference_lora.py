@@ -15,7 +15,8 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.lora.layers import _LoraLinear
-from parallel_ext.sharded import named_shards, take
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.slices import take
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TINY = Tiny()

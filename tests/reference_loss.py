@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from reference_ops import MUTATIONS, own_range, relative_error
 from torch.nn import functional
 
-from parallel_ext.layout import split
 from parallel_ext.ops import (
     Group,
     VocabStatistics,
     linear_vocab_cross_entropy_statistics,
     vocab_cross_entropy_statistics,
 )
+from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 NAN, INF = float("nan"), float("inf")

@@ -30,7 +30,8 @@ from transformers.models.mixtral import modeling_mixtral
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.sharded import named_shards, take
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.slices import take
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ def differences_of_adapter(
     config = peft.LoraConfig(init_lora_weights=False, **options)
     plain = peft.get_peft_model(make(), config).double()
     trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
-    values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
+    values = px.io.state_dict.gather_in_step(trained, mesh, "test", writer_only=False)
     plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
     px.data_parallel(model, mesh)
     whole, own = data

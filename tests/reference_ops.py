@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import Raised, pool
 
 from parallel_ext import _C
-from parallel_ext.layout import split
 from parallel_ext.ops import ALONE, Group, copy_to_tp
+from parallel_ext.sharding.layout import split
 
 # Largest max|a-b| / max|b| against the fp64 answer to the same (rounded) inputs.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

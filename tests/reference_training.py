@@ -15,7 +15,7 @@ from reference_mixtral import Layout, TinyMixtral
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.state import STATE_NAME
+from parallel_ext.parallel.state import STATE_NAME
 
 LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1)
 TIED = replace(LLAMA, tied=True)

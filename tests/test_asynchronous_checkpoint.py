@@ -18,7 +18,7 @@ from reference_mixtral import Layout
 from reference_training import LLAMA, MIXTRAL, Job, build, quietly, train
 
 import parallel_ext as px
-from parallel_ext.checkpoint import disk
+from parallel_ext.io import disk
 
 JOBS = [
     Job(),
@@ -230,9 +230,9 @@ def _copied(job: Job, root: Path) -> tuple[int, int]:
     """Bytes that a rank copies for a save, and that it holds."""
     model, optimizer, *_ = build(job)
     plans: list[Any] = []
-    from parallel_ext.checkpoint import training_save
+    from parallel_ext.checkpoint import save
 
-    copy_values = training_save._Plan.copy_values
+    copy_values = save._Plan.copy_values
 
     def spy(plan: Any, mesh: px.Mesh) -> None:
         held = sum(value.nbytes for value in plan.values.values())
@@ -240,7 +240,7 @@ def _copied(job: Job, root: Path) -> tuple[int, int]:
         copied = sum(v.nbytes for v in plan.values.values() if v.device.type == "cpu")
         plans.append((copied, held))
 
-    with mock.patch.object(training_save._Plan, "copy_values", spy):
+    with mock.patch.object(save._Plan, "copy_values", spy):
         px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
         px.wait_for_checkpoint(model)
     return plans[0]

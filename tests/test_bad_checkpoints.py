@@ -30,9 +30,9 @@ from reference_training import Job, build, quietly, train
 from test_bad_files import no_waiting
 
 import parallel_ext as px
-from parallel_ext.checkpoint import stream
-from parallel_ext.checkpoint.chunk_hashes import FileRecord
-from parallel_ext.checkpoint.strict_json import to_json
+from parallel_ext.io import stream
+from parallel_ext.io.hashing import FileRecord
+from parallel_ext.io.schema import to_json
 
 JOB = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
 STEP, SAVE_ID = "step-00000001", "save_id"

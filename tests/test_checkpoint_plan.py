@@ -15,11 +15,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallel_ext.checkpoint import gather
-from parallel_ext.checkpoint.gather import Swap, part_value, part_views
-from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.stream import plan_files, plan_turns
-from parallel_ext.layout import (
+from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.stream import plan_files, plan_turns
+from parallel_ext.lora.experts import factor_layouts
+from parallel_ext.sharding import reshard
+from parallel_ext.sharding.layout import (
     ModelLayout,
     Part,
     TensorLayout,
@@ -28,8 +28,8 @@ from parallel_ext.layout import (
     cut_ranges,
     split,
 )
-from parallel_ext.lora.experts import factor_layouts
-from parallel_ext.sharded import take
+from parallel_ext.sharding.reshard import Swap, part_value, part_views
+from parallel_ext.sharding.slices import take
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def test_a_save_of_what_was_loaded_elsewhere_is_the_same(
 def test_the_test_above_notices_rows_that_are_sent_by_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gather, "_sent", lambda layout, sender, receiver: layout.boxes(sender))
+    monkeypatch.setattr(reshard, "_sent", lambda layout, sender, receiver: layout.boxes(sender))
     sizes, sides = Sizes(7, 3, 4, 1, 3, 5), Sides(1, 2, 1)
     with pytest.raises(AssertionError):
         _save(_cut(_values(sizes), sizes, sides), sizes, sides)

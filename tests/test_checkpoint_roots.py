@@ -17,10 +17,11 @@ from disk_faults import SmallJob, in_child
 from ranks import Raised, pool
 
 import parallel_ext as px
-from parallel_ext.checkpoint import disk, lock, steps
+from parallel_ext.checkpoint import lock, steps
 from parallel_ext.checkpoint.lock import one_writer
 from parallel_ext.checkpoint.manifest import Manifest
-from parallel_ext.checkpoint.retention import steps_to_remove
+from parallel_ext.checkpoint.steps import steps_to_remove
+from parallel_ext.io import disk
 
 # One writer.
 

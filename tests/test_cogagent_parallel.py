@@ -23,14 +23,10 @@ from reference_mixtral import Layout, assert_refused, differences_of_steps
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.layout import ModelLayout
-from parallel_ext.models.cogagent import (
-    CogAgentConfig,
-    CogAgentForCausalLM,
-    build_position_ids,
-)
+from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM, build_position_ids
 from parallel_ext.models.cogagent.table import COGAGENT
-from parallel_ext.models.table import ModelSizes, plan
+from parallel_ext.models.spec import ModelSizes, plan
+from parallel_ext.sharding.layout import ModelLayout
 
 EIGHT_HEADS = {
     "num_attention_heads": 8,

@@ -11,7 +11,6 @@ from ranks import pool
 from reference import difference, mesh_of
 from torch.nn import functional
 
-from parallel_ext.layout import Range, split
 from parallel_ext.ops import (
     Group,
     column_linear,
@@ -20,6 +19,8 @@ from parallel_ext.ops import (
     vocab_cross_entropy_statistics,
     vocab_embedding,
 )
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.layout import split
 
 VOCAB_SIZE = 7
 IDS, LABELS = torch.tensor([0, 6, 6, 2, 5]), torch.tensor([6, 6, -100, 0, 3])

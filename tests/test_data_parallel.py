@@ -28,8 +28,9 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.partial_gradients import PartialGradients
-from parallel_ext.sharded import named_shards, take
+from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.slices import take
 
 STEPS = 3
 
@@ -221,11 +222,11 @@ def _adapter(tp: int, broken: bool, **changes: Any) -> dict[str, float]:
         exact(tiny.model()), peft.LoraConfig(**config(**changes).to_dict())
     ).double()
     trained = {n: (p, x) for n, p, x in named_shards(model) if p.requires_grad}
-    values = px.checkpoint.gather_in_step(trained, mesh, "test", writer_only=False)
+    values = px.io.state_dict.gather_in_step(trained, mesh, "test", writer_only=False)
     plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
     px.data_parallel(model, mesh, zero=3)
     if broken:
-        px.state.state_of(model).partials._averaged = {}
+        px.parallel.state.state_of(model).partials._averaged = {}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     differences = {}
     for step, seeds in enumerate([(3, 4), (5,)]):

@@ -13,7 +13,6 @@ from reference_ops import BOTH_PATHS, TOLERANCE, aten_path, on_ranks, own_range,
 from torch.nn import functional
 
 from parallel_ext import _C
-from parallel_ext.layout import split
 from parallel_ext.ops import (
     ALONE,
     ExchangePlan,
@@ -25,6 +24,7 @@ from parallel_ext.ops import (
     vocab_cross_entropy,
     vocab_embedding,
 )
+from parallel_ext.sharding.layout import split
 
 NAMESPACE = "parallel_ext::"
 REGISTERED = sorted(

@@ -14,7 +14,7 @@ from reference_mixtral import Layout, TinyMixtral, batches, job_loss
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.forced_routing import balanced, skewed
+from parallel_ext.training.forced_routing import balanced, skewed
 
 TINY = TinyMixtral(num_experts=5, skew="zipf")
 RULES = {"balanced": balanced, "skewed": skewed}

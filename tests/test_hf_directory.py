@@ -15,20 +15,21 @@ from ranks import pool
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from parallel_ext.checkpoint import hf_directory, publish, stream
-from parallel_ext.checkpoint.full_state import full_state_dict, local_values
-from parallel_ext.checkpoint.gather import gather_tensor
-from parallel_ext.checkpoint.hf_directory import HFDirectory
-from parallel_ext.checkpoint.open_file import CheckpointError
-from parallel_ext.checkpoint.publish import Publication
-from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
-from parallel_ext.checkpoint.save import parse_size, save_directory
-from parallel_ext.checkpoint.stream import plan_files
-from parallel_ext.layout import ModelLayout, TensorLayout, cut_ranges
-from parallel_ext.mesh import Mesh, init_mesh
-from parallel_ext.patch import parallelize
-from parallel_ext.sharded import named_shards, take
-from parallel_ext.state import state_of
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.io import hf_reader, publish, stream
+from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.io.hf_writer import parse_size, write_directory
+from parallel_ext.io.publish import Publication
+from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.io.state_dict import gather_state_dict, local_values
+from parallel_ext.io.stream import plan_files
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.parallel.parallelize import parallelize
+from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, cut_ranges
+from parallel_ext.sharding.reshard import gather_tensor
+from parallel_ext.sharding.slices import take
 
 VOCAB_SIZE = 101
 HEAD = "lm_head.weight"
@@ -71,7 +72,7 @@ def _parallel(
 
 def _save(path: Path, changes: dict[str, Any], max_shard_size: Any = "5GB", **options: Any) -> None:
     model, mesh, layout = _parallel(changes, **options)
-    save_directory(
+    write_directory(
         model,
         path,
         mesh,
@@ -337,7 +338,7 @@ def test_sizes_are_read_as_huggingface_reads_them() -> None:
 
 def _full_state(changes: dict[str, Any], writer_only: bool) -> dict[str, Any]:
     model, mesh, layout = _parallel(changes)
-    state = full_state_dict(model, mesh, layout, writer_only)
+    state = gather_state_dict(model, mesh, layout, writer_only)
     if HEAD in layout.tied and state:
         assert state[HEAD] is state[TABLE]
     with torch.no_grad():
@@ -375,7 +376,7 @@ def _gathered_on_each(dtype: torch.dtype) -> list[bool]:
         full = (torch.arange(layout.numel).reshape(layout.shape) % 7).to(dtype)
         shard = take(full, layout, mesh.tp_rank)
         for owner in range(2):
-            with mock.patch("parallel_ext.checkpoint.safetensors_file.STRIPE_BYTES", 40):
+            with mock.patch("parallel_ext.sharding.reshard.STRIPE_BYTES", 40):
                 gathered = gather_tensor(shard, layout, mesh, [owner])
             if mesh.tp_rank == owner:
                 right.append(torch.equal(gathered.double(), full.double()))
@@ -484,7 +485,7 @@ def test_a_tied_alias_may_be_present_if_it_is_equal(tmp_path: Path) -> None:
     table = load_file(tmp_path / "model.safetensors")[TABLE]
     layout = _layout(tie_word_embeddings=True)
     _add_head(tmp_path, table.clone())
-    with HFDirectory(tmp_path) as directory, mock.patch.object(hf_directory, "STRIPE_BYTES", 1000):
+    with HFDirectory(tmp_path) as directory, mock.patch.object(hf_reader, "STRIPE_BYTES", 1000):
         directory.check(layout)
     table[100, 23] += 1
     _add_head(tmp_path, table)

@@ -24,7 +24,8 @@ from reference import (
 )
 
 import parallel_ext as px
-from parallel_ext.sharded import named_shards, take
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.slices import take
 
 TINY = Tiny()
 

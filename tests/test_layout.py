@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ext.checkpoint.gather import part_views
-from parallel_ext.layout import (
+from parallel_ext.models.llama import LLAMA
+from parallel_ext.models.spec import ModelSizes, plan
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.layout import (
     Box,
     ModelLayout,
     Part,
-    Range,
     TensorLayout,
     box_shape,
     cut,
@@ -24,9 +25,8 @@ from parallel_ext.layout import (
     split,
     split_heads,
 )
-from parallel_ext.models.llama import LLAMA
-from parallel_ext.models.table import ModelSizes, plan
-from parallel_ext.sharded import take
+from parallel_ext.sharding.reshard import part_views
+from parallel_ext.sharding.slices import take
 
 # Two busy cores make no promises about time, and a test leaves no files in the checkout.
 settings.register_profile("parallel_ext", deadline=None, database=None)

@@ -22,14 +22,8 @@ from reference_ops import (
 from torch.nn import functional
 
 from parallel_ext import _C
-from parallel_ext.layout import split
-from parallel_ext.ops import (
-    Group,
-    column_linear,
-    gather_from_tp,
-    row_linear,
-    vocab_cross_entropy,
-)
+from parallel_ext.ops import Group, column_linear, gather_from_tp, row_linear, vocab_cross_entropy
+from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 TOKENS = [(), (2,), (2, 3), (0,), (2, 0)]  # leading dimensions of the input

@@ -27,8 +27,8 @@ from reference_ops import (
 from torch.nn import functional
 
 from parallel_ext import _C
-from parallel_ext.layout import split
 from parallel_ext.ops import ALONE, Dropout, Group, copy_to_tp, gather_from_tp, lora_linear
+from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 SCALE = 0.75

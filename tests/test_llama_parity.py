@@ -26,7 +26,7 @@ from reference import (
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.state import state_of
+from parallel_ext.parallel.state import state_of
 
 SIZES = [1, 2, 3, 4]
 VOCABULARIES = [5, 101, 32000, 49153, 65535]

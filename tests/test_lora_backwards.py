@@ -12,7 +12,7 @@ from reference import batch, worst
 from reference_lora import ALL, TINY, adapted, gradient_errors, plain
 
 import parallel_ext as px
-from parallel_ext.state import state_of
+from parallel_ext.parallel.state import state_of
 
 
 class _Fails(torch.autograd.Function):

@@ -16,7 +16,7 @@ from reference_mixtral import Layout, TinyMixtral, batches, job_loss, training_d
 import parallel_ext as px
 from parallel_ext import _C
 from parallel_ext.lora.experts import ParamWrapper
-from parallel_ext.state import state_of
+from parallel_ext.parallel.state import state_of
 
 TINY = TinyMixtral(num_experts=5)  # which no number of ranks divides
 STEPS = 3

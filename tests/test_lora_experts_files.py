@@ -19,7 +19,7 @@ from reference_mixtral import Layout, TinyMixtral
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
-from parallel_ext.state import state_of
+from parallel_ext.parallel.state import state_of
 
 TINY = TinyMixtral(num_experts=5)
 INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}

@@ -17,7 +17,7 @@ from reference_lora import ALL, FILE, TINY, adapted, config, plain
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
-from parallel_ext.checkpoint import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError
 
 INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
 EVERYTHING: dict[str, Any] = {

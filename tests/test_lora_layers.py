@@ -15,12 +15,12 @@ from reference_lora import config
 from torch import nn
 
 from parallel_ext import _C
-from parallel_ext.layout import TensorLayout, cut, cut_blocks, cut_ranges, split
-from parallel_ext.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.lora.layers import LoraColumnLinear, LoraRowLinear
+from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.ops import Group, copy_to_tp
-from parallel_ext.partial_gradients import PartialGradients
-from parallel_ext.sharded import take
+from parallel_ext.sharding.layout import TensorLayout, cut, cut_blocks, cut_ranges, split
+from parallel_ext.sharding.slices import take
 
 BLOCKS = {
     "one": (31,),

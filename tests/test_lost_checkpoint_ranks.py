@@ -20,7 +20,7 @@ from reference import parallel
 from reference_training import LLAMA, optimizer_of, scheduler_of
 
 import parallel_ext as px
-from parallel_ext.ranks import Ranks
+from parallel_ext.distributed.control import Ranks
 
 TIMEOUT_S = 3.0
 LOST = 1

@@ -17,7 +17,8 @@ from ranks import Raised, pool
 from reference import Tiny, parallel
 
 import parallel_ext as px
-from parallel_ext.checkpoint import gather, safetensors_file, stream
+from parallel_ext.io import safetensors_reader, stream
+from parallel_ext.sharding import reshard
 
 TIMEOUT_S = 4.0
 LOST = 1
@@ -29,11 +30,11 @@ ENDS: dict[str, Callable[[], Any]] = {
 # Where it happens: the function that is called there, and the call of it that does not return.
 PLACES: dict[str, tuple[Any, str, int]] = {
     "a save, making files": (stream.SafetensorsWriter, "_header", 1),
-    "a save, before rows are sent": (gather, "shard_views", 5),
+    "a save, before rows are sent": (reshard, "shard_views", 5),
     "a save, writing": (stream.SafetensorsWriter, "append", 3),
     "a save, closing a file": (stream.SafetensorsWriter, "close", 1),
-    "a load, opening": (safetensors_file.SafetensorsFile, "_read_header", 1),
-    "a load, reading": (safetensors_file.SafetensorsFile, "read_box", 4),
+    "a load, opening": (safetensors_reader.SafetensorsFile, "_read_header", 1),
+    "a load, reading": (safetensors_reader.SafetensorsFile, "read_box", 4),
 }
 
 

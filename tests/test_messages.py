@@ -15,7 +15,7 @@ import torch
 from ranks import Raised, pool
 
 import parallel_ext as px
-from parallel_ext import messages
+from parallel_ext.distributed import messages
 
 
 class _Pair(NamedTuple):

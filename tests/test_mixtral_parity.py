@@ -20,7 +20,7 @@ from reference_mixtral import (
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.state import state_of
+from parallel_ext.parallel.state import state_of
 
 STEPS = 2  # the second one catches stale buffers
 

@@ -13,7 +13,8 @@ from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral, batches
 
 import parallel_ext as px
-from parallel_ext.sharded import local_part, named_shards, take, to_shards
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.sharding.slices import local_part, take
 
 LAYOUT = Layout(2, 1, 2)
 
@@ -92,7 +93,7 @@ def _adapter(layout: Layout, zero: int, trained: str) -> dict[str, float]:
         exact(tiny.model()), peft.LoraConfig(**config(**targets).to_dict())
     ).double()
     factors = {n: (p, x) for n, p, x in named_shards(model) if "lora_" in n}
-    values = px.checkpoint.gather_in_step(factors, mesh, "test", writer_only=False)
+    values = px.io.state_dict.gather_in_step(factors, mesh, "test", writer_only=False)
     plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
     frozen_first = trained == "an adapter that was frozen"
     for one in (model, plain):

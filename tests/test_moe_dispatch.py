@@ -17,7 +17,6 @@ from reference_ops import (
 )
 
 from parallel_ext import _C
-from parallel_ext.layout import split
 from parallel_ext.ops import (
     ExchangePlan,
     Group,
@@ -26,6 +25,7 @@ from parallel_ext.ops import (
     moe_dispatch,
     moe_route_plan,
 )
+from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 TOP_K = 2

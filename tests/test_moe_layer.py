@@ -24,10 +24,10 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from parallel_ext import _C
-from parallel_ext.layout import cut, split
-from parallel_ext.moe import ExpertParallelExperts
+from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.ops import Group, moe_linear
-from parallel_ext.sharded import take
+from parallel_ext.sharding.layout import cut, split
+from parallel_ext.sharding.slices import take
 
 FP64 = torch.float64
 HIDDEN, INNER, TOP_K = 6, 5, 2

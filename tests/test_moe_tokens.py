@@ -21,8 +21,8 @@ from reference_ops import (
 )
 
 from parallel_ext import _C
-from parallel_ext.layout import split
 from parallel_ext.ops import ALONE, Group, copy_to_tp, moe_gather_tokens, moe_take_tokens
+from parallel_ext.sharding.layout import split
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 HIDDEN, TOP_K = 7, 3  # odd, so that the gradients of a message lie at odd bytes

@@ -20,8 +20,8 @@ from reference_training import LLAMA, MIXTRAL, quietly
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext import adafactor
-from parallel_ext.state import STATE_NAME
+from parallel_ext.parallel.state import STATE_NAME
+from parallel_ext.training import adafactor
 
 # In fp64: in fp32 a step of AdamW takes the rounding of a gradient near zero for its sign.
 LARGE = Tiny(65535, heads=2, key_value_heads=1, inner=13, layers=1, tied=True)

@@ -18,7 +18,7 @@ from reference_mixtral import Layout
 from reference_training import Job, build, quietly
 
 import parallel_ext as px
-from parallel_ext import preemption
+from parallel_ext.training import preemption
 
 
 def _told(rank_told: int) -> list[bool]:

@@ -12,7 +12,7 @@ from ranks import pool
 from reference import Tiny, mesh_of
 
 import parallel_ext as px
-from parallel_ext.checkpoint.hf_directory import HFDirectory
+from parallel_ext.io.hf_reader import HFDirectory
 
 TINY = Tiny(dtype=torch.bfloat16, layers=1)
 

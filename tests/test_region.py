@@ -23,8 +23,8 @@ from reference_ops import (
 )
 
 from parallel_ext import _C
-from parallel_ext.layout import split
 from parallel_ext.ops import ALONE, Group, copy_to_tp, gather_from_tp, reduce_from_tp
+from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 

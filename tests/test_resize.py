@@ -21,7 +21,7 @@ from reference_training import quietly
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.patch import resize
+from parallel_ext.parallel import resize
 
 TINY = Tiny(layers=1)  # 101 rows of 72: their covariance is positive definite
 TIED = replace(TINY, tied=True)

@@ -22,8 +22,8 @@ from reference_mixtral import Layout, TinyMixtral, batches
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.layout import split
-from parallel_ext.routing_counter import RoutingCounter
+from parallel_ext.nn.routing_counter import RoutingCounter
+from parallel_ext.sharding.layout import split
 
 TINY = TinyMixtral(num_experts=5, skew="an idle expert")
 PLOT = Path(__file__).parents[1] / "examples" / "plot_routing.py"

@@ -9,11 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from parallel_ext.checkpoint import safetensors_file
-from parallel_ext.checkpoint.open_file import CheckpointError
-from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
-from parallel_ext.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
-from parallel_ext.layout import Box, box_shape
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io import safetensors_reader
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.sharding.layout import Box, box_shape
 
 DTYPES = [
     torch.bfloat16,
@@ -61,7 +61,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 96 bytes, so that small tensors take several."""
-    monkeypatch.setattr(safetensors_file, "STRIPE_BYTES", 96)
+    monkeypatch.setattr(safetensors_reader, "STRIPE_BYTES", 96)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

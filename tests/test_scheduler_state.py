@@ -19,7 +19,7 @@ from reference_training import Job, build, quietly
 from torch.optim import lr_scheduler as schedulers
 
 import parallel_ext as px
-from parallel_ext.checkpoint.tagged_json import decode, encode
+from parallel_ext.checkpoint.training_state import decode, encode
 
 
 class _Warmup:

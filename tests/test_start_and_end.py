@@ -19,8 +19,7 @@ from reference import Tiny, batch, parallel
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.heartbeat import long_step
-from parallel_ext.meetings import hint
+from parallel_ext.distributed.meetings import hint, long_step
 
 Jobs = dict[str, list[list[tuple[int, str]]]]
 

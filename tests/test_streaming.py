@@ -22,12 +22,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 import parallel_ext as px
-from parallel_ext.checkpoint.safetensors_file import STRIPE_BYTES, SafetensorsFile
-from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.stream import TensorStream, plan_files, plan_turns
-from parallel_ext.layout import ModelLayout, TensorLayout, cut, split
-from parallel_ext.sharded import named_shards
-from parallel_ext.state import state_of
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.stream import TensorStream, plan_files, plan_turns
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, cut, split
+from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 MIB = 2**20
 
@@ -303,7 +304,7 @@ def _save_without_room(directory: Path) -> None:
     model, limits = parallel(Tiny().model(), mesh_of()), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with mock.patch("parallel_ext.checkpoint.stream.Swap") as swap:
+        with mock.patch("parallel_ext.io.stream.Swap") as swap:
             model.save_pretrained(directory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -34,7 +34,8 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.checkpoint.rng import seed_of
-from parallel_ext.sharded import local_part, named_shards, to_shards
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.sharding.slices import local_part
 
 
 def _single_process(job: Job, steps: int) -> nn.Module:
@@ -228,14 +229,14 @@ def test_the_test_above_notices_state_that_is_lost(tmp_path: Path) -> None:
 
 
 def _without_second_moment(root: Path) -> tuple[list[str], bool, bool]:
-    from parallel_ext.checkpoint import training_load
+    from parallel_ext.checkpoint import load
 
-    original = training_load.read_shards
+    original = load.read_shards
 
     def dropping(wanted: Any, *args: Any) -> None:
         original([each for each in wanted if "exp_avg_sq" not in each[0].name], *args)
 
-    with mock.patch.object(training_load, "read_shards", dropping):
+    with mock.patch.object(load, "read_shards", dropping):
         return _on_the_same_mesh(Job(layout=Layout(1, 2, 1)), root)
 
 

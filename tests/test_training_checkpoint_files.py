@@ -33,10 +33,10 @@ from safetensors import safe_open
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.checkpoint import disk, stream
-from parallel_ext.checkpoint.contents import WholeModel
 from parallel_ext.checkpoint.manifest import read_manifest
-from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
+from parallel_ext.checkpoint.source import WholeModel
+from parallel_ext.io import disk, stream
+from parallel_ext.io.safetensors_reader import SafetensorsFile
 
 SMALL = Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1)
 

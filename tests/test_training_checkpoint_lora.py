@@ -26,7 +26,8 @@ from test_cogagent_lora import EVERYWHERE
 
 import parallel_ext as px
 from parallel_ext.lora.layers import Adapted
-from parallel_ext.sharded import local_part, named_shards, take, to_shards
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.sharding.slices import local_part, take
 
 LLAMA, MIXTRAL = Tiny(layers=1, bias=True), TinyMixtral(num_experts=5, layers=1)
 LINEARS = {"target_modules": ALL, "r": 16, "lora_dropout": 0.3}
@@ -70,7 +71,7 @@ def _build(job: Job, seed: int) -> tuple[Any, Any]:
 
 def _train(job: Job, model: Any, optimizer: Any, steps: range) -> None:
     """Every step has the same four rows, of which a dp rank has those that follow each other."""
-    mesh = px.state.state_of(model).mesh
+    mesh = px.parallel.state.state_of(model).mesh
     for step in steps:
         if job.tiny is None:
             whole, parts = batches_of(IMAGES[step])

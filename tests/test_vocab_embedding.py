@@ -25,8 +25,8 @@ from reference_ops import (
 )
 from torch.nn import functional
 
-from parallel_ext.layout import split
 from parallel_ext.ops import Group, vocab_embedding
+from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 HIDDEN = 3

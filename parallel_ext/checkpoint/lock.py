@@ -15,8 +15,9 @@ from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
 
-from parallel_ext.checkpoint import disk
-from parallel_ext.checkpoint.open_file import CheckpointError, shown
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io import disk
+from parallel_ext.io.safe_open import shown
 
 LOCK_NAME = ".lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another after every start, on every machine

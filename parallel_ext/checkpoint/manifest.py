@@ -13,18 +13,13 @@ from typing import Any
 import torch
 import xxhash
 
-from parallel_ext.checkpoint.chunk_hashes import CHUNK_BYTES, FileRecord
-from parallel_ext.checkpoint.fields import Fields
-from parallel_ext.checkpoint.open_file import CheckpointError, shown
-from parallel_ext.checkpoint.publish import of_a_save
-from parallel_ext.checkpoint.safetensors_file import DTYPES, SafetensorsFile
-from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
-from parallel_ext.checkpoint.strict_json import (
-    MAX_OWN_JSON_BYTES,
-    parse_json,
-    read_content,
-    to_json,
-)
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hashing import CHUNK_BYTES, FileRecord
+from parallel_ext.io.publish import of_a_save
+from parallel_ext.io.safe_open import shown
+from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
+from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
+from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, Fields, parse_json, read_content, to_json
 
 STATE_FOLDER = "parallel_state"
 MANIFEST_NAME = f"{STATE_FOLDER}/manifest.json"

@@ -10,20 +10,25 @@ import torch
 import xxhash
 from torch import nn
 
-from parallel_ext.checkpoint.contents import Contents
-from parallel_ext.checkpoint.gather import part_value
-from parallel_ext.checkpoint.open_file import CheckpointError, shown
-from parallel_ext.checkpoint.optimizer_options import give_options, options_of, read_options
-from parallel_ext.checkpoint.reading import Wanted
-from parallel_ext.checkpoint.safetensors_file import DTYPES
-from parallel_ext.checkpoint.safetensors_writer import DTYPE_NAMES, TensorSpec
-from parallel_ext.checkpoint.saved_optimizer import check_groups, check_state
-from parallel_ext.checkpoint.strict_json import to_json
-from parallel_ext.layout import ModelLayout, Part, TensorLayout
-from parallel_ext.mesh import Mesh
-from parallel_ext.optimizer_layouts import is_reduced, layout_of_state
-from parallel_ext.ranks import DisagreementError
-from parallel_ext.sharded import local_part, to_shards
+from parallel_ext.checkpoint.saved_optimizer import (
+    check_groups,
+    check_state,
+    give_options,
+    options_of,
+    read_options,
+)
+from parallel_ext.checkpoint.source import Contents
+from parallel_ext.distributed.errors import CheckpointError, DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io.reading import Wanted
+from parallel_ext.io.safe_open import shown
+from parallel_ext.io.safetensors_reader import DTYPES
+from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
+from parallel_ext.io.schema import to_json
+from parallel_ext.nn.sharded_module import to_shards
+from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
+from parallel_ext.sharding.reshard import part_value
+from parallel_ext.sharding.slices import is_reduced, layout_of_state, local_part
 
 _KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam
 

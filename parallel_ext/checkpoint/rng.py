@@ -13,11 +13,11 @@ import numpy
 import torch
 import xxhash
 
-from parallel_ext.checkpoint.chunk_hashes import FileRecord
-from parallel_ext.checkpoint.open_file import CheckpointError
-from parallel_ext.checkpoint.safetensors_file import SafetensorsFile
-from parallel_ext.checkpoint.safetensors_writer import write_tensors
-from parallel_ext.mesh import Mesh
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io.hashing import FileRecord
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import write_tensors
 
 # What the states of the generators look like; NumPy and Python hold 624 words and a position.
 _KINDS: dict[str, tuple[torch.dtype, Container[int]]] = {

@@ -1,201 +1,324 @@
-"""Writing a model as a HuggingFace directory: every byte once, streamed to its writer."""
+"""Saving all that a job needs to go on, in a directory that HuggingFace can read."""
 
 from __future__ import annotations
 
-import copy
-import json
-import math
 import os
-import re
+import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
-from parallel_ext.checkpoint import disk
-from parallel_ext.checkpoint.full_state import local_values
-from parallel_ext.checkpoint.gather import part_value
-from parallel_ext.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME
-from parallel_ext.checkpoint.publish import Publication
-from parallel_ext.checkpoint.safetensors_writer import TensorSpec
-from parallel_ext.checkpoint.stream import (
+from parallel_ext.checkpoint import rng
+from parallel_ext.checkpoint.lock import one_writer
+from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest
+from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
+from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
+from parallel_ext.checkpoint.source import Contents
+from parallel_ext.checkpoint.steps import (
+    TEMPORARY_NAME,
+    check_keep,
+    check_may_save,
+    complete_steps,
+    name_of_step,
+    numbers_of_saves,
+    prune,
+    publish_step,
+    remove_leftovers,
+)
+from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io import disk
+from parallel_ext.io.hashing import FileRecord
+from parallel_ext.io.hf_writer import values_in_files
+from parallel_ext.io.safe_open import one_error
+from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.schema import to_json
+from parallel_ext.io.stream import (
     PlannedFile,
     TensorStream,
-    meet_on,
+    digest_of,
     plan_files,
     warn_of_non_finite,
 )
-from parallel_ext.layout import ModelLayout
-from parallel_ext.mesh import Mesh
+from parallel_ext.nn.replicas import compare
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.reshard import is_needed
+from parallel_ext.version import VERSION
 
-if TYPE_CHECKING:  # they would load most of transformers
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_OPTIMIZER_FILES = STATE_FOLDER + "/optim-{:05}-of-{:05}.safetensors"
 
 
-def parse_size(size: int | str) -> int:
-    """A number of bytes, given as one or as HuggingFace writes it: ``5GB`` is 5 * 10^9.
-
-    Raises:
-        ValueError: it is neither, or less than 1.
-
-    Example:
-        >>> parse_size("5GB")
-        5000000000
-    """
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if unit is None or int(match[1]) < 1:
-        raise ValueError(f"max_shard_size must be bytes, or text like '5GB', got {size!r}")
-    return int(match[1]) * unit
-
-
-def values_in_files(
-    values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int
-) -> dict[str, torch.Tensor]:
-    """This rank's shard of every tensor of the files of a model, by its name there.
-
-    Args:
-        values: its shards of the tensors of the model, by their names in ``layout``.
-        layout: where they live, and under which names the files hold them.
-        rank: this rank.
-    """
-    return {
-        part.name: part_value(value, layout[name], part, rank)
-        for name, value in values.items()
-        for part in layout.parts_of(name)
-    }
-
-
-def save_directory(
-    model: PreTrainedModel,
-    directory: str | os.PathLike[str],
+def save_step(
+    root: str | os.PathLike[str],
+    step: int,
+    contents_of: Callable[[], Contents],
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    data_state: Any,
     mesh: Mesh,
-    layout: ModelLayout,
-    *,
-    config: PreTrainedConfig,
-    generation_config: GenerationConfig | None = None,
-    max_shard_size: int | str = "5GB",
-    note: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a parallel model as a directory that plain ``from_pretrained`` reads.
-
-    Every rank must call it. The first ranks, as many as hold one copy of the model, share the
-    tensors out, balanced by bytes; rows stream to the rank that writes them, so that no rank holds
-    more than a few blocks of ``STRIPE_BYTES`` beyond its shard. Everything is written beside
-    ``directory`` and takes its place at the end. What a previous save left there vanishes; other
-    files and subdirectories stay.
-    Values that are NaN or infinite are saved as they are, with a warning on rank 0 that counts
-    them.
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    asynchronous: bool = False,
+) -> Path:
+    """What :func:`parallel_ext.save_checkpoint` does, given what there is to save of a model.
 
     Args:
-        model: the parallel model.
-        directory: where to; rank 0's path counts, and must be the same place for all ranks.
+        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as there.
+        contents_of: says what there is; may raise.
         mesh: the ranks of the model.
-        layout: where its tensors live, and under which names files hold them; tied aliases are not
-            written.
-        config: written as ``config.json``, with the dtype and the class of ``model``.
-        generation_config: written too, if given.
-        max_shard_size: bytes of tensors a file, or text such as ``"5GB"``; one larger tensor is
-            alone in its file.
-        note: JSON that is kept in every file under ``__metadata__``, key ``parallel_ext``.
+
+    Returns:
+        The directory, on every rank.
 
     Raises:
-        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
-        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise the same class;
-            the previous directory stays whole.
+        as there.
     """
-    what = f"save_pretrained to {os.fspath(directory)}"
-    mesh.meet(what)
-    in_files = layout.in_files()
+    what = f"save_checkpoint of step {step} to {os.fspath(root)}"
+    given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
+    mesh.meet(f"{what}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}")
+    mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
 
-    def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
-        values = values_in_files(local_values(model, layout, mesh.rank), layout, mesh.rank)
-        specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
-        return values, plan_files(specs, in_files.period, parse_size(max_shard_size))
+    def look() -> tuple[Path, Contents, Any]:
+        at = _check(root, step, keep_last, keep_every)
+        return at, contents_of(), None if scheduler is None else describe(scheduler)
 
-    def finish() -> None:
-        if publication is not None:
-            contents = json_files(model, files, config, generation_config)
-            for name, content in contents.items():
-                disk.write_file(publication.temporary / name, content)
-            publication.publish()
+    at, contents, rates = mesh.together(what, look)
+    kept = OptimizerState({}, {})
+    if optimizer is not None:
+        kept = collect(optimizer, contents, mesh, what)
 
-    values, files = mesh.together(what, plan)
-    meet_on(files, mesh, what)
+    def prepare() -> tuple[dict[str, Any], _Plan, _Prepared]:
+        loop = {
+            "step": step,
+            "optimizer": kept.description or None,
+            "scheduler": rates,
+            "data_state": data_state,
+            "dropout_masks": contents.dropout_masks(),
+        }
+        plan = _Plan(contents, mesh, kept)
+        given = _digests({**loop, "keep_last": keep_last, "keep_every": keep_every})
+        own = _Prepared(given, digest_of(plan.files), rng.capture(mesh))
+        return loop, plan, own
+
+    loop, plan, own = mesh.together(what, prepare)
+    prepared = mesh.gather_objects(own, _Prepared)
+    _agree(prepared, what)
+    compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, what)
+    if asynchronous:
+        mesh.background.connect()
+        mesh.together(what, lambda: plan.copy_values(mesh))
     with ExitStack() as cleanup:
 
-        def begin() -> Publication | None:
+        def begin() -> tuple[Path, dict[str, str], Manifest] | None:
+            """Rank 0 makes the directory and writes all but the tensors."""
             if mesh.rank != 0:
                 return None
-            publication = Publication(directory)
-            cleanup.callback(publication.discard)
-            return publication
+            temporary, save_id = _begin(at, step, cleanup)
+            metadata = {"save_id": save_id, "parallel_ext": VERSION}
+            states_of = [each.random for each in prepared]
+            described = {**loop, "random": rng.describe(states_of, mesh)}
+            records = _write_model_json(temporary, contents, plan.files)
+            records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
+            records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
+            number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
+            by = _saved_by(mesh)
+            manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
+            return temporary, metadata, manifest
 
-        publication = mesh.together(what, begin)
-        temporary = Path(mesh.gather_objects(publication and str(publication.temporary))[0])
-        metadata = {"parallel_ext": json.dumps(note)} if note else {}
-        stream = TensorStream(values, mesh)
-        stream.write(files, in_files, temporary, metadata, what)
-        mesh.together(what, finish, patient=True)
-    warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
-
-
-def json_files(
-    model: PreTrainedModel,
-    files: Sequence[PlannedFile],
-    config: PreTrainedConfig,
-    generation_config: GenerationConfig | None,
-) -> dict[str, bytes]:
-    """The files beside the tensors that HuggingFace's ``save_pretrained`` would write, by name."""
-    config = copy.deepcopy(config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-    configs = [config] if generation_config is None else [config, generation_config]
-    contents = files_that(*(each.save_pretrained for each in configs))
-    contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
-    if len(files) > 1:  # a single one needs no index
-        contents[INDEX_NAME] = _index(files)
-    return contents
+        begun = mesh.together(what, begin, patient=True)
+        name, metadata = mesh.gather_objects(begun and (begun[0].name, begun[1]))[0]
+        keep = (keep_last, keep_every)
+        save = _Save(what, at, keep, at / name, metadata, plan, begun and begun[2])
+        if asynchronous:
+            mesh.background.start(what, partial(save.run, cleanup.pop_all()))
+        else:
+            save.run(cleanup, mesh)
+    return Path(root) / name_of_step(step)
 
 
-def files_that(*saves: Callable[[str], Any]) -> dict[str, bytes]:
-    """What a library writes into a folder, by name, so that each change to ours is one of ours."""
-    with TemporaryDirectory() as folder:
-        for save in saves:
-            save(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+def _check(
+    root: str | os.PathLike[str], step: int, keep_last: int | None, keep_every: int | None
+) -> Path:
+    """See that the numbers make sense, and where ``root`` is, wherever the process goes then."""
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise ValueError(
+            f"save_checkpoint: step must be a whole number from 0 to 2**63 - 1, got {step!r}"
+        )
+    check_keep(keep_last, keep_every)
+    return Path(root).absolute()
 
 
-def _index(files: Sequence[PlannedFile]) -> bytes:
-    """Which of several files holds which tensor."""
-    specs = [spec for file in files for spec in file.tensors]
-    index = {
-        "metadata": {
-            "total_parameters": sum(math.prod(spec.shape) for spec in specs),
-            "total_size": sum(file.num_bytes for file in files),
-        },
-        "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
+class _Prepared(NamedTuple):
+    """What a rank tells the others before anything is written.
+
+    Attributes:
+        given: digest of each thing that must be the same on all ranks, by its name.
+        plan: digest of the files.
+        random: the state of its generators.
+    """
+
+    given: dict[str, str]
+    plan: str
+    random: dict[str, torch.Tensor]
+
+
+def _digests(given: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: xxhash.xxh3_128_hexdigest(to_json({name: value}, "what to save"))
+        for name, value in given.items()
     }
-    return _json(index)
 
 
-def _with_old_rope_names(content: bytes) -> bytes:
-    """Say how positions rotate in transformers 4's words too, which else takes its defaults."""
-    config = json.loads(content)
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
-        return content
-    config["rope_theta"] = rope["rope_theta"]
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {name: rope[name] for name in rope if name != "rope_theta"}
-    return _json(config)
+def _agree(prepared: Sequence[_Prepared], what: str) -> None:
+    """See that all ranks were given the same, and have planned the same files."""
+    first, *others = prepared
+    for rank, other in enumerate(others, start=1):
+        if differing := [n for n, digest in other.given.items() if digest != first.given[n]]:
+            raise DisagreementError(
+                f"{what}: {', '.join(differing)} must be the same on all ranks, but rank {rank} "
+                "was given another than rank 0"
+            )
+        if other.plan != first.plan:
+            raise DisagreementError(
+                f"{what}: rank {rank} has other tensors to save than rank 0, in name, dtype or "
+                "shape; the model must be the same on all ranks"
+            )
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+class _Plan:
+    """What is written where; the same on every rank but for ``values``."""
+
+    def __init__(self, contents: Contents, mesh: Mesh, kept: OptimizerState) -> None:
+        owners = mesh.world_size
+        of_model = values_in_files(contents.values(mesh.rank), contents.layout, mesh.rank)
+        in_files = contents.layout.in_files()
+        self.values = {**of_model, **{name: value for name, (value, _) in kept.tensors.items()}}
+        self.layouts: dict[str, TensorLayout] = {
+            **in_files.tensors,
+            **{name: layout for name, (_, layout) in kept.tensors.items()},
+        }
+        specs = {
+            name: TensorSpec(name, value.dtype, self.layouts[name].shape)
+            for name, value in self.values.items()
+        }
+        self.files = contents.plan([specs[name] for name in of_model], owners)
+        self.files += plan_files(
+            [specs[name] for name in kept.tensors],
+            owners,
+            single=_OPTIMIZER_FILES.format(1, 1),
+            several=_OPTIMIZER_FILES,
+        )
+        self.tensors = {
+            spec.name: (file.name, spec) for file in self.files for spec in file.tensors
+        }
+
+    def copy_values(self, mesh: Mesh) -> None:
+        """Keep what this rank will send or write, in memory of its own, and nothing else.
+
+        The copies hold what the values are now, whatever training makes of them.
+        """
+        for file in self.files:
+            for spec in file.tensors:
+                value = self.values[spec.name]
+                if is_needed(self.layouts[spec.name], mesh.rank, file.owner):
+                    copy = torch.empty(
+                        value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda
+                    )
+                    self.values[spec.name] = copy.copy_(value, non_blocking=True)
+                else:
+                    self.values[spec.name] = torch.empty_like(value, device="meta")
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save of which only the tensors are missing.
+
+    Attributes:
+        what: what the ranks are doing, for errors.
+        root: where the checkpoints of the job are.
+        keep: how many of them stay, and every which.
+        temporary: the directory that is being filled.
+        metadata: of each safetensors file.
+        plan: what is written where.
+        manifest: of the other files; None but on rank 0.
+    """
+
+    what: str
+    root: Path
+    keep: tuple[int | None, int | None]
+    temporary: Path
+    metadata: Mapping[str, str]
+    plan: _Plan
+    manifest: Manifest | None
+
+    def run(self, cleanup: ExitStack, ranks: Ranks) -> None:
+        """Write the tensors and publish the directory; every rank runs it, on any thread.
+
+        Args:
+            cleanup: what is to be done in the end, successful or not.
+            ranks: all of them, as this thread may use them.
+        """
+        with one_error(self.what), cleanup:  # which another call may raise
+            stream = TensorStream(self.plan.values, ranks, hashed=True)
+            stream.write(
+                self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.what
+            )
+            written = ranks.gather_objects((stream.records(), stream.non_finite), FileRecord)
+            ranks.together(self.what, lambda: self._publish(written), patient=True)
+        warn_of_non_finite([counts for _, counts in written], self.what, ranks)
+
+    def _publish(self, written: Sequence[tuple[dict[str, FileRecord], Counter[str]]]) -> None:
+        if self.manifest is None:
+            return
+        files, non_finite = dict(self.manifest.files), Counter[str]()
+        for records, counts in written:
+            files |= records
+            non_finite += counts
+        manifest = replace(self.manifest, files=files, non_finite=non_finite)
+        publish_step(self.temporary, self.root, manifest)
+        prune(self.root, manifest.step, manifest.save_id, *self.keep)
+
+
+def _begin(root: Path, step: int, cleanup: ExitStack) -> tuple[Path, str]:
+    """Lock the root, and make a directory to write into, which vanishes unless it is published."""
+    disk.make_directories(root)
+    cleanup.enter_context(one_writer(root))
+    check_may_save(root, step)
+    remove_leftovers(root)
+    save_id = secrets.token_hex(16)
+    temporary = root / TEMPORARY_NAME.format(name=name_of_step(step), save_id=save_id)
+    cleanup.callback(disk.discard, temporary)
+    disk.make_directory(temporary)
+    disk.make_directory(temporary / STATE_FOLDER)
+    return temporary, save_id
+
+
+def _write(path: Path, content: bytes) -> FileRecord:
+    disk.write_file(path, content)
+    return FileRecord.of(content)
+
+
+def _write_model_json(
+    temporary: Path, contents: Contents, files: list[PlannedFile]
+) -> dict[str, FileRecord]:
+    """The JSON files beside those of the model, durably."""
+    of_model = [file for file in files if not file.name.startswith(STATE_FOLDER)]
+    content_of = contents.json_files(of_model)
+    return {name: _write(temporary / name, content) for name, content in content_of.items()}
+
+
+def _saved_by(mesh: Mesh) -> dict[str, Any]:
+    import transformers  # not needed to import this package
+
+    versions = {"parallel_ext": VERSION, "torch": torch.__version__}
+    return {**versions, "transformers": transformers.__version__, **rng.layout_of(mesh)}

@@ -1,4 +1,4 @@
-"""Whether the saved state of an optimizer is one that the running optimizer can take."""
+"""Check what a saved optimizer says of its options and states."""
 
 from __future__ import annotations
 
@@ -9,9 +9,47 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.checkpoint.loop import differs_in_kind
-from parallel_ext.checkpoint.open_file import CheckpointError, shown
-from parallel_ext.checkpoint.optimizer_options import OF_THE_RUN
+from parallel_ext.checkpoint.training_state import decode, differs_in_kind, encode
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.safe_open import shown
+
+# How a step is computed, not what: the running optimizer's count. The parameters are written apart.
+OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, as JSON.
+
+    Raises:
+        CheckpointError: one is of a type that a checkpoint does not hold.
+    """
+    return {
+        key: encode(value, f"the option {key!r} of a group")
+        for key, value in group.items()
+        if key not in OF_THE_RUN
+    }
+
+
+def read_options(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`options_of` was given.
+
+    Raises:
+        CheckpointError: it was not made by it.
+    """
+    return {key: decode(value, f"the option {key!r} of a group") for key, value in saved.items()}
+
+
+def give_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Let a group have these; its tensors are filled and stay, since a CUDA graph may hold them."""
+    for key, value in options.items():
+        group[key] = _in_kind_of(group.get(key), value)
+
+
+def _in_kind_of(own: Any, saved: Any) -> Any:
+    if isinstance(own, tuple) and isinstance(saved, tuple) and len(own) == len(saved):
+        return tuple(map(_in_kind_of, own, saved))
+    number = saved.item() if isinstance(saved, torch.Tensor) and saved.numel() == 1 else saved
+    return own.fill_(number) if isinstance(own, torch.Tensor) else number
 
 
 def check_groups(

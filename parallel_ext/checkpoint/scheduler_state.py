@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel_ext.checkpoint.loop import differs_in_kind
-from parallel_ext.checkpoint.open_file import CheckpointError, shown
-from parallel_ext.checkpoint.tagged_json import decode, encode
+from parallel_ext.checkpoint.training_state import decode, differs_in_kind, encode
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.safe_open import shown
 
 
 class Scheduler(Protocol):

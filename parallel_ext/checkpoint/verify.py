@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint import rng
-from parallel_ext.checkpoint.hf_directory import INDEX_NAME
-from parallel_ext.checkpoint.loop import parse_loop
 from parallel_ext.checkpoint.manifest import (
     LOOP_NAME,
     RNG_NAME,
@@ -16,8 +14,10 @@ from parallel_ext.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from parallel_ext.checkpoint.open_file import CheckpointError
-from parallel_ext.checkpoint.strict_json import parse_json
+from parallel_ext.checkpoint.training_state import parse_loop
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hf_reader import INDEX_NAME
+from parallel_ext.io.schema import parse_json
 
 
 def read_small_files(path: Path, manifest: Manifest) -> dict[str, Any]:

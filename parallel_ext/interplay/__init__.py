@@ -1,7 +1,7 @@
 """What functions of other packages do with a parallel model: exact, or refused by name.
 
 One module for each kind of function. All are extended in place by the first ``px.parallelize``
-(:mod:`parallel_ext.extending`), and do to everything else what they did before.
+(:mod:`parallel_ext.parallel.extending`), and do to everything else what they did before.
 """
 
 from parallel_ext.interplay.serve import serve, withdraw

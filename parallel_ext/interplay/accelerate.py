@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from parallel_ext.checkpoint import full_state_dict
-from parallel_ext.extending import extend
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
-from parallel_ext.owners import owners_of
-from parallel_ext.state import STATE_NAME, model_of, parallel_models, state_of
+from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.parallel.extending import extend
+from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.state import STATE_NAME, model_of, parallel_models, state_of
 
 _INSTEAD = "px.save_checkpoint saves a training, px.load_checkpoint resumes it on any layout"
 
@@ -34,7 +34,7 @@ def get_state_dict(
     if not any(STATE_NAME in module._modules for module in model.modules()):
         return plain(self, model, *args, **kwargs)
     state = state_of(model)
-    return full_state_dict(model_of(model), state.mesh, state.layout)
+    return gather_state_dict(model_of(model), state.mesh, state.layout)
 
 
 def _refuse_state(name: str) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """``torch.distributed.checkpoint`` and its functions on state dicts.
 
-The tensors of ``state_dict()`` know their place (:mod:`parallel_ext.shards`), so that DCP saves and
+The tensors of ``state_dict()`` know their place (:mod:`parallel_ext.sharding.shards`), so that DCP
+saves and
 loads them as they are. What is left are its options that ask for full tensors.
 """
 
@@ -15,10 +16,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from parallel_ext.checkpoint import full_state_dict
-from parallel_ext.extending import extend
 from parallel_ext.interplay.refusals import Refusal, refuse
-from parallel_ext.state import STATE_NAME, ParallelState
+from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.parallel.extending import extend
+from parallel_ext.parallel.state import STATE_NAME, ParallelState
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _INSTEAD = (
@@ -86,7 +87,7 @@ def get_model_state_dict(
         refuse(Refusal(f"{_MODULE}:get_model_state_dict of a wrapper", _INSTEAD), model)
         return plain(model, **kwargs)
     options = kwargs["options"]
-    full = full_state_dict(model, state.mesh, state.layout, writer_only=options.cpu_offload)
+    full = gather_state_dict(model, state.mesh, state.layout, writer_only=options.cpu_offload)
     if options.ignore_frozen_params:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:

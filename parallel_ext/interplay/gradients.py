@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from parallel_ext.grad_scaler import unscale_on_all_ranks
-from parallel_ext.gradients import LaidOut, scale_to_norm, total_norm
-from parallel_ext.mesh import Mesh
-from parallel_ext.owners import Owned, owners_of
-from parallel_ext.sharded import local_part
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.owners import Owned, owners_of
+from parallel_ext.sharding.slices import local_part
+from parallel_ext.training.grad_scaler import unscale_on_all_ranks
+from parallel_ext.training.gradients import LaidOut, scale_to_norm, total_norm
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 

@@ -10,13 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from parallel_ext.layout import TensorLayout
-from parallel_ext.optimizer_layouts import layout_of_state
-from parallel_ext.owners import Owned, owners_of
-from parallel_ext.ranks import world
-from parallel_ext.sharded import like, local_part, take
-from parallel_ext.shards import LocalShard, Unplaced
-from parallel_ext.state import STATE_NAME, state_of
+from parallel_ext.distributed.control import world
+from parallel_ext.parallel.owners import Owned, owners_of
+from parallel_ext.parallel.state import STATE_NAME, state_of
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.shards import LocalShard, Unplaced
+from parallel_ext.sharding.slices import layout_of_state, like, local_part, take
 
 _ELEMENTWISE = {
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"),

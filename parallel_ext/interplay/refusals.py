@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from parallel_ext.extending import extend
-from parallel_ext.layout import TensorLayout
-from parallel_ext.owners import owners_of
-from parallel_ext.shards import LocalShard
+from parallel_ext.parallel.extending import extend
+from parallel_ext.parallel.owners import owners_of
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.shards import LocalShard
 
 _FILL = "model.load_state_dict takes full tensors, of which each rank keeps its shard"
 _FULL = "px.full_state_dict(model) gathers full tensors"

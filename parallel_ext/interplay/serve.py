@@ -7,13 +7,13 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from parallel_ext.extending import extend, restore_all
 from parallel_ext.interplay import gradients, optimizers
 from parallel_ext.interplay.accelerate import extend_accelerator
 from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
 from parallel_ext.interplay.refusals import REFUSALS, register
-from parallel_ext.stale_parameters import refuse_stale
+from parallel_ext.nn.stale_parameters import refuse_stale
+from parallel_ext.parallel.extending import extend, restore_all
 
 _hooks: list[RemovableHandle] = []
 

@@ -1,6 +1,6 @@
 """LoRA on a parallel model: PEFT's configuration, names and files; factors cut like their base."""
 
 from parallel_ext.lora.config import LoraConfig
-from parallel_ext.lora.extension import extend_peft
+from parallel_ext.lora.peft_patch import extend_peft
 
 __all__ = ["LoraConfig", "extend_peft"]

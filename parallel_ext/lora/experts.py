@@ -10,10 +10,10 @@ import torch
 from peft.tuners.lora import layer
 from torch import nn
 
-from parallel_ext.layout import TensorLayout, cut_ranges
 from parallel_ext.lora.factors import Factor
 from parallel_ext.lora.layers import Adapted
-from parallel_ext.moe import LowRank
+from parallel_ext.nn.moe import LowRank
+from parallel_ext.sharding.layout import TensorLayout, cut_ranges
 
 
 def factor_layouts(
@@ -31,7 +31,7 @@ def factor_layouts(
         r: rank of the adapter.
 
     Example:
-        >>> from parallel_ext.layout import cut
+        >>> from parallel_ext.sharding.layout import cut
         >>> experts = cut("experts.down_proj", (5, 8, 4), 0, ((0, 3), (3, 5)))
         >>> lora_a, lora_b = factor_layouts(experts, "A", "B", 2)
         >>> lora_a.ranges(1), lora_b.ranges(1)

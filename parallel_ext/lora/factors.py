@@ -10,9 +10,10 @@ import torch
 import xxhash
 from torch import nn
 
-from parallel_ext.layout import TensorLayout
+from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
-from parallel_ext.sharded import ShardedModule, take
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import take
 
 _seed: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
 

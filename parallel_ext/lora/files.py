@@ -1,4 +1,4 @@
-"""Saving the adapters of a parallel model, and loading them, by PEFT's own files."""
+"""Write and read PEFT's adapter files, and compare adapters between ranks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,43 @@ from typing import Any
 import peft
 import torch
 import xxhash
+from peft.tuners.lora.layer import LoraLayer
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers,
 )
 from torch import nn
 
-from parallel_ext.checkpoint import ADAPTER_NAME, CheckpointError, SafetensorsFile, gather_in_step
-from parallel_ext.digests import content_digest
-from parallel_ext.layout import TensorLayout
+from parallel_ext.checkpoint.source import ADAPTER_NAME
+from parallel_ext.distributed.errors import CheckpointError, DisagreementError
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.lora.config import refuse_unsupported
-from parallel_ext.lora.replicas import check_adapters, parallel_state
-from parallel_ext.ranks import DisagreementError
-from parallel_ext.sharded import named_shards, persistent_buffers, take
-from parallel_ext.state import ParallelState
-from parallel_ext.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.nn.replicas import compare
+from parallel_ext.nn.sharded_module import named_shards, persistent_buffers
+from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.state import ParallelState, state_of
+from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import take
+
+
+def parallel_state(model: nn.Module) -> ParallelState | None:
+    """How a model is spread; None for one that was not parallelized."""
+    try:
+        return state_of(model)
+    except TypeError:
+        return None
+
+
+def check_adapters(model: nn.Module, state: ParallelState, what: str) -> None:
+    """Raise unless ranks that hold the same of an adapter hold the same bits; all ranks call it."""
+    trained = {
+        name: (parameter, layout)
+        for name, parameter, layout in named_shards(model)
+        if set(name.split(".")) & {*LoraLayer.adapter_layer_names, "modules_to_save"}
+    }
+    compare(trained, state.mesh, what)
+
 
 _PICKLE = "adapter_model.bin"
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.forwards import ForwardCounter
-from parallel_ext.layout import TensorLayout, cut, cut_like
 from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
-from parallel_ext.lora.merging import Mergeable
+from parallel_ext.lora.merge import Mergeable
+from parallel_ext.nn.forward_counter import ForwardCounter
+from parallel_ext.nn.grad_sync import for_use
+from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
-from parallel_ext.partial_gradients import for_use
-from parallel_ext.sharded import ShardedModule
+from parallel_ext.sharding.layout import TensorLayout, cut, cut_like
 
 
 class Adapted(Mergeable):

@@ -9,7 +9,7 @@ from typing import Any
 from parallel_ext.models.llama import LLAMA
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
-from parallel_ext.models.table import ModelTable
+from parallel_ext.models.spec import ModelTable
 
 TABLES: dict[str, ModelTable] = {table.model_type: table for table in (LLAMA, MIXTRAL, QWEN3_MOE)}
 """By ``config.model_type``."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_ext.layout import (
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.layout import (
     AttentionHeads,
     Part,
-    Range,
     TensorLayout,
     cut,
     cut_blocks,

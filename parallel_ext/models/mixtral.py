@@ -5,7 +5,7 @@ Files keep the names of the hub, one tensor for each matrix of each expert.
 
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION
-from parallel_ext.models.table import ModelTable
+from parallel_ext.models.spec import ModelTable
 
 MIXTRAL = ModelTable(
     model_type="mixtral",

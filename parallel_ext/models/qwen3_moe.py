@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION, MLP
-from parallel_ext.models.table import ModelTable
+from parallel_ext.models.spec import ModelTable
 
 QWEN3_MOE = ModelTable(
     model_type="qwen3_moe",

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+Range = tuple[int, int]
+
 
 class Group(NamedTuple):
     """A process group as the ops take it: plain data, so that modules copy and pickle.

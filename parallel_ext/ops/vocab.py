@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.layout import Range
-from parallel_ext.ops.group import ALONE, Group, check_group
+from parallel_ext.ops.group import ALONE, Group, Range, check_group
 
 
 def vocab_embedding(

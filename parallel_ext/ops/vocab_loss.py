@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.layout import Range
-from parallel_ext.ops.group import ALONE, Group, check_group
+from parallel_ext.ops.group import ALONE, Group, Range, check_group
 
 
 class VocabStatistics(NamedTuple):

@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor
 
 from parallel_ext import models
+from parallel_ext.lora.swiss_army import import_swiss_army_lora
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import (
     CogAgentForCausalLM,
@@ -11,7 +12,6 @@ from parallel_ext.models.cogagent.modeling import (
 )
 from parallel_ext.models.cogagent.processing import CogAgentProcessor, Conversation
 from parallel_ext.models.cogagent.published import PUBLISHED_COGAGENT
-from parallel_ext.models.cogagent.swiss_army import import_swiss_army_lora
 from parallel_ext.models.cogagent.table import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
     LANGUAGE,

@@ -36,12 +36,7 @@ from parallel_ext.models.cogagent.inputs import (
     check_token_types,
     stacked_images,
 )
-from parallel_ext.models.cogagent.tokens import (
-    LANGUAGE,
-    VISION,
-    TokenRoute,
-    build_position_ids,
-)
+from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION, TokenRoute, build_position_ids
 from parallel_ext.models.cogagent.visual import EVA2CLIPModel, PatchEmbedding
 
 

@@ -7,7 +7,7 @@ model.
 """
 
 from parallel_ext.models.blocks import RegionNames
-from parallel_ext.models.table import ModelTable
+from parallel_ext.models.spec import ModelTable
 
 LAYER = "model.layers.*"
 LOW_LAYER = "model.vision.transformer.layers.*"

@@ -1,0 +1,166 @@
+"""Loading a training checkpoint into a model of any layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_ext.checkpoint import rng, scheduler_state
+from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.optimizer_state import restore
+from parallel_ext.checkpoint.scheduler_state import Scheduler
+from parallel_ext.checkpoint.source import Contents
+from parallel_ext.checkpoint.steps import latest, manifest_of_step, name_of_step
+from parallel_ext.checkpoint.verify import read_small_files
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io.reading import Wanted, read_shards
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on; the same on every rank.
+
+    Attributes:
+        step: the saved step.
+        data_state: what ``save_checkpoint`` was given.
+        path: the directory that was loaded.
+        same_random_numbers: whether every rank draws the numbers that it would have drawn.
+    """
+
+    step: int
+    data_state: Any
+    path: Path
+    same_random_numbers: bool
+
+
+def load_step(
+    root: str | os.PathLike[str],
+    contents_of: Callable[[], Contents],
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    step: int | None,
+    mesh: Mesh,
+) -> Resumed:
+    """What :func:`parallel_ext.load_checkpoint` does, given what there is to load of a model.
+
+    Args:
+        root, optimizer, scheduler, step: as there.
+        contents_of: says what there is; may raise.
+        mesh: the ranks of the model.
+
+    Returns:
+        The step and the data state, among others.
+
+    Raises:
+        as there.
+    """
+    what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
+    given = type(optimizer).__name__, type(scheduler).__name__
+    mesh.meet(f"{what}, into optimizer {given[0]}, scheduler {given[1]}")
+    mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
+    chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
+    found, save_id = mesh.gather_objects(chosen)[0]
+    path = Path(found)
+    with ExitStack() as cleanup:
+        contents = mesh.together(what, contents_of)
+        opened = mesh.together(what, lambda: _Opened(path, save_id, contents, cleanup))
+        wanted, apply = mesh.together(what, lambda: opened.match(optimizer, scheduler, mesh))
+        read_shards(wanted, opened.file_of, mesh, what)
+        mesh.together(what, apply)
+    same = opened.states is not None
+    return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
+
+
+def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
+    """The directory to load, by rank 0's eyes, and the id of its save."""
+    if mesh.rank != 0:
+        return None
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"load_checkpoint: step must be a whole number from 0 on, got {step!r}")
+    path = latest(root) if step is None else root / name_of_step(step)
+    if path is None:
+        raise CheckpointError(f"{root} holds no training checkpoint")
+    return str(path), manifest_of_step(path).save_id
+
+
+class _Opened:
+    """A training checkpoint whose files have been opened and found consistent."""
+
+    def __init__(self, path: Path, save_id: str, contents: Contents, cleanup: ExitStack) -> None:
+        self.path, self.manifest, self.contents = path, read_manifest(path), contents
+        if self.manifest.save_id != save_id:
+            raise CheckpointError(
+                f"{path} is of the save {self.manifest.save_id} here, but rank 0 sees {save_id}"
+            )
+        files = self.manifest.files
+        self.states: dict[str, torch.Tensor] | None = None  # of random numbers, on the same mesh
+        self.loop = read_small_files(path, self.manifest)
+        self.file_of = dict(contents.open(path, self.manifest, cleanup))
+        self._of_model = frozenset(self.file_of)
+        for name in files:
+            if name.startswith(STATE_FOLDER) and name.endswith(".safetensors") and name != RNG_NAME:
+                file = cleanup.enter_context(self.manifest.open(path, name))
+                self.file_of.update(dict.fromkeys(file.tensors, file))
+
+    def match(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Scheduler | None,
+        mesh: Mesh,
+    ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
+        """What goes where, and what is to be done when it is there; nothing changes yet."""
+        wanted, layout = [], self.contents.layout
+        for name, shard in self.contents.values(mesh.rank).items():
+            for part in layout.parts_of(name):
+                if part.name not in self._of_model:  # a buffer, which other directories may lack
+                    raise CheckpointError(f"{self.path}: {part.name} is missing")
+                dtype = self.file_of[part.name].tensors[part.name].dtype
+                if dtype != shard.dtype:
+                    raise CheckpointError(
+                        f"{self.path}: {part.name} was saved as {dtype}, but the model has "
+                        f"{shard.dtype}; build the model in the dtype that was trained"
+                    )
+                wanted.append((Wanted(part.name, layout[name], part), shard))
+        for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if given is not None and self.loop[what] is None:
+                raise CheckpointError(f"{self.path} was saved without the {what}'s state")
+        apply = [self.contents.dropout_masks_after(self.loop["dropout_masks"])]
+        if optimizer is not None:
+            saved = {
+                name: spec
+                for name, (file, spec) in self.manifest.tensors.items()
+                if file.startswith(STATE_FOLDER)
+            }
+            description = self.loop["optimizer"]
+            places, give = restore(optimizer, self.contents, description, saved, mesh.rank)
+            wanted += places
+            apply.append(give)
+        if scheduler is not None:
+            where = self.path / LOOP_NAME
+            state = scheduler_state.saved_for(scheduler, self.loop["scheduler"], where)
+            apply.append(partial(scheduler.load_state_dict, state))
+        if self.loop["random"]["mesh"] == rng.layout_of(mesh):
+            with self.manifest.open(self.path, RNG_NAME) as file:
+                self.states = rng.read(file, mesh)
+        apply.append(partial(self._restore_random_numbers, mesh))
+
+        def apply_all() -> None:
+            for function in apply:
+                function()
+
+        return wanted, apply_all
+
+    def _restore_random_numbers(self, mesh: Mesh) -> None:
+        """Go on with the saved random numbers, or with new ones by the rule."""
+        if self.states is None:
+            rng.reseed(self.loop["random"], self.manifest.step, mesh)
+        else:
+            rng.restore(self.states, mesh)

@@ -1,0 +1,121 @@
+"""What of a model a training checkpoint holds, and in which files: here all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from parallel_ext.checkpoint.manifest import Manifest
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.io.hf_writer import json_files
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.state_dict import local_values
+from parallel_ext.io.stream import PlannedFile, plan_files
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.layout import ModelLayout
+
+ADAPTER_NAME = "adapter_model.safetensors"
+"""The file that an adapter is in; a directory with it holds no whole model."""
+
+
+class Contents(Protocol):
+    """What saving and loading need to know of a model; the same on every rank but for the values.
+
+    Attributes:
+        model: whose parameters an optimizer may have.
+        layout: where every tensor that is saved lives, by its name in the model, and under which
+            names the files hold it.
+    """
+
+    model: nn.Module
+    layout: ModelLayout
+
+    def values(self, rank: int) -> dict[str, torch.Tensor]:
+        """This rank's shard of every tensor of ``layout``, in its order; nothing is copied."""
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters among them, by their names in ``layout``."""
+
+    def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
+        """The files of these tensors, dealt to so many ranks."""
+
+    def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
+        """What else a reader of the directory needs, by name of the file."""
+
+    def open(
+        self, directory: Path, manifest: Manifest, cleanup: ExitStack
+    ) -> dict[str, SafetensorsFile]:
+        """Open the files of a checkpoint, and see that they are of such a model.
+
+        Returns:
+            Name of a tensor in the files -> the file.
+
+        Raises:
+            CheckpointError: they are of another model, or damaged.
+        """
+
+    def dropout_masks(self) -> dict[str, Any]:
+        """What further dropout masks depend on, as JSON."""
+
+    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
+        """What lets the next forwards draw the masks that would have come after ``saved``.
+
+        Raises:
+            CheckpointError: ``saved``, which was read, is not of ``dropout_masks()``.
+        """
+
+
+class WholeModel:
+    """All parameters and buffers of a model, in a directory that HuggingFace reads.
+
+    Args:
+        model: a parallel model without adapters.
+        layout: where its tensors live.
+        vocabulary: names of those with a row for each id.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, vocabulary: Collection[str] = ()
+    ) -> None:
+        self.model, self.layout, self._vocabulary = model, layout, vocabulary
+
+    def values(self, rank: int) -> dict[str, torch.Tensor]:
+        return local_values(self.model, self.layout, rank)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for _, parameter, at in named_shards(self.model):
+            yield self.layout.tied.get(at.name, at.name), parameter
+
+    def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
+        return plan_files(tensors, owners)
+
+    def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
+        model = self.model
+        generation_config = model.generation_config if model.can_generate() else None
+        return json_files(model, files, model.config, generation_config)
+
+    def open(
+        self, directory: Path, manifest: Manifest, cleanup: ExitStack
+    ) -> dict[str, SafetensorsFile]:
+        if ADAPTER_NAME in manifest.files:
+            raise CheckpointError(
+                f"{directory} holds an adapter, but the model has none; add one of the same "
+                "configuration by peft.get_peft_model, and then load it"
+            )
+        opened = cleanup.enter_context(HFDirectory(directory, partial(manifest.open, directory)))
+        opened.check(self.layout.in_files(), self._vocabulary)
+        return opened.file_of
+
+    def dropout_masks(self) -> dict[str, Any]:
+        return {}
+
+    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
+        return lambda: None

@@ -1,0 +1,1 @@
+"""Let the ranks of a job find each other, talk and end together."""

@@ -1,0 +1,83 @@
+"""Work of all ranks behind training, on a thread of each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+
+from parallel_ext.distributed.control import Ranks
+
+_NICE = 10  # of 19: training comes first where there are fewer cores than threads
+
+
+class Background:
+    """One piece of work at a time, which every rank of the job does on a thread of its own.
+
+    The threads meet over a group and a store connection of their own, so that they are in nobody's
+    way. The process does not end before its thread.
+
+    Args:
+        timeout: seconds after which the thread of another rank that does not come is reported.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._ranks: Ranks | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def connect(self) -> None:
+        """Make the group; every rank calls it, before :meth:`start`."""
+        if self._ranks is None:
+            self._ranks = Ranks(self._timeout, "an asynchronous save", own_connection=True)
+
+    def start(self, what: str, work: Callable[[Ranks], None]) -> None:
+        """Begin; every rank calls it, after :meth:`finish`.
+
+        Args:
+            what: what the ranks do; the name of the thread.
+            work: gets the ranks as it may use them. When it fails, its error is a warning at once.
+        """
+
+        def run() -> None:
+            try:
+                own = threading.get_native_id()  # in Linux the thread alone
+                os.setpriority(os.PRIO_PROCESS, own, _NICE)
+                work(self._ranks)
+            except Exception as error:
+                self._failure = error
+                warnings.warn(f"in the background: {error}", stacklevel=2)
+
+        thread = threading.Thread(target=run, name=what)
+        thread.start()
+        self._thread = thread
+
+    @property
+    def busy(self) -> bool:
+        """Whether work was begun that nobody has waited for; alike on all ranks."""
+        return self._thread is not None
+
+    def leave(self) -> None:
+        """Give the group back, if there is one; every rank calls it, after :meth:`finish`."""
+        if self._ranks is not None:
+            self._ranks.leave()
+            self._ranks = None
+
+    def join(self) -> None:
+        """Wait until nothing runs, without an error of what ran."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> None:
+        """Wait until nothing runs.
+
+        Raises:
+            Exception: what the work raised, if it failed and nobody was told so before.
+        """
+        self.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,253 @@
+"""The ranks of a job as a grid: its tp, dp, ep and edp groups."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_ext.distributed.background import Background
+from parallel_ext.distributed.control import Ranks, world
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.meetings import join_job
+from parallel_ext.ops import ALONE, Group
+
+
+def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows of ``inner`` consecutive ranks, and the columns of the ranks in one place of each."""
+    rows = [list(range(first, first + inner)) for first in range(0, size, inner)]
+    return rows, [list(column) for column in zip(*rows, strict=True)]
+
+
+class Mesh(Ranks):
+    """The ranks of a job as a grid ``(dp, tp)``, tp innermost. Made by :func:`init_mesh`.
+
+    The experts of a mixture see the same ranks as a grid ``(edp, ep)``, ep innermost.
+
+    Attributes:
+        rank, world_size, timeout: as of :class:`Ranks`.
+        tp_rank, tp_size: position among the ranks that share a model; they get the same batch.
+        dp_rank, dp_size: which replica of the model this is; feed them to a sampler.
+        ep_rank, ep_size: position among the ranks to which the experts are dealt.
+        edp_rank, edp_size: which replica of the experts this is.
+        tp, dp, ep, edp: the groups as the ops take them.
+        device: where the parameters of this rank live.
+        background: what the ranks do behind training.
+    """
+
+    def __init__(self, tp: int, ep: int, dp: int, timeout: float, device: torch.device) -> None:
+        super().__init__(timeout, "init_mesh")
+        self.tp_size, self.dp_size, self.ep_size = tp, dp, ep
+        self.dp_rank, self.tp_rank = divmod(self.rank, tp)
+        self.edp_size = self.world_size // ep
+        self.edp_rank, self.ep_rank = divmod(self.rank, ep)
+        self.device = device
+        self.background = Background(timeout)
+        self.tp = self.dp = self.ep = self.edp = self.tp_control = ALONE
+        self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
+        if self.world_size == 1:
+            return
+        asked = self.gather_objects(f"tp={tp}, ep={ep}, dp={dp}, timeout={timeout:g}")
+        if len(set(asked)) > 1:
+            seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
+            raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
+        tp_rows, dp_columns = _grid(self.world_size, tp)
+        ep_rows, edp_columns = _grid(self.world_size, ep)
+        self.tp, self.dp = self._group_of(tp_rows), self._group_of(dp_columns)
+        self.ep, self.edp = self._group_of(ep_rows), self._group_of(edp_columns)
+        if tp > 1:
+            self.tp_control = self._group(tp_rows, backend="gloo", timeout=self._wait)
+
+    def _group_of(self, ranks_of: list[list[int]]) -> Group:
+        """The group as the ops take it, which communicate nothing on a single rank."""
+        return self._made_once(ranks_of) if len(ranks_of[0]) > 1 else ALONE
+
+    def _made_once(self, ranks_of: list[list[int]]) -> Group:
+        """One group for all that is asked of the same ranks."""
+        key = str(ranks_of)
+        if key not in self._made_of:
+            self._made_of[key] = self._group(ranks_of, timeout=self._wait)
+        return self._made_of[key]
+
+    def close(self) -> None:
+        """Give back what the mesh holds: groups with their connections and threads, and keys.
+
+        Every rank calls it, when nothing uses the mesh any more: no model, no save. For jobs that
+        make many meshes; at its end a job gives everything back by itself.
+
+        Raises:
+            CollectiveTimeout: not all ranks called it; this one has given back its part.
+            CheckpointError: an asynchronous save failed, of which nobody was told.
+
+        Example:
+            >>> init_mesh().close()
+        """
+        try:
+            self.background.finish()
+        finally:
+            self.background.leave()
+            self.leave()
+
+    def release(self) -> None:
+        self.background.join()
+        super().release()
+
+    def __repr__(self) -> str:
+        return (
+            f"Mesh(dp={self.dp_size}, tp={self.tp_size}, ep={self.ep_size}: rank {self.rank} is "
+            f"dp_rank {self.dp_rank}, tp_rank {self.tp_rank} on {self.device})"
+        )
+
+    def columns(self, inner: int) -> list[list[int]]:
+        """The ranks in one place of each ``inner`` consecutive ones, for every place."""
+        return _grid(self.world_size, inner)[1]
+
+    def group_of_columns(self, inner: int) -> Group:
+        """The group of this rank's column of :meth:`columns`; every rank of the job calls it."""
+        return self._made_once(self.columns(inner))
+
+    def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
+        """The group of this rank when the tp ranks are partitioned as given.
+
+        Args:
+            partition: disjoint lists of tp ranks, the same on every rank of the job.
+
+        Returns:
+            The group of the list that holds this tp rank; a group of one where the list has one.
+        """
+        shared = [ranks for ranks in partition if len(ranks) > 1]
+        rows = range(self.dp_size)
+        return self._made_once(
+            [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]
+        )
+
+    def _members(self, group: Group) -> str:
+        if group == self.tp_control:
+            return f"every tp rank of dp_rank {self.dp_rank}"
+        if group == self.dp:
+            return f"every dp rank of tp_rank {self.tp_rank}"
+        if group == self.edp:
+            return f"every edp rank of ep_rank {self.ep_rank}"
+        return super()._members(group)
+
+    def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
+        """The 32-byte records of the tp ranks, in rank order: one all-gather.
+
+        Raises:
+            CollectiveTimeout: a tp rank did not come within ``timeout`` seconds; names it.
+        """
+        return self._exchange(self.tp_control, record, what, self.timeout)
+
+    def gather_objects_on_tp(self, value: Any) -> list[Any]:
+        """``value`` of every tp rank, in rank order; for the words of an error."""
+        return self._gather(self.tp_control, value, "an exchange of objects")
+
+
+def check_mesh(what: str, mesh: Any) -> None:
+    """Refuse anything but a mesh.
+
+    Args:
+        what: which function was given it, for the error.
+        mesh: what it was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(mesh, Mesh):
+        got = "none" if mesh is None else f"a {type(mesh).__name__}"
+        raise TypeError(
+            f"{what} needs the mesh that px.init_mesh makes, as in mesh = px.init_mesh(tp=2), but "
+            f"was given {got}"
+        )
+
+
+_DRAIN_S = 0.05
+_made_here: list[dist.ProcessGroup] = []  # the group of the job, if init_mesh has made it
+
+
+def shutdown() -> None:
+    """End the communication of this rank, which the interpreter does at its end by itself.
+
+    Waits for asynchronous saves, destroys the groups of all meshes and, if :func:`init_mesh` has
+    initialised ``torch.distributed``, the group of the job. Needs no other rank, and may be called
+    again.
+
+    Example:
+        >>> shutdown()
+    """
+    for ranks in list(Ranks.live):
+        ranks.release()
+    # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process. Those
+    # of a destroyed group have ended here; of one that is still held, as by FSDP, they wait for the
+    # interpreter to do so, and get it now.
+    if dist.is_initialized():
+        time.sleep(_DRAIN_S)
+    if _made_here and dist.is_initialized() and dist.group.WORLD is _made_here[0]:
+        dist.destroy_process_group()
+    _made_here.clear()
+
+
+atexit.register(shutdown)
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"init_mesh: {name} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 120.0) -> Mesh:
+    """Lay the ranks of the job out as ``(dp, tp)`` and create their groups.
+
+    Every rank must call it, with the same arguments. Under ``torchrun`` it initialises
+    ``torch.distributed`` (NCCL with GPUs, else gloo) when that has not been done; without it and
+    without torchrun the mesh is one process.
+
+    Args:
+        tp: ranks that share one model; consecutive ranks.
+        ep: ranks over which the experts of a mixture are dealt, consecutive ranks; must divide the
+            world size. They may lie within tp groups or span several.
+        dp: replicas of the model; ``world_size / tp`` when None.
+        timeout: seconds after which a function that only some ranks call, this one included,
+            raises :class:`CollectiveTimeout` on those that did. Also of collectives on the groups
+            made here.
+
+    Returns:
+        The mesh, on every rank with its own ``tp_rank``, ``dp_rank``, ``ep_rank``, ``edp_rank``.
+
+    Raises:
+        ValueError: the sizes do not multiply to the world size.
+        CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
+        DisagreementError: the ranks ask for different meshes.
+
+    Example:
+        >>> mesh = init_mesh()
+        >>> mesh.tp_size, mesh.dp_size
+        (1, 1)
+    """
+    tp, ep = _positive("tp", tp), _positive("ep", ep)
+    if dp is not None:
+        dp = _positive("dp", dp)
+    cuda = torch.cuda.is_available()
+    if not dist.is_initialized() and "RANK" in os.environ:
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        join_job("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout)
+        _made_here.append(dist.group.WORLD)
+    world_size = world()[1]
+    if world_size % tp or (dp is not None and dp * tp != world_size):
+        asked = f"tp={tp}" if dp is None else f"dp={dp} * tp={tp} = {dp * tp}"
+        raise ValueError(
+            f"init_mesh: {asked} does not fit a world of {world_size} ranks; "
+            "dp * tp must equal the world size"
+        )
+    if world_size % ep:
+        raise ValueError(f"init_mesh: ep={ep} does not divide the world of {world_size} ranks")
+    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return Mesh(tp, ep, world_size // tp, timeout, device)

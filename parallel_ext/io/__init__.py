@@ -1,0 +1,1 @@
+"""Read and write HuggingFace directories and safetensors files."""

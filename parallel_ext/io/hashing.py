@@ -1,0 +1,158 @@
+"""Hashes of files by chunks: made while a file is written, compared while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+
+import xxhash
+
+from parallel_ext.distributed.errors import CheckpointError
+
+CHUNK_BYTES = 16 << 20
+"""Every chunk of a file but the last has this size."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be.
+
+    Attributes:
+        size: in bytes.
+        hashes: xxh3-128 of each chunk of ``CHUNK_BYTES``, in hexadecimal; none of an empty file.
+    """
+
+    size: int
+    hashes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, content: bytes) -> FileRecord:
+        """The record of a file with this content."""
+        hasher = ChunkHasher()
+        hasher.update(memoryview(content))
+        return hasher.record()
+
+    def check(self, content: bytes, path: Path) -> None:
+        """See that a file that was read as a whole is this one.
+
+        Raises:
+            CheckpointError: it is another; names the file, the bytes, and both hashes.
+        """
+        if len(content) != self.size:
+            raise wrong_size(path, self.size, len(content))
+        for number in range(len(self.hashes)):
+            start = number * CHUNK_BYTES
+            self.check_chunk(number, memoryview(content)[start : start + CHUNK_BYTES], path)
+
+    def check_chunk(self, number: int, chunk: memoryview, path: Path, holds: str = "") -> None:
+        """See that a chunk is the one that was written.
+
+        Args:
+            number: of the chunk in the file.
+            chunk: its bytes.
+            path: of the file, for the error.
+            holds: what lies there, for the error.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        found = xxhash.xxh3_128_hexdigest(chunk)
+        if found != self.hashes[number]:
+            start = number * CHUNK_BYTES
+            raise CheckpointError(
+                f"{path}: the bytes [{start}, {start + len(chunk)}){holds} are damaged: their hash "
+                f"is {found}, but {self.hashes[number]} was written"
+            )
+
+
+def wrong_size(path: Path, expected: int, found: int) -> CheckpointError:
+    """The error for a file of another size."""
+    kind = "it is truncated" if found < expected else "something was added to it"
+    return CheckpointError(f"{path}: {expected} bytes were written, but it has {found}; {kind}")
+
+
+class ChunkHasher:
+    """Hashes what is written to a file from front to back."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._hashes: list[str] = []
+        self._size = 0
+
+    def update(self, memory: memoryview) -> None:
+        """Take the next bytes of the file."""
+        while len(memory):
+            piece = memory[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+            self._hash.update(piece)
+            self._size += len(piece)
+            if self._size % CHUNK_BYTES == 0:
+                self._hashes.append(self._hash.hexdigest())
+                self._hash.reset()
+            memory = memory[len(piece) :]
+
+    def record(self) -> FileRecord:
+        """The record of the file, of which everything was taken."""
+        rest = [self._hash.hexdigest()] if self._size % CHUNK_BYTES else []
+        return FileRecord(self._size, (*self._hashes, *rest))
+
+
+class CheckedReader:
+    """Reads places of a file and compares the hash of every chunk that it touches.
+
+    Whole chunks go straight to their place. Of others one at a time is kept, so that rows which are
+    read in order cost one reading of each chunk.
+
+    Args:
+        path: of the file, for errors.
+        record: what the file must be.
+        read: fills memory from an offset of the file.
+    """
+
+    def __init__(
+        self, path: Path, record: FileRecord, read: Callable[[memoryview, int], None]
+    ) -> None:
+        self._path, self._record, self._read = path, record, read
+        self._room: memoryview | None = None  # of the chunk that is kept, and of the next
+        self._kept: int | None = None  # which chunk that is
+
+    def read(self, memory: memoryview, offset: int, holds: Callable[[int, int], str]) -> None:
+        """Fill ``memory`` from ``offset`` on.
+
+        Args:
+            memory: to be filled.
+            offset: in the file; all of it lies inside the file.
+            holds: says what the bytes from one offset to another hold, for errors.
+
+        Raises:
+            CheckpointError: a chunk is not the one that was written.
+        """
+        done = 0
+        while done < len(memory):
+            number, inside = divmod(offset + done, CHUNK_BYTES)
+            start = number * CHUNK_BYTES
+            size = min(CHUNK_BYTES, self._record.size - start)
+            count = min(size - inside, len(memory) - done)
+            target = memory[done : done + count]
+            if count == size:
+                self._take(number, start, target, holds)
+            else:
+                if self._room is None:  # mapped, so that it goes back to the system at once
+                    self._room = memoryview(mmap(-1, min(CHUNK_BYTES, self._record.size)))
+                if self._kept != number:
+                    self._kept = None  # unless this raises
+                    self._take(number, start, self._room[:size], holds)
+                    self._kept = number
+                target[:] = self._room[inside : inside + count]
+            done += count
+
+    def _take(
+        self, number: int, start: int, chunk: memoryview, holds: Callable[[int, int], str]
+    ) -> None:
+        self._read(chunk, start)
+        self._record.check_chunk(number, chunk, self._path, holds(start, start + len(chunk)))
+
+    def forget(self) -> None:
+        """Give the memory of the chunk that is kept free."""
+        self._kept = self._room = None

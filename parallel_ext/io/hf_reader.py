@@ -1,0 +1,373 @@
+"""Reading a HuggingFace directory: what it holds is checked first, then own slices are read."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io.reading import Wanted, bytes_here, read_shards
+from parallel_ext.io.safe_open import shown
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.schema import MAX_TENSORS, read_json
+from parallel_ext.nn.sharded_module import named_shards, persistent_buffers
+from parallel_ext.sharding.layout import ModelLayout, split
+from parallel_ext.sharding.reshard import STRIPE_BYTES
+
+CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_FILE_NAME = "model.safetensors"
+_MOST_PROBLEMS_SHOWN = 8
+
+
+def _raise_all(where: Path, problems: list[str], hint: str = "") -> None:
+    """One error for all problems, the first of them written out, and what may explain them."""
+    if problems:
+        parts = problems[:_MOST_PROBLEMS_SHOWN]
+        if len(problems) > len(parts):
+            parts.append(f"and {len(problems) - len(parts)} more")
+        raise CheckpointError(f"{where}: " + "; ".join(parts) + (hint and f". {hint}"))
+
+
+class HFDirectory:
+    """A saved model whose files have been opened and found consistent.
+
+    Args:
+        path: a local directory with ``config.json`` and safetensors files. They stay open until
+            ``close()`` or the end of a ``with`` block, so that a save that replaces the directory
+            meanwhile is not mixed in.
+        open_file: opens a safetensors file of it by name; :class:`SafetensorsFile` when None.
+
+    Attributes:
+        file_of: HuggingFace name -> the open file that holds the tensor.
+        config: what ``config.json`` held when it was opened; nobody reads the file again.
+        generation_config: the same of ``generation_config.json``; None if there is none.
+        shapes: HuggingFace name -> shape of every tensor in the files.
+        dtypes: HuggingFace name -> its dtype.
+
+    Raises:
+        CheckpointError: something is missing, truncated, inconsistent, no regular file, or leads
+            out of the directory; names the file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        open_file: Callable[[str], SafetensorsFile] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._open_file = open_file or (lambda name: SafetensorsFile(self.path / name))
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such directory")
+        self.config = read_json(self.path / CONFIG_NAME)
+        generation = self.path / GENERATION_CONFIG_NAME
+        self.generation_config = read_json(generation) if os.path.lexists(generation) else None
+        self._files: list[SafetensorsFile] = []
+        self.file_of: dict[str, SafetensorsFile] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        entries = {name: file.tensors[name] for name, file in self.file_of.items()}
+        self.shapes = {name: entry.shape for name, entry in entries.items()}
+        self.dtypes = {name: entry.dtype for name, entry in entries.items()}
+
+    def __enter__(self) -> HFDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
+        for file in self._files:
+            file.close()
+
+    def _open(self) -> None:
+        if os.path.lexists(self.path / SINGLE_FILE_NAME):
+            names, weight_map = [SINGLE_FILE_NAME], None
+        elif os.path.lexists(self.path / INDEX_NAME):
+            weight_map = self._weight_map()
+            names = sorted(set(weight_map.values()))
+        else:
+            pickled = sorted(path.name for path in self.path.glob("pytorch_model*.bin"))
+            hint = (
+                f"; {pickled[0]} is a pickle, which can run any code when it is loaded and is "
+                "never read here: convert the model to safetensors first"
+                if pickled
+                else ""
+            )
+            raise CheckpointError(
+                f"{self.path}: there is neither {SINGLE_FILE_NAME} nor {INDEX_NAME}{hint}"
+            )
+        for name in names:
+            file = self._open_file(name)
+            self._files.append(file)
+            self.file_of.update(dict.fromkeys(file.tensors, file))
+            if (count := sum(len(file.tensors) for file in self._files)) > MAX_TENSORS:
+                raise CheckpointError(
+                    f"{self.path}: up to {name} there are {count} tensors, more than {MAX_TENSORS}"
+                )
+        if weight_map is not None:
+            self._check_index(weight_map)
+
+    def _weight_map(self) -> Mapping[str, str]:
+        """Tensor -> file by the index; every file is named plainly, so it lies in the directory."""
+        index = self.path / INDEX_NAME
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(
+                f"{index}: weight_map must be a JSON object of file names, got {shown(weight_map)}"
+            )
+        problems = [
+            f"{tensor} is in {shown(file)}, which is not the plain name of a safetensors file"
+            for tensor, file in weight_map.items()
+            if not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or any(character in file for character in "/\\\0")
+        ]
+        _raise_all(index, problems)
+        return weight_map
+
+    def _check_index(self, weight_map: Mapping[str, str]) -> None:
+        held = {(name, file.path.name) for file in self._files for name in file.tensors}
+        listed = weight_map.items()
+        problems = [f"{name} is not in {file}" for name, file in sorted(listed - held)]
+        problems += [
+            f"{name} is in {file}, but is listed "
+            + (f"in {weight_map[name]}" if name in weight_map else "nowhere")
+            for name, file in sorted(held - listed)
+        ]
+        _raise_all(self.path / INDEX_NAME, problems)
+
+    def check(self, layout: ModelLayout, vocabulary: Collection[str] = ()) -> None:
+        """See that the directory holds exactly the tensors of a model, before anything is loaded.
+
+        A tied alias may be present if it equals the tensor that it shares.
+
+        Args:
+            layout: of the model that shall be loaded.
+            vocabulary: names of the tensors with a row for each id, to tell other numbers of rows
+                that other systems are known to write.
+
+        Raises:
+            CheckpointError: one error for all tensors that are missing, of another shape (with
+                both shapes), not of floating point, or that the model does not have.
+        """
+        problems = []
+        aliases = {a: target for a, target in layout.tied.items() if a in self.shapes}
+        for name, tensor in layout.tensors.items():
+            if name not in self.shapes and name not in layout.buffers:
+                problems.append(f"{name} of shape {tensor.shape} is missing")
+        for name, shape in self.shapes.items():
+            # a buffer that old versions saved
+            if name.endswith("rotary_emb.inv_freq") and name not in layout:
+                continue
+            where = f"{name} in {self.file_of[name].path.name}"
+            if name not in layout.tensors and name not in aliases:
+                problems.append(f"{where} of shape {shape} does not belong to the model")
+            elif shape != layout[name].shape:
+                problems.append(
+                    f"{where} has the shape {shape}, but by the configuration it must be "
+                    f"{layout[name].shape}"
+                )
+            elif not self.dtypes[name].is_floating_point:
+                problems.append(f"{where} is of {self.dtypes[name]}, but must be floating-point")
+        if problems:
+            _raise_all(self.path, problems, self._vocabulary_hint(layout, vocabulary))
+        _raise_all(
+            self.path,
+            [
+                f"{alias} differs from {target}, though they are tied by the configuration"
+                for alias, target in aliases.items()
+                if not self._equal(alias, target)
+            ],
+        )
+
+    def _vocabulary_hint(self, layout: ModelLayout, vocabulary: Collection[str]) -> str:
+        """What the numbers of vocabulary rows look like, where they are not those of the model."""
+        hint = ""
+        for name in vocabulary:
+            shape = self.shapes.get(name, ())
+            expected = layout[name].shape if layout.tied.get(name, name) in layout else ()
+            if not shape or not expected or shape[1:] != expected[1:]:
+                continue
+            rows, true_rows = shape[0], expected[0]
+            tp = -(-true_rows // max(1, rows))
+            if tp > 1 and rows == 64 * -(-true_rows // (64 * tp)):
+                return (
+                    f"{rows} of {true_rows} rows of {name} is one rank's part of tp={tp}, which "
+                    "ColossalAI before 0.4.8 saved instead of the whole; the other rows are in no "
+                    "file, so save the model again with a later version"
+                )
+            if rows <= true_rows:
+                continue
+            if (filled := self._first_filled_row(name, true_rows)) is not None:
+                return (
+                    f"The surplus is no padding of zeros, since row {filled} of {name} is not zero"
+                )
+            by = " by ColossalAI or Megatron" if rows % 64 == 0 else ""
+            hint = (
+                f"All rows from {true_rows} on are zero, so this looks like a vocabulary padded"
+                f"{by}: to cut the padding off, pass vocab_size={true_rows} to px.from_pretrained"
+            )
+        return hint
+
+    def cut_vocabulary(self, vocabulary: Iterable[str], vocab_size: int) -> None:
+        """Leave out the rows behind the true vocabulary; they must be zero.
+
+        Args:
+            vocabulary: names of the tensors with a row for each id; those in no file are skipped.
+            vocab_size: the true number of rows. Tensors that have no more are left as they are.
+
+        Raises:
+            CheckpointError: a row to be left out is not zero; names the first. Nothing is left out.
+        """
+        longer = {
+            name: (vocab_size, *self.shapes[name][1:])
+            for name in vocabulary
+            if self.shapes.get(name, ())[:1] > (vocab_size,)
+        }
+        for name in longer:
+            row = self._first_filled_row(name, vocab_size)
+            if row is not None:
+                raise CheckpointError(
+                    f"{self.file_of[name].path}: {name} has the shape {self.shapes[name]}, and "
+                    f"row {row} is not zero, so the rows from vocab_size={vocab_size} on cannot be "
+                    "taken for padding. Either vocab_size is too small, or the padding was filled "
+                    "at random and trained, as by Megatron; then remove these rows from the file"
+                )
+        self.shapes.update(longer)
+
+    def _first_filled_row(self, name: str, start: int) -> int | None:
+        """The first row from ``start`` on that is not all zeros."""
+        num_rows, *row_shape = self.shapes[name]
+        if not (width := math.prod(row_shape)):
+            return None
+        at_once = max(1, STRIPE_BYTES // (8 * width))
+        for first in range(start, num_rows, at_once):
+            last = min(first + at_once, num_rows)
+            # fp64, in which no value of another dtype becomes zero
+            rows = torch.empty((last - first, *row_shape), dtype=torch.float64, device="cpu")
+            self.file_of[name].read_box(
+                name, ((first, last), *((0, size) for size in row_shape)), rows
+            )
+            filled = rows.flatten(1).ne(0).any(1) if row_shape else rows.ne(0)
+            if filled.any():
+                return first + int(filled.nonzero()[0])
+        return None
+
+    def _equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of one shape hold the same values; compared by stripes."""
+        shape, dtype = self.shapes[first], self.dtypes[first]
+        if self.dtypes[second] != dtype:
+            return False
+        num_bytes = math.prod(shape) * dtype.itemsize
+        for rows in split(shape[0], -(-num_bytes // STRIPE_BYTES) or 1):
+            box = (rows, *((0, size) for size in shape[1:]))
+            one, other = (
+                torch.empty([b - a for a, b in box], dtype=dtype, device="cpu") for _ in range(2)
+            )
+            self.file_of[first].read_box(first, box, one)
+            self.file_of[second].read_box(second, box, other)
+            if not torch.equal(one, other):
+                return False
+        return True
+
+    def load_into(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        layout: ModelLayout,
+        what: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Give every parameter on ``meta`` this rank's slices, and buffers what the files hold.
+
+        Every rank calls it, after ``check``. The ranks stay in step from tensor to tensor, so that
+        one that is killed or stopped is found. All is read before any parameter changes; tied
+        parameters stay one object.
+
+        Args:
+            model: a parallel model, with parameters on ``meta`` or not; the latter are left alone.
+                Its buffers keep their dtypes.
+            mesh: the ranks; each parameter takes the shape of this rank's shard.
+            layout: of the model; says under which names the files hold its tensors.
+            what: what the ranks are doing, for errors.
+            dtype: of the floating-point parameters; None keeps that of the file.
+            device: of the new parameters; ``mesh.device`` when None.
+
+        Raises:
+            CheckpointError: a tensor is missing or cannot be read.
+            CollectiveTimeout: a rank was killed or stopped.
+        """
+        wanted = [
+            (parameter, layout[shard.name])
+            for _, parameter, shard in named_shards(model)
+            if parameter.is_meta
+        ]
+        buffers = {
+            name: buffer
+            for name, buffer in persistent_buffers(model)
+            if name in layout.buffers and name in self.shapes
+        }
+        tensors = [*(whole for _, whole in wanted), *(layout[name] for name in buffers)]
+        parts = [
+            Wanted(part.name, whole, part)
+            for whole in tensors
+            for part in layout.parts_of(whole.name)
+        ]
+
+        def make_room() -> dict[str, torch.Tensor]:
+            missing = [f"{each.name} is missing" for each in parts if each.name not in self.shapes]
+            _raise_all(self.path, missing)
+            room: dict[str, torch.Tensor] = {}
+            for each in parts:
+                if each.whole.name not in room:
+                    shape = each.whole.local_shape(mesh.rank)
+                    kept = _kept(self.dtypes[each.name], dtype)
+                    room[each.whole.name] = torch.empty(
+                        shape, dtype=kept, device=device or mesh.device
+                    )
+            return room
+
+        shards = mesh.together(what, make_room)
+        with tqdm(
+            desc="Loading shards",
+            unit="B",
+            unit_scale=True,
+            disable=None if mesh.rank == 0 else True,  # None: shown on a terminal only
+            total=sum(bytes_here(each, self.file_of, mesh.rank) for each in parts),
+        ) as progress:
+            read_shards(
+                [(each, shards[each.whole.name]) for each in parts],
+                self.file_of,
+                mesh,
+                what,
+                progress.update,
+            )
+        for name, buffer in buffers.items():
+            buffer.copy_(shards[name])
+        replacements = {
+            parameter: nn.Parameter(shards[whole.name], parameter.requires_grad)
+            for parameter, whole in wanted
+        }
+        for module in model.modules():
+            for attribute, parameter in list(module._parameters.items()):
+                if parameter in replacements:
+                    module._parameters[attribute] = replacements[parameter]
+
+
+def _kept(in_file: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter that is ``in_file`` there."""
+    return in_file if wanted is None or not in_file.is_floating_point else wanted

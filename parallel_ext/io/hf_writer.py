@@ -1,0 +1,201 @@
+"""Writing a model as a HuggingFace directory: every byte once, streamed to its writer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io import disk
+from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME
+from parallel_ext.io.publish import Publication
+from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.state_dict import local_values
+from parallel_ext.io.stream import (
+    PlannedFile,
+    TensorStream,
+    meet_on,
+    plan_files,
+    warn_of_non_finite,
+)
+from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.reshard import part_value
+
+if TYPE_CHECKING:  # they would load most of transformers
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(size: int | str) -> int:
+    """A number of bytes, given as one or as HuggingFace writes it: ``5GB`` is 5 * 10^9.
+
+    Raises:
+        ValueError: it is neither, or less than 1.
+
+    Example:
+        >>> parse_size("5GB")
+        5000000000
+    """
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if unit is None or int(match[1]) < 1:
+        raise ValueError(f"max_shard_size must be bytes, or text like '5GB', got {size!r}")
+    return int(match[1]) * unit
+
+
+def values_in_files(
+    values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int
+) -> dict[str, torch.Tensor]:
+    """This rank's shard of every tensor of the files of a model, by its name there.
+
+    Args:
+        values: its shards of the tensors of the model, by their names in ``layout``.
+        layout: where they live, and under which names the files hold them.
+        rank: this rank.
+    """
+    return {
+        part.name: part_value(value, layout[name], part, rank)
+        for name, value in values.items()
+        for part in layout.parts_of(name)
+    }
+
+
+def write_directory(
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    mesh: Mesh,
+    layout: ModelLayout,
+    *,
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig | None = None,
+    max_shard_size: int | str = "5GB",
+    note: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a parallel model as a directory that plain ``from_pretrained`` reads.
+
+    Every rank must call it. The first ranks, as many as hold one copy of the model, share the
+    tensors out, balanced by bytes; rows stream to the rank that writes them, so that no rank holds
+    more than a few blocks of ``STRIPE_BYTES`` beyond its shard. Everything is written beside
+    ``directory`` and takes its place at the end. What a previous save left there vanishes; other
+    files and subdirectories stay.
+    Values that are NaN or infinite are saved as they are, with a warning on rank 0 that counts
+    them.
+
+    Args:
+        model: the parallel model.
+        directory: where to; rank 0's path counts, and must be the same place for all ranks.
+        mesh: the ranks of the model.
+        layout: where its tensors live, and under which names files hold them; tied aliases are not
+            written.
+        config: written as ``config.json``, with the dtype and the class of ``model``.
+        generation_config: written too, if given.
+        max_shard_size: bytes of tensors a file, or text such as ``"5GB"``; one larger tensor is
+            alone in its file.
+        note: JSON that is kept in every file under ``__metadata__``, key ``parallel_ext``.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise the same class;
+            the previous directory stays whole.
+    """
+    what = f"save_pretrained to {os.fspath(directory)}"
+    mesh.meet(what)
+    in_files = layout.in_files()
+
+    def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
+        values = values_in_files(local_values(model, layout, mesh.rank), layout, mesh.rank)
+        specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
+        return values, plan_files(specs, in_files.period, parse_size(max_shard_size))
+
+    def finish() -> None:
+        if publication is not None:
+            contents = json_files(model, files, config, generation_config)
+            for name, content in contents.items():
+                disk.write_file(publication.temporary / name, content)
+            publication.publish()
+
+    values, files = mesh.together(what, plan)
+    meet_on(files, mesh, what)
+    with ExitStack() as cleanup:
+
+        def begin() -> Publication | None:
+            if mesh.rank != 0:
+                return None
+            publication = Publication(directory)
+            cleanup.callback(publication.discard)
+            return publication
+
+        publication = mesh.together(what, begin)
+        temporary = Path(mesh.gather_objects(publication and str(publication.temporary))[0])
+        metadata = {"parallel_ext": json.dumps(note)} if note else {}
+        stream = TensorStream(values, mesh)
+        stream.write(files, in_files, temporary, metadata, what)
+        mesh.together(what, finish, patient=True)
+    warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
+
+
+def json_files(
+    model: PreTrainedModel,
+    files: Sequence[PlannedFile],
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig | None,
+) -> dict[str, bytes]:
+    """The files beside the tensors that HuggingFace's ``save_pretrained`` would write, by name."""
+    config = copy.deepcopy(config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
+    configs = [config] if generation_config is None else [config, generation_config]
+    contents = files_that(*(each.save_pretrained for each in configs))
+    contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
+    if len(files) > 1:  # a single one needs no index
+        contents[INDEX_NAME] = _index(files)
+    return contents
+
+
+def files_that(*saves: Callable[[str], Any]) -> dict[str, bytes]:
+    """What a library writes into a folder, by name, so that each change to ours is one of ours."""
+    with TemporaryDirectory() as folder:
+        for save in saves:
+            save(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _index(files: Sequence[PlannedFile]) -> bytes:
+    """Which of several files holds which tensor."""
+    specs = [spec for file in files for spec in file.tensors]
+    index = {
+        "metadata": {
+            "total_parameters": sum(math.prod(spec.shape) for spec in specs),
+            "total_size": sum(file.num_bytes for file in files),
+        },
+        "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
+    }
+    return _json(index)
+
+
+def _with_old_rope_names(content: bytes) -> bytes:
+    """Say how positions rotate in transformers 4's words too, which else takes its defaults."""
+    config = json.loads(content)
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
+        return content
+    config["rope_theta"] = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = {name: rope[name] for name in rope if name != "rope_theta"}
+    return _json(config)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,110 @@
+"""Replacing a saved directory by a new one, so that the old or the new one is always whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io import disk
+
+# What a save writes or makes stale. Everything else in a directory is carried over.
+_OF_A_SAVE = (
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model-?????-of-?????.bin",
+    "pytorch_model.bin.index.json",
+    "config.json",
+    "generation_config.json",
+)
+
+
+def of_a_save(name: str) -> bool:
+    """Whether a file of this name is one that a save writes or makes stale."""
+    return any(fnmatchcase(name, pattern) for pattern in _OF_A_SAVE)
+
+
+class Publication:
+    """A temporary directory beside ``target`` that takes its place, or vanishes. One process only.
+
+    Args:
+        target: the directory to replace; need not exist. A link to a directory is followed.
+
+    Attributes:
+        temporary: the directory to write into, on the same file system as ``target``.
+
+    Raises:
+        CheckpointError: ``target`` cannot be replaced: it is a file, a mount point or the working
+            directory.
+        OSError: the temporary directory cannot be made.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(os.path.realpath(target))
+        if self.target.exists() and not self.target.is_dir():
+            raise CheckpointError(f"{self.target} is a file; a directory is needed to save into")
+        if self.target == Path.cwd():
+            raise CheckpointError(
+                f"{self.target} is the working directory of this process; a save replaces the "
+                "directory, so choose one inside it"
+            )
+        if os.path.ismount(self.target):
+            raise CheckpointError(
+                f"{self.target} is a mount point, which cannot be renamed; a save replaces the "
+                "directory, so choose one inside it"
+            )
+        suffix = secrets.token_hex(4)
+        self.temporary = self.target.with_name(f".{self.target.name}.tmp-{suffix}")
+        self._old = self.target.with_name(f".{self.target.name}.old-{suffix}")
+        disk.make_directories(self.target.parent)
+        disk.make_directory(self.temporary)
+        if self.target.exists():
+            disk.copy_mode(self.target, self.temporary)
+
+    def discard(self) -> None:
+        """Remove the temporary directory, if it is still there."""
+        disk.discard(self.temporary)
+
+    def publish(self) -> None:
+        """Put the temporary directory in the place of ``target``.
+
+        What ``target`` holds beside a saved model (tokenizer, README, subdirectories) is kept.
+
+        Raises:
+            OSError: the file system refused; ``target`` is then what it was, or, if only its
+                subdirectories could not be moved, complete but for those, which the error names.
+        """
+        replaces = self.target.exists()
+        if replaces:
+            self._carry_files()
+        for path in self.temporary.iterdir():
+            if path.is_file() and not path.is_symlink():
+                disk.sync_path(path)  # what was carried over may not be durable
+        disk.sync_path(self.temporary)
+        try:
+            if replaces:
+                disk.rename(self.target, self._old)
+            disk.rename(self.temporary, self.target)
+        except BaseException:  # an interrupt too must not leave the place empty
+            if self._old.exists() and not self.target.exists():
+                disk.rename(self._old, self.target)
+            raise
+        if replaces:
+            for path in self._old.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    disk.rename(path, self.target / path.name)
+        disk.sync_path(self.target)
+        disk.sync_path(self.target.parent)
+        disk.discard(self._old)
+
+    def _carry_files(self) -> None:
+        """Link the files that do not belong to a saved model into the temporary directory."""
+        for path in self.target.iterdir():
+            is_directory = path.is_dir() and not path.is_symlink()
+            if is_directory or of_a_save(path.name):
+                continue
+            disk.link(path, self.temporary / path.name)

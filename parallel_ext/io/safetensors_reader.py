@@ -1,0 +1,339 @@
+"""Our own reader of the safetensors format: by position, in stripes, without mmap.
+
+A file is the length of its header (unsigned 64-bit, little-endian), the header (JSON: tensor name
+-> dtype, shape and byte range behind the header), and the tensors' bytes in row-major order.
+Format: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hashing import CHUNK_BYTES, CheckedReader, FileRecord, wrong_size
+from parallel_ext.io.safe_open import open_file, shown
+from parallel_ext.io.schema import (
+    MAX_JSON_BYTES,
+    MAX_OWN_JSON_BYTES,
+    MAX_TENSORS,
+    OFFSETS_WORD,
+    parse_json,
+)
+from parallel_ext.sharding.layout import Box, box_shape
+from parallel_ext.sharding.reshard import STRIPE_BYTES, bytes_of
+
+LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
+METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
+_MAX_DIMENSIONS = 64
+_LARGEST = 2**63 - 1  # no file is longer
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+_SUB_BYTE_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        dtype: of the elements in the file.
+        shape: of the whole tensor.
+        start, stop: its bytes, counted from the beginning of the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def row_stripes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of consecutive rows (dimension 0) of at most ``STRIPE_BYTES``, or of one row."""
+    if tensor.numel() == 0:
+        return iter(())
+    row_bytes = tensor.numel() // tensor.size(0) * tensor.element_size()
+    return iter(tensor.split(max(1, STRIPE_BYTES // row_bytes)))
+
+
+class SafetensorsFile:
+    """An open safetensors file whose header has been validated.
+
+    Args:
+        path: of the file; it can be read until ``close()`` or the end of a ``with`` block.
+        record: its size and hashes, which all that is read is then compared with.
+
+    Attributes:
+        tensors: what the file holds, by name.
+        metadata: the strings by name that the header holds beside.
+
+    Raises:
+        CheckpointError: the file is not a valid safetensors file, or not the one of ``record``;
+            names the file, and the tensor or the sizes that do not fit. With a record, also: it is
+            a symbolic link.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], record: FileRecord | None = None) -> None:
+        self.path = Path(path)
+        self._links = record is None
+        self._file: FileIO | None = open_file(self.path, links=self._links)
+        self._found = os.fstat(self._file.fileno())
+        self._checked: CheckedReader | None = None
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        try:
+            size = self._found.st_size
+            if record is not None:
+                if size != record.size:
+                    raise wrong_size(self.path, record.size, size)
+                self._checked = CheckedReader(self.path, record, self._read_plain)
+            most = MAX_JSON_BYTES if record is None else MAX_OWN_JSON_BYTES
+            self.tensors = self._read_header(size, most)
+            self.forget()  # a large model has more files than a process may hold open
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _read_header(self, size: int, most: int) -> dict[str, TensorEntry]:
+        if size < LENGTH_BYTES:
+            raise CheckpointError(
+                f"{self.path}: the file has {size} bytes, fewer than the {LENGTH_BYTES} with "
+                "which a safetensors file begins; it is truncated"
+            )
+        length = bytearray(LENGTH_BYTES)
+        self._read(memoryview(length), 0)
+        header_bytes = int.from_bytes(length, "little")
+        if header_bytes > most:
+            raise CheckpointError(
+                f"{self.path}: a header of {header_bytes} bytes is announced, more than "
+                f"{most}; this is no safetensors file"
+            )
+        data_start = LENGTH_BYTES + header_bytes
+        if data_start > size:
+            raise CheckpointError(
+                f"{self.path}: its header alone ends at byte {data_start}, but the file has "
+                f"{size} bytes; it is truncated"
+            )
+        header = bytearray(header_bytes)
+        self._read(memoryview(header), LENGTH_BYTES)
+        if (count := header.count(OFFSETS_WORD)) > MAX_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: its header describes {count} tensors, more than {MAX_TENSORS}"
+            )
+        described = parse_json(header, f"{self.path} (header)")
+        metadata = described.pop(METADATA, {})
+        if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
+            raise CheckpointError(f"{self.path}: {METADATA} must hold strings: {shown(metadata)}")
+        self.metadata = metadata
+        tensors = {name: self._entry(name, value, data_start) for name, value in described.items()}
+        self._check_coverage(tensors, data_start, size)
+        return tensors
+
+    def _entry(self, name: str, value: Any, data_start: int) -> TensorEntry:
+        """What the header says of one tensor, checked on its own."""
+        where = f"{self.path}: {name}"
+        fields = {"dtype", "shape", "data_offsets"}
+        if not isinstance(value, dict) or value.keys() != fields:
+            raise CheckpointError(
+                f"{where}: expected the fields {', '.join(sorted(fields))}, got {shown(value)}"
+            )
+        dtype_name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if dtype_name in _SUB_BYTE_DTYPES:
+            raise CheckpointError(
+                f"{where}: elements of dtype {dtype_name} are smaller than a byte, which is not "
+                "supported; convert the model to BF16 first"
+            )
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+            raise CheckpointError(
+                f"{where}: unknown dtype {shown(dtype_name)}; known are {', '.join(DTYPES)}"
+            )
+        for field, numbers in (("shape", shape), ("data_offsets", offsets)):
+            if (
+                not isinstance(numbers, list)
+                or len(numbers) > _MAX_DIMENSIONS
+                or any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers)
+            ):
+                raise CheckpointError(
+                    f"{where}: {field} must be a list of integers from 0 to {_LARGEST}, at most "
+                    f"{_MAX_DIMENSIONS}, got {shown(numbers)}"
+                )
+        num_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
+        if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+            raise CheckpointError(
+                f"{where}: {dtype_name} of shape {shown(tuple(shape))} takes {shown(num_bytes)} "
+                f"bytes, but data_offsets is {shown(offsets)}"
+            )
+        start, stop = (data_start + offset for offset in offsets)
+        return TensorEntry(DTYPES[dtype_name], tuple(shape), start, stop)
+
+    def _check_coverage(
+        self, tensors: Mapping[str, TensorEntry], data_start: int, size: int
+    ) -> None:
+        """The tensors must fill the file: no hole, no overlap, nothing behind the last one."""
+        end, before = data_start, "the header"
+        cut = None
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+            if entry.start != end:
+                kind = "overlaps" if entry.start < end else "leaves a hole behind"
+                raise CheckpointError(
+                    f"{self.path}: {name} begins at byte {entry.start} and not at {end}: it {kind} "
+                    f"{before}"
+                )
+            end, before = entry.stop, name
+            if cut is None and end > size:
+                cut = name
+        if end != size:
+            kind = f"it is truncated, from {cut} on" if cut else f"something is behind {before}"
+            raise CheckpointError(
+                f"{self.path}: by its header the file has {end} bytes, but it has {size}; {kind}"
+            )
+
+    def _read(self, memory: memoryview, offset: int) -> None:
+        """Fill ``memory`` from ``offset`` on, compared with the hashes if there are any."""
+        if self._checked is not None:
+            self._checked.read(memory, offset, self._holds)
+        else:
+            self._read_plain(memory, offset)
+
+    def _holds(self, start: int, stop: int) -> str:
+        """What lies between two places of the file, for errors."""
+        names = [n for n, at in self.tensors.items() if at.start < stop and start < at.stop]
+        if not names:
+            return ""
+        return f" of {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+
+    def check_all(self) -> None:
+        """Read the whole file, and compare it with the hashes with which it was opened.
+
+        Raises:
+            CheckpointError: a chunk is damaged.
+        """
+        end = max((entry.stop for entry in self.tensors.values()), default=0)
+        room = memoryview(bytearray(min(end, CHUNK_BYTES)))
+        for start in range(0, end, CHUNK_BYTES):
+            self._read(room[: end - start], start)
+
+    def forget(self) -> None:
+        """Give the memory and the descriptor free that reading in order has kept."""
+        if self._checked is not None:
+            self._checked.forget()
+        self.close()
+
+    def _descriptor(self) -> int:
+        """Of the file, which is opened again if need be."""
+        if self._file is None:
+            self._file = open_file(self.path, links=self._links)
+            if not os.path.samestat(self._found, os.fstat(self._file.fileno())):
+                raise CheckpointError(f"{self.path}: another file was put there while it was read")
+        return self._file.fileno()
+
+    def _read_plain(self, memory: memoryview, offset: int) -> None:
+        done, descriptor = 0, self._descriptor()
+        while done < len(memory):
+            count = os.preadv(descriptor, [memory[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: the file ended at byte {offset + done}, where "
+                    f"{len(memory) - done} more were expected; it was changed while being read"
+                )
+            done += count
+
+    def read_box(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Read a part of a tensor.
+
+        Beside ``out`` it takes one stripe of memory, whatever the size of the tensor.
+
+        Args:
+            name: of a tensor of this file.
+            box: the half-open range that is wanted of each dimension.
+            out: of the shape of ``box``, on the CPU; any strides. Elements are converted to its
+                dtype.
+
+        Raises:
+            CheckpointError: there is no such tensor or box, ``out`` does not fit, or the file got
+                shorter.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: there is no tensor {name}")
+        entry = self.tensors[name]
+        inside = len(box) == len(entry.shape) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(box, entry.shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"{self.path}: {name}: the box {box} does not lie inside the shape {entry.shape}"
+            )
+        if tuple(out.shape) != box_shape(box) or out.device.type != "cpu":
+            raise CheckpointError(
+                f"{self.path}: {name}: the box {box} does not fit a tensor of shape "
+                f"{tuple(out.shape)} on {out.device}"
+            )
+        if out.numel():
+            self._read_part(entry.dtype, entry.shape, entry.start, box, out.detach())
+
+    def _read_part(
+        self, dtype: torch.dtype, shape: tuple[int, ...], start: int, box: Box, out: torch.Tensor
+    ) -> None:
+        """As ``read_box``, of the row-major tensor of ``shape`` whose bytes begin at ``start``."""
+        if not shape:
+            self._read_rows(dtype, start, out.view(1))
+            return
+        row_shape, row_box, first_row = shape[1:], box[1:], box[0][0]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        begin = start + first_row * row_bytes
+        if row_box == tuple((0, size) for size in row_shape):
+            self._read_rows(dtype, begin, out)
+        elif row_bytes > STRIPE_BYTES:
+            for index, row in enumerate(out):
+                self._read_part(dtype, row_shape, begin + index * row_bytes, row_box, row)
+        else:
+            columns = (slice(None), *(slice(a, b) for a, b in row_box))
+            rows_at_once = STRIPE_BYTES // row_bytes
+            for block in out.split(rows_at_once):
+                stripe = torch.empty((len(block), *row_shape), dtype=dtype, device="cpu")
+                self._read(bytes_of(stripe), begin)
+                block.copy_(stripe[columns])
+                begin += stripe.nbytes
+
+    def _read_rows(self, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
+        """Read consecutive bytes: whole rows."""
+        if out.dtype == dtype and out.is_contiguous():
+            self._read(bytes_of(out), start)
+            return
+        for block in row_stripes(out.view(-1) if out.is_contiguous() else out):
+            stripe = torch.empty(block.shape, dtype=dtype, device="cpu")
+            self._read(bytes_of(stripe), start)
+            block.copy_(stripe)
+            start += stripe.nbytes

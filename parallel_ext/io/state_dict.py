@@ -1,0 +1,146 @@
+"""The tensors of a model by name: this rank's shards, and the gathered whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.sharded_module import named_shards, persistent_buffers, to_shards
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.reshard import gather_tensor
+from parallel_ext.sharding.slices import local_part
+
+
+def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's shard of every tensor of ``layout``, in its order; nothing is copied.
+
+    Args:
+        model: its parameters and persistent buffers are taken, by HuggingFace name.
+        layout: of the model.
+        rank: this rank.
+
+    Raises:
+        CheckpointError: the model does not hold exactly the tensors of ``layout``, in the shapes
+            of this rank's shards.
+    """
+    values: dict[str, torch.Tensor] = {}
+    to_shards(model)
+    for own_name, parameter, shard in named_shards(model):
+        name = layout.tied.get(shard.name, shard.name)
+        if name in values:
+            raise CheckpointError(
+                f"{own_name} was tied to {name} when the model was made parallel, but is a "
+                "parameter of its own now; call model.tie_weights()"
+            )
+        values[name] = local_part(parameter.detach())
+    values.update(persistent_buffers(model))
+    for kind, names in (
+        ("lacks", layout.tensors.keys() - values.keys()),
+        ("holds, unknown to its layout,", values.keys() - layout.tensors.keys()),
+    ):
+        if names:
+            hint = (
+                "; it has adapters: merge_and_unload() them, or save them by save_pretrained"
+                if any(".base_layer." in name or "lora_" in name for name in values)
+                else ""
+            )
+            raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}{hint}")
+    check_shapes(values, layout, rank)
+    return {name: values[name] for name in layout.tensors}
+
+
+def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int) -> None:
+    """See that tensors are ``rank``'s shards.
+
+    Raises:
+        CheckpointError: one of them has another shape, or is on ``meta``.
+    """
+    for name, value in values.items():
+        expected = layout[name].local_shape(rank)
+        # FSDP leaves alone what is empty here, so its other sides stay what they were.
+        fits = tuple(value.shape) == expected or value.numel() == math.prod(expected) == 0
+        if not fits or value.is_meta:
+            raise CheckpointError(
+                f"{name}: expected a shard of shape {expected}, "
+                f"{layout[name].describe(rank)}; got {tuple(value.shape)} on {value.device}"
+            )
+
+
+def gather_in_step(
+    shards: Mapping[str, tuple[torch.Tensor, TensorLayout]],
+    mesh: Mesh,
+    what: str,
+    writer_only: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Gather full tensors one by one; every rank calls it, and a failure of one is that of all.
+
+    Args:
+        shards: by name this rank's shard and its layout; the same names in one order on all ranks.
+        mesh: the ranks.
+        what: what the ranks are doing, for errors.
+        writer_only: only rank 0 receives the tensors, else every rank of the job does.
+
+    Returns:
+        Name -> full tensor on the CPU, a copy; empty on ranks that do not receive.
+    """
+    receivers = range(1 if writer_only else mesh.world_size)
+
+    def room_for(name: str) -> torch.Tensor | None:
+        if mesh.rank not in receivers:
+            return None
+        shard, layout = shards[name]
+        return torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
+
+    def gather(name: str, out: torch.Tensor | None) -> None:
+        shard, layout = shards[name]
+        gather_tensor(local_part(shard), layout, mesh, receivers, out)
+
+    full: dict[str, torch.Tensor] = {}
+    for name in shards:
+        out = mesh.together(what, partial(room_for, name))  # where a large model may not fit
+        mesh.together(what, partial(gather, name, out))
+        if out is not None:
+            full[name] = out
+    return full
+
+
+def gather_state_dict(
+    model: nn.Module, mesh: Mesh, layout: ModelLayout, writer_only: bool = True
+) -> dict[str, torch.Tensor]:
+    """The state dict of the unsharded model, gathered from the ranks.
+
+    Every rank must call it. The other calls of this package never hold the whole model; this one
+    does, on the CPU of the ranks that receive it.
+
+    Args:
+        model: the parallel model.
+        mesh: its ranks.
+        layout: where its tensors live.
+        writer_only: only rank 0 receives the tensors, else every rank of the job does.
+
+    Returns:
+        HuggingFace name -> full tensor on the CPU, a copy; tied names share one tensor. Empty on
+        ranks that do not receive.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it.
+        CheckpointError: the model does not hold what its layout says; on all ranks.
+
+    Example:
+        >>> state = gather_state_dict(model, mesh, layout)  # doctest: +SKIP
+    """
+    what = "full_state_dict" if writer_only else "full_state_dict on all ranks"
+    mesh.meet(what)
+    values = mesh.together(what, lambda: local_values(model, layout, mesh.rank))
+    shards = {name: (value, layout[name]) for name, value in values.items()}
+    state = gather_in_step(shards, mesh, what, writer_only)
+    for alias, name in layout.tied.items():
+        if name in state:
+            state[alias] = state[name]
+    return state

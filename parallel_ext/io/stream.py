@@ -1,0 +1,271 @@
+"""From the shards of the ranks to files: every byte once, by the one rank that owns the file."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heapreplace
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+import xxhash
+
+from parallel_ext.distributed.control import Ranks
+from parallel_ext.io.hashing import FileRecord
+from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
+from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.reshard import STRIPE_BYTES, RowBlock, Swap, row_blocks
+
+MAX_FILE_BYTES = 5 * 10**9
+SEVERAL_FILES_NAME = "model-{:05}-of-{:05}.safetensors"
+
+
+@dataclass
+class PlannedFile:
+    """One file of a save: its name, the rank that writes it, and its tensors in file order."""
+
+    owner: int
+    tensors: list[TensorSpec] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+
+@dataclass
+class Turn:
+    """Rows of one file that its owner gathers and writes at once."""
+
+    file: PlannedFile
+    blocks: list[RowBlock] = field(default_factory=list)
+
+
+def plan_files(
+    tensors: Sequence[TensorSpec],
+    owners: int,
+    max_shard_size: int | None = None,
+    single: str = SINGLE_FILE_NAME,
+    several: str = SEVERAL_FILES_NAME,
+) -> list[PlannedFile]:
+    """Deal tensors to the ranks that write them, and to files.
+
+    A pure function of its arguments, so that every rank computes the same.
+
+    Args:
+        tensors: all tensors of the files.
+        owners: number of ranks that write; each tensor goes to the one with the fewest bytes, the
+            largest tensor first.
+        max_shard_size: bytes that the tensors of a file may take, ``MAX_FILE_BYTES`` when None; a
+            larger tensor is alone in its.
+        single, several: names of the one file, or by number of each and of all.
+
+    Returns:
+        The files, ordered by owner. Within an owner's files the tensors are in the given order,
+        those of wider dtypes first, so that all are aligned.
+    """
+    loads = [(0, rank) for rank in range(owners)]  # a heap: the first has the fewest bytes
+    owner_of: dict[str, int] = {}
+    for spec in sorted(tensors, key=lambda spec: -spec.num_bytes):
+        load, owner = loads[0]
+        owner_of[spec.name] = owner
+        heapreplace(loads, (load + spec.num_bytes, owner))
+    files: list[PlannedFile] = []
+    room = 0
+    for spec in sorted(tensors, key=lambda spec: (owner_of[spec.name], -spec.dtype.itemsize)):
+        if not files or files[-1].owner != owner_of[spec.name] or spec.num_bytes > room:
+            files.append(PlannedFile(owner_of[spec.name]))
+            room = MAX_FILE_BYTES if max_shard_size is None else max_shard_size
+        files[-1].tensors.append(spec)
+        room -= spec.num_bytes
+    for number, file in enumerate(files, start=1):
+        file.name = single if len(files) == 1 else several.format(number, len(files))
+    return files
+
+
+def plan_turns(
+    files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout], owners: int
+) -> list[tuple[Turn | None, ...]]:
+    """What every owner writes in each turn: consecutive rows of its files.
+
+    A pure function of its arguments, so that every rank computes the same.
+
+    Args:
+        files: of :func:`plan_files`.
+        layouts: where their tensors live, by name.
+        owners: number of ranks that write.
+
+    Returns:
+        The turns, each with one entry an owner: its rows, at most ``STRIPE_BYTES`` of them or one
+        row; None once it has nothing left.
+    """
+    queues: list[list[Turn]] = [[] for _ in range(owners)]
+    for file in files:
+        queue = queues[file.owner]
+        queue.append(Turn(file))
+        room = STRIPE_BYTES
+        for spec in file.tensors:
+            row_bytes = spec.num_bytes // max(1, spec.shape[0]) if spec.shape else spec.num_bytes
+            for block in row_blocks(layouts[spec.name], spec.dtype.itemsize):
+                num_bytes = (block.stop - block.start) * row_bytes
+                if num_bytes > room and queue[-1].blocks:
+                    queue.append(Turn(file))
+                    room = STRIPE_BYTES
+                queue[-1].blocks.append(block)
+                room -= num_bytes
+    return list(zip_longest(*queues))
+
+
+def digest_of(files: Sequence[PlannedFile]) -> str:
+    """Of the files and their tensors, to be compared between ranks."""
+    return xxhash.xxh3_128_hexdigest(repr(files).encode())
+
+
+def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
+    """See that all ranks have planned the same files, before any of them is made.
+
+    Raises:
+        DisagreementError: they have not.
+        CollectiveTimeout: not all ranks are there.
+    """
+    mesh.meet(f"{what} as {len(files)} files, plan {digest_of(files)}")
+
+
+class TensorStream:
+    """Takes rows from the ranks to the files that this rank writes.
+
+    Args:
+        values: this rank's shard of every tensor that is written, by its name in the files.
+        mesh: the ranks; each makes a stream.
+        hashed: hash what is written, for ``records()``.
+
+    Attributes:
+        non_finite: how many values of each tensor that this rank wrote are NaN or infinite.
+    """
+
+    def __init__(
+        self, values: Mapping[str, torch.Tensor], mesh: Ranks, hashed: bool = False
+    ) -> None:
+        self._values, self._mesh, self._hashed = values, mesh, hashed
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._writers: dict[str, SafetensorsWriter] = {}
+        self._own: Turn | None = None  # of the turn that was prepared last
+        self._rows: list[torch.Tensor] = []
+        self._swap: Swap | None = None
+        self.non_finite: Counter[str] = Counter()
+
+    def write(
+        self,
+        files: Sequence[PlannedFile],
+        layouts: Mapping[str, TensorLayout],
+        directory: Path,
+        metadata: Mapping[str, str],
+        what: str,
+    ) -> None:
+        """Write all files; every rank calls it with the same arguments.
+
+        Args:
+            files: of :func:`plan_files`.
+            layouts: where their tensors live, by name.
+            directory: where to; the names of the files are relative to it.
+            metadata: of the header of every file.
+            what: what the ranks are doing, for errors.
+
+        Raises:
+            CollectiveTimeout: a rank was killed or stopped.
+            CheckpointError, OSError: on the rank that failed; a RuntimeError on the others.
+        """
+        mesh = self._mesh
+        try:
+            mesh.together(what, lambda: self._open(files, metadata, directory))
+            for turn in (*plan_turns(files, layouts, mesh.world_size), ()):
+                mesh.together(what, partial(self._take_and_prepare, turn))
+            mesh.together(what, self._close, patient=True)  # disks may be slow
+        finally:
+            for writer in self._writers.values():
+                writer.abandon()
+
+    def records(self) -> dict[str, FileRecord]:
+        """Size and hashes of each file that this rank wrote, by name; it was made ``hashed``."""
+        return {name: writer.record() for name, writer in self._writers.items()}
+
+    def _open(
+        self, files: Sequence[PlannedFile], metadata: Mapping[str, str], directory: Path
+    ) -> None:
+        """Make all files of this rank, so that a full disk is found before any work."""
+        for file in files:
+            if file.owner == self._mesh.rank:
+                path = directory / file.name
+                self._writers[file.name] = SafetensorsWriter(
+                    path, file.tensors, metadata, self._hashed
+                )
+
+    def _take_and_prepare(self, turn: Sequence[Turn | None]) -> None:
+        """Do what was prepared; prepare everything of the next turn that may fail on one rank.
+
+        So the ranks meet once a turn, and none begins to send before all are ready.
+        """
+        self._take()
+        wanted = [[] if part is None else part.blocks for part in turn]
+        self._own = turn[self._mesh.rank] if self._mesh.rank < len(turn) else None
+        self._rows = self._room_for([] if self._own is None else self._own.blocks)
+        self._swap = Swap(self._values, wanted, self._rows, self._mesh)
+
+    def _take(self) -> None:
+        """Bring every owner its rows, then let all of them write at the same time."""
+        if self._swap is None:
+            return
+        self._swap.run()
+        self._swap = None
+        if self._own is None:
+            return
+        writer = self._writers[self._own.file.name]
+        for block, values in zip(self._own.blocks, self._rows, strict=True):
+            writer.append(block.layout.name, values)
+            self._count_non_finite(block.layout.name, values)
+
+    def _room_for(self, blocks: Sequence[RowBlock]) -> list[torch.Tensor]:
+        """Tensors for the blocks, in memory that every turn uses again.
+
+        Wide dtypes come first in a file, so each begins where its dtype can.
+        """
+        dtypes = [self._values[block.layout.name].dtype for block in blocks]
+        sizes = [math.prod(b.shape) * d.itemsize for b, d in zip(blocks, dtypes, strict=True)]
+        if sum(sizes) > self._buffer.numel():
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        parts = self._buffer[: sum(sizes)].split(sizes)
+        return [
+            part.view(dtype).view(block.shape)
+            for block, dtype, part in zip(blocks, dtypes, parts, strict=True)
+        ]
+
+    def _count_non_finite(self, name: str, values: torch.Tensor) -> None:
+        if not values.is_floating_point():
+            return
+        wide = values if values.dtype == torch.float64 else values.float()
+        # One pass for the usual case: a sum that is finite has only finite terms.
+        if not wide.sum().isfinite() and (count := int((~wide.isfinite()).sum())):
+            self.non_finite[name] += count
+
+    def _close(self) -> None:
+        """Make all files durable."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+def warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Ranks) -> None:
+    """Say on rank 0 which tensors hold how many values that are NaN or infinite."""
+    found = sum(counts, Counter())
+    if mesh.rank == 0 and found:
+        shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
+        more = f" and {len(found) - 8} more tensors" if len(found) > 8 else ""
+        warnings.warn(
+            f"{what}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=3
+        )

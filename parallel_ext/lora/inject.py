@@ -1,0 +1,302 @@
+"""Find the modules that a LoRA configuration names, and add adapters to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_config_for_transformers,
+    get_model_conversion_mapping,
+)
+from torch import nn
+
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.lora.config import refuse_unsupported
+from parallel_ext.lora.experts import ParamWrapper
+from parallel_ext.lora.factors import seeded_by
+from parallel_ext.lora.files import parallel_state
+from parallel_ext.lora.layers import (
+    LoraColumnLinear,
+    LoraRowLinear,
+    LoraVocabEmbedding,
+    LoraVocabHead,
+)
+from parallel_ext.lora.merge import Mergeable
+from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.methods import watch_forward
+from parallel_ext.parallel.state import ParallelState
+
+_WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
+
+
+def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
+    """Write the targets into ``config`` by the names that they have in the model.
+
+    "all-linear" means the linears of a parallel model. The names that experts had in transformers 4
+    (``w1``) become ``target_parameters``, as PEFT does a little later.
+    """
+    if str(config.target_modules).lower() == "all-linear":
+        config.target_modules = {
+            path.removesuffix(".base_layer")
+            for path, module in model.named_modules()
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        }
+    convert_peft_config_for_transformers(config, model, get_model_conversion_mapping(model))
+
+
+def refuse_mixture(
+    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
+) -> None:
+    """No adapter on the modules of a mixture, which PEFT would wrap in modules of its own.
+
+    Raises:
+        NotImplementedError: names the first of them that ``config`` targets.
+    """
+    mixture = state.table.mixture
+    if mixture is None or not config.target_modules:
+        return
+    _, *parts = mixture.modules()
+    for path, _ in model.named_modules():
+        if path.endswith(tuple(parts)) and check_target_module_exists(config, path):
+            raise NotImplementedError(
+                f"{what}: an adapter on {path} is not supported; target attention and head, and "
+                f"experts by target_parameters={experts_tensors(model)}"
+            )
+
+
+def refuse_whole(
+    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
+) -> None:
+    """No adapter on modules that every rank holds whole.
+
+    Those of PEFT would begin with other factors, and draw other dropout masks, on each rank.
+
+    Raises:
+        NotImplementedError: names the first of them that ``config`` targets, and why.
+    """
+    if not config.target_modules:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, _WHOLE) and check_target_module_exists(config, path):
+            reasons = state.table.unadapted.items()
+            why = [reason for beginning, reason in reasons if path.startswith(beginning)]
+            raise NotImplementedError(
+                f"{what}: an adapter on {path} is not supported: "
+                + (why[0] if why else "it is whole on every rank, and adapters are cut with a base")
+                + '; target others, or "all-linear" for all that are cut'
+            )
+
+
+def experts_tensors(model: nn.Module) -> list[str]:
+    """Names that as ``target_parameters`` reach all tensors of experts: ``experts.down_proj``."""
+    return sorted({".".join(name.split(".")[-2:]) for name in _tensors_of_experts(model)})
+
+
+def _tensors_of_experts(model: nn.Module) -> list[str]:
+    return [
+        f"{path.replace('.base_layer', '')}.{attribute}"
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertParallelExperts)
+        for attribute in module.layouts
+    ]
+
+
+def refuse_parameters(model: nn.Module, config: peft.LoraConfig, what: str) -> None:
+    """Of all parameters only the tensors of experts take an adapter, without dropout or bias.
+
+    Raises:
+        NotImplementedError: names another parameter that ``config`` targets.
+        ValueError: a target is not there, or an option does not go with it, in PEFT neither.
+    """
+    if not config.target_parameters:
+        return
+    served, wanted = set(_tensors_of_experts(model)), sorted(config.target_parameters)
+    if not served:
+        raise NotImplementedError(
+            f"{what}: LoRA on a parallel model without experts does not support "
+            f"target_parameters={wanted}; use target_modules"
+        )
+    everything = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
+    for target in wanted:
+        found = [name for name in everything if f".{name}".endswith(f".{target}")]
+        others = [name for name in found if name not in served]
+        if others:
+            raise NotImplementedError(
+                f"{what}: an adapter on {others[0]} is not supported; of all parameters only the "
+                f"tensors of experts take one: target_parameters={experts_tensors(model)}"
+            )
+        if not found:
+            raise ValueError(
+                f"{what}: the model has no parameter {target}; its experts are reached by "
+                f"target_parameters={experts_tensors(model)}"
+            )
+    for option in ("lora_dropout", "lora_bias"):
+        value = getattr(config, option)
+        if value:
+            raise ValueError(
+                f"{what}: {option}={value!r} does not go with target_parameters={wanted}, in PEFT "
+                "neither: the adapter is added to the experts' weight; leave it out"
+            )
+
+
+LAYERS = {
+    ColumnParallelLinear: LoraColumnLinear,
+    RowParallelLinear: LoraRowLinear,
+    VocabParallelHead: LoraVocabHead,
+    VocabParallelEmbedding: LoraVocabEmbedding,
+    ExpertParallelExperts: ParamWrapper,
+}
+"""Module of a parallel model -> what PEFT puts around it."""
+
+_COMBINABLE = ("linear", "cat")  # element by element, so a rank can do its own part
+
+
+def get_peft_model(
+    plain: Callable[..., Any], model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **kw: Any
+) -> Any:
+    """Extend ``peft.get_peft_model``: on a parallel model what is not LoRA is refused at once."""
+    if parallel_state(model) is not None:
+        refuse_unsupported(peft_config, "get_peft_model")
+    return plain(model, peft_config, *args, **kw)
+
+
+def start_model(
+    plain: Callable[..., None],
+    self: peft.PeftModel,
+    model: nn.Module,
+    peft_config: peft.PeftConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``PeftModel.__init__``, which other functions of PEFT call."""
+    state = parallel_state(model)
+    if state is not None:
+        refuse_unsupported(peft_config, "PeftModel")
+    plain(self, model, peft_config, *args, **kwargs)
+    if state is not None:
+        watch_forward(self)
+
+
+def start_tuner(
+    plain: Callable[..., None],
+    self: BaseTuner,
+    model: nn.Module,
+    peft_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``BaseTuner.__init__``: the other methods are refused where they begin, too."""
+    if parallel_state(model) is not None:
+        configs = peft_config.values() if isinstance(peft_config, dict) else [peft_config]
+        for config in configs:
+            refuse_unsupported(config, type(self).__name__)
+    plain(self, model, peft_config, *args, **kwargs)
+
+
+def inject_adapter(
+    plain: Callable[..., None],
+    self: peft.LoraModel,
+    model: nn.Module,
+    adapter_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Any configuration gets the layers of a parallel model."""
+    state, config = parallel_state(model), self.peft_config[adapter_name]
+    if state is None:
+        plain(self, model, adapter_name, *args, **kwargs)
+        return
+    what = f"adding adapter {adapter_name!r}"
+    state.mesh.meet(what)
+
+    def check() -> None:
+        refuse_unsupported(config, what)
+        if state.zero is not None and state.mesh.dp_size > 1:
+            raise RuntimeError(f"{what}: add adapters before px.data_parallel shards the model")
+        resolve_targets(model, config)
+        refuse_mixture(model, config, what, state)
+        refuse_parameters(model, config, what)
+        refuse_whole(model, config, what, state)
+
+    state.mesh.together(what, check)
+    seed = _agree_on(config, what, state)
+    config._register_custom_module(LAYERS)
+    with seeded_by(seed):
+        plain(self, model, adapter_name, *args, **kwargs)
+    state.adapted = True
+    _refuse_both_ends(model, adapter_name)
+
+
+def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:
+    """Raise where the ranks' configurations differ; else rank 0's seed, for all of them."""
+    own = {
+        name: repr(sorted(value) if isinstance(value, set) else value)
+        for name, value in config.to_dict().items()
+        if name not in ("base_model_name_or_path", "revision")  # may differ from host to host
+    }
+    everyone = state.mesh.gather_objects((own, torch.initial_seed()))
+    configs, seeds = zip(*everyone, strict=True)
+    for rank, other in enumerate(configs):
+        for name in own:
+            if other[name] != configs[0][name]:
+                raise DisagreementError(
+                    f"{what}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
+                    f"{rank}; all ranks must be given the same configuration"
+                )
+    return seeds[0]
+
+
+def _refuse_both_ends(model: nn.Module, adapter: str) -> None:
+    ends = [
+        module
+        for module in model.modules()
+        if isinstance(module, Mergeable)
+        and getattr(module.get_base_layer(), "tied", False)
+        and module.scaling
+    ]
+    if len(ends) < 2:
+        return
+    for module in ends:
+        if adapter in module.scaling:
+            module.delete_adapter(adapter)
+    names = " and ".join(module.get_base_layer().layouts["weight"].name for module in ends)
+    raise ValueError(
+        f"adding adapter {adapter!r}: embedding and head ({names}) share one weight, and adapters "
+        "on both ends cannot share it; target one of the two, or untie them"
+    )
+
+
+def count_parameters(
+    plain: Callable[..., tuple[int, int]], self: peft.PeftModel
+) -> tuple[int, int]:
+    """Of a parallel model: the parameters of the whole model, not those of this rank."""
+    if parallel_state(self) is None:
+        return plain(self)
+    sizes = [(p.requires_grad, layout.numel) for _, p, layout in named_shards(self)]
+    return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
+
+
+def add_weighted_adapter(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    adapters: list[str],
+    weights: list[float],
+    adapter_name: str,
+    combination_type: str = "svd",
+    **kwargs: Any,
+) -> Any:
+    """On shards only what works element by element."""
+    state = parallel_state(self.model)
+    if state is not None and state.mesh.tp_size > 1 and combination_type not in _COMBINABLE:
+        raise NotImplementedError(
+            f"add_weighted_adapter(combination_type={combination_type!r}) at "
+            f"tp={state.mesh.tp_size} needs whole factors; use {' or '.join(_COMBINABLE)}"
+        )
+    return plain(self, adapters, weights, adapter_name, combination_type, **kwargs)

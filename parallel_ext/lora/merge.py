@@ -1,0 +1,193 @@
+"""Merging adapters into a base of which a rank holds a part, and putting the base back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from parallel_ext.lora.files import check_adapters, parallel_state
+
+
+class Mergeable(nn.Module, LoraLayer):
+    """The part of an adapted module that merges; works on shards, without communication.
+
+    Attributes:
+        parameter_name: what of the base the adapter is added to.
+    """
+
+    parameter_name = "weight"
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        nn.Module.__init__(self)
+        LoraLayer.__init__(self, base_layer)
+        self._unmerged: dict[str, torch.Tensor] = {}  # parameters of the base as they were
+        self._versions: dict[str, int] = {}  # of those parameters after the merge
+
+    def here(self, names: list[str]) -> list[str]:
+        """Those of the adapters that this module has."""
+        return [name for name in names if name in self.scaling]
+
+    def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's A [r, in] and B [out, r]."""
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
+    def _delta(self, adapter: str) -> torch.Tensor:
+        """What the adapter adds to this rank's part of the base, in fp32 or wider."""
+        factor_a, factor_b = self._factor_pair(adapter)
+        wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
+        return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * self.scaling[adapter]
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """What merging adds to the base weight, as PEFT's; only where one rank holds all of it."""
+        group = self.get_base_layer().group
+        if group.size > 1:
+            raise NotImplementedError(
+                f"get_delta_weight over {group.size} ranks: each holds only a part of the factors"
+            )
+        return self._delta(adapter)
+
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
+        """Raise what ``merge`` would raise, without changing anything."""
+        names = self.here(check_adapters_to_merge(self, adapter_names))
+        base = self.get_base_layer()
+        if names and hasattr(getattr(base, self.parameter_name), "to_local"):
+            raise NotImplementedError(
+                "merging after px.data_parallel is not supported: the base is dealt to the dp "
+                "ranks; save the adapter, and merge it into a model that is not"
+            )
+        if names and getattr(base, "tied", False):
+            raise ValueError(
+                f"merge into {base.layouts['weight'].name}: embedding and head share this weight, "
+                "and merging into one would change both; untie them first"
+            )
+        if any(self.lora_bias[name] for name in names) and base.bias is None:
+            raise RuntimeError("lora_bias=True cannot be merged into a base without a bias")
+        if safe_merge and names:
+            self._merged(names, safe_merge)
+
+    def _merged(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
+        """The base's parameters with the adapters in them, rounded once."""
+        base = self.get_base_layer()
+        added = {self.parameter_name: sum(self._delta(name) for name in names)}
+        biased = [name for name in names if self.lora_bias[name]]
+        if biased:
+            added["bias"] = sum(self.lora_B[n].bias.detach() * self.scaling[n] for n in biased)
+        dtype = getattr(base, self.parameter_name).dtype
+        merged = {n: (getattr(base, n).detach() + d).to(dtype) for n, d in added.items()}
+        if safe_merge and not all(value.isfinite().all() for value in merged.values()):
+            raise ValueError(
+                f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
+            )
+        return merged
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to this rank's part of the base, of which a copy is kept for ``unmerge``.
+
+        ``safe_merge`` refuses a result that is not finite.
+        """
+        self._merge(safe_merge, adapter_names, keep=True)
+
+    def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
+        self.check_merge(False, adapter_names)
+        names = self.here(check_adapters_to_merge(self, adapter_names))
+        if not names:
+            return
+        for name, value in self._merged(names, safe_merge).items():
+            parameter = getattr(self.get_base_layer(), name)
+            if keep and name not in self._unmerged:
+                self._unmerged[name] = parameter.detach().clone()
+            parameter.data.copy_(value)
+            self._versions[name] = parameter._version
+        self.merged_adapters += names
+
+    def unmerge(self) -> None:
+        """Put the base back, bit for bit.
+
+        Raises:
+            RuntimeError: the base was changed since it was merged, which would be lost.
+        """
+        base = self.get_base_layer()
+        if not self.merged:
+            warnings.warn("unmerge: nothing is merged", stacklevel=2)
+        for name in self._unmerged:
+            if getattr(base, name)._version != self._versions[name]:
+                raise RuntimeError(
+                    f"unmerge: {base.layouts[name].name} was changed after the merge, and putting "
+                    "it back would lose that; change the base before merging"
+                )
+        for name, value in self._unmerged.items():
+            getattr(base, name).data.copy_(value)
+        self._unmerged, self._versions = {}, {}
+        self.merged_adapters.clear()
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The base, with the adapters merged into it if ``merge``; called by PEFT."""
+        if merge:
+            self._merge(safe_merge, adapter_names, keep=False)
+        return self.get_base_layer()
+
+
+# Of a whole model.
+
+
+def _merging(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    *args: Any,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Whatever speaks against a merge is found on all ranks before anything is changed."""
+    state, what = parallel_state(self.model), "merging adapters"
+    if state is not None:
+        state.mesh.meet(what)
+
+        def check() -> None:
+            for path, module in self.model.named_modules():
+                if isinstance(module, Mergeable):
+                    module.check_merge(safe_merge, adapter_names)
+                elif isinstance(module, ModulesToSaveWrapper):
+                    _refuse_kept_end(path, module)
+
+        state.mesh.together(what, check)
+        check_adapters(self.model, state, what)
+    return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs)
+
+
+def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:
+    if getattr(module.original_module, "tied", False):
+        raise NotImplementedError(
+            f"merging adapters: {path} was trained whole (modules_to_save), while embedding and "
+            "head shared one weight when the model was cut; save the adapter and merge it with "
+            "PEFT in one process"
+        )
+
+
+def merge_adapter(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    adapter_names: list[str] | None = None,
+    safe_merge: bool = False,
+) -> Any:
+    return _merging(plain, self, safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+def merge_and_unload(
+    plain: Callable[..., Any],
+    self: peft.LoraModel,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> Any:
+    return _merging(plain, self, progressbar, safe_merge=safe_merge, adapter_names=adapter_names)

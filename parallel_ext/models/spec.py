@@ -1,0 +1,162 @@
+"""What a model must look like to be spread over ranks, and how its parameters are cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
+from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout, cut, split, split_heads
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """The module names of one architecture.
+
+    Attributes:
+        model_type: ``config.model_type`` of the models that it describes.
+        embedding, head: paths from the model; cut by vocabulary.
+        layers: path of the list of decoder layers.
+        attention: the first block of each decoder layer; None where ``regions`` say it.
+        mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
+            has it.
+        regions: further blocks, by their paths from the model.
+        shared: paths of modules whose output is read by several regions, as the image that all
+            layers look at; it is copied to the ranks there.
+        towers: paths of further lists of layers, which data parallelism shards one by one.
+        skips: path of a method of the model that may skip some of its modules: called with whether
+            a batch needs each of them, it returns whether they run. Dp ranks must answer alike.
+        unadapted: beginning of a path -> why no adapter goes on a module there, for errors.
+        own_loss: whether the class computes the loss itself, of whole logits; labels are then kept
+            from it.
+    """
+
+    model_type: str
+    embedding: str
+    head: str
+    layers: str
+    attention: AttentionNames | None = None
+    mlp: RegionNames | None = None
+    mixture: MixtureNames | None = None
+    regions: tuple[RegionNames, ...] = ()
+    shared: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    skips: str | None = None
+    unadapted: Mapping[str, str] = field(default_factory=dict)
+    own_loss: bool = False
+
+    def blocks(self, names: Collection[str]) -> dict[str, Block]:
+        """Path of every block of a model -> its names.
+
+        Args:
+            names: of the model's parameters.
+        """
+        found: dict[str, Block] = {}
+        for layer in _numbered(f"{self.layers}.*", names):
+            if self.attention is not None:
+                found[f"{layer}.{self.attention.name}"] = self.attention
+            block = self.mlp
+            if self.mixture is not None:
+                experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}"
+                if self.mlp is None or f"{experts}.{self.mixture.down}" in names:
+                    block = self.mixture
+            if block is not None:
+                found[f"{layer}.{block.name}"] = block
+        for region in self.regions:
+            found |= dict.fromkeys(_numbered(region.name, names), region)
+        return found
+
+    def modules(self, names: Collection[str]) -> tuple[str, ...]:
+        """Paths of all modules that are replaced or given a hook; the argument is as above."""
+        in_blocks = (
+            path
+            for block, kind in self.blocks(names).items()
+            for path in (block, *(f"{block}.{name}" for name in kind.modules()))
+        )
+        return (self.embedding, self.head, *self.shared, *in_blocks)
+
+
+def _numbered(path: str, names: Collection[str]) -> list[str]:
+    """The paths for which ``path`` stands in a model with parameters of these ``names``.
+
+    A ``*`` stands for each number that follows what is before it, whether or not there is then what
+    is behind it.
+    """
+    before, star, behind = path.partition("*")
+    if not star:
+        return [path]
+    number = re.compile(re.escape(before) + r"(\d+)\.")
+    numbers = {int(match[1]) for name in names if (match := number.match(name))}
+    return [f"{before}{each}{behind}" for each in sorted(numbers)]
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The numbers of a model that decide how it is cut.
+
+    Attributes:
+        vocab_size: rows of embedding and head.
+        num_heads, num_key_value_heads, head_dim: of :class:`AttentionNames`, by the configuration.
+        heads_of: path of a region that has heads -> their number.
+    """
+
+    vocab_size: int
+    num_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 1
+    heads_of: Mapping[str, int] = field(default_factory=dict)
+
+
+def plan(
+    table: ModelTable,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    sizes: ModelSizes,
+    tp_size: int,
+    ep_size: int = 1,
+    vocab_multiple_of: int = 1,
+) -> ModelLayout:
+    """The layout of every parameter of a model.
+
+    A pure function of its arguments, so that every rank computes the same.
+
+    Args:
+        table: the architecture.
+        shapes: full shape of every parameter and persistent buffer by HuggingFace name; tied
+            aliases may be left out.
+        tied: alias -> the name of the tensor that it shares.
+        sizes: from the configuration.
+        tp_size: ranks to cut for.
+        ep_size: ranks to deal the experts to.
+        vocab_multiple_of: boundaries between vocabulary shards are multiples of this.
+
+    Returns:
+        Layouts of all names in ``shapes`` but the aliases; what no rule cuts is replicated.
+
+    Raises:
+        ValueError: ``tp_size`` is larger than the attention heads can serve, or ``ep_size`` than
+            the number of experts; or a norm is not one of single heads.
+    """
+    rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
+    found: dict[str, TensorLayout] = {}
+    parts: dict[str, tuple[Part, ...]] = {}
+    for path in (table.embedding, table.head):
+        for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
+            if name in shapes:
+                found[name] = cut(name, shapes[name], 0, rows)
+    for path, block in table.blocks(shapes).items():
+        if isinstance(block, AttentionNames):
+            heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
+            found |= block.layouts(path, shapes, heads, sizes.head_dim)
+        elif isinstance(block, RegionNames):
+            found |= block.layouts(path, shapes, tp_size, sizes.heads_of.get(path))
+        else:
+            found |= block.layouts(path, shapes, ep_size)
+            parts |= block.parts(path, shapes)
+    tensors = {
+        name: found.get(name, TensorLayout(name, shape))
+        for name, shape in shapes.items()
+        if name not in tied
+    }
+    return ModelLayout(tensors, tied, parts)

@@ -1,0 +1,1 @@
+"""Modules whose parameters are sharded, and the sums of their gradients; torch alone."""

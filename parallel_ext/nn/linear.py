@@ -1,0 +1,91 @@
+"""Linear modules whose weight is cut over the ranks, by rows or by columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.nn.grad_sync import PartialGradients, for_use
+from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.ops import Group
+from parallel_ext.sharding.layout import TensorLayout
+
+
+class ColumnParallelLinear(ShardedModule):
+    """``nn.Linear`` of which each rank holds some output features (rows of the weight).
+
+    Args:
+        weight: [F, K], the rows of this rank.
+        bias: [F] or None.
+        layouts: of ``weight`` and, if there is one, ``bias``.
+        group: the tensor-parallel group.
+        replicas: the ranks that hold the same rows, when several do; their gradients are summed.
+        partials: does that sum, and those of adapters; required with ``replicas``.
+
+    ``in_features`` and ``out_features`` are those of the whole layer. Called with a replicated
+    [..., K] it returns this rank's [..., F]. The gradient of the input is partial: the input must
+    have come through :func:`parallel_ext.ops.copy_to_tp`, once for all layers that read it.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+        replicas: Group = ops.ALONE,
+        partials: PartialGradients | None = None,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.out_features, self.in_features = layouts["weight"].shape
+        self.weight, self.bias = weight, bias
+        self.replicas, self.partials = replicas, partials
+
+    def _for_use(self, attribute: str) -> torch.Tensor | None:
+        parameter = getattr(self, attribute)
+        if parameter is None:
+            return None
+        return for_use(parameter, self.layouts[attribute].name, self.replicas, self.partials)
+
+    def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias for a forward; gradients of replicated rows are summed."""
+        return self._for_use("weight"), self._for_use("bias")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.column_linear(input, *self.for_use())
+
+
+class RowParallelLinear(ShardedModule):
+    """``nn.Linear`` of which each rank holds some input features (columns of the weight).
+
+    Args:
+        weight: [F, K], the columns of this rank.
+        bias: [F], replicated, or None.
+        layouts: of ``weight``.
+        group: the tensor-parallel group.
+        partials: sums the partial gradients of adapters.
+        sums: whether it sums its output over the ranks. False, without a bias, where a module that
+            joins several such outputs sums them once.
+
+    ``in_features`` and ``out_features`` are those of the whole layer. Called with this rank's
+    features [..., K] it returns the replicated [..., F], or with ``sums=False`` its addend.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+        partials: PartialGradients | None = None,
+        sums: bool = True,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.out_features, self.in_features = layouts["weight"].shape
+        self.weight, self.bias = weight, bias
+        self.partials = partials
+        self.summed_over = group if sums else ops.ALONE
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.row_linear(input, self.weight, self.bias, group=self.summed_over)

@@ -1,0 +1,149 @@
+"""The training loss of a causal language model: of logits cut by vocabulary, and of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.replicas import Piece
+from parallel_ext.ops.group import Range
+
+LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
+"""Of :func:`ops.vocab_cross_entropy`, that a call of a model may give beside its labels."""
+
+OPTIONS_OF_THE_OP = ("weight", "reduction")
+"""Those that it may not: a model's loss is a mean over the tokens of all batches."""
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    vocab_range: Range,
+    mesh: Mesh,
+    *,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    compared: Piece | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Next-token cross entropy, averaged over the valid tokens of all data-parallel ranks.
+
+    Args:
+        logits: [..., S, stop - start], this tp rank's columns of the vocabulary; with ``head`` the
+            hidden states [..., S, H], replicated over tp, of which it makes them.
+        labels: [..., S], int64, replicated over tp, not shifted.
+        vocab_size: V.
+        vocab_range: this rank's ids, ``(start, stop)``.
+        mesh: the ranks.
+        num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted with one
+            all-gather of two numbers over dp when None.
+        ignore_index: label of tokens that do not count.
+        shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
+        head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
+        compared: a part of a parameter that the dp ranks compare meanwhile.
+        options: those of ``LOSS_OPTIONS``.
+
+    Returns:
+        ``local_sum * dp_size / count``, a scalar, equal on the tp ranks: the mean over the dp ranks
+        is the loss of the job, and the mean of their gradients is its gradient. NaN when no token
+        of the job is valid, as in torch.
+
+    Raises:
+        DisagreementError: some dp ranks compute gradients and others do not, as when one of them
+            has evaluated on more batches than another; their counts do not belong together. Or
+            they hold different values of ``compared``.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    options |= {"ignore_index": ignore_index, "reduction": "sum", "group": mesh.tp}
+    if head is None:
+        local_sum = ops.vocab_cross_entropy(
+            logits.flatten(0, -2), targets, vocab_size, vocab_range, **options
+        )
+    else:
+        weight, bias = head
+        local_sum = ops.linear_vocab_cross_entropy(
+            logits.flatten(0, -2), weight, targets, vocab_size, vocab_range, bias=bias, **options
+        )
+    count: Any = num_items_in_batch
+    if count is None or compared is not None:
+        counted = _count_over_dp(targets != ignore_index, mesh, compared)
+        count = counted if count is None else count
+    if isinstance(count, torch.Tensor):
+        count = count.to(local_sum)
+    return local_sum * mesh.dp_size / count
+
+
+def balance_loss(
+    router_logits: Sequence[torch.Tensor],
+    top_k: int,
+    attention_mask: torch.Tensor | None,
+    mesh: Mesh,
+) -> torch.Tensor:
+    """This dp rank's share of the load balancing loss of the whole batch.
+
+    E times the sum over the experts of (choices per token) times (mean probability), both over all
+    layers and tokens of all dp ranks; one all-gather of E + 1 numbers over dp.
+
+    Args:
+        router_logits: of each layer [tokens, E], replicated over tp.
+        top_k: experts that a token chooses.
+        attention_mask: [batch, sequence], zero for padding, which does not count; or None.
+        mesh: the ranks.
+
+    Returns:
+        A scalar, equal on the tp ranks; the mean over the dp ranks is the loss of the job, and the
+        mean of their gradients is its gradient.
+
+    Source: equations 4 to 6 of Switch Transformers (arXiv 2101.03961) as HuggingFace computes them:
+    with top_k choices a token, so that perfect balance gives top_k.
+    """
+    first = router_logits[0]
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    num_experts = first.size(-1)
+    valid = None
+    if attention_mask is not None:
+        valid = attention_mask.reshape(-1).to(first.device, wide)
+    chosen = first.new_zeros(num_experts, dtype=wide)
+    probability, tokens = torch.zeros_like(chosen), chosen.new_zeros(1)
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        choices = probabilities.topk(top_k, -1).indices
+        weight = logits.new_ones(len(logits), dtype=wide) if valid is None else valid
+        chosen.scatter_add_(0, choices.flatten(), weight.repeat_interleave(top_k))
+        probability = probability + weight @ probabilities.to(wide)
+        tokens += weight.sum()
+    own = torch.cat([chosen, tokens])
+    everyone = ops.gather_from_tp(own, [len(own)] * mesh.dp_size, mesh.dp).view(-1, len(own))
+    total = everyone.sum(0)
+    chosen, tokens = total[:-1] / total[-1], total[-1]
+    return mesh.dp_size * num_experts * (chosen @ probability) / tokens
+
+
+def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: Piece | None) -> torch.Tensor:
+    """The valid tokens of all dp ranks, which must all be at the same kind of call."""
+    if mesh.dp_size == 1:
+        return valid.sum()
+    number = 0 if compared is None else compared.number() >> 16  # exact in fp64
+    own = valid.new_tensor([0, torch.is_grad_enabled(), number], dtype=torch.float64)
+    own[0] = valid.sum()
+    ranks = ops.gather_from_tp(own, [3] * mesh.dp_size, mesh.dp).view(-1, 3)
+    if valid.device.type == "cpu" and len(set(ranks[:, 1].tolist())) > 1:
+        training = [f"dp rank {rank}" for rank, grad in enumerate(ranks[:, 1].tolist()) if grad]
+        raise DisagreementError(
+            f"the loss of {', '.join(training)} is computed with gradients, that of the other dp "
+            "ranks without; the dp ranks must make equally many forwards with labels"
+        )
+    if compared is not None:
+        compared.check(ranks[:, 2].tolist(), "the loss")
+    return ranks[:, 0].sum()

@@ -1,0 +1,354 @@
+"""The experts of a mixture, dealt to the ranks of an expert-parallel group, and their router."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from parallel_ext import ops
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.nn.forward_counter import REMEMBERED, ForwardCounter
+from parallel_ext.nn.grad_sync import PartialGradients, for_use
+from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.ops import ExchangePlan, Group, RoutePlan
+from parallel_ext.sharding.layout import TensorLayout, split
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_GRADIENTS = (
+    "gradients of the experts alone",
+    "gradients of the weights",
+    "gradients of the tokens",
+    "gradients of tokens and weights",
+    "no gradients",
+)
+
+
+class _Choice:
+    """The experts that one forward has chosen."""
+
+    def __init__(self, expert_ids: torch.Tensor) -> None:
+        self.expert_ids = expert_ids
+        self.plan: ExchangePlan | None = None  # of the same forward, once it is known
+
+
+class Routing:
+    """Chooses the experts of one layer: of equal scores the lower id, the same when recomputed.
+
+    Attributes:
+        saves: whether choices are kept for a backward that recomputes the layer.
+        choice: that of the forward that is running, if it is kept.
+        select: (scores [T, E], top_k) -> [T, top_k]; ``force_routing`` puts another one here.
+        observer: is told the choices for each expert and the rows of this rank's own experts.
+    """
+
+    def __init__(self) -> None:
+        self.saves = False
+        self.choice: _Choice | None = None
+        self.select: Callable[[torch.Tensor, int], torch.Tensor] = top_k_lowest
+        self.observer: Callable[[Sequence[int], int], None] | None = None
+        self._forwards = ForwardCounter()
+        self._choices: OrderedDict[int, list[_Choice]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
+        copy = Routing()
+        copy.select = self.select
+        return copy
+
+    @property
+    def forced(self) -> bool:
+        """Whether something else than the scores decides."""
+        return self.select is not top_k_lowest
+
+    def forward(self, router: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The router's own forward, which chooses by ``torch.topk``."""
+        with _TopK(self._choose):
+            return type(router).forward(router, *args, **kwargs)
+
+    def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        self.choice = None
+        if not self.saves:
+            return self.select(scores, top_k)
+        number = self._forwards.number("the choice of experts")
+        kept = self._choices.setdefault(number, [])
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
+            self.choice = _nearest(kept, scores)
+        if self.choice is None:
+            self.choice = _Choice(self.select(scores, top_k))
+            kept.append(self.choice)
+            del kept[:-REMEMBERED]
+        else:
+            kept.remove(self.choice)
+        if not kept:
+            del self._choices[number]
+        elif len(self._choices) > REMEMBERED:
+            self._choices.popitem(last=False)
+        return self.choice.expert_ids
+
+    def planned(self, plan: ExchangePlan, rank: int) -> None:
+        """Take note of where the rows of the forward that is running go; of this ep rank."""
+        if self.choice is not None:
+            self.choice.plan = plan
+        if self.observer is not None:
+            self.observer(plan.choices_per_expert(), sum(plan.rows_per_expert(rank)))
+
+
+def _nearest(choices: Sequence[_Choice], scores: torch.Tensor) -> _Choice | None:
+    """The choice that was made by these scores, or by some that differ in rounding.
+
+    There are several where torch was seeded alike for several forwards.
+    """
+    fitting = [choice for choice in choices if len(choice.expert_ids) == len(scores)]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    return max(fitting, key=lambda one: scores.detach().gather(-1, one.expert_ids).sum().item())
+
+
+def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The indices of the largest scores, largest first; of equal ones the lower index first.
+
+    Args:
+        scores: [T, E].
+        top_k: how many.
+
+    Returns:
+        [T, top_k], int64.
+
+    Example:
+        >>> top_k_lowest(torch.tensor([[0.2, 0.3, 0.3, 0.2]]), 3)
+        tensor([[1, 2, 0]])
+    """
+    left, chosen = scores.detach().clone(), []
+    for _ in range(top_k):
+        chosen.append(left.argmax(-1, keepdim=True))  # the first of equal ones
+        left.scatter_(-1, chosen[-1], float("-inf"))
+    return torch.cat(chosen, -1)
+
+
+class _TopK(TorchFunctionMode):
+    """Inside, ``torch.topk`` of each row takes the indices that ``choose`` gives."""
+
+    def __init__(self, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return self._top_k(*args, **(kwargs or {}))
+
+    def _top_k(
+        self, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if dim not in (-1, input.dim() - 1) or not largest:
+            raise NotImplementedError(f"a router that takes topk(dim={dim}, largest={largest})")
+        chosen = self._choose(input, k)
+        return input.gather(-1, chosen), chosen
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a tensor of experts: ``scale`` times ``lora_b lora_a`` of each.
+
+    Attributes:
+        lora_a: [e, r, in], of this rank's experts.
+        lora_b: [e, out, r].
+        scale: of their product.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scale: float
+
+
+class ExpertParallelExperts(ShardedModule):
+    """HuggingFace's fused experts (``MixtralExperts``, for one) of which each rank holds some.
+
+    Args:
+        gate_up_proj: [e, 2 I, H], of this rank's e experts; gate before up.
+        down_proj: [e, H, I].
+        layouts: of ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I], cut along dimension 0
+            into one range a rank, which may be empty.
+        act_fn: between the two.
+        group: the expert-parallel group; each of its ranks brings tokens of its own.
+        tp: the tensor-parallel group, whose ranks bring the same tokens; each works on its slice.
+        grad_scale: the gradients of the experts are multiplied by this.
+        replicas: the ranks that hold the same experts, if their gradients are summed at the end of
+            a backward; required with ``partials``, which does that.
+        routing: of the router in front.
+
+    Called with ``hidden_states`` [T, H], ``top_k_index`` [T, top_k] (int64) and ``top_k_weights``
+    [T, top_k], all of this rank's own tokens, it returns [T, H] for them. ``adapters``, by the name
+    of the tensor that each is on, enter the products. T may differ between ranks (but not between
+    tp ranks) and be 0. Every call takes one gather of counts and two exchanges of rows in forward,
+    two exchanges in backward; under tp one gather of tokens more in each. A gradient of an expert
+    is the sum over the tokens of all ranks of the group, zeros for an expert without tokens.
+
+    Raises:
+        IndexError: an expert id is out of range on some rank; a RuntimeError on the others.
+        DisagreementError: the ranks' hidden sizes, top_k, dtypes, needs of gradients or adapters
+            differ.
+    """
+
+    def __init__(
+        self,
+        gate_up_proj: nn.Parameter,
+        down_proj: nn.Parameter,
+        layouts: dict[str, TensorLayout],
+        act_fn: Callable[[torch.Tensor], torch.Tensor],
+        group: Group,
+        *,
+        tp: Group = ops.ALONE,
+        grad_scale: float = 1.0,
+        replicas: Group = ops.ALONE,
+        partials: PartialGradients | None = None,
+        routing: Routing | None = None,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.gate_up_proj, self.down_proj, self.act_fn = gate_up_proj, down_proj, act_fn
+        self.tp, self.grad_scale = tp, grad_scale
+        self.replicas, self.partials, self.routing = replicas, partials, routing
+        layout = layouts["gate_up_proj"]
+        self.num_experts = layout.shape[0]
+        ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
+        self.experts_per_rank = [stop - start for start, stop in ranges]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, LowRank] | None = None,
+    ) -> torch.Tensor:
+        adapters = adapters or {}
+        if self.tp.size == 1:
+            return self._own_tokens(hidden_states, top_k_index, top_k_weights, adapters)
+        slices = split(hidden_states.size(0), self.tp.size)
+        sizes = [stop - start for start, stop in slices]
+        tokens, weights = ops.moe_take_tokens(hidden_states, top_k_weights, sizes, self.tp)
+        choices = top_k_index[slice(*slices[self.tp.rank])]
+        output = self._own_tokens(tokens, choices, weights, adapters)
+        return ops.moe_gather_tokens(output, sizes, self.tp)
+
+    def _own_tokens(
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        weights: torch.Tensor,
+        adapters: Mapping[str, LowRank],
+    ) -> torch.Tensor:
+        low_ranks = [
+            adapters[name].lora_a.size(1) if name in adapters else 0 for name in self.layouts
+        ]
+        route, plan = self._route(tokens, choices, weights, low_ranks)
+        rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
+        rows = self._gated(self._linear(rows, "gate_up_proj", plan, adapters), weights)
+        rows = self._linear(rows, "down_proj", plan, adapters)
+        return ops.moe_combine(rows, origins, route, plan, self.group)
+
+    def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The activation times the weights of the rows, which cost least there."""
+        if isinstance(self.act_fn, nn.SiLU) or type(self.act_fn).__name__ == "SiLUActivation":
+            return ops.moe_gated_silu(gate_up, weights)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (self.act_fn(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
+
+    def _linear(
+        self,
+        rows: torch.Tensor,
+        attribute: str,
+        plan: ExchangePlan,
+        adapters: Mapping[str, LowRank],
+    ) -> torch.Tensor:
+        weight = for_use(
+            getattr(self, attribute), self.layouts[attribute].name, self.replicas, self.partials
+        )
+        counts = plan.rows_per_expert(self.group.rank)
+        if attribute not in adapters:
+            return ops.moe_linear(rows, weight, counts, self.grad_scale)
+        lora_a, lora_b, scale = adapters[attribute]
+        return ops.moe_lora_linear(
+            rows, weight, lora_a, lora_b, counts, scale=scale, weight_grad_scale=self.grad_scale
+        )
+
+    def _route(
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        weights: torch.Tensor,
+        low_ranks: list[int],
+    ) -> tuple[RoutePlan, ExchangePlan]:
+        """Where the rows go, and how many; that of the first forward, if it is kept."""
+        failure, route = None, None
+        row_bytes = tokens.size(-1) * tokens.element_size()
+        try:
+            if weights.shape != choices.shape:
+                raise ValueError(
+                    f"the weights of the choices have the shape {tuple(weights.shape)}, but the "
+                    f"choices {tuple(choices.shape)}"
+                )
+            route = ops.moe_route_plan(choices, self.experts_per_rank, row_bytes, self.group.rank)
+        except Exception as error:  # the others must hear of it before they wait for rows
+            failure = error
+        choice = self.routing.choice if self.routing is not None else None
+        if choice is not None and choice.plan is not None and route is not None:
+            return route, choice.plan
+        counts = choices.new_zeros(self.num_experts + self.group.size)
+        if route is not None:
+            counts = torch.cat([route.counts, route.rows_per_rank])
+        header = [*self._header(tokens, choices, weights, failure), *low_ranks]
+        plan = self._exchange_plan(counts, header, failure)
+        if self.routing is not None:
+            self.routing.planned(plan, self.group.rank)
+        return route, plan
+
+    def _header(
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        weights: torch.Tensor,
+        failure: Exception | None,
+    ) -> list[int]:
+        """What must be equal on all ranks, as numbers, and whether this one has failed."""
+        dtype = _DTYPES.index(tokens.dtype) if tokens.dtype in _DTYPES else -1
+        grads = 2 * tokens.requires_grad + weights.requires_grad if torch.is_grad_enabled() else 4
+        return [int(failure is not None), tokens.size(-1), choices.size(-1), dtype, grads]
+
+    def _exchange_plan(
+        self, counts: torch.Tensor, header: list[int], failure: Exception | None
+    ) -> ExchangePlan:
+        """Every rank's counts, read by the host once."""
+        size = self.group.size
+        message = torch.cat([counts.new_tensor(header), counts])
+        width = message.numel()
+        everyone = ops.gather_from_tp(message.unsqueeze(0), [width] * size, self.group)
+        of_rank = everyone.view(size, width).tolist()
+        self._check([message[: len(header)] for message in of_rank], failure)
+        counts_of_rank = [message[len(header) :] for message in of_rank]
+        return ExchangePlan.of(counts_of_rank, self.experts_per_rank, self.group.rank)
+
+    def _check(self, headers: Sequence[Sequence[int]], failure: Exception | None) -> None:
+        name = self.layouts["gate_up_proj"].name.rpartition(".")[0]
+        if failure is not None:
+            raise failure
+        failed = [str(rank) for rank, header in enumerate(headers) if header[0]]
+        if failed:
+            raise RuntimeError(
+                f"{name}: ep rank {', '.join(failed)} could not route its tokens; its own error "
+                "says why"
+            )
+        if any(header != headers[0] for header in headers):
+            words = (
+                f"ep rank {rank}: hidden size {hidden}, top_k {top_k}, "
+                f"{_DTYPES[dtype] if dtype >= 0 else 'another dtype'}, "
+                f"{_GRADIENTS[grads]}, adapters of rank {' and '.join(map(str, low_ranks))}"
+                for rank, (_, hidden, top_k, dtype, grads, *low_ranks) in enumerate(headers)
+            )
+            raise DisagreementError(
+                f"{name}: the ranks must agree, but are given {'; '.join(words)}"
+            )

@@ -1,0 +1,182 @@
+"""What several ranks hold of a model must be the same bits on all of them: drift is noticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import local_part
+
+PIECE_BYTES = 2**20
+"""How much of a parameter joins one comparison."""
+
+CAUSES = (
+    "a weight or a gradient was changed on one rank only, an optimizer was built or stepped "
+    "differently, or the gradients of dp ranks are not averaged (px.data_parallel)"
+)
+
+
+@lru_cache(maxsize=256)
+def _first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
+    """For each rank the lowest one of the job that holds the same shard."""
+    return tuple(layout.holders(rank)[0] for rank in range(world_size))
+
+
+def first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
+    """Return for each rank of a job the lowest rank that must hold the same shard.
+
+    Example:
+        >>> first_holders(TensorLayout("norm.weight", (5,)), 3)
+        (0, 0, 0)
+    """
+    return _first_holders(replace(layout, name=""), world_size)  # most layouts differ by name only
+
+
+def compare(shards: Mapping[str, tuple[torch.Tensor, TensorLayout]], mesh: Mesh, what: str) -> None:
+    """Raise unless tensors are equal on all ranks that hold the same of them; every rank calls it.
+
+    Args:
+        shards: by name what this rank holds, and where the full tensor lies; the same names in one
+            order on all ranks.
+        mesh: the ranks.
+        what: what the ranks are doing, for errors.
+
+    Raises:
+        DisagreementError: there are different values; on every rank, with the name.
+    """
+    digests: dict[str, str] = {}
+    of_classes: dict[tuple[int, ...], xxhash.xxh3_128] = {}  # by who holds the same
+    for name, (shard, layout) in shards.items():
+        holders = first_holders(layout, mesh.world_size)
+        if len(set(holders)) < mesh.world_size:
+            digests[name] = content_digest(shard)
+            of_classes.setdefault(holders, xxhash.xxh3_128()).update(digests[name].encode())
+    own = {str(number): each.hexdigest() for number, each in enumerate(of_classes.values())}
+    everyone = mesh.gather_objects(own)
+    for number, holders in enumerate(of_classes):
+        found = [each[str(number)] for each in everyone]
+        if any(found[rank] != found[first] for rank, first in enumerate(holders)):
+            _raise(mesh.gather_objects(digests), shards, mesh, what)
+
+
+def _raise(
+    everyone: list[dict[str, str]],
+    shards: Mapping[str, tuple[torch.Tensor, TensorLayout]],
+    mesh: Mesh,
+    what: str,
+) -> None:
+    differing = [
+        (name, first, rank)
+        for name in everyone[0]
+        for rank, first in enumerate(first_holders(shards[name][1], mesh.world_size))
+        if everyone[rank][name] != everyone[first][name]
+    ]
+    names = list(dict.fromkeys(name for name, _, _ in differing))
+    more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
+    name, first, rank = differing[0]
+    raise DisagreementError(f"{what}: {drift(name, first, rank)}{more}")
+
+
+def drift(name: str, first: int, rank: int) -> str:
+    """The words for a parameter of which two ranks must hold the same, and do not."""
+    return (
+        f"{name} differs between ranks {first} and {rank}, which must hold the same: replicas have "
+        f"drifted apart. Likely causes: {CAUSES}. px.check_replicas(model) compares all"
+    )
+
+
+class Piece(NamedTuple):
+    """A part of a parameter that the ranks of a group compare in one forward.
+
+    Attributes:
+        name: of the parameter.
+        values: its elements here, in one dimension.
+        ranks: of the job, those of the group.
+        holders: for each of them the place of the first that must hold the same.
+    """
+
+    name: str
+    values: torch.Tensor
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    def number(self) -> int:
+        """Return a number of 64 bits that changes with the values; it waits for a device."""
+        return int(content_digest(self.values), 16)
+
+    def check(self, numbers: Sequence[object], what: str) -> None:
+        """Raise where ranks that must hold the same do not.
+
+        Args:
+            numbers: of each rank of the group, what it has made of :meth:`number`.
+            what: the ranks are doing, for the error.
+
+        Raises:
+            DisagreementError: they do not.
+        """
+        for place, first in enumerate(self.holders):
+            if numbers[place] != numbers[first]:
+                ranks = self.ranks[first], self.ranks[place]
+                raise DisagreementError(f"{what}: {drift(self.name, *ranks)}")
+
+
+class Turn:
+    """Takes one parameter after another that several ranks of a group hold, and begins again.
+
+    One pass over a model takes as many calls as it has such parameters; one of more than 1 MiB
+    takes a call for each.
+
+    Args:
+        ranks: of the job, those of the group.
+        world_size: of the job.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], world_size: int) -> None:
+        self._ranks, self._world_size = ranks, world_size
+        self._pieces: Iterator[Callable[[], Piece]] = iter(())
+        self._now: Callable[[], Piece] | None = None
+
+    def __deepcopy__(self, memo: object) -> Turn:
+        return Turn(self._ranks, self._world_size)
+
+    def now(self, model: nn.Module) -> Piece | None:
+        """Return what is compared now; None where no two ranks of the group hold the same."""
+        if self._now is None:
+            self._now = next(self._pieces, None)
+        if self._now is None:
+            self._pieces = self._pass_over(model)
+            self._now = next(self._pieces, None)
+        return None if self._now is None else self._now()
+
+    def done(self) -> None:
+        """Go on to the next; called by all ranks of the group, when they have compared."""
+        self._now = None
+
+    def _pass_over(self, model: nn.Module) -> Iterator[Callable[[], Piece]]:
+        for name, parameter, layout in list(named_shards(model)):
+            same = first_holders(layout, self._world_size)
+            places = [same[rank] for rank in self._ranks]
+            holders = tuple(map(places.index, places))
+            if len(set(holders)) == len(holders):
+                continue
+            elements = max(math.prod(layout.local_shape(rank)) for rank in self._ranks)
+            at_once = PIECE_BYTES // parameter.element_size()
+            for start in range(0, elements, at_once):
+                yield partial(self._piece, model, name, slice(start, start + at_once), holders)
+
+    def _piece(self, model: nn.Module, name: str, part: slice, holders: tuple[int, ...]) -> Piece:
+        values = local_part(model.get_parameter(name).detach()).reshape(-1)[part]
+        # A copy: what a digest looks at in place FSDP could not free any more.
+        return Piece(name, values.clone(), self._ranks, holders)

@@ -1,0 +1,136 @@
+"""What all modules with cut parameters share: their layouts, and loading into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.distributed.control import world
+from parallel_ext.ops import Group
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.shards import LocalShard
+from parallel_ext.sharding.slices import like, local_part, take
+
+
+class ShardedModule(nn.Module):
+    """A module some of whose parameters are cut over the ranks of a group.
+
+    Attributes:
+        layouts: attribute name of a parameter -> where its logical tensor lives.
+        group: the ranks that one copy is cut over, and which of them this process is: the
+            tensor-parallel group, or for experts the expert-parallel one.
+    """
+
+    def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:
+        super().__init__()
+        self.layouts = dict(layouts)
+        self.group = group
+
+    def places(self) -> dict[str, TensorLayout]:
+        """Attribute name of a parameter -> where it lies now, perhaps dealt to dp ranks by FSDP."""
+        return self.layouts | vars(self).get("dealt_layouts", {})
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for attribute, place in self.places().items():
+            value = destination.get(prefix + attribute)
+            if value is not None and not keep_vars and not place.is_replicated:
+                shard = LocalShard.of(local_part(value), place, world()[0])
+                destination[prefix + attribute] = shard
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Accept the full tensor, which is cut here, or exactly the local shard."""
+        for attribute, layout in self.layouts.items():
+            key = prefix + attribute
+            if key not in state_dict:
+                continue
+            if isinstance(value := state_dict[key], LocalShard):
+                parameter = getattr(self, attribute)
+                if (
+                    value.place == self.places()[attribute]
+                    and value.shape == local_part(parameter).shape
+                ):
+                    state_dict[key] = like(value.plain(), parameter)
+                    continue
+                state_dict[key] = value.plain()
+            shape, local = tuple(state_dict[key].shape), layout.local_shape(self.group.rank)
+            if shape == layout.shape:
+                state_dict[key] = take(state_dict[key], layout, self.group.rank)
+            elif shape != local:
+                del state_dict[key]
+                error_msgs.append(
+                    f"{key}: got shape {shape}; expected the full {layout.shape} or this rank's "
+                    f"shard {local}, {layout.describe(self.group.rank)} at tp={self.group.size}"
+                )
+                strict = False  # the error above says it; the key is not missing
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        shards = (
+            f"{attribute}={layout.describe(self.group.rank)}"
+            for attribute, layout in self.layouts.items()
+        )
+        return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of torch's checkpoint_wrapper, compile
+
+
+def _logical(name: str) -> str:
+    """The HuggingFace name of what has ``name`` in a model that may contain wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
+    """Every parameter of ``model`` once, with its name in the model and its layout.
+
+    A parameter of a plain module is replicated. Tied parameters come once, under their first name.
+    Of a parameter that FSDP has sharded, the layout says which rows of it this rank has; its name
+    is the logical one.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        layouts = vars(module).get("dealt_layouts", {})
+        if isinstance(module, ShardedModule):
+            layouts = module.places()
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{path}.{attribute}" if path else attribute
+            layout = layouts.get(attribute)
+            layout = layout or TensorLayout(_logical(name), tuple(parameter.shape))
+            yield name, parameter, layout
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every buffer of ``model`` that files hold, with each of its names; it is replicated."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if attribute not in module._non_persistent_buffers_set:
+                yield _logical(f"{path}.{attribute}" if path else attribute), buffer
+
+
+def to_shards(model: nn.Module) -> None:
+    """Free what FSDP has gathered, so that the parameters of ``model`` are this rank's shards."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()

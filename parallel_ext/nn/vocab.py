@@ -1,0 +1,193 @@
+"""The modules whose parameters are cut by vocabulary: embedding and output head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.ops import Group
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.layout import TensorLayout
+
+_LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
+
+_keep_logits_sharded: ContextVar[bool] = ContextVar("keep_logits_sharded", default=False)
+_loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
+
+
+@contextmanager
+def sharded_logits(keep: bool) -> Iterator[None]:
+    """Inside, a :class:`VocabParallelHead` returns its own columns instead of gathering.
+
+    A property of the call and not of the head: wrappers copy heads. Inside one that keeps them,
+    another changes nothing.
+    """
+    token = _keep_logits_sharded.set(keep or _keep_logits_sharded.get())
+    try:
+        yield
+    finally:
+        _keep_logits_sharded.reset(token)
+
+
+@dataclass
+class LossCall:
+    """What a forward with labels tells its head and its loss.
+
+    Attributes:
+        fused: whether a :class:`VocabParallelHead` shall return the hidden states, for the loss to
+            multiply. An adapted head does not: it is no one product.
+        options: of the loss.
+        head: the one that has done so.
+        hidden: what it returned.
+        computed: whether the loss was.
+    """
+
+    fused: bool
+    options: dict[str, Any]
+    head: VocabParallelHead | None = None
+    hidden: torch.Tensor | None = None
+    computed: bool = False
+
+
+@contextmanager
+def loss_call(call: LossCall) -> Iterator[None]:
+    """Inside, :func:`current_loss_call` is this one. A property of the call, as above."""
+    token = _loss_call.set(call)
+    try:
+        yield
+    finally:
+        _loss_call.reset(token)
+
+
+def current_loss_call() -> LossCall | None:
+    """The forward that is running, if it is one of a model."""
+    return _loss_call.get()
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """``nn.Embedding`` of which each rank holds a range of rows.
+
+    Args:
+        weight: [R, H], the rows of this rank.
+        layout: of the table, cut along dimension 0 into one range a rank.
+        padding_idx: global id whose row gets no gradient, or None.
+        group: the tensor-parallel group.
+        partials: sums the partial gradients of adapters.
+        tied: whether the weight is the head's too.
+
+    ``num_embeddings`` is the true vocabulary size. Called with replicated int64 or int32 ids [...]
+    it returns the replicated [..., H].
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        layout: TensorLayout,
+        padding_idx: int | None,
+        group: Group,
+        partials: PartialGradients | None = None,
+        tied: bool = False,
+    ) -> None:
+        super().__init__({"weight": layout}, group)
+        self.padding_idx = padding_idx
+        self.weight = weight
+        self.partials, self.tied = partials, tied
+        self.set_layouts(self.layouts)
+
+    def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
+        """Be of the size that ``layouts`` say; ``weight`` is this rank's part of it."""
+        self.layouts = layouts
+        rows = layouts["weight"]
+        self.num_embeddings, self.embedding_dim = rows.shape
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
+        self.vocab_range: Range = ranges[self.group.rank]
+        self.sizes = [stop - start for start, stop in ranges]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.vocab_embedding(
+            input.long() if input.dtype == torch.int32 else input,
+            self.weight,
+            self.num_embeddings,
+            self.vocab_range[0],
+            padding_idx=self.padding_idx,
+            sizes=self.sizes,
+            group=self.group,
+        )
+
+
+class VocabParallelHead(ShardedModule):
+    """The output layer to the vocabulary, of which each rank holds a range of rows.
+
+    Args:
+        weight: [R, H], the rows of this rank; the embedding's own parameter where they are tied.
+        bias: [R] or None.
+        layouts: of ``weight`` and, if there is one, ``bias``.
+        group: the tensor-parallel group.
+        partials: sums the partial gradients of the model's replicated parameters.
+        tied: whether the weight is the embedding's too.
+
+    ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
+    returns the replicated logits [..., V], this rank's columns [..., R] inside
+    ``sharded_logits(True)``, or the hidden states inside a fused
+    ``loss_call``.
+    """
+
+    replicas = ops.ALONE  # no two ranks hold the same rows
+    makes_logits = True  # which wrappers that change nothing hand on, as runtime.py looks for it
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+        partials: PartialGradients | None,
+        tied: bool = False,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.weight, self.bias = weight, bias
+        self.partials, self.tied = partials, tied
+        self.set_layouts(self.layouts)
+
+    def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
+        """As that of :class:`VocabParallelEmbedding`."""
+        self.layouts, rows = layouts, layouts["weight"]
+        self.out_features, self.in_features = rows.shape
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
+        self.vocab_range: Range = ranges[self.group.rank]
+        self.sizes = [stop - start for start, stop in ranges]
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        """Let the hidden states begin what a backward collects."""
+        return input if self.partials is None else self.partials.open_with(input)
+
+    def leave(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits as the caller wants them: as they are, or gathered."""
+        if _keep_logits_sharded.get():
+            return logits
+        return ops.gather_from_tp(logits, self.sizes, self.group)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(input)
+        call = current_loss_call()
+        if call is not None and call.fused:
+            call.head, call.hidden = self, hidden
+            return hidden
+        rows = self.sizes[self.group.rank]
+        logits = ops.column_linear(
+            hidden,
+            self.weight,
+            self.bias,
+            row_stride=-(-rows // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE,
+            group=self.group,
+        )
+        return self.leave(logits)

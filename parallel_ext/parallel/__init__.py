@@ -1,0 +1,1 @@
+"""Shard a HuggingFace model over ranks, and give it the methods of the full model."""

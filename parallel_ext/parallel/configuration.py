@@ -1,0 +1,188 @@
+"""Configurations from the JSON of a directory, which is looked at before transformers sees it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
+from parallel_ext.io.safe_open import shown
+from parallel_ext.models import OWN, TABLES, learn
+
+_MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
+_MAX_LABELS = 30_000  # ImageNet-21k has 21 841
+_SIZE = re.compile(
+    r"num_.*|(.*_)?(size|dim|width|heads|layers|experts|positions|channels|grid)|max_window_layers"
+)
+_AT_LEAST_ONE = {
+    *("hidden_size", "intermediate_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
+}
+_LABELS = ("num_labels", "id2label", "label2id")
+# transformers loads compiled code of hub repositories for values with a slash.
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_REFUSED = {
+    "quantization_config": "quantized models are not served; save the model dequantized",
+    "gradient_checkpointing": (
+        "it belongs to training; remove it, and call model.gradient_checkpointing_enable()"
+    ),
+    "per_layer_config": "layers of different configurations are not served",
+}
+
+
+def configurations(
+    directory: HFDirectory, vocab_size: int | None
+) -> tuple[transformers.PreTrainedConfig, transformers.GenerationConfig | None]:
+    """Make the configurations of a directory from what was read when it was opened.
+
+    The attention that the file asks for does not count: only the caller chooses code.
+
+    Args:
+        directory: of a model that has a table.
+        vocab_size: the true size of the vocabulary; None for that of the file.
+
+    Raises:
+        CheckpointError: a value with which no model can be built, or none in reasonable time and
+            memory, or that is not served; names file, field and value.
+    """
+    path, content = directory.path / CONFIG_NAME, directory.config
+    own = learn(content)
+    for problem in _problems(content, len(directory.shapes)):
+        raise CheckpointError(f"{path}: {problem}")
+    model_type = own or content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TABLES:
+        served = ", ".join(sorted({*TABLES, *OWN}))
+        custom = "; custom code that comes with files is not run" * ("auto_map" in content)
+        raise CheckpointError(
+            f"{path}: model_type is {shown(model_type)}, but served are {served}{custom}"
+        )
+    try:
+        kind = transformers.CONFIG_MAPPING[model_type]
+        config = kind.from_dict(_without(content, _spellings(_IMPLEMENTATIONS)))
+    except Exception as error:
+        raise CheckpointError(_refusal(path, content, error)) from error
+    if vocab_size is not None:
+        config.vocab_size = vocab_size
+    rows, pad = config.vocab_size, config.pad_token_id
+    if isinstance(pad, int) and not -rows <= pad < rows:
+        raise CheckpointError(f"{path}: pad_token_id is {pad}, outside of the vocabulary of {rows}")
+    return config, _generation(directory)
+
+
+def _generation(directory: HFDirectory) -> transformers.GenerationConfig | None:
+    if (content := directory.generation_config) is None:
+        return None
+    try:
+        generation = transformers.GenerationConfig.from_dict(dict(content))
+        # As transformers does when it reads the file: what is published and has not been changed
+        # since can be saved again, even if it is not valid, as Llama 2's is not.
+        generation._original_object_hash = hash(generation)
+        return generation
+    except Exception as error:
+        path = directory.path / GENERATION_CONFIG_NAME
+        raise CheckpointError(_refusal(path, content, error)) from error
+
+
+def build_on_meta(
+    directory: HFDirectory, config: transformers.PreTrainedConfig, attn_implementation: str | None
+) -> transformers.PreTrainedModel:
+    """Build the unfilled model: parameters on meta, buffers real, weights tied as configured.
+
+    Args:
+        directory: whose configuration it is.
+        config: from :func:`configurations`.
+        attn_implementation: as in HuggingFace; None for its choice.
+
+    Raises:
+        CheckpointError: no model can be built from the configuration; names file and value.
+        Exception: transformers' own, where only the attention is at fault.
+    """
+    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with torch.device("cpu"), init_empty_weights(include_buffers=False):
+            model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
+        model.tie_weights()
+    except Exception as error:
+        if attn_implementation is not None:
+            config._attn_implementation = None
+            build_on_meta(directory, config, None)
+            raise  # the model can be built, but not with this attention
+        path = directory.path / CONFIG_NAME
+        raise CheckpointError(_refusal(path, directory.config, error)) from error
+    return model
+
+
+def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(name, name with those of the objects around it, value) of all fields, also of inner ones."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield name, prefix + name, value
+            if name not in _LABELS:
+                yield from _fields(value, f"{prefix}{name}.")
+
+
+def _spellings(names: Collection[str]) -> set[str]:
+    """The names under which files have the fields: also with an underscore, as attributes."""
+    return {
+        start + name + end for name in names for start in ("", "_") for end in ("", "_internal")
+    }
+
+
+def _without(content: Any, names: Collection[str]) -> Any:
+    """A copy of the objects of a JSON value without some fields."""
+    if not isinstance(content, dict):
+        return content
+    return {name: _without(value, names) for name, value in content.items() if name not in names}
+
+
+def _problems(content: dict[str, Any], num_tensors: int) -> Iterator[str]:
+    """What is wrong with fields that decide about time, memory and code."""
+    implementations = _spellings(_IMPLEMENTATIONS)
+    for name, where, value in _fields(content):
+        number = value if type(value) is int else None
+        if name in _REFUSED and value not in (None, False):
+            yield f"{where} is {shown(value)}: {_REFUSED[name]}"
+        elif name in implementations and "/" in str(value):
+            yield (
+                f"{where} is {shown(value)}, code of a repository, which a file cannot choose; "
+                "remove it, or pass attn_implementation= to px.from_pretrained"
+            )
+        elif name in _LABELS:
+            length = number if name == "num_labels" else len(value) if _sized(value) else None
+            if length is not None and not 0 <= length <= _MAX_LABELS:
+                yield f"{where} asks for {shown(length)} labels, of which {_MAX_LABELS} may be"
+        elif name == "vocab_size":
+            if number is not None and not 0 < number < 2**31:
+                yield f"{where} is {shown(number)}, which no vocabulary has"
+        elif name in ("dtype", "torch_dtype"):
+            dtype = getattr(torch, value, None) if isinstance(value, str) else None
+            known = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if value is not None and not known:
+                yield f"{where} is {shown(value)}, but parameters are floating-point"
+        elif number is not None and re.fullmatch("(num_hidden_|num_)?layers", name):
+            if number > num_tensors:
+                yield f"{where} is {shown(number)}, but there are {num_tensors} tensors"
+        elif number is not None and _SIZE.fullmatch(name) and number > _MAX_SIZE:
+            yield f"{where} is {shown(number)}, more than the {_MAX_SIZE} that a size may be"
+        if name in _AT_LEAST_ONE and number is not None and number < 1:
+            yield f"{where} is {shown(number)}, but must be at least 1"
+
+
+def _sized(value: Any) -> bool:
+    return isinstance(value, (dict, list, str))
+
+
+def _refusal(path: Path, content: dict[str, Any], error: Exception) -> str:
+    """What transformers says of a file, and where a value stands that it could not find."""
+    text = f"{path}: transformers refuses it: {type(error).__name__}: {error}"
+    if isinstance(error, KeyError):
+        unknown = (where for _, where, value in _fields(content) if [value] == [*error.args])
+        text += "".join(f"; it is the value of {where}" for where in unknown)
+    return text

@@ -1,0 +1,167 @@
+"""Parallel models from HuggingFace directories and hub ids, and the whole state of one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from parallel_ext.distributed.mesh import Mesh, check_mesh
+from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.io.safe_open import CheckpointError
+from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.parallel.configuration import build_on_meta, configurations
+from parallel_ext.parallel.parallelize import parallelize
+from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.validate import table_for
+from parallel_ext.patch.options import check_options, check_text, dtype_of, local_directory
+
+
+def from_pretrained(
+    source: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    torch_dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    device: torch.device | str | None = None,
+    vocab_size: int | None = None,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    **options: Any,
+) -> transformers.PreTrainedModel:
+    """Build a parallel model of which each rank reads only its own slices from disk.
+
+    Every rank calls it. The model is made on the meta device, cut by :func:`parallelize`, checked
+    name by name and shape by shape against the files, and only then filled.
+
+    Args:
+        source: a HuggingFace directory with safetensors files, or a hub id.
+        mesh: from :func:`init_mesh`; it must be given.
+        dtype: of the parameters, also by name, such as ``"bfloat16"``; when None or ``"auto"`` that
+            of the configuration, else that of the first tensor, as in HuggingFace. Buffers keep
+            HuggingFace's.
+        torch_dtype: the same by its older name.
+        attn_implementation: as in HuggingFace, for example ``"sdpa"`` or ``"eager"``. What the
+            files ask for does not count.
+        device: of the parameters and buffers; when None ``mesh.device``: this rank's GPU under
+            NCCL, else the CPU.
+        vocab_size: the true size of a vocabulary that another system has padded in the files. Rows
+            behind it are left out if all are zero, and ``config.vocab_size`` becomes this.
+        subfolder: where in the source the model is.
+        revision, token, cache_dir, local_files_only: of the hub, as in HuggingFace; a directory
+            needs none of them.
+        options: of :func:`parallelize`.
+
+    Returns:
+        The model in eval mode, with its generation config.
+
+    Raises:
+        CheckpointError: a directory or file is missing, damaged or of other names or shapes than
+            the configuration asks for, the configuration makes no model that is served, or a row
+            behind ``vocab_size`` is not zero; on all ranks.
+        CollectiveTimeout: not all ranks called it, or one was killed or stopped meanwhile.
+        TypeError: there is no such option, or no mesh.
+        ValueError, DisagreementError: as :func:`parallelize`.
+
+    Example:
+        >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
+    """
+    check_mesh("from_pretrained", mesh)
+    mesh.meet("from_pretrained")
+    what = f"from_pretrained({str(source)!r})"
+
+    def check() -> tuple[dict[str, Any], torch.dtype | None]:
+        for name, value in {
+            "attn_implementation": attn_implementation,
+            "subfolder": subfolder or None,  # in HuggingFace "" is none
+            "revision": revision,
+        }.items():
+            check_text(name, value)
+        if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
+            raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
+        return check_options(from_pretrained, parallelize, options), dtype_of(dtype, torch_dtype)
+
+    options, dtype = mesh.together(what, check)
+    hub = {
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+    }
+    local = mesh.together(  # the hub may be slow
+        what, lambda: local_directory(source, subfolder, **hub), patient=True
+    )
+    device = mesh.device if device is None else torch.device(device)
+    with mesh.together(what, lambda: HFDirectory(local)) as directory:
+        config, generation_config = mesh.together(
+            what, lambda: configurations(directory, vocab_size)
+        )
+        model = mesh.together(what, lambda: build_on_meta(directory, config, attn_implementation))
+        parallelize(model, mesh, **options)
+
+        mesh.together(what, lambda: _check(directory, model, vocab_size))
+        layout = state_of(model).layout
+        if dtype is None:
+            dtype = _dtype_of(model, directory)
+        directory.load_into(model, mesh, layout, what, dtype, device)
+        mesh.together(what, lambda: _check_complete(model))
+    model.to(device)  # the buffers
+    model.config.dtype = model.dtype
+    model.config.name_or_path = model.name_or_path = str(source)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    return model.eval()
+
+
+def _check(
+    directory: HFDirectory,
+    model: transformers.PreTrainedModel,
+    vocab_size: int | None,
+) -> None:
+    """See that the files hold the model, behind whose vocabulary they may hold zeros."""
+    table = table_for(model)
+    vocabulary = [
+        f"{path}.{n}" for path in (table.embedding, table.head) for n in ("weight", "bias")
+    ]
+    if vocab_size is not None:
+        directory.cut_vocabulary(vocabulary, vocab_size)
+    directory.check(state_of(model).layout.in_files(), vocabulary)
+
+
+def _dtype_of(model: transformers.PreTrainedModel, directory: HFDirectory) -> torch.dtype | None:
+    in_files = (dtype for dtype in directory.dtypes.values() if dtype.is_floating_point)
+    return model.config.dtype or next(in_files, None)
+
+
+def _check_complete(model: nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise CheckpointError(f"no file filled {', '.join(empty)}")
+
+
+def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, torch.Tensor]:
+    """The state dict of the whole, unsharded model; the one gathering call.
+
+    Every rank calls it; plain ``model.state_dict()`` holds local shards and communicates nothing.
+
+    Args:
+        model: a parallel model.
+        writer_only: give it to rank 0 only, which needs memory for all of it; else to every rank.
+
+    Returns:
+        HuggingFace name -> full tensor on the CPU, tied names included; empty on ranks that do not
+        receive it.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it.
+    """
+    state = state_of(model)
+    return gather_state_dict(model, state.mesh, state.layout, writer_only)

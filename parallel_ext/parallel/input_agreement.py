@@ -1,0 +1,201 @@
+"""The ranks that share a model compare its inputs before they compute.
+
+One all-gather of 32 bytes per forward. Different inputs, or a bad id on one rank, then raise the
+same error on all of them, instead of training on nonsense, hanging, or aborting inside gloo. In
+training a parameter that several ranks hold joins it in turn, so that drift is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.replicas import Piece, Turn
+from parallel_ext.sharding.digests import content_digest, content_number
+
+_ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
+_OF_THE_RANK = ("past_key_values",)  # keys and values of its own heads
+
+
+def _describe(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if hasattr(value, "get_seq_length"):
+        return f"{type(value).__name__} of {value.get_seq_length()} tokens"
+    if hasattr(value, "to_diff_dict"):  # a GenerationConfig
+        return f"{type(value).__name__} {value.to_diff_dict()}"
+    if isinstance(value, (list, tuple)):  # of lists perhaps, which may be empty
+        entries = ["a tensor" if isinstance(v, torch.Tensor) else _describe(v) for v in value]
+        digest = xxhash.xxh3_64_hexdigest(repr(entries).encode())
+        return f"{type(value).__name__} of {len(value)} with digest {digest}"
+    return type(value).__name__
+
+
+def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors of a call by name, those in lists, as of the images of each row, included."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, (list, tuple)) and name not in _OF_THE_RANK:
+            inner = enumerate(value)  # often of a thousand plain values
+            kinds = (torch.Tensor, list, tuple)
+            found |= _tensors_in({f"{name}[{i}]": v for i, v in inner if isinstance(v, kinds)})
+    return found
+
+
+class Agreement:
+    """Compares what the tp ranks are about to do with a model.
+
+    Args:
+        mesh: the ranks.
+        vocab_size: V; ids are checked against it before any collective.
+        deferred: leave the values on the device and compare them one call later, so that nothing
+            waits for it. Shapes, dtypes and modes are always compared at once.
+    """
+
+    def __init__(self, mesh: Mesh, vocab_size: int, deferred: bool) -> None:
+        self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
+        self._previous: _DeviceContents | None = None
+        first = mesh.dp_rank * mesh.tp_size
+        self._turn = Turn(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this package
+    def check(
+        self, what: str, arguments: Mapping[str, Any], mode: str, trained: nn.Module | None = None
+    ) -> None:
+        """Raise the same error on all tp ranks unless they agree and their ids are valid.
+
+        Args:
+            what: the call, for messages.
+            arguments: its arguments by name; tensors are compared by dtype, shape and values.
+            mode: whatever else must be equal, for example "train, grad".
+            trained: a model of whose parameters one more is compared in each call.
+
+        Raises:
+            DisagreementError: the ranks' arguments or modes differ, or what they must hold the same
+                of a parameter; names which.
+            IndexError: an id or a label is outside the vocabulary on some rank.
+            CollectiveTimeout: a tp rank did not come.
+        """
+        if torch.compiler.is_exporting():  # with tensors that have no values
+            return
+        tensors = _tensors_in(arguments)
+        fields = {name: _describe(value) for name, value in {**arguments, **tensors}.items()}
+        fields["mode"] = mode
+        ignore_index = arguments.get("ignore_index", -100)
+        piece = None if trained is None else self._turn.now(trained)
+        if self.deferred:
+            now = _DeviceContents(tensors, self.vocab_size, ignore_index, piece)
+            contents, error, piece, number = _DeviceContents.settle(self._previous)
+            self._previous = now
+        else:
+            contents = {name: content_digest(tensor) for name, tensor in tensors.items()}
+            error = self._out_of_vocabulary(tensors, ignore_index)
+            number = 0 if piece is None else piece.number()
+        digest = xxhash.xxh3_128_digest(repr((what, fields, contents)).encode())
+        record = digest + (b"error" if error else b"").ljust(8, b"\0")
+        everyone = self.mesh.exchange_on_tp(record + (number % 2**64).to_bytes(8, "little"), what)
+        if error or any(other[:24] != record for other in everyone):
+            self._raise(what, self.mesh.gather_objects_on_tp((fields, contents, error)))
+        if trained is not None:
+            self._turn.done()
+        if piece is not None:
+            piece.check([other[24:] for other in everyone], what)
+
+    def _out_of_vocabulary(
+        self, tensors: Mapping[str, torch.Tensor], ignore_index: int
+    ) -> str | None:
+        for name in _ID_ARGUMENTS:
+            ids = tensors.get(name)
+            if ids is None or ids.numel() == 0:
+                continue
+            bad = (ids < 0) | (ids >= self.vocab_size)
+            if name != "input_ids":
+                bad &= ids != ignore_index
+            if bad.any():
+                position = bad.flatten().nonzero()[0].item()
+                return (
+                    f"{name}: id {ids.flatten()[position].item()} at position {position} is "
+                    f"outside the vocabulary [0, {self.vocab_size})"
+                )
+        return None
+
+    @staticmethod
+    def _raise(what: str, ranks: list[tuple[dict[str, str], dict[str, str], str | None]]) -> None:
+        errors = [f"tp rank {rank}: {error}" for rank, (_, _, error) in enumerate(ranks) if error]
+        if errors:
+            raise IndexError(f"{what}: " + "; ".join(errors))
+        differing = []
+        names = {name: None for fields, contents, _ in ranks for name in (*fields, *contents)}
+        for name in names:
+            seen = [fields.get(name, "absent") for fields, _, _ in ranks]
+            if len(set(seen)) > 1:
+                words = ", ".join(f"tp rank {rank}: {text}" for rank, text in enumerate(seen))
+                differing.append(f"{name} ({words})")
+            elif len({contents.get(name) for _, contents, _ in ranks}) > 1:
+                differing.append(f"{name} (other values, {seen[0]})")
+        raise DisagreementError(
+            f"{what}: the tp ranks must be given the same batch, but they differ in "
+            + "; ".join(differing or ["which call they are at"])
+        )
+
+
+class _DeviceContents:
+    """Numbers about a call's tensors, on their way from the device to the host."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        vocab_size: int,
+        ignore_index: int,
+        piece: Piece | None,
+    ) -> None:
+        self.vocab_size, self.piece = vocab_size, piece
+        self.names = list(tensors)
+        self.ids = [name for name in _ID_ARGUMENTS if name in tensors]
+        numbers = [content_number(tensor) for tensor in tensors.values()]
+        for name in self.ids:
+            ids = tensors[name]
+            bad = (ids < 0) | (ids >= vocab_size)
+            if name != "input_ids":
+                bad &= ids != ignore_index
+            numbers.append(bad.sum())
+        if piece is not None:
+            numbers.append(content_number(piece.values))
+        self.numbers = torch.stack(numbers).to("cpu", non_blocking=True) if numbers else None
+        self.arrived = None
+        if numbers and numbers[0].is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    @staticmethod
+    def settle(
+        previous: _DeviceContents | None,
+    ) -> tuple[dict[str, str], str | None, Piece | None, int]:
+        """The contents of the previous call, what was wrong with its ids, and its piece."""
+        if previous is None or previous.numbers is None:
+            return {}, None, None, 0
+        if previous.arrived is not None:
+            previous.arrived.synchronize()
+        values, piece, error = previous.numbers.tolist(), previous.piece, None
+        number = 0 if piece is None else values.pop()
+        contents = {
+            f"{name} of the call before": f"{value:x}"
+            for name, value in zip(previous.names, values, strict=False)
+        }
+        for name, count in zip(previous.ids, values[len(previous.names) :], strict=True):
+            if count and error is None:
+                error = (
+                    f"{name} of the call before: {count} ids were outside the vocabulary "
+                    f"[0, {previous.vocab_size})"
+                )
+        return contents, error, piece, number

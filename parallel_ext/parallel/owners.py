@@ -1,0 +1,70 @@
+"""The parallel model that a bare tensor belongs to: found by the parameter, or its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.parallel.state import parallel_models, state_of
+from parallel_ext.sharding.layout import TensorLayout
+
+
+class Owned(NamedTuple):
+    """A parameter of a parallel model.
+
+    Attributes:
+        name: in the HuggingFace model.
+        parameter: this rank's shard.
+        layout: where the full tensor lies.
+        model: the HuggingFace model.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    layout: TensorLayout
+    model: nn.Module
+
+    @property
+    def mesh(self) -> Mesh:
+        return state_of(self.model).mesh
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some rank holds only a part of it."""
+        return not self.layout.is_replicated
+
+
+def owned_by(model: nn.Module) -> Iterator[Owned]:
+    """Iterate over the parameters of a parallel model, tied ones once."""
+    for name, parameter, layout in named_shards(model):
+        yield Owned(name, parameter, layout, model)
+
+
+def owners_of(tensors: Iterable[torch.Tensor]) -> dict[int, Owned]:
+    """Find which of some tensors are parameters, or gradients, of parallel models.
+
+    What FSDP has gathered for a forward is found as well, and given back to its shards: the result
+    names the shard.
+
+    Args:
+        tensors: of any kind.
+
+    Returns:
+        ``id`` of a tensor -> what it belongs to; tensors of no parallel model are left out.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    found: dict[int, Owned] = {}
+    for model in parallel_models():
+        gathered = {id(each): name for name, each, _ in named_shards(model)}
+        to_shards(model)
+        shards = {owned.name: owned for owned in owned_by(model)}
+        for owned in shards.values():
+            own = (owned.parameter, owned.parameter.grad)
+            found |= {id(tensor): owned for tensor in own if tensor is not None}
+        found |= {key: shards[name] for key, name in gathered.items()}
+    return {key: owned for key, owned in found.items() if key in wanted}

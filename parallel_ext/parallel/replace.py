@@ -1,0 +1,226 @@
+"""Parallel modules in the place of plain ones, and where tensors enter and leave what is cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.spec import ModelTable
+from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
+from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.nn.moe import ExpertParallelExperts, Routing
+from parallel_ext.nn.stale_parameters import remember, replaced_by
+from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.ops import Group
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.slices import take
+
+
+class CopyInput:
+    """A forward pre-hook: the hidden states enter a tensor-parallel region here."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (ops.copy_to_tp(args[0], self.group), *args[1:]), kwargs
+        return args, {
+            **kwargs,
+            "hidden_states": ops.copy_to_tp(kwargs["hidden_states"], self.group),
+        }
+
+
+class CopyOutput:
+    """A forward hook: what a module returns enters tensor-parallel regions behind it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return ops.copy_to_tp(output, self.group)
+
+
+class SumOutput:
+    """A forward hook: what a module returns, or the first of it, is this rank's addend."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(
+        self, module: nn.Module, args: tuple, output: torch.Tensor | tuple
+    ) -> torch.Tensor | tuple:
+        if isinstance(output, tuple):
+            return (ops.reduce_from_tp(output[0], self.group), *output[1:])
+        return ops.reduce_from_tp(output, self.group)
+
+
+def replace_modules(
+    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
+) -> tuple[PartialGradients | None, list[Routing]]:
+    """Replace all modules that the table names, each old weight freed before the next.
+
+    Returns:
+        What sums the partial gradients, if there are several ranks, and the layers' routings.
+    """
+    partials = PartialGradients() if mesh.world_size > 1 else None
+    replace = _Replacer(model, layout, mesh, partials)
+    replace.embedding(table.embedding)
+    for path, block in table.blocks(layout).items():
+        if isinstance(block, AttentionNames):
+            replace.attention(path, block)
+        elif isinstance(block, RegionNames):
+            replace.region(path, block)
+        else:
+            replace.mixture(path, block)
+    replace.head(table.head)
+    return partials, replace.routings
+
+
+def enter_and_leave(model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh) -> None:
+    """Let hidden states enter the parallel parts, and leave them where these do not sum."""
+    if mesh.tp_size == 1:
+        return
+    copy_input, copy_output = CopyInput(mesh.tp), CopyOutput(mesh.tp)
+    for path in table.shared:
+        model.get_submodule(path).register_forward_hook(copy_output)
+    for path, block in table.blocks(layout).items():
+        # A mixture takes its slice of the tokens itself; its router sees all on every rank.
+        if isinstance(block, MixtureNames):
+            continue
+        module = model.get_submodule(path)
+        if isinstance(block, RegionNames) and block.entry is not None:
+            module.get_submodule(block.entry).register_forward_hook(copy_output)
+        else:
+            module.register_forward_pre_hook(copy_input, with_kwargs=True)
+        if isinstance(block, RegionNames) and block.merges:
+            module.register_forward_hook(SumOutput(mesh.tp))
+
+
+def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter:
+    if layout.local_shape(rank) == layout.shape:
+        return old
+    new = nn.Parameter(take(old.data, layout, rank), requires_grad=old.requires_grad)
+    if old.grad is not None:
+        new.grad = take(old.grad, layout, rank)
+    remember(old, layout.name, replaced_by("px.parallelize"))
+    return new
+
+
+class _Replacer:
+    """Puts parallel modules in the place of plain ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        mesh: Mesh,
+        partials: PartialGradients | None,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
+        self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
+        self._replicas: Group | None = None
+        self.routings: list[Routing] = []
+
+    def _shards(
+        self, path: str, attributes: tuple[str, str] = ("weight", "bias")
+    ) -> tuple[nn.Parameter, nn.Parameter | None, dict[str, TensorLayout]]:
+        """Parameters and their layouts of the module at ``path``, cut for this rank."""
+        module = self.model.get_submodule(path)
+        layouts: dict[str, TensorLayout] = {}
+        cut: list[nn.Parameter | None] = []
+        for attribute in attributes:
+            old = getattr(module, attribute, None)
+            if old is not None:
+                layouts[attribute] = self.layout[f"{path}.{attribute}"]
+                if old not in self._new:
+                    self._new[old] = _shard_of(old, layouts[attribute], self.mesh.rank)
+                old = self._new[old]
+            cut.append(old)
+        return *cut, layouts
+
+    def _tied(self, path: str) -> bool:
+        tied = self.layout.tied
+        return f"{path}.weight" in {*tied, *tied.values()}
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        module.train(self.model.get_submodule(path).training)
+        self.model.set_submodule(path, module)
+
+    def embedding(self, path: str) -> None:
+        weight, _, layouts = self._shards(path)
+        padding_idx = self.model.get_submodule(path).padding_idx
+        tp, tied = self.mesh.tp, self._tied(path)
+        self._put(
+            path,
+            VocabParallelEmbedding(weight, layouts["weight"], padding_idx, tp, self.partials, tied),
+        )
+
+    def head(self, path: str) -> None:
+        shards, tied = self._shards(path), self._tied(path)
+        self._put(path, VocabParallelHead(*shards, self.mesh.tp, self.partials, tied))
+
+    def _column(self, path: str, replicas: Group = ops.ALONE) -> None:
+        shards = self._shards(path)
+        self._put(path, ColumnParallelLinear(*shards, self.mesh.tp, replicas, self.partials))
+
+    def _row(self, path: str, sums: bool = True) -> None:
+        shards = self._shards(path)
+        self._put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
+
+    def attention(self, path: str, names: AttentionNames) -> None:
+        query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
+        if self._replicas is None:  # the same ranks in every layer
+            partition = sorted({key.holders(rank) for rank in range(key.period)})
+            alone = len(partition) == self.mesh.tp_size
+            self._replicas = ops.ALONE if alone else self.mesh.tp_subgroup(partition)
+        self._column(f"{path}.{names.query}")
+        self._column(f"{path}.{names.key}", self._replicas)
+        self._column(f"{path}.{names.value}", self._replicas)
+        self._row(f"{path}.{names.output}")
+        if self.mesh.tp_size > 1:
+            for norm in (f"{path}.{name}" for name in names.head_norms):
+                module = self.model.get_submodule(norm)
+                UsedInParts(norm, self.mesh.tp).attach(module, self.partials)
+        heads, key_value_heads = (one.local_shape(self.mesh.rank)[0] for one in (query, key))
+        self.model.get_submodule(path).num_key_value_groups = heads // key_value_heads
+
+    def region(self, path: str, names: RegionNames) -> None:
+        for name in names.inputs:
+            self._column(f"{path}.{name}")
+        for name in names.outputs:
+            self._row(f"{path}.{name}", sums=not names.merges)
+        module = self.model.get_submodule(path)
+        for name in names.attributes():
+            setattr(module, name, getattr(module, name) // self.mesh.tp_size)
+        if names.forward is not None:
+            module.forward = MethodType(names.forward, module)
+
+    def mixture(self, path: str, names: MixtureNames) -> None:
+        mesh, routing = self.mesh, Routing()
+        router = self.model.get_submodule(f"{path}.{names.router}")
+        router.forward = partial(routing.forward, router)  # which deepcopy rebinds
+        self.routings.append(routing)
+        experts = f"{path}.{names.experts}"
+        # With one batch the sum over the replicas is the gradient. With several it is their mean,
+        # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.
+        one_batch = mesh.dp_size == 1
+        self._put(
+            experts,
+            ExpertParallelExperts(
+                *self._shards(experts, (names.gate_up, names.down)),
+                self.model.get_submodule(experts).act_fn,
+                mesh.ep,
+                tp=mesh.tp,
+                grad_scale=1.0 if one_batch else mesh.tp_size / mesh.ep_size,
+                replicas=mesh.edp if one_batch else ops.ALONE,
+                partials=self.partials,
+                routing=routing,
+            ),
+        )

@@ -1,0 +1,216 @@
+"""What a parallel model knows about how it is spread."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.models.spec import ModelTable
+from parallel_ext.nn.fsdp_gradients import HeldGradients
+from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.moe import Routing
+from parallel_ext.nn.replicas import Turn
+from parallel_ext.nn.routing_counter import RoutingCounter
+from parallel_ext.ops.group import Range
+from parallel_ext.parallel.input_agreement import Agreement
+from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.shards import LocalShard, Marker
+
+STATE_NAME = "parallel_ext_local_shards"
+"""Name under which a parallel model holds its :class:`ParallelState`.
+
+It stands in every ``state_dict()``, so that a model which is not parallel refuses the shards of one
+by this name.
+"""
+
+
+class ParallelState(nn.Module):
+    """How one model is spread; has no parameters.
+
+    Attributes:
+        mesh: the ranks.
+        table: the names of its modules.
+        layout: where every parameter lives.
+        vocab_range: the ids of this rank.
+        vocab_sizes: number of ids of every tp rank.
+        vocab_multiple_of: boundaries between their rows are multiples of this.
+        agreement: compares inputs before a forward; None when switched off or not needed.
+        training_logits: whether training with labels returns logits.
+        partials: sums the partial gradients of replicated parameters; None with one rank.
+        routings: those of the layers with a mixture of experts.
+        routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
+        adapted: whether LoRA was added; its modules then join the agreement.
+        zero: the stage that ``data_parallel`` was given; None before.
+        reduced_by_caller: whether ``no_data_parallel`` was called.
+        dealt: names of the parameters that it has sharded over dp ranks.
+        held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
+        generates: whether ``generate`` is running.
+        turn_over_dp: which parameter the dp ranks compare next.
+        own_forward: the function that stands for the class's forward in the instance.
+        forward_ran: whether it has run in this call, where another forward stands there.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        table: ModelTable,
+        layout: ModelLayout,
+        vocab_ranges: tuple[Range, ...],
+        vocab_multiple_of: int,
+        agreement: Agreement | None,
+        training_logits: bool,
+        partials: PartialGradients | None,
+        routings: list[Routing],
+    ) -> None:
+        super().__init__()
+        self.mesh, self.table = mesh, table
+        self.vocab_multiple_of = vocab_multiple_of
+        self.agreement, self.training_logits = agreement, training_logits
+        self.set_vocabulary(layout, vocab_ranges)
+        self.partials, self.routings = partials, routings
+        self.routing_counter: RoutingCounter | None = None
+        self.adapted = False
+        self.zero: int | None = None
+        self.reduced_by_caller = False
+        self.dealt: frozenset[str] = frozenset()
+        self.held: HeldGradients | None = None
+        self.generates = False
+        ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
+        self.turn_over_dp = Turn(tuple(ranks), mesh.world_size)
+        self.own_forward: Callable[..., Any] | None = None
+        self.forward_ran = False
+
+    def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:
+        """Where every parameter lives, and the ids of the tp ranks, from now on."""
+        self.layout = layout
+        self.vocab_range = vocab_ranges[self.mesh.tp_rank]
+        self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
+        if self.agreement is not None:
+            self.agreement.vocab_size = vocab_ranges[-1][1]
+
+    @property
+    def experts_span_dp(self) -> bool:
+        """Whether the gradient of an expert has parts on ranks of several dp ranks."""
+        mesh = self.mesh
+        return bool(self.routings) and mesh.dp_size > 1 and max(mesh.ep_size, mesh.tp_size) > 1
+
+    @property
+    def forwards_together(self) -> bool:
+        """Whether a dp rank's forward needs those of the others."""
+        return self.mesh.dp_size > 1 and (self.mesh.ep_size > 1 or self.zero is not None)
+
+    def get_extra_state(self) -> Marker:
+        """Return which shards this rank holds, in numbers that :func:`in_words` names."""
+        mesh = self.mesh
+        tp = mesh.tp_rank, mesh.tp_size
+        ep = (mesh.ep_rank, mesh.ep_size) if self.routings else (0, 1)
+        dp = (mesh.dp_rank, mesh.dp_size) if self.dealt else (0, 1)
+        return torch.tensor([*tp, *ep, *dp]).as_subclass(Marker)
+
+    def check_marker(self, marker: torch.Tensor, what: str) -> None:
+        """Raise unless shards are this rank's.
+
+        Args:
+            marker: that stands beside them.
+            what: they are of, for the error.
+
+        Raises:
+            RuntimeError: they are another's.
+        """
+        own = self.get_extra_state()
+        if marker.tolist() != own.tolist():
+            raise RuntimeError(
+                f"this {what} holds the shards of {_in_words(marker)}, but this process is "
+                f"{_in_words(own)}; load what this rank has saved on the same layout, full "
+                "tensors, or a checkpoint of px.save_checkpoint"
+            )
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Take nothing: :func:`check_state_dict` looks at the marker before anything is loaded."""
+
+
+def _in_words(marker: torch.Tensor) -> str:
+    names = ("tp_rank", "tp_size", "ep_rank", "ep_size", "dp_rank", "dp_size")
+    numbers = marker.tolist()
+    if len(numbers) != len(names):
+        return f"{numbers}, which no parallel model has written"
+    return ", ".join(f"{name}={number}" for name, number in zip(names, numbers, strict=True))
+
+
+def check_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
+) -> None:
+    """Refuse a ``state_dict`` that this rank cannot load, before anything of it is loaded.
+
+    A hook for ``register_load_state_dict_pre_hook`` of a parallel model.
+
+    Raises:
+        RuntimeError: it holds the shards of another rank, or full tensors after ``data_parallel``.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    marker = state_dict.get(f"{prefix}{STATE_NAME}._extra_state")
+    if isinstance(marker, torch.Tensor):  # torch puts an object there beside full tensors
+        state.check_marker(marker, "state_dict")
+    full = [
+        name
+        for name in sorted(state.dealt)
+        if isinstance(value := state_dict.get(prefix + name), torch.Tensor)
+        and not (isinstance(value, LocalShard) or hasattr(value, "device_mesh"))
+    ]
+    if full:
+        raise RuntimeError(
+            f"{full[0]} is sharded over the dp ranks, but the state_dict holds a plain tensor; "
+            "load the state_dict before px.data_parallel, or a checkpoint by px.load_checkpoint"
+        )
+
+
+_parallel_models: WeakSet[nn.Module] = WeakSet()
+
+
+class Remembered:
+    """Lets :func:`parallel_models` find a model that holds it, and copies of this model.
+
+    Args:
+        model: a parallel HuggingFace model, which is to hold it as an attribute.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        _parallel_models.add(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Remembered:
+        return Remembered(copy.deepcopy(self._model, memo))  # which is being copied
+
+
+def parallel_models() -> list[nn.Module]:
+    """Return the HuggingFace models of this process that are parallel, in no order."""
+    return list(_parallel_models)
+
+
+def model_of(model: nn.Module) -> nn.Module:
+    """The HuggingFace model that was parallelized, also inside wrappers such as PEFT's.
+
+    Raises:
+        TypeError: the model was not parallelized.
+    """
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if STATE_NAME in module._modules:  # wrappers forward attributes
+            return module
+    raise TypeError(
+        f"{type(model).__name__} is not a parallel model; call px.parallelize(model, mesh) first"
+    )
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """How a parallel model is spread, also inside wrappers such as PEFT's.
+
+    Raises:
+        TypeError: the model was not parallelized.
+    """
+    return getattr(model_of(model), STATE_NAME)

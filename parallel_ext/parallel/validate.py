@@ -1,0 +1,234 @@
+"""What is looked at before a model is changed: its names, its state, and that the ranks agree."""
+
+from __future__ import annotations
+
+import transformers
+from torch import nn
+
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.models import OWN, PUBLISHED, TABLES, learn
+from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.models.spec import ModelTable
+from parallel_ext.parallel.state import ParallelState
+from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.layout import ModelLayout
+
+_MODEL_ATTRIBUTES = (
+    "loss_function",
+    "save_pretrained",
+    "resize_token_embeddings",
+    "_get_resized_embeddings",
+    "_get_resized_lm_head",
+    "tie_weights",
+)
+# Of an nn.Embedding, by the value that means it is off: what the parallel one does not do.
+_EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+_CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")
+_ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads", "attention_dropout")
+_MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+
+
+def table_for(model: nn.Module) -> ModelTable:
+    """The table of a model's class: of ours, HuggingFace's, or one that somebody else publishes.
+
+    Raises:
+        ValueError: there is none.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
+    own = learn({"model_type": model_type, "architectures": [*classes]})
+    cls = None if own is None else classes.get(OWN[own][0])
+    if cls is not None and not cls.__module__.startswith("parallel_ext."):
+        return PUBLISHED[own]
+    if model_type not in TABLES:
+        raise ValueError(
+            f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "
+            f"supported are {', '.join(sorted({*TABLES, *OWN}))}"
+        )
+    return TABLES[model_type]
+
+
+def check_plain(model: nn.Module, table: ModelTable) -> None:
+    """The modules to be replaced are torch's own and carry nothing that would be lost."""
+    known = {}
+    if (mixture := table.mixture) is not None:
+        known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
+    for path in table.modules(_parameter_names(model)):
+        module = model.get_submodule(path)
+        if (expected := known.get(path.rpartition(".")[2])) is not None:
+            if type(module).__name__ != expected:
+                raise ValueError(
+                    f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
+                    f"{expected}, whose forward is known"
+                )
+            _check_bare(path, module)
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue  # an attention, its norms, an MLP, which stay
+        if type(module) not in (nn.Linear, nn.Embedding):
+            raise ValueError(
+                f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
+                "can be cut, whose forward is known"
+            )
+        _check_bare(path, module)
+        if isinstance(module, nn.Embedding):
+            _check_embedding(path, module)
+
+
+def _parameter_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _check_bare(path: str, module: nn.Module) -> None:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    if any(hooks) or "forward" in module.__dict__:
+        raise ValueError(
+            f"parallelize: {path} has hooks or a forward of its own, which its replacement "
+            "would lose; add them after parallelize"
+        )
+
+
+def _check_embedding(path: str, module: nn.Embedding) -> None:
+    for option, off in _EMBEDDING_OPTIONS.items():
+        if (value := getattr(module, option)) != off:
+            raise ValueError(
+                f"parallelize: {path} has {option}={value}, which the parallel embedding does not "
+                f"do; set it to {off}"
+            )
+
+
+def check_names(model: nn.Module, table: ModelTable) -> None:
+    """One error that lists every name this package relies on and the installed version lacks."""
+    cls = type(model).__name__
+    if not hasattr(model, table.head) and not cls.endswith("ForCausalLM"):
+        raise ValueError(
+            f"parallelize: {cls} is not served: of {table.model_type!r} only the class with an "
+            "output head is, ...ForCausalLM"
+        )
+    of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
+    if table.attention:
+        of_config += _ATTENTION_CONFIG_ATTRIBUTES
+    if table.mixture:
+        of_model += _MIXTURE_MODEL_ATTRIBUTES
+        of_config += (table.mixture.num_experts, "output_router_logits")
+        of_config += (table.mixture.jitter,) if table.mixture.jitter else ()
+    missing = [f"{cls}.{n}" for n in of_model if not hasattr(model, n)]
+    missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
+
+    def find(path: str) -> nn.Module | None:
+        try:
+            return model.get_submodule(path)
+        except AttributeError:
+            missing.append(path)
+            return None
+
+    names = _parameter_names(model)
+    for path in (table.layers, *table.towers, *table.modules(names)):
+        find(path)
+    if table.skips is not None and find(table.skips.rpartition(".")[0]) is not None:
+        owner, _, method = table.skips.rpartition(".")
+        if not hasattr(model.get_submodule(owner), method):
+            missing.append(table.skips)
+    for path, block in table.blocks(names).items():
+        if path not in missing:
+            owner = model.get_submodule(path)
+            missing += [f"{path}.{n}" for n in block.attributes() if not hasattr(owner, n)]
+    if missing:
+        raise ValueError(
+            f"parallelize: {cls} of transformers {transformers.__version__} "
+            f"lacks what the table for {table.model_type!r} names: {', '.join(missing)}"
+        )
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Raise if this package or transformers' own plan has sharded the model already."""
+    if any(isinstance(module, ParallelState) for module in model.modules()):
+        raise ValueError("parallelize: this model is parallel already")
+    if getattr(model, "_device_mesh", None) is not None:
+        raise ValueError(
+            "parallelize: this model was already sharded by transformers' own plan (its "
+            "distributed_config); load it without one"
+        )
+
+
+def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) -> None:
+    """Raise if the model carries something that the parallel one would override or change."""
+    foreign = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
+    if foreign:
+        raise ValueError(
+            f"parallelize: {foreign[0]} is a {type(model.get_parameter(foreign[0])).__name__}, so "
+            "the model is already sharded or quantized by something else; pass a plain one"
+        )
+    for name in ("_loss_function", "loss_function"):
+        if name in model.__dict__:
+            raise ValueError(
+                "parallelize: loss_function was replaced on this instance, which the parallel loss "
+                "would override; remove it, or compute your own loss from the logits"
+            )
+    if "forward" in model.__dict__:
+        raise ValueError(
+            "parallelize: forward was replaced on this instance (accelerate's prepare does so); "
+            "parallelize the model before it is prepared"
+        )
+    dropout = getattr(model.config, "attention_dropout", 0.0)
+    if dropout and mesh.tp_size > 1 and not allow_different_dropout:
+        raise ValueError(
+            f"parallelize: config.attention_dropout is {dropout}; under tp={mesh.tp_size} its "
+            "masks would differ from those of a single process; set it to 0, or pass "
+            "allow_different_dropout=True"
+        )
+
+
+def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bool) -> None:
+    """What a model with a mixture of experts must be, and one without."""
+    mixture, blocks = table.mixture, table.blocks(_parameter_names(model))
+    paths = [path for path, block in blocks.items() if isinstance(block, MixtureNames)]
+    if mixture is None or not paths:
+        if mesh.ep_size > 1:
+            raise ValueError(
+                f"parallelize: the mesh has ep={mesh.ep_size}, but no layer of this "
+                f"{table.model_type!r} has experts; use ep=1"
+            )
+        return
+    num_experts = getattr(model.config, mixture.num_experts)
+    for path in (f"{path}.{mixture.experts}" for path in paths):
+        for attribute in (mixture.gate_up, mixture.down):
+            shape = tuple(getattr(model.get_submodule(path), attribute).shape)
+            if len(shape) != 3 or shape[0] != num_experts:
+                raise ValueError(
+                    f"parallelize: {path}.{attribute} has the shape {shape}, but "
+                    f"config.{mixture.num_experts} is {num_experts}; is it sharded already?"
+                )
+    noise = mixture.jitter_of(model.config)
+    jitters = noise > 0 and mesh.tp_size > 1
+    if jitters and model.config.attention_dropout:
+        raise ValueError(
+            f"parallelize: config.{mixture.jitter} and attention_dropout are both set; under "
+            f"tp={mesh.tp_size} the dropout of a rank's own heads would advance its random state, "
+            "from which all tp ranks must draw the same noise"
+        )
+    if jitters and not agreement:
+        raise ValueError(
+            f"parallelize: config.{mixture.jitter} is {noise}; the tp ranks must draw the same "
+            "noise, which agreement=False does not check"
+        )
+
+
+def check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tuple) -> None:
+    """The tp ranks must cut the same model: the same options, and the same weights."""
+    own = {"options": repr(options), "tied": repr(sorted(layout.tied.items()))}
+    for name, parameter in model.named_parameters():
+        digest = "meta" if parameter.is_meta else content_digest(parameter)
+        own[name] = f"{layout[name].shape} {parameter.dtype} {parameter.requires_grad} {digest}"
+    everyone = mesh.gather_objects(own)
+    for rank, other in enumerate(everyone):
+        differing = [n for n in {**everyone[0], **other} if other.get(n) != everyone[0].get(n)]
+        if differing:
+            name = differing[0]
+            raise DisagreementError(
+                f"parallelize: rank 0 and rank {rank} hold different models: {name} is "
+                f"{everyone[0].get(name)} on rank 0 and {other.get(name)} on rank {rank} (shape, "
+                f"dtype, requires_grad, digest); {len(differing)} differ in all. Load the same "
+                "weights, or seed equally, on every rank"
+            )

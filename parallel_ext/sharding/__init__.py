@@ -1,0 +1,1 @@
+"""Say which rank holds which part of a tensor, and move parts between layouts."""

@@ -1,0 +1,393 @@
+"""Where the elements of the logical tensors live: integers and names, no tensors.
+
+A *logical tensor* is a parameter of the unsharded HuggingFace model: its name and its full,
+unpadded shape. A *range* is half-open, ``(start, stop)``; a *box* is one range per dimension. A
+rank holds the boxes that :class:`TensorLayout` lists for it, joined along one dimension, and
+nothing else says where a tensor is: no shape of a shard is ever interpreted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from parallel_ext import _C
+from parallel_ext.ops.group import Range
+
+Box = tuple[Range, ...]
+
+
+def split(n: int, parts: int, multiple_of: int = 1) -> tuple[Range, ...]:
+    """Cut ``[0, n)`` into ``parts`` contiguous ranges, in order and balanced.
+
+    The ranges are balanced over ``ceil(n / multiple_of)`` units, of which only the last may be
+    short; the first ranges hold one unit more, and one is empty only when there are fewer units
+    than parts.
+
+    Args:
+        n: what is cut, for example vocabulary rows; at least 0.
+        parts: number of ranges, at least 1.
+        multiple_of: every boundary but the last is a multiple of this, at least 1.
+
+    Returns:
+        ``parts`` ranges; the same on every rank, since nothing but the arguments enters.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> split(65535, 2)
+        ((0, 32768), (32768, 65535))
+        >>> split(5, 4)
+        ((0, 2), (2, 3), (3, 4), (4, 5))
+        >>> split(100, 3, multiple_of=32)
+        ((0, 64), (64, 96), (96, 100))
+    """
+    boundaries = _C.split(n, parts, multiple_of)
+    return tuple(zip(boundaries[:-1], boundaries[1:], strict=True))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The number of elements of a box along each dimension."""
+    return tuple(stop - start for start, stop in box)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where one logical tensor lives on the ranks of a job.
+
+    The ranks that share a copy of a tensor are consecutive (tp and ep are the innermost sides of
+    their grids), so what rank r of the job holds is what rank ``r % period`` holds.
+
+    Attributes:
+        name: the HuggingFace name, for example ``model.embed_tokens.weight``.
+        shape: the logical shape, never padded.
+        dim: the dimension along which a rank's boxes are joined; None when every rank holds all.
+        held: for each of ``period`` ranks its boxes, in the order in which they lie in its shard;
+            empty when ``dim`` is None. Boxes of several ranks may coincide (replicated key-value
+            heads), but never overlap in part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    held: tuple[tuple[Box, ...], ...] = ()
+
+    @property
+    def period(self) -> int:
+        """The number of consecutive ranks that hold one copy."""
+        return max(1, len(self.held))
+
+    @property
+    def whole(self) -> Box:
+        """The box of the whole tensor."""
+        return tuple((0, size) for size in self.shape)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that ``rank`` holds, in the order in which they lie in its shard."""
+        return (self.whole,) if self.dim is None else self.held[rank % self.period]
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """The ranges of its boxes along ``dim``."""
+        return () if self.dim is None else tuple(box[self.dim] for box in self.boxes(rank))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of ``rank``'s shard: its boxes joined along ``dim``."""
+        if self.dim is None:
+            return self.shape
+        boxes = self.boxes(rank)
+        shape = list(box_shape(boxes[0]) if boxes else self.shape)
+        shape[self.dim] = sum(stop - start for start, stop in self.ranges(rank))
+        return tuple(shape)
+
+    @cached_property
+    def filled(self) -> tuple[tuple[int, Box], ...]:
+        """The ranks below ``period`` and each of their boxes that has an element."""
+        return tuple(
+            (rank, box)
+            for rank in range(self.period)
+            for box in self.boxes(rank)
+            if all(start < stop for start, stop in box)
+        )
+
+    @cached_property
+    def owners(self) -> dict[Box, int]:
+        """Each box and the lowest rank that holds it: it alone counts and sends its elements."""
+        owners: dict[Box, int] = {}
+        for rank in range(self.period):
+            for box in self.boxes(rank):
+                owners.setdefault(box, rank)
+        return owners
+
+    def owned(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of ``rank`` that no lower rank holds; over all ranks each element once."""
+        if rank >= self.period:
+            return ()
+        return tuple(box for box in self.boxes(rank) if self.owners[box] == rank)
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """The ranks below ``period`` whose shard equals that of ``rank``."""
+        own = self.boxes(rank)
+        return tuple(other for other in range(self.period) if self.boxes(other) == own)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(self.boxes(rank) == (self.whole,) for rank in range(self.period))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the logical tensor."""
+        return math.prod(self.shape)
+
+    def describe(self, rank: int) -> str:
+        """The shard in words, for messages: ``dimension 0 [32768, 65535) of (65535, 1024)``."""
+        if self.dim is None:
+            return f"all of {self.shape}"
+        pieces = ", ".join(f"[{start}, {stop})" for start, stop in self.ranges(rank))
+        return f"dimension {self.dim} {pieces or 'nothing'} of {self.shape}"
+
+    def cut_rows_again(self, groups: Sequence[Sequence[int]]) -> TensorLayout:
+        """The layout after the rows of each shard were dealt to the ranks that hold it alike.
+
+        As ``torch.chunk`` does, and FSDP by it: rows are indices of the shard's dimension 0, and
+        the last ranks may get fewer or none.
+
+        Args:
+            groups: ranks of the job that deal one shard among them, in order; every rank once.
+        """
+        nameless = replace(self, name="")  # the layers of a model are cut alike, and only once so
+        held = _cut_again(nameless, tuple(map(tuple, groups)))
+        return TensorLayout(self.name, self.shape, self.dim or 0, held)
+
+    def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
+        """The boxes of some rows of ``rank``'s shard."""
+        boxes, before = [], 0
+        for box in self.boxes(rank):
+            first, last = box[0]
+            inner = tuple(min(max(first + row - before, first), last) for row in (start, stop))
+            if self.dim:  # beside each other: all of them have these rows
+                boxes.append((inner, *box[1:]))
+                continue
+            if inner[0] < inner[1]:
+                boxes.append((inner, *box[1:]))
+            before += last - first
+        return tuple(boxes)
+
+
+@lru_cache(maxsize=64)
+def _cut_again(
+    layout: TensorLayout, groups: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Box, ...], ...]:
+    """What :meth:`TensorLayout.cut_rows_again` lets each rank hold."""
+    cut: dict[int, tuple[Box, ...]] = {}
+    for ranks in groups:
+        rows = layout.local_shape(ranks[0])[0]
+        at_once = -(-rows // len(ranks))
+        for number, rank in enumerate(ranks):
+            start, stop = (min(n * at_once, rows) for n in (number, number + 1))
+            cut[rank] = layout._rows_of(rank, start, stop)
+    return tuple(cut[rank] for rank in sorted(cut))
+
+
+def cut_ranges(
+    name: str, shape: tuple[int, ...], dim: int, ranges: Iterable[Iterable[Range]]
+) -> TensorLayout:
+    """The layout of a tensor of which each rank holds some ranges along ``dim``."""
+    whole = tuple((0, size) for size in shape)
+    held = tuple(
+        tuple((*whole[:dim], piece, *whole[dim + 1 :]) for piece in pieces) for pieces in ranges
+    )
+    return TensorLayout(name, shape, dim, held)
+
+
+def cut(name: str, shape: tuple[int, ...], dim: int, ranges: tuple[Range, ...]) -> TensorLayout:
+    """The layout of a tensor of which each rank holds one range along ``dim``."""
+    return cut_ranges(name, shape, dim, ((piece,) for piece in ranges))
+
+
+def cut_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> TensorLayout:
+    """The layout of a tensor that is cut along the same dimension at the same places."""
+    if other.dim is None:
+        return TensorLayout(name, shape)
+    ranges = (other.ranges(rank) for rank in range(other.period))
+    return cut_ranges(name, shape, other.dim, ranges)
+
+
+def cut_blocks(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    blocks: Sequence[int],
+    tp: int,
+    multiple_of: int = 1,
+) -> TensorLayout:
+    """The layout of a tensor that joins several along ``dim``: each rank holds a range of each.
+
+    Args:
+        name: of the tensor, for example a fused query, key and value.
+        shape: of the tensor.
+        dim: along which it was joined.
+        blocks: sizes of the joined tensors; they may differ, as with fewer key-value heads.
+        tp: number of ranks.
+        multiple_of: boundaries inside a block are multiples of this, for example of the head size.
+
+    Raises:
+        ValueError: the blocks do not add up to the tensor.
+
+    Example:
+        >>> cut_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).ranges(1)
+        ((4, 8), (9, 10), (11, 12))
+    """
+    if sum(blocks) != shape[dim]:
+        raise ValueError(
+            f"{name}: blocks {tuple(blocks)} add up to {sum(blocks)}, but dimension {dim} of "
+            f"{shape} is {shape[dim]}"
+        )
+    starts = accumulate(blocks, initial=0)
+    ranges = [
+        tuple((start + a, start + b) for a, b in split(size, tp, multiple_of))
+        for start, size in zip(starts, blocks, strict=False)
+    ]
+    return cut_ranges(name, shape, dim, zip(*ranges, strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file that is one index of a logical tensor, or some rows of one.
+
+    Attributes:
+        name: in the file, for example ``model.layers.0.block_sparse_moe.experts.3.w1.weight``.
+        source: the logical tensor, for example ``model.layers.0.mlp.experts.gate_up_proj``.
+        box: where it lies there.
+        index: whether the first range of ``box`` is one index, of a dimension that the part lacks.
+    """
+
+    name: str
+    source: str
+    box: Box
+    index: bool
+
+    def overlap(self, box: Box) -> Box | None:
+        """What the part has of a box of the logical tensor, in that tensor's numbers."""
+        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.box, box, strict=True))
+        return None if any(start >= stop for start, stop in both) else both
+
+    def inside(self, box: Box) -> Box:
+        """A box that the part has, in the part's own numbers."""
+        moved = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, self.box, strict=True))
+        return moved[1:] if self.index else moved
+
+    def layout(self, source: TensorLayout) -> TensorLayout:
+        """Where the part lives on the ranks."""
+        shape = box_shape(self.box)[self.index :]
+        if source.dim is None:
+            return TensorLayout(self.name, shape)
+        if shape == source.shape:
+            return replace(source, name=self.name)
+        held: list[tuple[Box, ...]] = [()] * source.period
+        for rank, box in source.filled:
+            if (overlap := self.overlap(box)) is not None:
+                held[rank] += (self.inside(overlap),)
+        return TensorLayout(self.name, shape, max(0, source.dim - self.index), tuple(held))
+
+
+@dataclass(frozen=True)
+class ModelLayout(Mapping[str, TensorLayout]):
+    """The layouts of all tensors of a model by HuggingFace name, tied aliases left out.
+
+    Attributes:
+        tensors: the layout of every logical tensor.
+        tied: name of an alias -> name of the tensor that it shares, for example
+            ``lm_head.weight`` -> ``model.embed_tokens.weight``.
+        parts: name of a tensor -> the tensors of a file that make it up; absent where the file
+            holds it as it is.
+        buffers: those of the names that are no parameters. Files hold them, but the model makes
+            them itself where a file does not.
+    """
+
+    tensors: Mapping[str, TensorLayout]
+    tied: Mapping[str, str]
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+
+    def parts_of(self, name: str) -> tuple[Part, ...]:
+        """The tensors of a file that make up ``name``; itself where there is no other."""
+        whole = Part(name, name, self[name].whole, index=False)
+        return self.parts.get(name, (whole,))
+
+    def in_files(self) -> ModelLayout:
+        """The same, tensor by tensor of a file."""
+        parts = (part for name in self for part in self.parts_of(name))
+        tensors = {part.name: part.layout(self[part.source]) for part in parts}
+        return replace(self, tensors=tensors, parts={})
+
+    @property
+    def period(self) -> int:
+        """The number of consecutive ranks that hold one copy of everything."""
+        return max(layout.period for layout in self.tensors.values())
+
+    def __getitem__(self, name: str) -> TensorLayout:
+        return self.tensors[self.tied.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """How the heads of an attention block are cut: ranges of heads for each tp rank.
+
+    Attributes:
+        query: contiguous ranges that cover all query heads.
+        key_value: the key-value heads that those query heads read; ranks whose query heads read
+            the same one hold equal ranges.
+    """
+
+    query: tuple[Range, ...]
+    key_value: tuple[Range, ...]
+
+
+def split_heads(num_heads: int, num_key_value_heads: int, tp_size: int) -> AttentionHeads:
+    """Cut attention heads so that every rank's query heads find their key-value heads locally.
+
+    Up to one rank per key-value head, whole groups stay together (9 query and 3 key-value heads on
+    2 ranks: 6 and 3). Beyond that the ranks are dealt to the key-value heads, which are replicated
+    on them, and each group's query heads are cut over its ranks.
+
+    Args:
+        num_heads: query heads of the model, a multiple of ``num_key_value_heads``.
+        num_key_value_heads: key-value heads of the model.
+        tp_size: number of ranks; at most ``num_heads``.
+
+    Raises:
+        ValueError: a rank would hold no query head, or the heads do not group.
+    """
+    group, rest = divmod(num_heads, num_key_value_heads)
+    if rest:
+        raise ValueError(
+            f"{num_heads} query heads are not a multiple of {num_key_value_heads} key-value heads"
+        )
+    if tp_size <= num_key_value_heads:
+        key_value = split(num_key_value_heads, tp_size)
+        return AttentionHeads(tuple((a * group, b * group) for a, b in key_value), key_value)
+    query: list[Range] = []
+    key_value_of: list[Range] = []
+    for head, (first_rank, last_rank) in enumerate(split(tp_size, num_key_value_heads)):
+        ranks = last_rank - first_rank
+        if ranks > group:
+            raise ValueError(
+                f"tp={tp_size} is more than {num_heads} query heads on {num_key_value_heads} "
+                f"key-value heads can serve: key-value head {head} would be spread over {ranks} "
+                f"ranks, but only {group} query heads read it"
+            )
+        for start, stop in split(group, ranks):
+            query.append((head * group + start, head * group + stop))
+            key_value_of.append((head, head + 1))
+    return AttentionHeads(tuple(query), tuple(key_value_of))

@@ -1,0 +1,225 @@
+"""From the shards of the ranks to rows of the logical tensors, at the rank that wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.layout import Box, Part, TensorLayout
+from parallel_ext.sharding.shards import shard_views
+
+STRIPE_BYTES = 8 << 20
+"""Size of the pieces in which tensors are read, converted and sent."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+class RowBlock(NamedTuple):
+    """Consecutive rows (indices of dimension 0) of a logical tensor; a scalar is one row.
+
+    Attributes:
+        layout: of the tensor.
+        start, stop: the rows, half-open.
+    """
+
+    layout: TensorLayout
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows as a tensor."""
+        return (self.stop - self.start, *self.layout.shape[1:]) if self.layout.shape else ()
+
+    def overlap(self, box: Box) -> Range | None:
+        """The block's rows of a box of the logical tensor; None where they share no element."""
+        first, last = box[0] if box else (0, 1)
+        rows = max(self.start, first), min(self.stop, last)
+        empty = rows[0] >= rows[1] or any(start == stop for start, stop in box[1:])
+        return None if empty else rows
+
+
+def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
+    """All rows of a tensor in blocks of at most ``STRIPE_BYTES``, or of one row.
+
+    Args:
+        layout: of the tensor.
+        itemsize: bytes of an element.
+
+    Returns:
+        Blocks in order; none for a tensor without elements.
+    """
+    if layout.numel == 0:
+        return []
+    num_rows = layout.shape[0] if layout.shape else 1
+    at_once = max(1, STRIPE_BYTES // (layout.numel // num_rows * itemsize))
+    return [
+        RowBlock(layout, start, min(start + at_once, num_rows))
+        for start in range(0, num_rows, at_once)
+    ]
+
+
+def part_views(
+    shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """What ``rank`` holds of a part: boxes of the part, each with its place in the ``shard``."""
+    for box, view in shard_views(shard, layout, rank):
+        if (overlap := part.overlap(box)) is None:
+            continue
+        places = (slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, box, strict=True))
+        place = view[tuple(places)] if box else view
+        yield part.inside(overlap), place[0] if part.index else place
+
+
+def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int) -> torch.Tensor:
+    """``rank``'s shard of a part, inside of its ``shard`` of the whole."""
+    pieces = [view for _, view in part_views(shard, layout, part, rank)]
+    if len(pieces) == 1:
+        return pieces[0]
+    at = part.layout(layout)
+    return torch.cat(pieces, at.dim) if pieces else shard.new_empty(at.local_shape(rank))
+
+
+def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
+    """The boxes that one rank sends to another: those that no lower rank holds, nor it itself."""
+    owned = layout.owned(sender)
+    if not owned:  # as of most replicas
+        return []
+    at_receiver = set(layout.boxes(receiver))
+    return [box for box in owned if box not in at_receiver]
+
+
+def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
+    """Whether a :class:`Swap` to ``receiver`` reads the shard of ``rank``."""
+    return rank == receiver or bool(_sent(layout, rank, receiver))
+
+
+def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
+    """The part of the block's ``rows`` that ``box`` fills; None if there is none."""
+    if (overlap := block.overlap(box)) is None:
+        return None
+    if not box:  # a scalar
+        return rows
+    columns = (slice(start, stop) for start, stop in box[1:])
+    return rows[(slice(overlap[0] - block.start, overlap[1] - block.start), *columns)]
+
+
+def _rows_in(block: RowBlock, box: Box, view: torch.Tensor) -> torch.Tensor | None:
+    """The block's rows of a box, out of the ``view`` of all its rows; None if there are none."""
+    if (overlap := block.overlap(box)) is None:
+        return None
+    return view[overlap[0] - box[0][0] : overlap[1] - box[0][0]] if box else view
+
+
+class Swap:
+    """Rows of logical tensors on their way to the ranks that want them.
+
+    Making it takes memory and may fail; :meth:`run` communicates. A rank that failed before the
+    others run would leave them waiting, so :meth:`Ranks.together` belongs around each of the two.
+
+    Every rank of the job makes and runs it with the same ``wanted``. Each element is sent once, or
+    not at all where the rank that wants it holds it.
+
+    Args:
+        values: this rank's shard of every tensor that is wanted, by name; any device.
+        wanted: for each rank its blocks; ranks behind the last want nothing.
+        out: contiguous CPU tensors of the shapes of this rank's blocks, to be filled.
+        mesh: the ranks.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        wanted: Sequence[Sequence[RowBlock]],
+        out: Sequence[torch.Tensor],
+        mesh: Ranks,
+    ) -> None:
+        self._mesh = mesh
+        self._outgoing: list[tuple[int, memoryview]] = []
+        self._incoming: list[tuple[int, memoryview]] = []
+        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for receiver, blocks in enumerate(wanted):
+            for index, block in enumerate(blocks):
+                shard = values[block.layout.name]
+                if receiver == mesh.rank:
+                    self._take_own(block, shard, out[index])
+                    self._expect(block, out[index])
+                else:
+                    self._send(block, shard, receiver)
+
+    def _take_own(self, block: RowBlock, shard: torch.Tensor, out: torch.Tensor) -> None:
+        for box, view in shard_views(shard, block.layout, self._mesh.rank):
+            if (rows := _rows_in(block, box, view)) is not None:
+                _place(block, box, out).copy_(rows)
+
+    def _send(self, block: RowBlock, shard: torch.Tensor, receiver: int) -> None:
+        boxes = _sent(block.layout, self._mesh.rank, receiver)
+        if not boxes:
+            return
+        for box, view in shard_views(shard, block.layout, self._mesh.rank):
+            if box in boxes and (rows := _rows_in(block, box, view)) is not None:
+                self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
+
+    def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
+        owners = block.layout.owners.items()
+        senders = dict.fromkeys(rank for box, rank in owners if block.overlap(box) is not None)
+        for sender in senders:
+            for box in _sent(block.layout, sender, self._mesh.rank):
+                if (place := _place(block, box, out)) is None:
+                    continue
+                received = place if place.is_contiguous() else place.new_empty(place.shape)
+                self._incoming.append((sender, bytes_of(received)))
+                if received is not place:
+                    self._strided.append((place, received))
+
+    def run(self) -> None:
+        """Exchange the rows; ``out`` is filled afterwards.
+
+        Raises:
+            PeerLostError: a rank did not do its part; see :meth:`Ranks.swap`.
+        """
+        self._mesh.swap(self._outgoing, self._incoming)
+        for place, received in self._strided:
+            place.copy_(received)
+
+
+def gather_tensor(
+    value: torch.Tensor,
+    layout: TensorLayout,
+    mesh: Mesh,
+    receivers: Collection[int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Assemble one full tensor on some ranks from the shards.
+
+    Every rank of the job calls it, for the same tensors in the same order. The full tensor is the
+    only large memory that a receiver needs.
+
+    Args:
+        value: this rank's shard of the logical tensor, of ``layout.local_shape(mesh.rank)``; any
+            dtype, the same on all ranks, any device. The parameter, its gradient, or what else has
+            an element for each of its.
+        layout: where the logical tensor lives.
+        mesh: the ranks.
+        receivers: the ranks that get the tensor.
+        out: on a receiver, where to put it: a CPU tensor of ``layout.shape``; a new one when None.
+
+    Returns:
+        ``out`` on the receivers; None on the others.
+    """
+    shard, full = value.detach(), None
+    if mesh.rank in receivers:
+        full = torch.empty(layout.shape, dtype=shard.dtype, device="cpu") if out is None else out
+    for block in row_blocks(layout, shard.element_size()):
+        wanted = [[block] if rank in receivers else [] for rank in range(mesh.world_size)]
+        rows = [] if full is None else [full[block.start : block.stop] if layout.shape else full]
+        Swap({layout.name: shard}, wanted, rows, mesh).run()
+    return full

@@ -1,0 +1,176 @@
+"""What a ``state_dict()`` holds of a parallel model: shards that know their place, and a marker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from parallel_ext.sharding.layout import Box, TensorLayout, box_shape
+
+
+def shard_views(
+    shard: torch.Tensor, layout: TensorLayout, rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
+    start = 0
+    for box in layout.boxes(rank):
+        if layout.dim is None:
+            yield box, shard
+            continue
+        size = box[layout.dim][1] - box[layout.dim][0]
+        yield box, shard.narrow(layout.dim, start, size)
+        start += size
+
+
+# What these return lies where their arguments lie; of other results nothing is known.
+_COPIES = {
+    *(torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory),
+    *(torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.contiguous, torch.clone),
+    *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16),
+    *(torch.empty_like, torch.zeros_like),
+}
+_ELEMENTWISE = {  # as in averages over time; by name, since each has several
+    *("add", "sub", "mul", "div", "lerp", "__add__", "__radd__", "__sub__", "__rsub__"),
+    *("__mul__", "__rmul__", "__truediv__"),
+}
+
+
+class _InStateDict(torch.Tensor):
+    """A tensor with attributes, which its copies have too; files hold it as a plain one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and type(result) is not cls:
+                known = cls._known(func, args)
+                if known is not None:
+                    result = result.as_subclass(cls)
+                    vars(result).update(known)
+        return result
+
+    @classmethod
+    def _known(cls, func: Any, args: tuple[Any, ...]) -> dict[str, Any] | None:
+        """The attributes of what a function returns; None where nothing is known of it."""
+        if func in _COPIES:
+            return vars(args[0])
+        if getattr(func, "__name__", "") not in _ELEMENTWISE:
+            return None
+        tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 0]
+        first = tensors[0]
+        alike = all(isinstance(t, cls) and vars(t) == vars(first) for t in tensors)
+        return vars(first) if alike else None
+
+    def plain(self) -> torch.Tensor:
+        """The same memory as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return repr(self.plain())
+
+
+class LocalShard(_InStateDict):
+    """What one rank holds of a parameter, or of an optimizer's state of it.
+
+    ``shape`` and values are those of the shard. ``torch.distributed.checkpoint`` writes and reads
+    it by its place in the full tensor, so that another layout can load it. Copies, and sums and
+    products of shards of one place, know it too; results of other functions and what
+    ``torch.save`` has written are plain tensors.
+
+    Attributes:
+        place: where the full tensor lies.
+        rank: whose shard this is.
+    """
+
+    place: TensorLayout
+    rank: int
+
+    @staticmethod
+    def of(shard: torch.Tensor, place: TensorLayout, rank: int) -> LocalShard:
+        """Make one of a plain tensor, whose memory it shares."""
+        made = shard.detach().as_subclass(LocalShard)
+        made.place, made.rank = place, rank
+        return made
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The size of the full tensor, which DCP compares with that of the saved one."""
+        full = torch.Size(self.place.shape)
+        return full if dim is None else full[dim]
+
+    def _boxes(self) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes that have elements, each with the part of this shard that it is."""
+        views = shard_views(self.plain(), self.place, self.rank)
+        return [(box, view) for box, view in views if view.numel() > 0]
+
+    # As torch.distributed._checkpointable asks for.
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [_chunk(box) for box, _ in self._boxes()]
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        return [
+            _write_item(name, "SHARD", box, view, self.place.shape) for box, view in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        starts = {tuple(start for start, _ in box): view for box, view in self._boxes()}
+        return starts[tuple(index.offset)]
+
+
+class Unplaced(_InStateDict):
+    """What a rank holds of a state whose elements are no elements of a parameter."""
+
+    def __create_chunk_list__(self) -> list[Any]:
+        raise RuntimeError(
+            "torch.distributed.checkpoint: a state of this optimizer has another shape than the "
+            "shard of its parameter, so its place in a full tensor is unknown; it would be lost"
+        )
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        return self.__create_chunk_list__()
+
+
+class Marker(_InStateDict):
+    """Which rank's shards stand beside it, in numbers, which DCP never reads over those of now."""
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return []
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        return [_write_item(name, "TENSOR", ((0, len(self)),), self.plain(), self.shape)]
+
+    def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
+        return self.plain()
+
+
+def _chunk(box: Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(
+        offsets=torch.Size(start for start, _ in box), sizes=torch.Size(box_shape(box))
+    )
+
+
+def _write_item(name: str, kind: str, box: Box, view: torch.Tensor, shape: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = _chunk(box)
+    return WriteItem(
+        index=MetadataIndex(name, chunk.offsets),
+        type=WriteItemType[kind],
+        tensor_data=TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties.create_from_tensor(view),
+            size=torch.Size(shape),
+        ),
+    )

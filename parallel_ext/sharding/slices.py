@@ -1,0 +1,91 @@
+"""Where the states of an optimizer lie: as their parameter, or as its rows or columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from parallel_ext.sharding.layout import Box, TensorLayout
+
+_ROWS, _COLUMNS = -2, -1  # dimensions of a matrix, or of the matrices of a stack
+_REDUCED = {"row_var": _COLUMNS, "col_var": _ROWS}  # states of Adafactor
+
+
+def is_reduced(key: str) -> bool:
+    """Whether Adafactor's state of this name has one number for all of a dimension."""
+    return key in _REDUCED
+
+
+def layout_of_state(key: str, parameter: TensorLayout) -> TensorLayout:
+    """Return where a state of a parameter lies, by its name in the optimizer.
+
+    Example:
+        >>> layout_of_state("row_var", TensorLayout("weight", (5, 4))).shape
+        (5, 1)
+        >>> layout_of_state("exp_avg", TensorLayout("weight", (5, 4))).shape
+        (5, 4)
+    """
+    return reduced(parameter, _REDUCED[key]) if is_reduced(key) else parameter
+
+
+def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
+    """Cut ``rank``'s shard out of a tensor of the full logical shape; always a copy."""
+    if tuple(tensor.shape) != layout.shape:
+        raise ValueError(
+            f"{layout.name}: expected the full shape {layout.shape}, got {tuple(tensor.shape)}"
+        )
+    if layout.dim is None:
+        return tensor.clone()
+    pieces = [tensor[tuple(slice(*piece) for piece in box)] for box in layout.boxes(rank)]
+    if not pieces:
+        return tensor.new_empty(layout.local_shape(rank))
+    return torch.cat(pieces, layout.dim).contiguous()
+
+
+def is_cut_along(layout: TensorLayout, dim: int) -> bool:
+    """Whether some rank holds only a part of dimension ``dim``."""
+    return any(box[dim] != (0, layout.shape[dim]) for boxes in layout.held for box in boxes)
+
+
+def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
+    """Where a tensor lives that has one number for all of ``dim``, such as the mean over it.
+
+    Ranks that hold different parts of ``dim`` hold this number alike.
+
+    Example:
+        >>> layout = TensorLayout("weight", (5, 4), 0, ((((0, 3), (0, 4)),), (((3, 5), (0, 4)),)))
+        >>> reduced(layout, 1).local_shape(1), reduced(layout, 0).local_shape(1)
+        ((2, 1), (1, 4))
+    """
+    dim %= len(layout.shape)
+
+    def one_of(box: Box) -> Box:
+        return (*box[:dim], (0, 1), *box[dim + 1 :])
+
+    shape = (*layout.shape[:dim], 1, *layout.shape[dim + 1 :])
+    whole = TensorLayout(layout.name, shape)
+    held = tuple(tuple(dict.fromkeys(map(one_of, boxes))) for boxes in layout.held)
+    if all(box == whole.whole for boxes in held for box in boxes):
+        return whole
+    # What is cut along two dimensions is cut along the first, too: FSDP deals rows.
+    return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or gradient: of a DTensor its local tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return what a rank holds of a tensor as a DTensor if ``parameter`` is one, else as it is."""
+    if not hasattr(parameter, "to_local"):
+        return local
+    return type(parameter.data).from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,1 @@
+"""Tools of a training loop around a parallel model."""

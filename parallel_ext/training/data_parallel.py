@@ -1,0 +1,349 @@
+"""Data parallelism with sharded gradients and parameters: FSDP2, told what a parallel model is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel_ext import ops
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.interplay.refusals import called_by_this_package
+from parallel_ext.nn.fsdp_gradients import HeldGradients
+from parallel_ext.nn.linear import ColumnParallelLinear
+from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shards
+from parallel_ext.nn.stale_parameters import remember, replaced_by
+from parallel_ext.ops import Group
+from parallel_ext.parallel.state import ParallelState, model_of, state_of
+from parallel_ext.sharding.layout import TensorLayout
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
+    """Let the dp ranks of a parallel model train one model together, in place.
+
+    Every rank calls it, after :func:`parallel_ext.parallelize` (and after adapters were added), and
+    before the optimizer is built. Every dp rank then trains on its own batches. The gradients that
+    ``backward()`` leaves are those of the loss of all of them; each rank holds its rows of them,
+    and of the optimizer's state, as DTensors. Dense parameters are dealt to the dp ranks, experts
+    to the edp ranks; trainable parameters of adapters stay whole, and their gradients are averaged
+    at the end of ``backward()``: in one flat all-reduce, and one more for those of experts. With
+    ``mesh.dp_size == 1`` nothing changes.
+
+    Args:
+        model: a parallel model, perhaps inside PEFT's.
+        mesh: the mesh that it was made parallel with.
+        zero: 2 keeps the gathered parameters from forward to backward; 3 gathers them again.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the model was not parallelized before.
+        ValueError: another mesh, another stage, or a model that is data parallel already; on all
+            ranks.
+        RuntimeError: torch is older than 2.13.
+        CollectiveTimeout: not all ranks called it.
+
+    Source: ``torch.distributed.fsdp.fully_shard``; the stages are those of ZeRO (arXiv 1910.02054).
+
+    Example:
+        >>> model = data_parallel(model, mesh, zero=3)  # doctest: +SKIP
+    """
+    mesh.meet("data_parallel")
+
+    def prepare() -> tuple[nn.Module, ParallelState]:
+        _check_torch()
+        own, state = model_of(model), state_of(model)
+        if state.mesh is not mesh:
+            raise ValueError(f"data_parallel: this model was parallelized with {state.mesh!r}")
+        if zero not in (2, 3):
+            raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
+        if state.zero is not None:
+            raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
+        if state.reduced_by_caller:
+            raise ValueError("data_parallel: px.no_data_parallel was called on this model")
+        return own, state
+
+    own, state = mesh.together("data_parallel", prepare)
+    if mesh.dp_size > 1:
+        with called_by_this_package():
+            _shard(own, state, zero)
+        if state.table.skips is not None:
+            owner, _, method = state.table.skips.rpartition(".")
+            setattr(own.get_submodule(owner), method, RunsOnAny(mesh))
+        for module in {own, model}:  # perhaps inside PEFT's
+            module.zero_grad = MethodType(_zero_grad, module)
+    state.zero = zero
+    return model
+
+
+def no_data_parallel(model: M) -> M:
+    """Say that the caller averages gradients over the dp ranks, so that training is not refused.
+
+    Without :func:`data_parallel` each dp rank would train a model of its own. The loss of a dp rank
+    is its share of that of the job times the number of dp ranks, so that the mean of the dp ranks'
+    gradients is the gradient of the job: all-reduce every ``.grad`` over ``mesh.dp`` and divide by
+    ``mesh.dp_size`` before ``optimizer.step()``. Every rank calls it. With ``mesh.dp_size == 1``
+    nothing changes.
+
+    Args:
+        model: a parallel model, perhaps inside PEFT's.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the model was not parallelized.
+        ValueError: it is data parallel already, or a mixture whose experts are sharded over ranks
+            of several dp ranks, whose gradients only ``data_parallel`` can sum; on every rank.
+        CollectiveTimeout: not all ranks called it.
+
+    Example:
+        >>> model = no_data_parallel(model)  # doctest: +SKIP
+    """
+    state = state_of(model)
+    mesh, what = state.mesh, "no_data_parallel"
+    mesh.meet(what)
+    if state.zero is not None:
+        raise ValueError(f"{what}: px.data_parallel was called on this model")
+    if state.experts_span_dp:
+        raise ValueError(
+            f"{what}: at dp={mesh.dp_size}, tp={mesh.tp_size}, ep={mesh.ep_size} gradients of "
+            "experts have parts on several dp ranks; use px.data_parallel(model, mesh)"
+        )
+    state.reduced_by_caller = True
+    return model
+
+
+def _check_torch() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise RuntimeError(
+            f"data_parallel needs the fully_shard of torch 2.13 or newer; this is torch "
+            f"{torch.__version__}"
+        )
+
+
+def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
+    # torch.distributed.fsdp takes longer to import than all of this package
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = state.mesh
+    before = {name: (parameter, layout) for name, parameter, layout in named_shards(model)}
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, ExpertParallelExperts)
+        for parameter in module.parameters(recurse=False)
+    }
+    cut_over = _cut_over(model, mesh)
+    averaged: dict[Group, list[tuple[str, nn.Parameter]]] = {}
+    outside, dealt_elsewhere = set(), set()
+    for name, (parameter, _) in before.items():
+        # A frozen adapter may be trained later; other experts than ours are not there to average.
+        adapts = state.adapted and (parameter.requires_grad or _is_factor(name))
+        averages = adapts and id(parameter) not in experts
+        if parameter.numel() == 0:  # which FSDP cannot flatten
+            outside.add(parameter)
+            if not averages:
+                dealt_elsewhere.add(name)
+        elif averages:
+            outside.add(parameter)
+            group = mesh.dp if cut_over[id(parameter)] == mesh.tp_size else mesh.edp
+            averaged.setdefault(group, []).append((name, parameter))
+    halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
+    options = {
+        "reshard_after_forward": zero == 3,
+        "ignored_params": outside,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None),
+    }
+    dense, of_experts = _device_mesh(mesh, mesh.tp_size), _device_mesh(mesh, mesh.ep_size)
+    for path in (state.table.layers, *state.table.towers):
+        for layer in model.get_submodule(path):
+            for module in layer.modules():
+                # Also where edp_size is 1: no optimizer takes plain tensors and DTensors at once.
+                if isinstance(module, ExpertParallelExperts):
+                    fully_shard(module, mesh=of_experts, **options)
+            fully_shard(layer, mesh=dense, **options)
+    fully_shard(model, mesh=dense, **options)
+    _name_lost_ranks(model, mesh)
+    _record(model, state, before, cut_over, dealt_elsewhere)
+    state.held = HeldGradients(model)
+    model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
+    model.register_forward_hook(_AfterForward(state))  # after FSDP's own
+    if state.partials is not None:
+        for module in model.modules():
+            if "partials" in vars(module):  # what PEFT trains whole is a copy, and has its own
+                module.partials = state.partials
+        # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
+        state.partials.sum_at_once(_of_parts(model))
+        for group, parameters in averaged.items():
+            state.partials.average(parameters, group)
+
+
+def _cut_over(model: nn.Module, mesh: Mesh) -> dict[int, int]:
+    """id of each parameter -> how many consecutive ranks hold one copy of it."""
+    return {
+        id(parameter): module.group.size if isinstance(module, ShardedModule) else mesh.tp_size
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _of_parts(model: nn.Module) -> Iterator[str]:
+    """Names of the model's own parameters whose gradients are sums over tp ranks."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1:
+            yield from (layout.name for layout in module.layouts.values())
+        elif "used_in_parts" in vars(module):
+            yield from module.used_in_parts.names(module)
+
+
+def _is_factor(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, by its name in PEFT."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """The class's own, on the shards: between forward and backward it would find other parameters,
+    and leave the gradients of the step before."""
+    to_shards(model)
+    type(model).zero_grad(model, set_to_none)
+
+
+class _BeforeForward:
+    """A forward pre-hook that lets training go on after a backward has raised.
+
+    FSDP would otherwise wait for the end of that one, and leave gradients unreduced for good.
+    """
+
+    def __init__(self, state: ParallelState) -> None:
+        self._state = state
+
+    def __call__(self, model: nn.Module, args: object) -> None:
+        if self._state.held.backward_broke_off():
+            model.reset_iter_state()
+            self._state.held.drop()
+
+
+class _AfterForward:
+    """A forward hook that keeps an optimizer from training what FSDP has gathered.
+
+    With stage 2, and for the root always, FSDP leaves gathered parameters in the place of the
+    shards until backward, where an optimizer that is built then would find them.
+    """
+
+    def __init__(self, state: ParallelState) -> None:
+        self._state, self._told = state, False
+
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
+        if not self._told:
+            self._told = True
+            reason = "was built between forward and backward, and holds what FSDP had gathered"
+            for name, parameter in model.named_parameters():
+                if name in self._state.dealt and not hasattr(parameter, "to_local"):
+                    remember(parameter, name, reason)
+        if not torch.is_grad_enabled() and not self._state.generates:
+            to_shards(model)
+        for tensor in output if isinstance(output, tuple) else output.values():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        self._state.held.drop_if_forgotten()
+        self._state.partials.open()
+        # after FSDP's own callback, which it has queued by now
+        torch.autograd.Variable._execution_engine.queue_callback(
+            self._state.held.check_end_of_backward
+        )
+
+
+class RunsOnAny:
+    """Whether parts of the model run that a batch may not need: where one of the dp ranks needs it.
+
+    FSDP gathers and reduces with all of them; called once a forward, one all-gather over dp.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, *needed: bool) -> tuple[bool, ...]:
+        own = torch.tensor(needed, dtype=torch.float32, device=self._mesh.device)
+        sizes = [len(needed)] * self._mesh.dp_size
+        everyone = ops.gather_from_tp(own, sizes, self._mesh.dp)
+        return tuple((everyone.view(-1, len(needed)).sum(0) > 0).tolist())
+
+
+def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
+    """The ranks that hold a shard alike, when ``inner`` consecutive ones hold one copy."""
+    process_group = mesh.process_groups[mesh.group_of_columns(inner).name]
+    return DeviceMesh.from_group(process_group, mesh.device.type)
+
+
+def _name_lost_ranks(model: nn.Module, mesh: Mesh) -> None:
+    """Let FSDP's collectives raise as those of this package do, with the ranks that are missing."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            of_experts = isinstance(module, ExpertParallelExperts)
+            group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
+            module.set_custom_all_gather(_Collective(dist.all_gather_into_tensor, mesh, group))
+            module.set_custom_reduce_scatter(_Collective(dist.reduce_scatter_tensor, mesh, group))
+
+
+class _Collective:
+    """A collective as FSDP calls it, whose error names the ranks that are missing."""
+
+    def __init__(self, plain: Callable[..., dist.Work | None], mesh: Mesh, group: Group) -> None:
+        self._plain, self._mesh, self._group = plain, mesh, group
+
+    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
+    ) -> dist.Work | None:
+        return self._mesh.communicate(
+            self._group,
+            "training with data_parallel",
+            lambda: self._plain(output_tensor, input_tensor, **options),
+        )
+
+
+def _record(
+    model: nn.Module,
+    state: ParallelState,
+    before: dict[str, tuple[nn.Parameter, TensorLayout]],
+    cut_over: dict[int, int],
+    dealt_elsewhere: set[str],
+) -> None:
+    """Write down what each rank holds now; the same on all ranks, also of what is empty here."""
+    mesh, layout = state.mesh, state.layout
+    tensors = dict(layout.tensors)
+    after, dealt_names = dict(model.named_parameters()), set()
+    for name, (old, whole) in before.items():
+        if after[name] is old and name not in dealt_elsewhere:
+            continue
+        dealt = whole.cut_rows_again(mesh.columns(cut_over[id(old)]))
+        path, _, attribute = name.rpartition(".")
+        # Of the module: what the parameter itself carries is lost by ``model.to``.
+        vars(model.get_submodule(path)).setdefault("dealt_layouts", {})[attribute] = dealt
+        logical = layout.tied.get(dealt.name, dealt.name)
+        if logical in tensors:
+            tensors[logical] = dealt
+        if after[name] is not old:
+            remember(old, name, replaced_by("px.data_parallel"))
+            dealt_names.add(name)
+    state.dealt = frozenset(dealt_names)
+    state.layout = replace(layout, tensors=tensors)

@@ -1,0 +1,116 @@
+"""Loss scaling for fp16: all ranks skip a step, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parallel_ext import ops
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh, check_mesh
+from parallel_ext.sharding.slices import local_part
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a parallel model: what overflows on one rank counts on all.
+
+    An infinity in one rank's shard would else let that rank skip the step and lower its scale while
+    the others step. torch's own does the same once a model is parallel; this one says which mesh.
+
+    Every rank makes it and calls ``scale``, ``unscale_``, ``step`` and ``update``, which do what
+    they do in torch; ``px.clip_grad_norm_`` belongs after ``unscale_``. Three numbers travel for
+    each optimizer and step, in one all-gather over tp and one over dp. After ``data_parallel`` or
+    without it alike.
+
+    Args:
+        mesh: the ranks of the model, and their device.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of
+            ``torch.amp.GradScaler``; the same on all ranks.
+
+    Raises:
+        DisagreementError: by ``unscale_`` or ``step``, on all ranks: their scales differ.
+        CollectiveTimeout: by the same: not all ranks called it.
+
+    Example:
+        >>> scaler = GradScaler(mesh)  # doctest: +SKIP
+        >>> scaler.scale(model(**batch).loss).backward()  # doctest: +SKIP
+        >>> scaler.step(optimizer)  # doctest: +SKIP
+        >>> scaler.update()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        check_mesh("GradScaler", mesh)
+        self._mesh = mesh
+        device = mesh.device.type
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        return unscale_on_all_ranks(self, self._mesh, optimizer, *args)
+
+
+def unscale_on_all_ranks(
+    scaler: torch.amp.GradScaler,
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """Unscale the gradients of an optimizer, and find out whether those of any rank overflow.
+
+    It stands for ``torch.amp.GradScaler._unscale_grads_``, which all of torch's methods call, also
+    for optimizers that unscale in their own kernel. Every rank calls it.
+
+    Args:
+        scaler: whose scale is compared over the ranks.
+        mesh: the ranks.
+        optimizer: whose gradients are unscaled in place.
+        inv_scale: what they are multiplied with.
+        found_inf: a scalar of 0.
+        allow_fp16: whether gradients may be in fp16.
+
+    Returns:
+        The device -> 1 if a gradient of any rank is not finite, else 0.
+
+    Raises:
+        ValueError: gradients are in fp16.
+        DisagreementError: the ranks' scales differ; on all ranks.
+        CollectiveTimeout: not all ranks called it.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad)
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    if torch.float16 in by_dtype and not allow_fp16:
+        raise ValueError(
+            "GradScaler: gradients in fp16 cannot be unscaled without loss; keep the "
+            "parameters in fp32 and compute in fp16 by torch.autocast"
+        )
+    for gradients in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+    mesh.meet("GradScaler.unscale_")
+    own = torch.stack([found_inf, scaler._scale, -scaler._scale])
+    for group in (mesh.tp, mesh.dp):
+        own = ops.gather_from_tp(own, [3] * group.size, group).view(-1, 3).amax(0)
+    anywhere, largest, smallest = own[0], own[1], -own[2]
+    if largest != smallest:
+        raise DisagreementError(
+            f"GradScaler: the ranks' scales differ, from {smallest.item():g} to "
+            f"{largest.item():g}; make it alike on all ranks, and load the same state"
+        )
+    return {found_inf.device: anywhere}

@@ -1,0 +1,170 @@
+"""The gradients of a parallel model: their norm, and accumulation over several backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import local_part
+
+LaidOut = tuple[torch.Tensor, TensorLayout]
+"""What this rank holds of a parameter or its gradient, and where the full tensor lies."""
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backwards leave partial gradients unsummed; the next backward outside sums them.
+
+    For gradient accumulation: one sum for all micro-batches. Every rank must use it alike. Between
+    the backwards the ``.grad`` of parameters with partial gradients is incomplete. What waits is
+    dropped by an exception and by ``zero_grad()``, but not by ``zero_grad(set_to_none=False)``.
+
+    Args:
+        model: a parallel model. After ``data_parallel`` the sums over its ranks wait as well, and
+            the gradients of whole parameters are kept meanwhile.
+
+    Example:
+        >>> with no_sync(model):  # doctest: +SKIP
+        ...     model(**first_half).loss.backward()
+        >>> model(**second_half).loss.backward()  # doctest: +SKIP
+    """
+    state, own = state_of(model), model_of(model)
+    with nullcontext() if state.partials is None else state.partials.no_sync():
+        if state.held is None:
+            yield
+            return
+        own.set_requires_gradient_sync(False)
+        try:
+            yield
+            state.held.anchor()
+        except BaseException:
+            state.held.drop()
+            raise
+        finally:
+            own.set_requires_gradient_sync(True)
+
+
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the gradients of a parallel model by the norm that the single-process model has.
+
+    Every rank calls it. Of what several ranks hold alike, the lowest of them counts it; with dp > 1
+    that is right after ``data_parallel``, or once the gradients were averaged.
+    ``torch.nn.utils.clip_grad_norm_`` does the same with ``model.parameters()``.
+
+    Args:
+        model: a parallel model, wrapped or not.
+        max_norm: the largest norm that is left unchanged.
+        norm_type: order of the norm, a positive number or ``inf``.
+        error_if_nonfinite: raise instead of scaling by NaN or infinity.
+
+    Returns:
+        The norm before clipping, a scalar; the same bits on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
+        CollectiveTimeout: not all ranks called it.
+
+    Source: ``torch.nn.utils.clip_grad_norm_``, whose arithmetic it follows.
+    """
+    to_shards(model)
+    gradients = [
+        (local_part(parameter.grad), layout)
+        for _, parameter, layout in named_shards(model)
+        if parameter.grad is not None
+    ]
+    mesh, what = state_of(model).mesh, "clip_grad_norm_"
+    norm = total_norm({mesh: gradients}, [], norm_type, error_if_nonfinite, what)
+    scale_to_norm([gradient for gradient, _ in gradients], max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def total_norm(
+    tensors: Mapping[Mesh, Sequence[LaidOut]],
+    beside: Sequence[torch.Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    what: str,
+) -> torch.Tensor:
+    """Compute the norm of full tensors of which each rank holds its shards; every rank calls it.
+
+    Args:
+        tensors: of each mesh, of which there is at least one.
+        beside: tensors of no parallel model, which all ranks hold equal.
+        norm_type: its order, a positive number or ``inf``.
+        error_if_nonfinite: raise where it is not finite.
+        what: the call, for errors.
+
+    Returns:
+        A scalar in fp32, in fp64 where a tensor is; the same bits on every rank.
+
+    Raises:
+        ValueError: another order.
+        DisagreementError: the ranks hold other values of ``beside``; on all ranks.
+        RuntimeError: it is not finite; on all ranks.
+        CollectiveTimeout: not all ranks called it.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"{what}: norm_type must be a positive number or inf, got {norm_type}")
+    infinite = norm_type == float("inf")
+
+    def power_of(tensor: torch.Tensor) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
+        return norm if infinite else norm**norm_type
+
+    def joined(powers: torch.Tensor) -> torch.Tensor:
+        return powers.amax(0) if infinite else powers.sum(0)
+
+    powers, everything = [], list(beside)
+    for mesh, held in tensors.items():
+        mesh.meet(what)
+        everything += [tensor for tensor, _ in held]
+        own = [t for t, layout in held if t.numel() > 0 and layout.owned(mesh.rank)]
+        zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        of_rank = torch.stack(
+            [joined(torch.stack([zero, *map(power_of, of)])) for of in (own, beside)]
+        )
+        for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
+            ranks = ops.gather_from_tp(of_rank, [2] * group.size, group).view(-1, 2)
+            bits = ranks[:, 1].contiguous().view(torch.int64)  # NaN equals itself
+            if beside and (bits != bits[0]).any():
+                raise DisagreementError(
+                    f"{what}: the gradients of parameters that belong to no parallel model differ "
+                    "between the ranks, so that each would clip by another norm; average them first"
+                )
+            of_rank = torch.stack([joined(ranks[:, 0]), ranks[0, 1]])
+        powers.append(joined(of_rank))
+        beside = []
+    norm = joined(torch.stack(powers))
+    norm = norm if infinite else norm ** (1.0 / norm_type)
+    wide = any(tensor.dtype == torch.float64 for tensor in everything)
+    norm = norm.to(torch.float64 if wide else torch.float32)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"{what}: the gradients' norm of order {norm_type} is {norm.item()}; pass "
+            "error_if_nonfinite=False to scale by it all the same"
+        )
+    return norm
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients of the norm ``norm`` in place, so that it is at most ``max_norm``."""
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))

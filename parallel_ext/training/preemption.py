@@ -1,0 +1,68 @@
+"""Ending a job that is told to go, at the same step on all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from torch import nn
+
+from parallel_ext.parallel.state import state_of
+
+# Plain flags: an Event takes a lock to be set, and a second signal comes while the first has it.
+_told = False  # that this process was sent a SIGTERM
+_listening = False
+
+
+def _listen() -> None:
+    """Have SIGTERM set the flag, and then do what it did before unless that was to end."""
+    global _listening
+    before, listener = signal.getsignal(signal.SIGTERM), os.getpid()
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != listener:  # a forked process, such as one that loads data, is to end
+            signal.signal(number, before or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        global _told
+        _told = True
+        if callable(before):
+            before(number, frame)
+
+    try:
+        signal.signal(signal.SIGTERM, tell)
+    except ValueError:
+        raise RuntimeError(
+            "preempted: only the main thread of a process can listen to signals; call it there"
+        ) from None
+    _listening = True
+
+
+def preempted(model: nn.Module) -> bool:
+    """Whether any rank has been sent a SIGTERM; the same answer on every rank.
+
+    Every rank calls it at the end of each step: one exchange of a byte. From the first call on a
+    SIGTERM does not end the process, but is remembered, so that all ranks can save the same step
+    and leave. Call it once before the first step as well. ``torchrun`` passes the signal on and
+    kills what is still there 30 s later, or ``--shutdown-timeout`` where it has that option.
+
+    Args:
+        model: a parallel model.
+
+    Returns:
+        True from the first step after the signal on, on all ranks.
+
+    Raises:
+        CollectiveTimeout: not all ranks called it; names those that did not.
+        RuntimeError: called on another thread than the main one.
+
+    Example:
+        >>> if preempted(model):  # doctest: +SKIP
+        ...     save_checkpoint("ckpts", step, model, optimizer)
+        ...     break
+    """
+    if not _listening:
+        _listen()
+    mesh = state_of(model).mesh
+    return b"1" in mesh.exchange(b"1" if _told else b"0", "preempted")
