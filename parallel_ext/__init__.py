@@ -1,6 +1,12 @@
-"""Tensor-parallel HuggingFace models whose gradients and files are those of one process."""
+"""Tensor-parallel HuggingFace models whose gradients and files are those of one process.
 
+``parallel_ext.ops`` and ``parallel_ext.nn`` need torch alone. What else stands here is loaded when
+it is first used; importing the package registers nothing with other packages.
+"""
+
+import importlib
 import importlib.util
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,68 +33,90 @@ if torch.__version__.split("+")[0].rsplit(".", 1)[0] != _built_for.rsplit(".", 1
         f"running; rebuild it with: {_REBUILD}"
     )
 
-from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint, wait_for_checkpoint  # noqa: E402
-from parallel_ext.checkpoint.steps import latest  # noqa: E402
-from parallel_ext.checkpoint.verify import verify  # noqa: E402
-from parallel_ext.distributed.errors import (  # noqa: E402
-    CheckpointError,  # noqa: E402
-    CollectiveTimeout,
-    DisagreementError,
-)
-from parallel_ext.distributed.mesh import Mesh, init_mesh, shutdown  # noqa: E402
-from parallel_ext.ops.workspaces import release_workspaces  # noqa: E402
-from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict  # noqa: E402
-from parallel_ext.parallel.generation import generate  # noqa: E402
-from parallel_ext.parallel.parallelize import parallelize  # noqa: E402
-from parallel_ext.training.adafactor import Adafactor  # noqa: E402
-from parallel_ext.training.data_parallel import data_parallel, no_data_parallel  # noqa: E402
-from parallel_ext.training.forced_routing import force_routing  # noqa: E402
-from parallel_ext.training.grad_scaler import GradScaler  # noqa: E402
-from parallel_ext.training.gradient_check import GradientReport, check_gradients, check_replicas  # noqa: E402
-from parallel_ext.training.gradients import clip_grad_norm_, no_sync  # noqa: E402
-from parallel_ext.training.preemption import preempted  # noqa: E402
-from parallel_ext.training.routing_metrics import RoutingMetrics  # noqa: E402
+from parallel_ext.parallel.extending import register_extension  # noqa: E402
 from parallel_ext.version import VERSION  # noqa: E402
+
+if TYPE_CHECKING:
+    from parallel_ext.checkpoint.api import (
+        load_checkpoint,
+        save_checkpoint,
+        wait_for_checkpoint,
+    )
+    from parallel_ext.checkpoint.steps import latest
+    from parallel_ext.checkpoint.verify import verify
+    from parallel_ext.distributed.errors import (
+        CheckpointError,
+        CollectiveTimeout,
+        DisagreementError,
+    )
+    from parallel_ext.distributed.mesh import Mesh, init_mesh, shutdown
+    from parallel_ext.lora.config import LoraConfig
+    from parallel_ext.ops.workspaces import release_workspaces
+    from parallel_ext.parallel.drift import check_replicas
+    from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict
+    from parallel_ext.parallel.generation import generate
+    from parallel_ext.parallel.parallelize import parallelize
+    from parallel_ext.training.adafactor import Adafactor
+    from parallel_ext.training.data_parallel import data_parallel, no_data_parallel
+    from parallel_ext.training.forced_routing import force_routing
+    from parallel_ext.training.grad_scaler import GradScaler
+    from parallel_ext.training.gradient_check import GradientReport, check_gradients
+    from parallel_ext.training.gradients import clip_grad_norm_, no_sync
+    from parallel_ext.training.preemption import preempted
+    from parallel_ext.training.routing_metrics import RoutingMetrics
 
 __version__ = VERSION
 
+_HOMES = {
+    "checkpoint.api": ("load_checkpoint", "save_checkpoint", "wait_for_checkpoint"),
+    "checkpoint.steps": ("latest",),
+    "checkpoint.verify": ("verify",),
+    "distributed.errors": ("CheckpointError", "CollectiveTimeout", "DisagreementError"),
+    "distributed.mesh": ("Mesh", "init_mesh", "shutdown"),
+    "lora.config": ("LoraConfig",),
+    "ops.workspaces": ("release_workspaces",),
+    "parallel.drift": ("check_replicas",),
+    "parallel.from_pretrained": ("from_pretrained", "full_state_dict"),
+    "parallel.generation": ("generate",),
+    "parallel.parallelize": ("parallelize",),
+    "training.adafactor": ("Adafactor",),
+    "training.data_parallel": ("data_parallel", "no_data_parallel"),
+    "training.forced_routing": ("force_routing",),
+    "training.grad_scaler": ("GradScaler",),
+    "training.gradient_check": ("GradientReport", "check_gradients"),
+    "training.gradients": ("clip_grad_norm_", "no_sync"),
+    "training.preemption": ("preempted",),
+    "training.routing_metrics": ("RoutingMetrics",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_ROOMS = ("models", "nn", "ops")
 
-def __getattr__(name: str) -> object:
-    if name == "LoraConfig":  # peft is needed by those only who ask for it
-        from parallel_ext.lora import LoraConfig
+__all__ = sorted([*_HOME_OF, *_ROOMS])
 
-        return LoraConfig
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"parallel_ext.{name}")
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"parallel_ext.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "Adafactor",
-    "LoraConfig",
-    "CheckpointError",
-    "CollectiveTimeout",
-    "DisagreementError",
-    "GradScaler",
-    "GradientReport",
-    "Mesh",
-    "RoutingMetrics",
-    "check_gradients",
-    "check_replicas",
-    "clip_grad_norm_",
-    "data_parallel",
-    "force_routing",
-    "from_pretrained",
-    "full_state_dict",
-    "generate",
-    "init_mesh",
-    "latest",
-    "load_checkpoint",
-    "no_data_parallel",
-    "no_sync",
-    "parallelize",
-    "preempted",
-    "release_workspaces",
-    "save_checkpoint",
-    "shutdown",
-    "verify",
-    "wait_for_checkpoint",
-]
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _extend_others() -> None:
+    """Let torch, transformers, accelerate and PEFT know parallel models."""
+    from parallel_ext.interplay import serve
+
+    serve()
+    if importlib.util.find_spec("peft"):
+        from parallel_ext.lora import extend_peft
+
+        extend_peft()
+
+
+register_extension(_extend_others)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import parallel_ext as px
-from parallel_ext.models.cogagent import import_swiss_army_lora
+from parallel_ext.lora.swiss_army import import_swiss_army_lora
 
 RANK = 3
 Factors = dict[str, Tensor]

@@ -13,9 +13,9 @@ from torch import nn
 from parallel_ext.checkpoint.load import Resumed, load_step
 from parallel_ext.checkpoint.save import save_step
 from parallel_ext.checkpoint.scheduler_state import Scheduler
-from parallel_ext.checkpoint.source import Contents, WholeModel
+from parallel_ext.checkpoint.source import contents_of
 from parallel_ext.io.safe_open import one_error
-from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.parallel.state import state_of
 
 
 def save_checkpoint(
@@ -85,7 +85,7 @@ def save_checkpoint(
         return save_step(
             root,
             step,
-            partial(_contents_of, model),
+            partial(contents_of, model),
             optimizer,
             scheduler,
             data_state,
@@ -157,19 +157,6 @@ def load_checkpoint(
     Example:
         >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
     """
-    contents_of, mesh = partial(_contents_of, model), state_of(model).mesh
+    mesh = state_of(model).mesh
     with one_error(f"load_checkpoint from {os.fspath(root)}"):
-        return load_step(root, contents_of, optimizer, scheduler, step, mesh)
-
-
-def _contents_of(model: nn.Module) -> Contents:
-    """What of the model is in a checkpoint: its adapter if it has one, else all of it."""
-    own, state = model_of(model), state_of(model)
-    if state.adapted:
-        # which is there already, and takes seconds to import where it is not
-        from parallel_ext.lora.checkpoint_source import AdapterContents, has_adapters
-
-        if has_adapters(own):
-            return AdapterContents(model)
-    vocabulary = [f"{path}.weight" for path in (state.table.embedding, state.table.head)]
-    return WholeModel(own, state.layout, vocabulary)
+        return load_step(root, partial(contents_of, model), optimizer, scheduler, step, mesh)

@@ -20,6 +20,7 @@ from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import PlannedFile, plan_files
 from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout
 
 ADAPTER_NAME = "adapter_model.safetensors"
@@ -71,6 +72,30 @@ class Contents(Protocol):
         Raises:
             CheckpointError: ``saved``, which was read, is not of ``dropout_masks()``.
         """
+
+
+_sources: list[Callable[[nn.Module], Contents | None]] = []
+
+
+def register_source(source: Callable[[nn.Module], Contents | None]) -> None:
+    """Add what knows the contents of models with something of its own, such as adapters.
+
+    Args:
+        source: gets a parallel model, wrapped or not; returns None for models that it does not
+            know.
+    """
+    if source not in _sources:
+        _sources.append(source)
+
+
+def contents_of(model: nn.Module) -> Contents:
+    """Return what a checkpoint holds of a model: all of it unless a source knows better."""
+    for source in _sources:
+        if (contents := source(model)) is not None:
+            return contents
+    own, state = model_of(model), state_of(model)
+    vocabulary = [f"{path}.weight" for path in (state.table.embedding, state.table.head)]
+    return WholeModel(own, state.layout, vocabulary)
 
 
 class WholeModel:

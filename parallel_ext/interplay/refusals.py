@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import Enum
 from functools import partial
 from types import GeneratorType
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from parallel_ext.parallel.extending import extend
+from parallel_ext.parallel.extending import extend, is_called_by_this_package
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.shards import LocalShard
@@ -155,18 +153,6 @@ REFUSALS = [
     ),
 ]
 
-_ours: ContextVar[bool] = ContextVar("called by this package", default=False)
-
-
-@contextmanager
-def called_by_this_package() -> Iterator[None]:
-    """Inside, functions that are refused do what they do."""
-    token = _ours.set(True)
-    try:
-        yield
-    finally:
-        _ours.reset(token)
-
 
 def register(refusals: list[Refusal]) -> None:
     """Extend functions so that they refuse parallel models."""
@@ -182,7 +168,7 @@ def register(refusals: list[Refusal]) -> None:
 def _refuse(refusal: Refusal, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args = tuple(list(each) if isinstance(each, GeneratorType) else each for each in args)
     kwargs = {k: list(v) if isinstance(v, GeneratorType) else v for k, v in kwargs.items()}
-    if not _ours.get():
+    if not is_called_by_this_package():
         made = refusal.function.endswith(".__init__")  # the object itself is not there yet
         refuse(refusal, args[1:] if made else args, kwargs)
     return plain(*args, **kwargs)

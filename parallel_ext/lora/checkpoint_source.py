@@ -27,7 +27,7 @@ from parallel_ext.io.stream import PlannedFile, plan_files
 from parallel_ext.lora.files import layouts_of, misfits, saved_tensors
 from parallel_ext.lora.layers import Adapted
 from parallel_ext.nn.sharded_module import to_shards
-from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.slices import local_part
 
@@ -190,9 +190,15 @@ def _is_count(number: Any) -> bool:
     return type(number) is int and 0 <= number < 2**63
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a parallel model has adapters now; they may have been merged into it for good."""
-    return any(isinstance(m, (Adapted, ModulesToSaveWrapper)) for m in model.modules())
+def adapter_contents(model: nn.Module) -> AdapterContents | None:
+    """Return what a checkpoint holds of a model with an adapter; None for a model without one.
+
+    A source for :func:`parallel_ext.checkpoint.source.register_source`.
+    """
+    if not state_of(model).adapted:  # or they may have been merged into it for good
+        return None
+    adapted = (isinstance(m, (Adapted, ModulesToSaveWrapper)) for m in model_of(model).modules())
+    return AdapterContents(model) if any(adapted) else None
 
 
 def _peft_model_in(model: nn.Module) -> peft.PeftModel:

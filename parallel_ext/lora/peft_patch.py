@@ -7,8 +7,10 @@ import peft.optimizers
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import hotswap, save_and_load
 
+from parallel_ext.checkpoint.source import register_source
 from parallel_ext.interplay.refusals import Refusal, Where, register
 from parallel_ext.lora import files, inject, merge
+from parallel_ext.lora.checkpoint_source import adapter_contents
 from parallel_ext.lora.config import LoraConfig
 from parallel_ext.parallel.extending import extend
 
@@ -54,3 +56,4 @@ def extend_peft() -> None:
     extend(peft.LoraModel.merge_and_unload, merge.merge_and_unload)
     extend(peft.LoraModel.add_weighted_adapter, inject.add_weighted_adapter)
     register(_REFUSALS)
+    register_source(adapter_contents)

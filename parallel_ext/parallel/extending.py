@@ -8,12 +8,51 @@ here is the code of that one function object, which all its names share.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType, FunctionType
 from typing import Any
 
 _KEY = "key of the extended function"
 _extended: dict[str, tuple[FunctionType, CodeType, FunctionType, Callable[..., Any]]] = {}
+
+
+_extensions: list[Callable[[], None]] = []
+
+
+def register_extension(extension: Callable[[], None]) -> None:
+    """Add what each ``px.parallelize`` calls first, to let other packages know parallel models.
+
+    Args:
+        extension: may be called again and again.
+    """
+    if extension not in _extensions:
+        _extensions.append(extension)
+
+
+def run_extensions() -> None:
+    """Call what :func:`register_extension` was given."""
+    for extension in _extensions:
+        extension()
+
+
+_ours: ContextVar[bool] = ContextVar("called by this package", default=False)
+
+
+@contextmanager
+def called_by_this_package() -> Iterator[None]:
+    """Let extensions that refuse a function do what the function does, inside the context."""
+    token = _ours.set(True)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+
+
+def is_called_by_this_package() -> bool:
+    """Return whether :func:`called_by_this_package` is in force."""
+    return _ours.get()
 
 
 def _code_of_extended(*args: Any, **kwargs: Any) -> Any:

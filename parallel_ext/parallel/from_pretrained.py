@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import nn
 
+from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.io.hf_reader import HFDirectory
-from parallel_ext.io.safe_open import CheckpointError
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.parallelize import parallelize

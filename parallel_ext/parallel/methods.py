@@ -33,8 +33,8 @@ from parallel_ext.nn.vocab import (
     loss_call,
     sharded_logits,
 )
+from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
-from parallel_ext.training.gradient_check import check_replicas
 from parallel_ext.version import VERSION
 
 

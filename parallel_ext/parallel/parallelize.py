@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,11 +13,11 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh, check_mesh
-from parallel_ext.interplay import serve
 from parallel_ext.models.blocks import RegionNames
 from parallel_ext.models.spec import ModelSizes, ModelTable, plan
 from parallel_ext.nn.sharded_module import persistent_buffers
 from parallel_ext.parallel import methods
+from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.input_agreement import Agreement
 from parallel_ext.parallel.replace import enter_and_leave, replace_modules
 from parallel_ext.parallel.resize import resize_token_embeddings
@@ -78,9 +77,7 @@ def parallelize(
     """
     check_mesh("parallelize", mesh)
     mesh.meet("parallelize")
-    serve()
-    if importlib.util.find_spec("peft"):  # whose classes then serve this model
-        importlib.import_module("parallel_ext.lora").extend_peft()
+    run_extensions()
 
     def prepare() -> tuple[ModelTable, ModelLayout]:
         table = table_for(model)

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.interplay.refusals import called_by_this_package
 from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.linear import ColumnParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shards
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.ops import Group
+from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout
 

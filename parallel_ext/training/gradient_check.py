@@ -1,4 +1,4 @@
-"""What users may check on their own model: its gradients, and what several ranks hold of it."""
+"""Compare the gradients of a parallel model with those of the single-process model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.loss import LOSS_OPTIONS
-from parallel_ext.nn.replicas import compare
 from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.reshard import gather_tensor
@@ -118,32 +117,6 @@ def check_gradients(
 
         report = mesh.together("check_gradients", compare, patient=True)
     return mesh.gather_objects(report, GradientReport)[0]
-
-
-def check_replicas(model: nn.Module) -> None:
-    """Compare what several ranks hold of a model: it must be the same bits on all of them.
-
-    Every rank calls it. Each rank hashes what others hold too: norms and routers, factors of
-    adapters, key-value heads that several ranks share, and what dp ranks hold alike. One exchange
-    of a few bytes follows. ``save_pretrained`` and ``save_checkpoint`` do the same before they
-    write, and each training forward does it with one parameter in turn.
-
-    Args:
-        model: a parallel model, wrapped or not.
-
-    Raises:
-        TypeError: the model was not parallelized.
-        DisagreementError: ranks hold different values; on every rank, with the parameter's name.
-        CollectiveTimeout: not all ranks called it.
-
-    Example:
-        >>> check_replicas(model)  # doctest: +SKIP
-    """
-    mesh = state_of(model).mesh
-    mesh.meet("check_replicas")
-    to_shards(model)
-    shards = {name: (local_part(p), layout) for name, p, layout in named_shards(model)}
-    compare(shards, mesh, "check_replicas")
 
 
 def _compare(

@@ -3,7 +3,6 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor
 
 from parallel_ext import models
-from parallel_ext.lora.swiss_army import import_swiss_army_lora
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import (
     CogAgentForCausalLM,
@@ -30,7 +29,6 @@ __all__ = [
     "CogAgentProcessor",
     "Conversation",
     "build_position_ids",
-    "import_swiss_army_lora",
     "vision_expert_mask",
 ]
 
