@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -318,7 +319,5 @@ def _write_model_json(
 
 
 def _saved_by(mesh: Mesh) -> dict[str, Any]:
-    import transformers  # not needed to import this package
-
     versions = {"parallel_ext": VERSION, "torch": torch.__version__}
-    return {**versions, "transformers": transformers.__version__, **rng.layout_of(mesh)}
+    return {**versions, "transformers": version("transformers"), **rng.layout_of(mesh)}

@@ -56,6 +56,7 @@ def is_called_by_this_package() -> bool:
 
 
 def _code_of_extended(*args: Any, **kwargs: Any) -> Any:
+    # The globals are those of the extended function.
     from parallel_ext.parallel.extending import call
 
     return call("key of the extended function", args, kwargs)

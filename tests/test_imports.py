@@ -1,0 +1,132 @@
+"""Who imports whom: ``python tests/test_imports.py`` prints the table."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import parallel_ext as px
+
+PACKAGE = Path(px.__file__).parent
+SOURCE = Path(__file__).parents[1]
+
+BELOW = {
+    "ops": [],
+    "distributed": ["ops"],
+    "sharding": ["ops", "distributed"],
+    "nn": ["ops", "distributed", "sharding"],
+    "models": ["ops", "sharding", "nn"],
+    "io": ["ops", "distributed", "sharding", "nn"],
+    "parallel": ["ops", "distributed", "sharding", "nn", "models", "io"],
+    "checkpoint": ["ops", "distributed", "sharding", "nn", "models", "io", "parallel"],
+    "training": ["ops", "distributed", "sharding", "nn", "models", "parallel"],
+    "interplay": ["distributed", "sharding", "nn", "io", "parallel", "training"],
+    "lora": [
+        *("ops", "distributed", "sharding", "nn", "models", "io", "parallel", "checkpoint"),
+        "interplay",
+    ],
+}
+"""What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""
+
+PACKAGES = {
+    "transformers": ["models/cogagent", "io/hf_", "parallel", "interplay", "lora"],
+    "huggingface_hub": ["parallel", "io/hf_"],
+    "accelerate": ["parallel", "interplay"],
+    "peft": ["lora"],
+}
+"""Where others than torch may be imported; the rest works with torch alone."""
+
+
+_MODULE = re.compile(r"parallel_ext(\.\w+)+")
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Modules that a file imports, inside functions and by a string as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "parallel_ext":
+            yield from (f"parallel_ext.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Constant) and _MODULE.fullmatch(str(node.value)):
+            yield str(node.value)
+
+
+def _rooms() -> dict[str, list[Path]]:
+    rooms: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        rooms.setdefault(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), []).append(path)
+    return rooms
+
+
+def _others(room: str) -> Counter[str]:
+    """How many imports of each other room a room has."""
+    names = (name for path in _rooms()[room] for name in _imported(path))
+    inner = (name.split(".")[1] for name in names if name.startswith("parallel_ext."))
+    return Counter(name for name in inner if name != room)
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert set(_rooms()) == {*BELOW, "__init__", "version"}
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_only_those_below_it(room: str) -> None:
+    assert set(_others(room)) - {"_C", "version"} <= set(BELOW[room])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if package in {name.split(".")[0] for name in _imported(path)}:
+            inner = path.relative_to(PACKAGE).as_posix()
+            assert inner.startswith(tuple(PACKAGES[package])), inner
+
+
+def test_only_comm_includes_c10d() -> None:
+    include = "#include <torch/csrc/distributed"
+    found = [path for path in (SOURCE / "csrc").rglob("*.*") if include in path.read_text()]
+    assert [path.name for path in found] == ["comm.cpp"]
+
+
+def test_ops_and_nn_work_with_torch_alone() -> None:
+    """In a process where nobody can import transformers and what comes with it."""
+    code = f"""
+import sys
+for name in {[*PACKAGES, "tqdm"]}:
+    sys.modules[name] = None
+import torch, parallel_ext as px
+from parallel_ext.nn import grad_sync, linear, loss, moe, sharded_module, vocab
+weight = torch.arange(10.0).reshape(5, 2)
+print(px.ops.vocab_embedding(torch.tensor([4, 0]), weight, 5, 0).tolist())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[[8.0, 9.0], [0.0, 1.0]]", result.stderr
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    )
+    seen = {alias.name: f"{node.module}" for node in block.body for alias in node.names}
+    assert seen == {name: f"parallel_ext.{home}" for name, home in px._HOME_OF.items()}
+    for name in px.__all__:
+        assert getattr(px, name) is not None
+
+
+if __name__ == "__main__":
+    print(f"{'':12}" + "".join(f"{room:>12}" for room in BELOW))
+    for room in BELOW:
+        others = _others(room)
+        print(f"{room:12}" + "".join(f"{others[other] or '':>12}" for other in BELOW))
