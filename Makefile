@@ -70,7 +70,7 @@ test-oldest:
 test-interplay:
 	$(MAKE) .venv-newest/installed VENV=.venv-newest
 	.venv-newest/bin/pip install --quiet --upgrade --pre transformers peft accelerate $(TORCH)
-	-$(ENV) .venv-newest/bin/pytest -q tests/test_interplay.py -n $(TEST_PROCESSES)
+	-$(ENV) .venv-newest/bin/pytest -q tests/interplay -n $(TEST_PROCESSES)
 
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow

@@ -7,11 +7,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-sys.path.insert(0, str(Path(__file__).parent))
-# Worker processes import the test modules by name.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-)
+# Also in worker processes, which import test modules by their names.
+_FOLDERS = [str(each) for each in Path(__file__).parent.iterdir() if each.is_dir()]
+sys.path[:0] = _FOLDERS
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*_FOLDERS, os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch
 
 from parallel_ext import _C
 
-SOURCE = Path(__file__).parents[1]
+SOURCE = Path(__file__).parents[2]
 CSRC = SOURCE / "csrc"
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 STANDARD = f"-std=c++{_C.build_info()['cxx_standard'] // 100 % 100}"

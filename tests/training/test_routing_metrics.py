@@ -26,7 +26,7 @@ from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.sharding.layout import split
 
 TINY = TinyMixtral(num_experts=5, skew="an idle expert")
-PLOT = Path(__file__).parents[1] / "examples" / "plot_routing.py"
+PLOT = Path(__file__).parents[2] / "examples" / "plot_routing.py"
 
 Choices = list[torch.Tensor]  # of each layer, [T, top_k]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
 
-DATA = Path(__file__).parent / "data" / "cogagent"
+DATA = Path(__file__).parents[1] / "data" / "cogagent"
 IMAGE_TOKENS = 11
 TEXT, IMAGE = 0, 1
 TWO_IMAGES = [TEXT, *[IMAGE] * IMAGE_TOKENS, TEXT, *[IMAGE] * IMAGE_TOKENS, TEXT, TEXT]

@@ -1,6 +1,6 @@
 """Cases of functions of other packages on a parallel model: each is a row of docs/interplay.md.
 
-The cases stand in ``interplay_*.py``; ``python tests/interplay.py`` writes their table again.
+The cases stand in ``interplay_*.py``; ``python tests/interplay/interplay.py`` writes their table again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from torch import nn
 import parallel_ext as px
 from parallel_ext.sharding.slices import local_part
 
-PAGE = Path(__file__).parent.parent / "docs" / "interplay.md"
+PAGE = Path(__file__).parents[2] / "docs" / "interplay.md"
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 MODULES = ("torch", "checkpoint", "transformers", "peft", "accelerate")
-_BEGIN, _END = "<!-- the table: python tests/interplay.py -->\n", "<!-- end of the table -->\n"
+_BEGIN, _END = (
+    "<!-- the table: python tests/interplay/interplay.py -->\n",
+    "<!-- end of the table -->\n",
+)
 
 
 @dataclass(frozen=True)

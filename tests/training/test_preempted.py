@@ -150,7 +150,9 @@ for step in range(1, 10_000):
 
 def test_a_job_under_torchrun_saves_one_step_when_it_is_told_to_end(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
-    script.write_text(_SCRIPT.format(tests=str(Path(__file__).parent), root=str(tmp_path)))
+    script.write_text(
+        _SCRIPT.format(tests=str(Path(__file__).parents[1] / "support"), root=str(tmp_path))
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with quietly():
