@@ -7,6 +7,7 @@
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-oldest  the suite with the oldest supported transformers
+#   make interplay-page   the table of docs/interplay.md, from its cases
 #   make test-interplay  docs/interplay.md with the newest releases of others, pre-releases too
 VENV ?= .venv
 PYTHON ?= python3
@@ -19,10 +20,10 @@ TEST_PROCESSES ?= 2
 
 PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-SOURCES := $(wildcard csrc/*) $(shell find parallel_ext -name '*.py') setup.py pyproject.toml
+SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-checkpoint test test-oldest test-interplay
-.PHONY: test-slow lint bench clean
+.PHONY: test-slow interplay-page lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -72,13 +73,16 @@ test-interplay:
 	.venv-newest/bin/pip install --quiet --upgrade --pre transformers peft accelerate $(TORCH)
 	-$(ENV) .venv-newest/bin/pytest -q tests/interplay -n $(TEST_PROCESSES)
 
+interplay-page: $(VENV)/installed
+	PYTHONPATH=tests/support:tests/interplay $(PY) tests/interplay/interplay.py
+
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks setup.py
 	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks setup.py
-	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.cpp csrc/*.cu csrc/*.h
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc -type f)
 
 bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) benchmarks/train_step.py

@@ -42,7 +42,7 @@ def with_cuda() -> bool:
 
 def csrc(ending: str) -> list[str]:
     """The files of csrc with that ending."""
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/*{ending}"))
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/**/*{ending}"))
 
 
 CUDA = with_cuda()
@@ -54,6 +54,7 @@ setup(
             csrc(".cpp") + (csrc(".cu") if CUDA else []),
             # An sdist holds what stands here: of a machine without CUDA, the kernels too.
             depends=csrc(".h") + csrc(".cu"),
+            include_dirs=[str(ROOT / "csrc")],
             define_macros=[("PARALLEL_EXT_WITH_CUDA", None)] if CUDA else [],
             # No -std (torch picks it) and no -march (the hot loops are compiled for several). The
             # GPUs are those of TORCH_CUDA_ARCH_LIST, or what torch picks. -g0 against the -g that

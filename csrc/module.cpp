@@ -8,11 +8,11 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
-#include "comm.h"
-#include "kernel_choice.h"
-#include "layout.h"
-#include "shared_memory.h"
-#include "workspace.h"
+#include "base/kernel_choice.h"
+#include "base/layout.h"
+#include "base/workspace.h"
+#include "comm/comm.h"
+#include "comm/shared_memory.h"
 
 namespace py = pybind11;
 

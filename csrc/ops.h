@@ -14,9 +14,9 @@
 
 namespace parallel_ext {
 
-struct VocabLoss;  // vocab_loss.h
+struct VocabLoss;  // vocab/loss.h
 
-// --- region.cpp: the borders of a tensor-parallel region ---
+// --- linear/region.cpp: the borders of a tensor-parallel region ---
 
 // partial [..., H] -> replicated [..., H]. Backward: identity.
 at::Tensor reduce_from_tp(const at::Tensor& partial, int64_t group_size,
@@ -29,7 +29,7 @@ at::Tensor copy_to_tp(const at::Tensor& input, int64_t group_size, const std::st
 at::Tensor gather_from_tp(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
                           int64_t group_size, const std::string& group_name);
 
-// --- linear.cpp ---
+// --- linear/linear.cpp ---
 
 // replicated input [..., K], weight rows [F, K] of this rank -> sharded [..., F], in rows of
 // `row_stride` >= F elements. Backward: the input's gradient is summed over the group while the
@@ -49,12 +49,12 @@ at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias, int64_t group_size,
                       const std::string& group_name);
 
-// --- linear_lora.cpp ---
+// --- linear/linear_lora.cpp ---
 
 // input [..., K], weight [F, K], lora_a [r, K], lora_b [F, r], bias [F] -> [..., F]:
 // input weight^T + scale (dropout(input) lora_a^T) lora_b^T; what a rank holds of each follows the
 // base. `dropout` is the probability of a zero, and {key, step, token, feature} the counter of the
-// mask at the first element of the input (dropout.h); {} where the probability is 0.
+// mask at the first element of the input (linear/dropout.h); {} where the probability is 0.
 // A group larger than one sums the partial results over it, then adds the replicated bias: the
 // base is cut by columns, and so is lora_a. For a base cut by rows, as lora_b then is, the group is
 // one, and the gradients of the replicated input and lora_a are partial.
@@ -76,7 +76,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> lora_line
     const at::Tensor& lora_a, const at::Tensor& lora_b, const at::Tensor& low, double scale,
     double dropout, at::IntArrayRef dropout_counter, std::array<bool, 5> needed);
 
-// --- vocab_embedding.cpp ---
+// --- vocab/embedding.cpp ---
 
 // replicated ids [...], rows [vocab_start, vocab_start + R) of the table as weight [R, H], sizes
 // [ranks] the rows of every rank, empty for those of split() -> replicated [..., H], the bits of
@@ -140,7 +140,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> linear_vocab_cross_en
     std::array<bool, 3> wanted, int64_t group_size, const std::string& group_name);
 
 // -> the four; the normalizer, as of vocab_cross_entropy_forward; and what is computed ahead
-// (linear_vocab_cross_entropy.h) in fp32 or fp64, [0] where nothing is: the expected row of each
+// (vocab/linear_cross_entropy.h) in fp32 or fp64, [0] where nothing is: the expected row of each
 // token, sum of p * row over this rank's ids; the gradients of input (partial), head_weight and
 // head_bias that are `needed`.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
@@ -183,7 +183,7 @@ at::Tensor vocab_sample(const at::Tensor& logits, int64_t vocab_size, int64_t vo
                         double min_p, int64_t seed, int64_t step, int64_t group_size,
                         const std::string& group_name);
 
-// --- moe_route.cpp: E experts, each of T tokens chooses top_k of them ---
+// --- moe/route.cpp: E experts, each of T tokens chooses top_k of them ---
 
 // expert_ids [T, top_k] in [0, E), where the ranks hold experts_per_rank of the E in order ->
 // counts [E]: choices of each expert; rows_per_rank [ranks]: rows in the message to each;
@@ -196,7 +196,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_route
     const at::Tensor& expert_ids, at::IntArrayRef experts_per_rank, int64_t row_bytes,
     int64_t rank);
 
-// --- moe_dispatch.cpp: tokens at home on this rank, experts on the ranks of a group ---
+// --- moe/dispatch.cpp: tokens at home on this rank, experts on the ranks of a group ---
 // send [E + ranks]: this rank's counts, and its rows_per_rank. receive [ranks * (own experts + 1)]:
 // the counts of each rank for this one's experts, and its rows for this one.
 
@@ -231,7 +231,7 @@ at::Tensor moe_combine_backward(const at::Tensor& grad_output, const at::Tensor&
                                 at::IntArrayRef receive, at::IntArrayRef experts_per_rank,
                                 int64_t rank, int64_t group_size, const std::string& group_name);
 
-// --- moe_gated_silu.cpp, moe_linear.cpp: the rows of this rank's experts ---
+// --- moe/gated_silu.cpp, moe/linear.cpp: the rows of this rank's experts ---
 
 // gate_up [M, 2 I], weights [M] -> [M, I]: silu(gate) * up * weight, in fp32 or wider, rounded
 // once.
@@ -253,7 +253,7 @@ std::tuple<at::Tensor, at::Tensor> moe_linear_backward(
     const at::Tensor& grad_output, const at::Tensor& rows, const at::Tensor& weight,
     at::IntArrayRef counts, std::array<bool, 2> needed, double weight_grad_scale);
 
-// --- moe_linear_lora.cpp ---
+// --- moe/linear_lora.cpp ---
 
 // rows [N, K] in expert order, counts[e] for each of the weights [e, F, K], lora_a [e, r, K],
 // lora_b [e, F, r] -> [N, F]: rows weight^T + scale (rows lora_a^T) lora_b^T, each row by those of
@@ -276,7 +276,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_lora_linear_backw
     const at::Tensor& lora_a, const at::Tensor& lora_b, const at::Tensor& low,
     at::IntArrayRef counts, double scale, std::array<bool, 4> needed, double weight_grad_scale);
 
-// --- moe_tokens.cpp: sizes[rank] of the T = sum(sizes) tokens for each rank of a tp group ---
+// --- moe/tokens.cpp: sizes[rank] of the T = sum(sizes) tokens for each rank of a tp group ---
 
 // replicated input [T, H] and weights [T, top_k] -> sharded [sizes[rank], H] and
 // [sizes[rank], top_k]. Backward: the gradients of all ranks' rows, in one message.

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "vocab_loss_op.h"
+#include "vocab/loss_op.h"
 
 namespace {
 

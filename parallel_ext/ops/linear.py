@@ -13,8 +13,8 @@ class Dropout(NamedTuple):
     """Dropout of an input [T, K] whose mask can be drawn again, by any rank, in any part.
 
     The random bits of an element are those of Philox4x32-10 for the counter of its global token and
-    feature (``csrc/dropout.cpp``), so the mask depends neither on how the input is cut nor on what
-    was drawn before.
+    feature (``csrc/linear/dropout.cpp``), so the mask depends neither on how the input is
+    cut nor on what was drawn before.
 
     Attributes:
         p: probability of a zero, in [0, 1]; in effect the nearest multiple of 2^-16.

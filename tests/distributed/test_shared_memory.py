@@ -27,7 +27,7 @@ from reference_ops import assert_all_raise, data_bytes, on_ranks
 from parallel_ext import _C
 from parallel_ext.ops import Group, copy_to_tp, gather_from_tp, reduce_from_tp
 
-SLOT = 2 << 20  # bytes; larger messages travel in pieces (csrc/shared_memory.cpp)
+SLOT = 2 << 20  # bytes; larger messages travel in pieces (csrc/comm/shared_memory.cpp)
 SIZES = [0, 1, 7, 1025, SLOT // 4, 3 * SLOT // 4 + 5]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -207,7 +207,7 @@ def _offered(kind: str, folder: str) -> int:
 
 
 def _offers(group: Group, kind: str, folder: str) -> tuple[int, float]:
-    """Rank 0 says what csrc/comm.cpp would say in its place, but offers something else."""
+    """Rank 0 says what csrc/comm/comm.cpp would say in its place, but offers something else."""
     own, before = dist.new_group([0, 1], timeout=timedelta(seconds=20)), _carried()
     total = torch.full((3,), group.rank + 1.0)
     if group.rank == 1:

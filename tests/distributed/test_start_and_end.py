@@ -111,7 +111,9 @@ def _meshes(closing: bool) -> list[tuple[int, int]]:
 def test_meshes_that_are_closed_keep_nothing() -> None:
     for before, after in pool(2).run(_meshes, True):
         assert after[1] <= before[1], "threads"
-        assert after[0] <= before[0] + 20, "file descriptors"  # one a mesh: csrc/shared_memory.h
+        assert after[0] <= before[0] + 20, (
+            "file descriptors"
+        )  # one a mesh: csrc/comm/shared_memory.h
 
 
 def _close_twice_then_use() -> None:

@@ -1,6 +1,6 @@
 """Cases of functions of other packages on a parallel model: each is a row of docs/interplay.md.
 
-The cases stand in ``interplay_*.py``; ``python tests/interplay/interplay.py`` writes their table again.
+The cases stand in ``interplay_*.py``; ``make interplay-page`` writes their table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "interplay.md"
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 MODULES = ("torch", "checkpoint", "transformers", "peft", "accelerate")
 _BEGIN, _END = (
-    "<!-- the table: python tests/interplay/interplay.py -->\n",
+    "<!-- the table: make interplay-page -->\n",
     "<!-- end of the table -->\n",
 )
 

@@ -151,4 +151,4 @@ def test_every_function_that_is_refused_is_found() -> None:
 
 
 def test_the_page_is_that_of_the_cases() -> None:
-    assert PAGE.read_text() == page(PAGE.read_text()), "run python tests/interplay/interplay.py"
+    assert PAGE.read_text() == page(PAGE.read_text()), "run make interplay-page"

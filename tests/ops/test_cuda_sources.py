@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 from parallel_ext import _C
 from parallel_ext.ops import Dropout, lora_linear
 
-KERNELS = sorted(path.name for path in CSRC.glob("*.cu"))
+KERNELS = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
 
 # A wheel of torch for the CPU has all that the kernels include but this file, which CMake makes.
 CMAKE_MACROS = "c10/cuda/impl/cuda_cmake_macros.h"
@@ -97,15 +97,16 @@ def test_kernels_include_nothing_heavy(name):
 
 
 def test_heavy_includes_are_noticed():
-    assert "dropout.h: <ATen/core/Tensor.h>" in _heavy_includes("dropout.cpp")
-    assert "comm.cpp: <torch/csrc/distributed/c10d/GroupRegistry.hpp>" in _heavy_includes(
-        "comm.cpp"
+    assert "linear/dropout.h: <ATen/core/Tensor.h>" in _heavy_includes("linear/dropout.cpp")
+    assert "comm/comm.cpp: <torch/csrc/distributed/c10d/GroupRegistry.hpp>" in _heavy_includes(
+        "comm/comm.cpp"
     )
 
 
 def test_no_two_sources_have_the_same_stem():
     """They would compile into the same object."""
-    stems = Counter(path.stem for path in CSRC.iterdir() if path.suffix in (".cpp", ".cu"))
+    sources = [path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu")]
+    stems = Counter(path.with_suffix("") for path in sources)
     assert stems.most_common(1)[0][1] == 1
 
 
@@ -121,7 +122,7 @@ class _MaskPart(ctypes.Structure):
 
 # Runs a grid of num_x by num_y threads.
 GRID = """
-#include "dropout_mask.h"
+#include "base/dropout_mask.h"
 
 #define DEFINE(name, scalar_t)                                                              \\
   extern "C" void name(const parallel_ext::MaskPart* part, int64_t num_x, int64_t num_y,    \\
@@ -226,7 +227,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_threads(mutation, tmp_path):
     shutil.copytree(CSRC, tmp_path / "csrc")
-    header = tmp_path / "csrc" / "dropout_mask.h"
+    header = tmp_path / "csrc" / "base/dropout_mask.h"
     text = header.read_text()
     assert text.count(MUTATIONS[mutation][0]) == 1
     header.write_text(text.replace(*MUTATIONS[mutation]))
@@ -296,7 +297,8 @@ def test_setup_refuses_what_it_cannot_do(monkeypatch, toolkit):
 @pytest.mark.parametrize("cuda", [None, "13.0"])
 def test_an_sdist_holds_all_sources_wherever_it_is_made(monkeypatch, toolkit, cuda):
     extension = _extension(monkeypatch, cuda, toolkit)
-    assert {*extension.sources, *extension.depends} == {f"csrc/{p.name}" for p in CSRC.iterdir()}
+    files = {f"csrc/{p.relative_to(CSRC)}" for p in CSRC.rglob("*") if p.is_file()}
+    assert {*extension.sources, *extension.depends} == files
 
 
 def test_build_info_tells_whether_the_kernels_are_in():

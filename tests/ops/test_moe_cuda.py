@@ -16,7 +16,7 @@ from parallel_ext.ops import moe_gated_silu, moe_route_plan
 
 FP64 = torch.float64
 
-# The functions of moe_rows_cuda.h by names without types.
+# The functions of moe/rows_cuda.h by names without types.
 EXPORTS = """
 using parallel_ext::RowPicks;
 
@@ -50,7 +50,7 @@ extern "C" void sort(const int64_t* ids, int64_t size, int64_t num_experts, int6
 def _kernels(
     folder: Path, dtypes: list[torch.dtype], old: str | None = None, new: str = ""
 ) -> ctypes.CDLL:
-    return kernels_on_cpu("moe_rows_cuda.cu", EXPORTS + exports_of(dtypes), folder, old, new)
+    return kernels_on_cpu("moe/rows_cuda.cu", EXPORTS + exports_of(dtypes), folder, old, new)
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from reference_ops import ALL_DTYPES
 
 FP64 = torch.float64
 OPS = torch.ops.parallel_ext
-SOURCE = "vocab_embedding_cuda.cu"
+SOURCE = "vocab/embedding_cuda.cu"
 
-# The functions of vocab_embedding_cuda.h by names without types.
+# The functions of vocab/embedding_cuda.h by names without types.
 EXPORTS = """
 #define EXPORT(name, scalar_t, wide_t)                                                           \\
   extern "C" void lookup_##name(const int64_t* ids, int64_t num_ids, int64_t vocab_start,        \\

@@ -62,7 +62,7 @@ def _scores(vocab_size: int, rows: int, spread: float = 3.0) -> torch.Tensor:
 
 
 def _noise(rows: int, vocab_size: int, seed: int, step: int) -> np.ndarray:
-    """The Gumbel noise of all ids as csrc/vocab_sample.h says."""
+    """The Gumbel noise of all ids as csrc/vocab/sample.h says."""
     counter = np.zeros((rows, -(-vocab_size // 2), 4), np.uint64)
     counter[..., 0] = np.arange(counter.shape[1])
     counter[..., 1] = np.arange(rows)[:, None]

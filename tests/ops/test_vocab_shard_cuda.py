@@ -25,9 +25,9 @@ from reference_ops import ALL_DTYPES, TOLERANCE, aten_path, relative_error
 FP64 = torch.float64
 OPS = torch.ops.parallel_ext
 
-SOURCE = "vocab_shard_cuda.cu"
+SOURCE = "vocab/shard_cuda.cu"
 
-# The functions of vocab_shard_cuda.h by names without types.
+# The functions of vocab/shard_cuda.h by names without types.
 EXPORTS = """
 #define EXPORT(name, scalar_t, wide_t)                                                            \\
   static parallel_ext::ShardOnCuda<scalar_t> shard_##name(                                        \\

@@ -142,7 +142,7 @@ def _replaced(text: str, old: str, new: str) -> str:
 def _csrc_for_cpu(folder: Path) -> Path:
     """A copy of ``csrc`` whose kernels are functions, in small grids."""
     csrc = shutil.copytree(CSRC, folder / "csrc")
-    grid, rows = csrc / "cuda_grid.h", csrc / "cuda_rows.h"
+    grid, rows = csrc / "base/cuda_grid.h", csrc / "base/cuda_rows.h"
     text = grid.read_text()
     # Few blocks, so that each works in turns, and of few threads, which a CPU runs faster.
     for limit, smaller in [("0xffff;", "2;"), ("0x7fffffff", "2"), ("= 256;", "= 32;")]:
@@ -171,7 +171,7 @@ def kernels_on_cpu(
         new: What is to stand there.
     """
     csrc = _csrc_for_cpu(folder)
-    source, rows = csrc / name, csrc / "cuda_rows.h"
+    source, rows = csrc / name, csrc / "base/cuda_rows.h"
     if old is not None:
         broken = source if old in source.read_text() else rows
         broken.write_text(_replaced(broken.read_text(), old, new))

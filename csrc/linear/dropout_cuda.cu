@@ -1,0 +1,61 @@
+// No GPU has run these kernels yet: the tests compile them, and run what each of their threads does
+// (base/dropout_mask.h) on the CPU.
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "base/cuda_grid.h"
+#include "linear/dropout_cuda.h"
+
+namespace parallel_ext {
+namespace {
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kBlockThreads)
+    drop_kernel(const MaskPart part, const scalar_t* __restrict__ input,
+                scalar_t* __restrict__ output) {
+  drop_in_thread(part, this_thread(), input, output);
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kBlockThreads)
+    drop_and_add_kernel(const MaskPart part, const scalar_t* __restrict__ input,
+                        scalar_t* __restrict__ output, const scalar_t* __restrict__ addend,
+                        double factor, scalar_t* __restrict__ target) {
+  drop_and_add_in_thread(part, this_thread(), input, output, addend, factor, target);
+}
+
+template <typename... Parameters, typename... Args>
+void launch(void (*kernel)(MaskPart, Parameters...), const MaskPart& part, int device,
+            Args... args) {
+  if (part.rows == 0 || part.size == 0) return;  // CUDA refuses an empty grid
+  const GridShape grid = grid_of_rows(part.rows, part.threads_per_row());
+  const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));
+  kernel<<<grid.blocks, grid.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(part, args...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+template <typename scalar_t>
+void drop_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output, int device) {
+  launch(drop_kernel<scalar_t>, part, device, input, output);
+}
+
+template <typename scalar_t>
+void drop_and_add_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output,
+                          const scalar_t* addend, double factor, scalar_t* target, int device) {
+  launch(drop_and_add_kernel<scalar_t>, part, device, input, output, addend, factor, target);
+}
+
+#define PARALLEL_EXT_INSTANTIATE(scalar_t)                                                         \
+  template void drop_on_cuda(const MaskPart&, const scalar_t*, scalar_t*, int);                    \
+  template void drop_and_add_on_cuda(const MaskPart&, const scalar_t*, scalar_t*, const scalar_t*, \
+                                     double, scalar_t*, int);
+
+PARALLEL_EXT_INSTANTIATE(float)
+PARALLEL_EXT_INSTANTIATE(double)
+PARALLEL_EXT_INSTANTIATE(c10::BFloat16)
+PARALLEL_EXT_INSTANTIATE(c10::Half)
+
+}  // namespace parallel_ext

@@ -1,0 +1,237 @@
+// The activation between the two products of an expert, times the weight of the row: so neither the
+// outputs of the experts nor the activation alone need be kept for backward.
+#include "moe/gated_silu.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sigmoid.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "base/kernel_choice.h"
+#include "base/workspace.h"
+#include "check.h"
+#include "dispatch.h"
+#include "moe/rows_cuda.h"
+#include "ops.h"
+
+namespace parallel_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+
+constexpr int64_t kRowsPerTask = 16;
+
+void check_gated_silu(const char* op, const at::Tensor& gate_up, const at::Tensor& weights) {
+  check_floating(op, "gate_up", gate_up);
+  check_dim(op, "gate_up", gate_up, 2);
+  TORCH_CHECK_VALUE(gate_up.size(1) % 2 == 0, op, ": gate_up of shape ", gate_up.sizes(),
+                    " has no two halves");
+  TORCH_CHECK_VALUE(weights.dim() == 1 && weights.size(0) == gate_up.size(0), op,
+                    ": weights of shape ", weights.sizes(),
+                    " are not one for each row of gate_up, ", "which has the shape ",
+                    gate_up.sizes());
+  TORCH_CHECK_TYPE(weights.scalar_type() == wide_type(gate_up), op, ": weights must be ",
+                   wide_type(gate_up), " for gate_up in ", gate_up.scalar_type(), ", got ",
+                   weights.scalar_type());
+}
+
+// One function per dtype, since target_clones does not go with templates.
+#define PARALLEL_EXT_GATED_LOOPS(scalar_t, wide_t)                                                 \
+  PARALLEL_EXT_MULTIVERSION void gate_row(const scalar_t* gate, const scalar_t* up, wide_t weight, \
+                                          int64_t size, scalar_t* out) {                           \
+    for (int64_t i = 0; i < size; ++i) {                                                           \
+      store(gated_silu(widen(gate[i]), widen(up[i]), weight), out + i);                            \
+    }                                                                                              \
+  }                                                                                                \
+  /* also the gradient of the weight, in 16 parts whose order is fixed */                          \
+  PARALLEL_EXT_MULTIVERSION wide_t gate_row_backward(                                              \
+      const scalar_t* grad, const scalar_t* gate, const scalar_t* up, wide_t weight, int64_t size, \
+      scalar_t* grad_gate, scalar_t* grad_up) {                                                    \
+    constexpr int64_t kLanes = 16;                                                                 \
+    wide_t lane[kLanes] = {};                                                                      \
+    for (int64_t start = 0; start < size; start += kLanes) {                                       \
+      const int64_t width = std::min(kLanes, size - start);                                        \
+      for (int64_t j = 0; j < width; ++j) {                                                        \
+        const int64_t i = start + j;                                                               \
+        const auto gradients =                                                                     \
+            gated_silu_gradients(widen(grad[i]), widen(gate[i]), widen(up[i]), weight);            \
+        lane[j] += gradients.weight;                                                               \
+        store(gradients.up, grad_up + i);                                                          \
+        store(gradients.gate, grad_gate + i);                                                      \
+      }                                                                                            \
+    }                                                                                              \
+    wide_t sum = 0;                                                                                \
+    for (int64_t j = 0; j < kLanes; ++j) sum += lane[j];                                           \
+    return sum;                                                                                    \
+  }
+
+PARALLEL_EXT_GATED_LOOPS(float, float)
+PARALLEL_EXT_GATED_LOOPS(c10::BFloat16, float)
+PARALLEL_EXT_GATED_LOOPS(c10::Half, float)
+PARALLEL_EXT_GATED_LOOPS(double, double)
+
+// Loops for the CPU, or kernels for CUDA.
+at::Tensor moe_gated_silu_own(const at::Tensor& gate_up_in, const at::Tensor& weights_in) {
+  const at::Tensor gate_up = gate_up_in.contiguous(), weights = weights_in.contiguous();
+  const int64_t rows = gate_up.size(0), inner = gate_up.size(1) / 2;
+  at::Tensor output = pooled_empty({rows, inner}, gate_up.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kBFloat16, at::kHalf, gate_up.scalar_type(), "moe_gated_silu", [&] {
+        const auto* in = gate_up.const_data_ptr<scalar_t>();
+        const auto* weight = weights.const_data_ptr<wide_of<scalar_t>>();
+        auto* out = output.mutable_data_ptr<scalar_t>();
+        if constexpr (kWithCudaKernels) {
+          if (gate_up.is_cuda()) {
+            return gate_rows_on_cuda(rows, inner, in, weight, out, gate_up.get_device());
+          }
+        }
+        at::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
+          for (int64_t row = begin; row < end; ++row) {
+            const auto* gate = in + row * 2 * inner;
+            gate_row(gate, gate + inner, weight[row], inner, out + row * inner);
+          }
+        });
+      });
+  return output;
+}
+
+TwoTensors moe_gated_silu_backward_own(const at::Tensor& grad_in, const at::Tensor& gate_up_in,
+                                       const at::Tensor& weights_in) {
+  const at::Tensor grad_output = grad_in.contiguous();
+  const at::Tensor gate_up = gate_up_in.contiguous(), weights = weights_in.contiguous();
+  const int64_t rows = gate_up.size(0), inner = gate_up.size(1) / 2;
+  at::Tensor grad_gate_up = pooled_empty(gate_up.sizes(), gate_up.options());
+  at::Tensor grad_weights = at::empty({rows}, weights.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kBFloat16, at::kHalf, gate_up.scalar_type(), "moe_gated_silu_backward", [&] {
+        using wide_t = wide_of<scalar_t>;
+        const auto* grad = grad_output.const_data_ptr<scalar_t>();
+        const auto* in = gate_up.const_data_ptr<scalar_t>();
+        const auto* weight = weights.const_data_ptr<wide_t>();
+        auto* out = grad_gate_up.mutable_data_ptr<scalar_t>();
+        auto* dot = grad_weights.mutable_data_ptr<wide_t>();
+        if constexpr (kWithCudaKernels) {
+          if (gate_up.is_cuda()) {
+            return gate_rows_backward_on_cuda(rows, inner, grad, in, weight, out, dot,
+                                              gate_up.get_device());
+          }
+        }
+        at::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
+          for (int64_t row = begin; row < end; ++row) {
+            const int64_t at = row * 2 * inner;
+            dot[row] = gate_row_backward(grad + row * inner, in + at, in + at + inner, weight[row],
+                                         inner, out + at, out + at + inner);
+          }
+        });
+      });
+  return {grad_gate_up, grad_weights};
+}
+
+at::Tensor moe_gated_silu_aten(const at::Tensor& gate_up, const at::Tensor& weights) {
+  const auto halves = gate_up.to(wide_type(gate_up)).chunk(2, 1);
+  return (halves[0] * at::sigmoid(halves[0]) * halves[1] * weights.unsqueeze(1))
+      .to(gate_up.scalar_type());
+}
+
+TwoTensors moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at::Tensor& gate_up,
+                                        const at::Tensor& weights) {
+  const auto wide = wide_type(gate_up);
+  const auto halves = gate_up.to(wide).chunk(2, 1);
+  const at::Tensor grad = grad_output.to(wide), &gate = halves[0], &up = halves[1];
+  const at::Tensor s = at::sigmoid(gate), silu = gate * s;
+  const at::Tensor weighted = grad * weights.unsqueeze(1);
+  const at::Tensor both = at::cat({weighted * up * (s + silu * (1 - s)), weighted * silu}, 1);
+  return {both.to(gate_up.scalar_type()), (grad * silu * up).sum(1)};
+}
+
+at::Tensor moe_gated_silu_kernel(const at::Tensor& gate_up, const at::Tensor& weights) {
+  check_gated_silu("moe_gated_silu", gate_up, weights);
+  return (use_aten_path(gate_up) ? moe_gated_silu_aten : moe_gated_silu_own)(gate_up, weights);
+}
+
+TwoTensors moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const at::Tensor& gate_up,
+                                          const at::Tensor& weights) {
+  const char* op = "moe_gated_silu_backward";
+  check_gated_silu(op, gate_up, weights);
+  check_same_dtype(op, "grad_output", grad_output, "gate_up", gate_up);
+  check_shape(op, "grad_output", grad_output, {gate_up.size(0), gate_up.size(1) / 2});
+  return (use_aten_path(gate_up) ? moe_gated_silu_backward_aten : moe_gated_silu_backward_own)(
+      grad_output, gate_up, weights);
+}
+
+at::Tensor moe_gated_silu_meta(const at::Tensor& gate_up, const at::Tensor&) {
+  return at::empty_symint({gate_up.sym_size(0), gate_up.sym_size(1) / 2}, gate_up.options());
+}
+
+TwoTensors moe_gated_silu_backward_meta(const at::Tensor&, const at::Tensor& gate_up,
+                                        const at::Tensor& weights) {
+  return {at::empty_symint(gate_up.sym_sizes(), gate_up.options()),
+          at::empty_symint(weights.sym_sizes(), weights.options())};
+}
+
+class MoeGatedSilu : public torch::autograd::Function<MoeGatedSilu> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up,
+                            const at::Tensor& weights) {
+    ctx->save_for_backward({gate_up, weights});
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return moe_gated_silu(gate_up, weights);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    auto [grad_gate_up, grad_weights] =
+        moe_gated_silu_backward(grad_outputs[0], saved[0], saved[1]);
+    return {ctx->needs_input_grad(0) ? grad_gate_up : Variable(),
+            ctx->needs_input_grad(1) ? grad_weights : Variable()};
+  }
+};
+
+at::Tensor moe_gated_silu_autograd(const at::Tensor& gate_up, const at::Tensor& weights) {
+  return MoeGatedSilu::apply(gate_up, weights);
+}
+
+TwoTensors moe_gated_silu_backward_autograd(const at::Tensor& grad_output,
+                                            const at::Tensor& gate_up, const at::Tensor& weights) {
+  refuse_second_derivative("moe_gated_silu", {grad_output, gate_up, weights});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return moe_gated_silu_backward(grad_output, gate_up, weights);
+}
+
+}  // namespace
+
+at::Tensor moe_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights) {
+  static auto op = op_handle<decltype(moe_gated_silu)>("parallel_ext::moe_gated_silu");
+  return op.call(gate_up, weights);
+}
+
+TwoTensors moe_gated_silu_backward(const at::Tensor& grad_output, const at::Tensor& gate_up,
+                                   const at::Tensor& weights) {
+  static auto op =
+      op_handle<decltype(moe_gated_silu_backward)>("parallel_ext::moe_gated_silu_backward");
+  return op.call(grad_output, gate_up, weights);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
+  m.impl("moe_gated_silu", moe_gated_silu_kernel);
+  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_kernel);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
+  m.impl("moe_gated_silu", moe_gated_silu_meta);
+  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
+  m.impl("moe_gated_silu", moe_gated_silu_autograd);
+  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_autograd);
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,48 @@
+// The work on the rows of a mixture of experts as CUDA kernels. They exist in builds with
+// PARALLEL_EXT_WITH_CUDA; scalar_t is float, double, c10::BFloat16 or c10::Half.
+#pragma once
+
+#include <cstdint>
+
+#include "base/number.h"
+
+namespace parallel_ext {
+
+// All pointers are to contiguous memory of the device; outputs lie apart from everything else. The
+// kernels run on the current stream of the device. They use no atomics: same inputs, same bits.
+
+// Of `num_in` rows, `most` for each of `num_out`: rows [num_out, most].
+struct RowPicks {
+  const int64_t* rows;
+  int64_t num_out, most, num_in;
+};
+
+// in [num_in, row_bytes] -> out [num_out, row_bytes], with one pick for each.
+void gather_rows_on_cuda(const RowPicks& picks, int64_t row_bytes, const void* in, void* out,
+                         int device);
+
+// in [num_in, size] -> out [num_out, size], the sums of the picks of each: in their order, in fp32
+// or wider, rounded once. The row num_in is none.
+template <typename scalar_t>
+void sum_rows_on_cuda(const RowPicks& picks, int64_t size, const scalar_t* in, scalar_t* out,
+                      int device);
+
+// moe_gated_silu: gate_up [rows, 2 * inner], weights [rows] -> out [rows, inner].
+template <typename scalar_t>
+void gate_rows_on_cuda(int64_t rows, int64_t inner, const scalar_t* gate_up,
+                       const wide_of<scalar_t>* weights, scalar_t* out, int device);
+
+// grad [rows, inner] -> grad_gate_up [rows, 2 * inner], grad_weights [rows].
+template <typename scalar_t>
+void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* grad,
+                                const scalar_t* gate_up, const wide_of<scalar_t>* weights,
+                                scalar_t* grad_gate_up, wide_of<scalar_t>* grad_weights,
+                                int device);
+
+// A stable counting sort: ids [size] -> counts [num_experts] and sources [size], the positions of
+// expert 0's ids, then of expert 1's. Ids outside of [0, num_experts) are in neither, and as many
+// sources at the end are left as they were.
+void sort_ids_on_cuda(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* counts,
+                      int64_t* sources, int device);
+
+}  // namespace parallel_ext

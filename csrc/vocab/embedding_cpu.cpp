@@ -1,0 +1,176 @@
+// The embedding's CPU loops. A row is bytes here, but for the sums of the backward.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "base/bytes.h"
+#include "base/sum_rows.h"
+#include "base/workspace.h"
+#include "comm/comm.h"
+#include "comm/spans.h"
+#include "vocab/embedding.h"
+
+namespace parallel_ext {
+namespace {
+
+constexpr int64_t kTokensPerTask = 64, kRowsPerTask = 256;
+
+// For each token the first one that has its id.
+std::vector<int64_t> first_tokens(const int64_t* ids, int64_t num_tokens) {
+  int bits = 1;
+  while ((int64_t{1} << bits) < 2 * num_tokens) ++bits;
+  std::vector<int64_t> table(int64_t{1} << bits, -1), first(num_tokens);
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    // Fibonacci hashing, then the next free place.
+    size_t place = static_cast<uint64_t>(ids[token]) * 0x9E3779B97F4A7C15u >> (64 - bits);
+    while (table[place] >= 0 && ids[table[place]] != ids[token]) {
+      place = (place + 1) % table.size();
+    }
+    if (table[place] < 0) table[place] = token;
+    first[token] = table[place];
+  }
+  return first;
+}
+
+// Which rank has the row of each id that occurs, known to all ranks without a word.
+struct Owners {
+  std::vector<int64_t> first;                // [T]: for each token the first one that has its id
+  std::vector<std::vector<int64_t>> tokens;  // [ranks]: those first ones, by who has their row
+
+  Owners(const int64_t* ids, int64_t num_tokens, const std::vector<int64_t>& bounds)
+      : first(first_tokens(ids, num_tokens)), tokens(bounds.size() - 1) {
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      if (first[token] != token) continue;
+      const auto next = std::upper_bound(bounds.begin(), bounds.end(), ids[token]);
+      tokens[next - bounds.begin() - 1].push_back(token);
+    }
+  }
+
+  // Whether no rank sends more if each sends its rows to the p - 1 others than it does in a ring
+  // all-reduce, which is 2 (p - 1) / p of the rows of all tokens. On two ranks that is always so.
+  bool send_less_than_all_reduce() const {
+    size_t busiest = 0;
+    for (const auto& own : tokens) busiest = std::max(busiest, own.size());
+    return busiest * tokens.size() <= 2 * first.size();
+  }
+};
+
+}  // namespace
+
+at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight,
+                                 int64_t vocab_start, const std::vector<int64_t>& bounds,
+                                 int64_t group_size, const std::string& group_name) {
+  std::vector<int64_t> shape = ids.sizes().vec();
+  shape.push_back(weight.size(1));
+  at::Tensor output = pooled_empty(shape, weight.options());
+  const int64_t bytes = row_bytes(weight), num_rows = weight.size(0), num_tokens = ids.numel();
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  const auto* rows = static_cast<const char*>(weight.const_data_ptr());
+  auto* out = static_cast<char*>(output.mutable_data_ptr());
+  const auto is_own = [&](int64_t token) {
+    return vocab_start <= id[token] && id[token] < vocab_start + num_rows;
+  };
+  const auto row_of = [&](int64_t token) { return rows + (id[token] - vocab_start) * bytes; };
+  const auto for_tokens = [&](const auto& use) {
+    at::parallel_for(0, bytes == 0 ? 0 : num_tokens, kTokensPerTask, [&](int64_t i, int64_t end) {
+      for (; i < end; ++i) use(i);
+    });
+  };
+  for_tokens([&](int64_t token) {
+    if (is_own(token)) std::memcpy(out + token * bytes, row_of(token), bytes);
+  });
+  const auto clear_others = [&] {
+    for_tokens([&](int64_t token) {
+      if (!is_own(token)) std::memset(out + token * bytes, 0, bytes);
+    });
+  };
+  if (group_size == 1) {
+    clear_others();
+    return output;
+  }
+  const Owners owners(id, num_tokens, bounds);
+  if (!owners.send_less_than_all_reduce()) {
+    clear_others();
+    sum_bits(output, group_size, group_name);
+    return output;
+  }
+  std::vector<Span> own;
+  std::vector<std::vector<Span>> incoming(group_size);
+  for (int64_t rank = 0; rank < group_size; ++rank) {
+    for (const int64_t token : owners.tokens[rank]) {
+      if (is_own(token)) add_span(own, row_of(token), bytes);
+      add_span(incoming[rank], out + token * bytes, bytes);  // unused where it is this rank
+    }
+  }
+  const std::vector<std::vector<Span>> outgoing(group_size, own);
+  swap_bytes("vocab_embedding", outgoing, incoming, group_size, group_name);
+  for_tokens([&](int64_t token) {
+    const int64_t first = owners.first[token];
+    if (first != token && !is_own(token)) {
+      std::memcpy(out + token * bytes, out + first * bytes, bytes);
+    }
+  });
+  return output;
+}
+
+namespace {
+
+// The tokens order[first[row]], ..., order[first[row + 1] - 1] have the row, whose gradient is the
+// sum of theirs in this order, so that its bits do not depend on the number of threads.
+template <typename scalar_t>
+void sum_tokens(const std::vector<int64_t>& first, const std::vector<int64_t>& order,
+                const scalar_t* grad_output, int64_t hidden, scalar_t* grad_weight) {
+  const auto num_rows = static_cast<int64_t>(first.size()) - 1;
+  const int64_t bytes = hidden * static_cast<int64_t>(sizeof(scalar_t));
+  at::parallel_for(0, bytes == 0 ? 0 : num_rows, kRowsPerTask, [&](int64_t row, int64_t end) {
+    std::vector<const scalar_t*> tokens;
+    for (; row < end; ++row) {
+      scalar_t* out = grad_weight + row * hidden;
+      tokens.clear();
+      for (int64_t i = first[row]; i < first[row + 1]; ++i) {
+        tokens.push_back(grad_output + order[i] * hidden);
+      }
+      if (tokens.empty()) {
+        std::memset(out, 0, bytes);
+      } else if (tokens.size() == 1) {
+        std::memcpy(out, tokens[0], bytes);
+      } else {
+        sum_rows(tokens.data(), static_cast<int64_t>(tokens.size()), hidden, out);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+at::Tensor vocab_embedding_backward_loops(const at::Tensor& grad_output, const at::Tensor& ids,
+                                          int64_t num_rows, int64_t vocab_start,
+                                          std::optional<int64_t> padding_idx) {
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  const auto row_of = [&](int64_t token) {
+    const int64_t row = id[token] - vocab_start;
+    return row < 0 || row >= num_rows || id[token] == padding_idx ? int64_t{-1} : row;
+  };
+  // A stable counting sort of the own tokens by row.
+  std::vector<int64_t> first(num_rows + 1, 0);
+  for (int64_t token = 0; token < ids.numel(); ++token) {
+    if (const int64_t row = row_of(token); row >= 0) ++first[row + 1];
+  }
+  std::partial_sum(first.begin(), first.end(), first.begin());
+  std::vector<int64_t> order(first.back()), next = first;
+  for (int64_t token = 0; token < ids.numel(); ++token) {
+    if (const int64_t row = row_of(token); row >= 0) order[next[row]++] = token;
+  }
+  at::Tensor grad_weight = pooled_empty({num_rows, grad_output.size(-1)}, grad_output.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, grad_output.scalar_type(), "vocab_embedding_backward", [&] {
+        sum_tokens(first, order, grad_output.const_data_ptr<scalar_t>(), grad_output.size(-1),
+                   grad_weight.mutable_data_ptr<scalar_t>());
+      });
+  return grad_weight;
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,338 @@
+// The output head and its loss in one op: hidden states and the head's rows in, the loss and all
+// gradients out. The logits exist as tiles only, some tokens by some of the rank's ids.
+#include "vocab/linear_cross_entropy.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "base/product.h"
+#include "base/workspace.h"
+#include "linear/linear.h"
+#include "ops.h"
+#include "vocab/loss_op.h"
+
+namespace parallel_ext {
+namespace {
+
+constexpr const char* kOp = "linear_vocab_cross_entropy";
+constexpr double kLowest = -std::numeric_limits<double>::infinity();
+using MaybeTensor = std::optional<at::Tensor>;
+
+constexpr int64_t kIds = 8192;         // of a tile, where it need not hold all of the rank's
+constexpr int64_t kRowAlignment = 64;  // elements
+
+// The tensors of a call as its GEMMs want them. On the CPU, fp16 is computed in fp32: few CPUs have
+// fp16 GEMMs, and unscaled gradients would not fit.
+struct Operands {
+  at::Tensor input;  // [T, H]
+  at::Tensor head;   // [Vl, H]
+  at::Tensor bias;   // [Vl] or undefined
+  at::Tensor labels;
+  std::vector<Range> tokens;
+
+  Operands(const at::Tensor& input_in, const at::Tensor& head_in, const MaybeTensor& bias_in,
+           const at::Tensor& labels_in)
+      : labels(labels_in.contiguous()) {
+    const bool widen = input_in.is_cpu() && input_in.scalar_type() == at::kHalf;
+    const auto dtype = widen ? at::kFloat : input_in.scalar_type();
+    input = input_in.to(dtype), head = head_in.to(dtype);
+    if (bias_in) bias = bias_in->to(dtype);
+    tokens = ranges_of(input.size(0), tokens_of_tile(input_in));
+  }
+
+  int64_t largest_tile() const { return tokens.empty() ? 0 : tokens.front().size; }
+
+  at::Tensor labels_of(Range part) const { return labels.narrow(0, part.start, part.size); }
+};
+
+// Room for the logits of one tile, used again for the next.
+class Tile {
+ public:
+  Tile(const Operands& operands, int64_t ids)
+      : room_(pooled_empty(
+            {operands.largest_tile(), (ids + kRowAlignment - 1) / kRowAlignment * kRowAlignment},
+            operands.input.options())) {}
+
+  at::Tensor logits(const Operands& operands, Range tokens, Range ids) const {
+    at::Tensor logits = room_.narrow(0, 0, tokens.size).narrow(1, 0, ids.size);
+    fill_gaps(logits);
+    const at::Tensor rows = operands.input.narrow(0, tokens.start, tokens.size);
+    const at::Tensor columns = operands.head.narrow(0, ids.start, ids.size).t();
+    if (operands.bias.defined()) {
+      at::addmm_out(logits, operands.bias.narrow(0, ids.start, ids.size), rows, columns);
+    } else {
+      at::mm_out(logits, rows, columns);
+    }
+    return logits;
+  }
+
+ private:
+  at::Tensor room_;
+};
+
+at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(1); }
+
+// Of each token, sum over this rank's ids of exp(z - base) * row, beside the base.
+class ExpectedRows {
+ public:
+  explicit ExpectedRows(const Operands& operands)
+      : sum_(at::zeros({operands.input.size(0), operands.input.size(1)},
+                       operands.input.options().dtype(wide_type(operands.input)))),
+        max_(at::full({operands.input.size(0)}, kLowest, sum_.options())) {}
+
+  // Adds a tile, whose logits are overwritten, after its record was made.
+  void add(const Operands& operands, const VocabShard& shard, const at::Tensor& record,
+           Range tokens, Range ids) {
+    const auto own = [&tokens](const at::Tensor& tensor) {
+      return tensor.narrow(0, tokens.start, tokens.size);
+    };
+    at::Tensor max = own(max_), sum = own(sum_), logits = shard.logits;
+    const at::Tensor raised = at::maximum(max, record[RecordRows::kMax]), base = base_of(raised);
+    at::Tensor factors = at::zeros({GradientRows::kCount, tokens.size}, max.options());
+    factors[GradientRows::kProbability].fill_(1);
+    vocab_shard_gradient(shard, at::stack({base, at::zeros_like(base)}), factors, logits);
+    sum.mul_(in_columns((max - base).exp_()));
+    add_product(sum, logits, operands.head.narrow(0, ids.start, ids.size), /*first=*/false);
+    max.copy_(raised);
+  }
+
+  // With the probabilities over the whole vocabulary.
+  at::Tensor normalized(const at::Tensor& normalizer) {
+    const at::Tensor log_factor = (base_of(max_) - normalizer[0]).sub_(normalizer[1]);
+    return sum_.mul_(in_columns(log_factor.exp_().masked_fill_(max_ == kLowest, 0)));
+  }
+
+ private:
+  static at::Tensor base_of(const at::Tensor& max) { return max.masked_fill(max == kLowest, 0); }
+
+  at::Tensor sum_, max_;
+};
+
+using NineTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                               at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// What a forward leaves for backward; undefined where there is nothing.
+struct Gradients {
+  at::Tensor input, head, bias;
+
+  Gradients(const Operands& operands, at::ScalarType dtype, std::array<bool, 3> needed) {
+    const auto options = operands.input.options().dtype(dtype);
+    if (needed[0]) input = at::empty(operands.input.sizes(), options);
+    if (needed[1]) head = pooled_empty(operands.head.sizes(), options);
+    if (needed[2]) bias = at::zeros({operands.head.size(0)}, options);
+    if (needed[1] && operands.tokens.empty()) head.zero_();
+  }
+
+  // The share of a tile of the logits' gradient.
+  void add(const Operands& operands, const at::Tensor& grad_logits, Range tokens, Range ids,
+           bool first_ids, bool first_tokens) {
+    const auto own_rows = [&](const at::Tensor& of_tokens) {
+      return of_tokens.narrow(0, tokens.start, tokens.size);
+    };
+    const auto own_ids = [&](const at::Tensor& of_ids) {
+      return of_ids.narrow(0, ids.start, ids.size);
+    };
+    if (input.defined()) {
+      add_product(own_rows(input), grad_logits, own_ids(operands.head), first_ids);
+    }
+    if (head.defined()) {
+      add_transposed_product(own_ids(head), grad_logits, own_rows(operands.input), first_tokens);
+    }
+    if (bias.defined()) own_ids(bias).add_(grad_logits.sum(0, false, bias.scalar_type()));
+  }
+};
+
+// This rank's records of all tokens; on the way, if asked for, the expected rows.
+at::Tensor records_of_tiles(const VocabLoss& loss, const Operands& operands, const RecordRows& rows,
+                            ExpectedRows* expected) {
+  const auto ids = ranges_of(std::max<int64_t>(operands.head.size(0), 1), kIds);
+  const Tile tile(operands, std::min(kIds, operands.head.size(0)));
+  const auto wide = wide_type(operands.input);
+  at::Tensor records =
+      at::empty({rows.count, operands.input.size(0)}, operands.input.options().dtype(wide));
+  for (const Range tokens : operands.tokens) {
+    std::vector<at::Tensor> parts;
+    for (Range part : ids) {
+      part.size = std::min(part.size, operands.head.size(0));  // of an empty shard, one of nothing
+      const VocabShard shard =
+          loss.shard(tile.logits(operands, tokens, part), operands.labels_of(tokens),
+                     loss.vocab_start + part.start);
+      parts.push_back(vocab_shard_record(shard, rows));
+      if (expected != nullptr) expected->add(operands, shard, parts.back(), tokens, part);
+    }
+    const at::Tensor record =
+        parts.size() == 1 ? parts[0] : to_record(merge(at::stack(parts), rows), rows, wide);
+    records.narrow(1, tokens.start, tokens.size).copy_(record);
+  }
+  return records;
+}
+
+// The records of all ranks, and all gradients but for the factor that arrives in backward. Those of
+// a tile need the sums over the whole vocabulary, so each tile has its own exchange.
+template <typename Exchange>
+at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
+                              const RecordRows& rows, const Tokens& tokens,
+                              const Exchange& exchange, Gradients& gradients) {
+  const auto wide = wide_type(operands.input);
+  const Range ids{0, operands.head.size(0)};
+  const Tile tile(operands, ids.size);
+  std::vector<at::Tensor> records;
+  for (const Range part : operands.tokens) {
+    const VocabShard shard =
+        loss.shard(tile.logits(operands, part, ids), operands.labels_of(part), loss.vocab_start);
+    records.push_back(exchange(vocab_shard_record(shard, rows)));
+    const at::Tensor normalizer =
+        normalizer_of(merge(records.back(), rows), /*with_entropy=*/false, wide);
+    const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
+                                          tokens.narrow(part.start, part.size), normalizer);
+    at::Tensor logits = shard.logits;
+    vocab_shard_gradient(shard, normalizer, factors, logits);
+    gradients.add(operands, logits, part, ids, /*first_ids=*/true, part.start == 0);
+  }
+  return at::cat(records, 2);
+}
+
+NineTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
+                           const at::Tensor& head_weight, const MaybeTensor& head_bias,
+                           const at::Tensor& labels, std::array<bool, 3> wanted,
+                           std::array<bool, 3> needed, int64_t group_size,
+                           const std::string& group_name) {
+  check_dim(kOp, "input", input, 2);
+  check_linear(kOp, input, head_weight, head_bias, "head_weight");
+  check_vocab_loss(kOp, loss, "the rows of head_weight", head_weight.size(0), input.size(0), labels,
+                   wanted[2]);
+  const Operands operands(input, head_weight, head_bias, labels);
+  const RecordRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
+  const Tokens tokens = tokens_of(loss, operands.labels);
+  const auto wide = wide_type(operands.input);
+  const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
+  const auto exchange = [&](const at::Tensor& record) {
+    return exchange_records(kOp, loss, record, group_size, group_name);
+  };
+  const bool all = ahead == Ahead::kGradients && !operands.tokens.empty();
+  Gradients gradients(operands, type_ahead(input),
+                      ahead == Ahead::kGradients ? needed : std::array<bool, 3>{});
+  std::optional<ExpectedRows> expected;
+  if (ahead == Ahead::kRows) expected.emplace(operands);
+  const at::Tensor records =  // [ranks, rows.count, T]
+      all ? gradients_of_tiles(loss, operands, rows, tokens, exchange, gradients)
+          : exchange(records_of_tiles(loss, operands, rows, expected ? &*expected : nullptr));
+  const auto [total, log_sum_exp, entropy, argmax, normalizer] =
+      outputs_of(loss, tokens, merge(records, rows), {wanted[0], wanted[1], wanted[2]}, wide);
+  const auto given = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor : at::empty({0}, records.options());
+  };
+  return {total,
+          log_sum_exp,
+          entropy,
+          argmax,
+          normalizer,
+          given(expected ? expected->normalized(normalizer) : at::Tensor()),
+          given(gradients.input),
+          given(gradients.head),
+          given(gradients.bias)};
+}
+
+void check_backward(const VocabLoss& loss, const at::Tensor& head_weight, int64_t num_tokens,
+                    const at::Tensor& labels, const at::Tensor& normalizer, bool with_entropy) {
+  check_vocab_loss_shapes(kOp, loss, "the rows of head_weight", head_weight.size(0), num_tokens,
+                          labels);
+  check_normalizer(kOp, normalizer, num_tokens, with_entropy);
+}
+
+// As always when no forward has left anything: the logits are made again.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
+    const VocabLoss& loss, const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+    const MaybeTensor& grad_entropy, const at::Tensor& input, const at::Tensor& head_weight,
+    const MaybeTensor& head_bias, const at::Tensor& labels, const at::Tensor& normalizer,
+    std::array<bool, 3> needed) {
+  check_dim(kOp, "input", input, 2);
+  check_linear(kOp, input, head_weight, head_bias, "head_weight");
+  check_backward(loss, head_weight, input.size(0), labels, normalizer, grad_entropy.has_value());
+  const Operands operands(input, head_weight, head_bias, labels);
+  const at::Tensor factors = factors_of(loss, {grad_loss, grad_log_sum_exp, grad_entropy},
+                                        tokens_of(loss, operands.labels), normalizer);
+  Gradients gradients(operands, wide_type(input), needed);
+  if (needed[0] && head_weight.size(0) == 0) gradients.input.zero_();
+  const Tile tile(operands, std::min(kIds, head_weight.size(0)));
+  for (const Range ids : ranges_of(head_weight.size(0), kIds)) {
+    for (const Range part : operands.tokens) {
+      at::Tensor logits = tile.logits(operands, part, ids);
+      const VocabShard shard =
+          loss.shard(logits, operands.labels_of(part), loss.vocab_start + ids.start);
+      vocab_shard_gradient(shard, normalizer.narrow(1, part.start, part.size),
+                           factors.narrow(1, part.start, part.size), logits);
+      gradients.add(operands, logits, part, ids, ids.start == 0, part.start == 0);
+    }
+  }
+  const auto cast = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(input.scalar_type()) : at::empty({0}, input.options());
+  };
+  return {cast(gradients.input), cast(gradients.head), cast(gradients.bias)};
+}
+
+// Sum of weight * row over this rank's ids, [H], wide.
+at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at::ScalarType wide) {
+  at::Tensor sum = at::zeros({head_weight.size(1)}, head_weight.options().dtype(wide));
+  for (const Range ids : ranges_of(head_weight.size(0), kIds)) {
+    at::Tensor rows = head_weight.narrow(0, ids.start, ids.size).to(wide);
+    if (loss.weight) {
+      rows = rows *
+             in_columns(loss.weight->narrow(0, loss.vocab_start + ids.start, ids.size).to(wide));
+    }
+    sum.add_(rows.sum(0));
+  }
+  return sum;
+}
+
+at::Tensor frozen_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
+                                  const MaybeTensor& grad_log_sum_exp,
+                                  const at::Tensor& expected_rows, const at::Tensor& head_weight,
+                                  const at::Tensor& labels, const at::Tensor& normalizer) {
+  TORCH_CHECK_VALUE(!loss.softcap, kOp, ": a softcap leaves no expected rows");
+  check_floating(kOp, "expected_rows", expected_rows);
+  check_dim(kOp, "head_weight", head_weight, 2);
+  check_shape(kOp, "expected_rows", expected_rows, {labels.numel(), head_weight.size(1)});
+  check_backward(loss, head_weight, labels.numel(), labels, normalizer, false);
+  const int64_t num_rows = head_weight.size(0);
+  const auto wide = expected_rows.scalar_type();
+  const at::Tensor factors =
+      factors_of(loss, {grad_loss, grad_log_sum_exp, {}}, tokens_of(loss, labels), normalizer);
+  const auto factor = [&factors](int64_t row) { return in_columns(factors[row]); };
+  at::Tensor grad = expected_rows * factor(GradientRows::kProbability);
+  if (loss.label_smoothing > 0) {
+    const at::Tensor of_columns = loss.logit_scale * weighted_row(loss, head_weight, wide);
+    grad.sub_(factor(GradientRows::kColumn) * of_columns);
+  }
+  if (num_rows > 0) {
+    const at::Tensor row = labels - loss.vocab_start;
+    const at::Tensor foreign = (row < 0).logical_or(row >= num_rows);
+    const at::Tensor of_labels = head_weight.index_select(0, row.masked_fill(foreign, 0)).to(wide);
+    grad.sub_((of_labels * (factor(GradientRows::kLabel) * loss.logit_scale))
+                  .masked_fill_(in_columns(foreign), 0));
+  }
+  grad.masked_fill_(in_columns((factors == 0).all(0)), 0);
+  return grad.to(head_weight.scalar_type());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
+  m.impl("linear_vocab_cross_entropy_forward", vocab_loss_kernel<forward_kernel>);
+  m.impl("linear_vocab_cross_entropy_backward", vocab_loss_kernel<backward_kernel>);
+  m.impl("linear_vocab_cross_entropy_frozen_backward", vocab_loss_kernel<frozen_backward_kernel>);
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,312 @@
+#include "vocab/loss.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "check.h"
+#include "comm/comm.h"
+
+namespace parallel_ext {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+void check_weight(const char* op, const at::Tensor& weight, int64_t vocab_size) {
+  check_floating(op, "weight", weight);
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == vocab_size, op, ": weight of shape ",
+                    weight.sizes(), " does not fit the vocabulary of ", vocab_size,
+                    "; pass one number for each id, the whole ", vocab_size, " on every rank");
+}
+
+void check_weight_values(const char* op, const at::Tensor& weight) {
+  if (!weight.is_cpu()) return;  // reading it back would stall the device
+  const at::Tensor wide = weight.to(at::kDouble).contiguous();
+  const double* value = wide.const_data_ptr<double>();
+  for (int64_t id = 0; id < wide.numel(); ++id) {
+    TORCH_CHECK_VALUE(0 <= value[id] && value[id] < kInfinity, op, ": weight ", value[id],
+                      " of id ", id, " is not a finite number >= 0");
+  }
+}
+
+void check_options(const char* op, const VocabLoss& loss) {
+  TORCH_CHECK_VALUE(0 <= loss.label_smoothing && loss.label_smoothing < 1, op,
+                    ": label_smoothing must be in [0, 1), got ", loss.label_smoothing);
+  TORCH_CHECK_VALUE(0 <= loss.z_loss && std::isfinite(loss.z_loss), op,
+                    ": z_loss must be a finite number >= 0, got ", loss.z_loss);
+  TORCH_CHECK_VALUE(!loss.softcap || (*loss.softcap > 0 && std::isfinite(*loss.softcap)), op,
+                    ": softcap must be a finite number > 0, or None for no cap, got ",
+                    *loss.softcap);
+  TORCH_CHECK_VALUE(std::isfinite(loss.logit_scale), op, ": logit_scale must be finite, got ",
+                    loss.logit_scale);
+  TORCH_CHECK_VALUE(loss.reduction == "none" || loss.reduction == "sum" || loss.reduction == "mean",
+                    op, ": reduction must be 'none', 'sum' or 'mean', got '", loss.reduction, "'");
+}
+
+void check_labels(const char* op, const VocabLoss& loss, const at::Tensor& labels) {
+  if (!labels.is_cpu()) return;  // reading ids back would stall the device; agreement checks them
+  const at::Tensor in_order = labels.contiguous();
+  const int64_t* label = in_order.const_data_ptr<int64_t>();
+  for (int64_t token = 0; token < labels.numel(); ++token) {
+    TORCH_CHECK_INDEX(
+        label[token] == loss.ignore_index || (0 <= label[token] && label[token] < loss.vocab_size),
+        op, ": label ", label[token], " at position ", token, " is outside the vocabulary [0, ",
+        loss.vocab_size, ") and is not ignore_index ", loss.ignore_index);
+  }
+}
+
+// ATen cuts long sums by the number of threads; on the CPU the bits shall not depend on it.
+at::Tensor sum_in_order(const at::Tensor& values) {
+  if (!values.is_cpu()) return values.sum();
+  const at::Tensor in_order = values.contiguous();
+  const double* value = in_order.const_data_ptr<double>();
+  return at::full({}, std::accumulate(value, value + values.numel(), 0.0), values.options());
+}
+
+at::Tensor view_as_ids(const at::Tensor& row) {
+  return row.view(row.scalar_type() == at::kDouble ? at::kLong : at::kInt);
+}
+
+// ranges [ranks, 2], (start, stop) of each rank.
+void check_ranges(const char* op, const at::Tensor& ranges, int64_t vocab_size) {
+  const at::Tensor in_order = ranges.to(at::kLong).contiguous();
+  const int64_t* bound = in_order.const_data_ptr<int64_t>();
+  std::vector<std::pair<int64_t, int64_t>> sorted;
+  for (int64_t rank = 0; rank < ranges.size(0); ++rank) {
+    const int64_t start = bound[2 * rank], stop = bound[2 * rank + 1];
+    if (start < stop) sorted.emplace_back(start, stop);
+  }
+  std::sort(sorted.begin(), sorted.end());
+  bool fit = true;
+  int64_t next = 0;
+  for (const auto& [start, stop] : sorted) {
+    fit = fit && start == next;
+    next = stop;
+  }
+  TORCH_CHECK_VALUE(fit && next == vocab_size, op, ": the ranks' shards begin and end at ",
+                    at::IntArrayRef(bound, in_order.numel()), ", which is some of the ", vocab_size,
+                    " ids twice, or not at all; pass each rank's own");
+}
+
+at::Tensor log_sum_of(const Merged& merged) { return merged.sum.log(); }
+
+at::Tensor entropy_of(const Merged& merged) {
+  return log_sum_of(merged) - merged.moment / merged.sum;
+}
+
+at::Tensor reduced(const VocabLoss& loss, const Tokens& tokens, at::Tensor per_token,
+                   const at::Tensor& divisor) {
+  per_token.masked_fill_(tokens.ignored, 0);
+  if (loss.reduction == "none") return per_token;
+  const at::Tensor sum = sum_in_order(per_token);
+  return loss.reduction == "mean" ? sum / divisor : sum;
+}
+
+}  // namespace
+
+VocabShard VocabLoss::shard(const at::Tensor& logits, const at::Tensor& labels,
+                            int64_t start) const {
+  at::Tensor own_weight;
+  if (weight) own_weight = weight->narrow(0, start, logits.size(1)).to(wide_type(logits));
+  return {logits, labels.contiguous(), own_weight.defined() ? own_weight.contiguous() : own_weight,
+          start,  logit_scale,         softcap.value_or(0)};
+}
+
+void check_vocab_loss_shapes(const char* op, const VocabLoss& loss, const char* name,
+                             int64_t shard_size, int64_t num_tokens, const at::Tensor& labels) {
+  check_int64(op, "labels", labels);
+  check_vocab_range(op, name, shard_size, loss.vocab_size, loss.vocab_start, loss.vocab_stop);
+  TORCH_CHECK_VALUE(labels.dim() == 1 && labels.size(0) == num_tokens, op, ": labels of shape ",
+                    labels.sizes(), " do not fit the ", num_tokens,
+                    " tokens; one label for each is expected");
+  if (loss.weight) check_weight(op, *loss.weight, loss.vocab_size);
+}
+
+void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
+                      int64_t num_tokens, const at::Tensor& labels, bool want_argmax) {
+  check_options(op, loss);
+  TORCH_CHECK_VALUE(!want_argmax || loss.vocab_size <= kLastId, op, ": argmax is for at most ",
+                    kLastId, " ids, got ", loss.vocab_size);
+  check_vocab_loss_shapes(op, loss, name, shard_size, num_tokens, labels);
+  if (loss.weight) check_weight_values(op, *loss.weight);
+  check_labels(op, loss, labels);
+}
+
+void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_tokens,
+                      bool with_entropy) {
+  TORCH_CHECK_VALUE(
+      normalizer.dim() == 2 && normalizer.size(1) == num_tokens &&
+          normalizer.size(0) >= (with_entropy ? kRowsWithEntropy : kRowsWithoutEntropy) &&
+          normalizer.size(0) <= kRowsWithEntropy,
+      op, ": the normalizer of ", num_tokens, " tokens has shape [2, ", num_tokens, "], or [3, ",
+      num_tokens, "] with the entropy, got ", normalizer.sizes());
+}
+
+Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels) {
+  Tokens tokens;
+  tokens.ignored = labels == loss.ignore_index;
+  if (loss.weight) {
+    const at::Tensor ids = labels.masked_fill(tokens.ignored, 0);
+    tokens.weight = loss.weight->index_select(0, ids).to(at::kDouble);
+    tokens.weight.masked_fill_(tokens.ignored, 0);
+  }
+  if (loss.reduction == "mean") {
+    tokens.count = tokens.ignored.logical_not().sum();
+    tokens.total_weight = loss.weight ? sum_in_order(tokens.weight) : tokens.count;
+    if (loss.weight) tokens.total_weight.masked_fill_(tokens.total_weight == 0, std::nan(""));
+  }
+  return tokens;
+}
+
+Tokens Tokens::narrow(int64_t start, int64_t size) const {
+  return {ignored.narrow(0, start, size), weight.defined() ? weight.narrow(0, start, size) : weight,
+          total_weight, count};
+}
+
+at::Tensor exchange_records(const char* op, const VocabLoss& loss, const at::Tensor& record,
+                            int64_t group_size, const std::string& group_name) {
+  if (group_size == 1 || !record.is_cpu() || loss.vocab_size > kLastId) {
+    return all_gather(op, record, group_size, group_name);
+  }
+  const int64_t size = record.numel();
+  at::Tensor message = at::empty({size + 2}, record.options());
+  message.narrow(0, 0, size).view(record.sizes()).copy_(record);
+  at::Tensor range = view_as_ids(message.narrow(0, size, 2));
+  range[0].fill_(loss.vocab_start), range[1].fill_(loss.vocab_stop);
+  const at::Tensor all = all_gather(op, message, group_size, group_name);
+  check_ranges(op, view_as_ids(all.narrow(1, size, 2)), loss.vocab_size);
+  return all.narrow(1, 0, size).unflatten(1, record.sizes());
+}
+
+Merged merge(const at::Tensor& records, const RecordRows& rows) {
+  const at::Tensor all = records.to(at::kDouble);
+  const auto row = [&all](int64_t number) { return all.select(1, number); };
+  const at::Tensor maxima = row(RecordRows::kMax), sums = row(RecordRows::kSum);
+  const at::Tensor targets = row(RecordRows::kTarget);
+  Merged merged;
+  merged.max = maxima.amax(0);
+  const auto zeros = [&merged] { return at::zeros_like(merged.max); };
+  merged.sum = zeros(), merged.target = zeros();
+  if (rows.smooth >= 0) merged.smooth = zeros(), merged.weight = zeros();
+  if (rows.moment >= 0) merged.moment = zeros();
+  const at::Tensor base = merged.max.masked_fill(merged.max == -kInfinity, 0);
+  for (int64_t part = 0; part < all.size(0); ++part) {
+    // A part of nothing but -inf has the sum 0 and must not turn it into 0 * NaN.
+    const at::Tensor nothing = sums[part] == 0, step = maxima[part] - merged.max;
+    const at::Tensor factor = step.exp().masked_fill(nothing, 0);
+    merged.sum += sums[part] * factor;
+    merged.target += targets[part];
+    if (rows.smooth >= 0) {
+      const at::Tensor own = row(rows.smooth + 1)[part];
+      const at::Tensor raised = maxima[part].masked_fill(nothing, 0) - base;
+      merged.smooth += row(rows.smooth)[part] + (own * raised).masked_fill(own == 0, 0);
+      merged.weight += own;
+    }
+    if (rows.moment >= 0) {
+      merged.moment +=
+          factor * (row(rows.moment)[part] + (step * sums[part]).masked_fill(nothing, 0));
+    }
+  }
+  if (rows.id >= 0) {
+    // Where one maximum is NaN, so is that of all, and only those with NaN are it.
+    const at::Tensor is_max = (maxima == merged.max).logical_or(maxima.isnan());
+    const at::Tensor ids = view_as_ids(records.select(1, rows.id)).to(at::kLong);
+    merged.id = ids.masked_fill(is_max.logical_not(), kLastId).amin(0);
+  }
+  return merged;
+}
+
+at::Tensor to_record(const Merged& merged, const RecordRows& rows, at::ScalarType dtype) {
+  at::Tensor record =
+      at::empty({rows.count, merged.max.size(0)}, merged.max.options().dtype(dtype));
+  const auto put = [&record](int64_t row, const at::Tensor& value) {
+    record.select(0, row).copy_(value);
+  };
+  put(RecordRows::kMax, merged.max);
+  put(RecordRows::kSum, merged.sum);
+  put(RecordRows::kTarget, merged.target);
+  if (rows.smooth >= 0) put(rows.smooth, merged.smooth), put(rows.smooth + 1, merged.weight);
+  if (rows.moment >= 0) put(rows.moment, merged.moment);
+  if (rows.id >= 0) view_as_ids(record.select(0, rows.id)).copy_(merged.id);
+  return record;
+}
+
+at::Tensor normalizer_of(const Merged& merged, bool with_entropy, at::ScalarType dtype) {
+  std::vector<at::Tensor> normalizer{merged.max, log_sum_of(merged)};
+  if (with_entropy) normalizer.push_back(entropy_of(merged));
+  return at::stack(normalizer).to(dtype);
+}
+
+LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const Merged& merged,
+                       const Wanted& wanted, at::ScalarType dtype) {
+  const at::Tensor log_sum = log_sum_of(merged);
+  // inf where a logit is, as in torch
+  const at::Tensor log_sum_exp = merged.max + log_sum.masked_fill(merged.max == kInfinity, 0);
+  // The maximum is subtracted before anything small is added to it, here and in the gradient.
+  at::Tensor per_token = (merged.max - merged.target) + log_sum;
+  if (tokens.weight.defined()) per_token = tokens.weight * per_token;
+  if (loss.label_smoothing > 0) {
+    const double share = loss.label_smoothing / static_cast<double>(loss.vocab_size);
+    const at::Tensor smooth = merged.weight * log_sum - merged.smooth;
+    per_token = (1 - loss.label_smoothing) * per_token + share * smooth;
+  }
+  at::Tensor total = reduced(loss, tokens, per_token, tokens.total_weight);
+  if (loss.z_loss > 0) {
+    const at::Tensor squares = loss.z_loss * log_sum_exp.square();
+    total = total + reduced(loss, tokens, squares, tokens.count);
+  }
+  const auto if_wanted = [&](bool is_wanted, const at::Tensor& value, at::ScalarType type) {
+    return is_wanted ? value.to(type) : at::empty({0}, log_sum.options().dtype(type));
+  };
+  const at::Tensor entropy = wanted.entropy ? entropy_of(merged) : at::Tensor();
+  return {total.to(dtype), if_wanted(wanted.log_sum_exp, log_sum_exp, dtype),
+          if_wanted(wanted.entropy, entropy, dtype), if_wanted(wanted.argmax, merged.id, at::kLong),
+          normalizer_of(merged, wanted.entropy, dtype)};
+}
+
+at::Tensor factors_of(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,
+                      const at::Tensor& normalizer) {
+  const at::Tensor normal = normalizer.to(at::kDouble);
+  const auto zeros = [&normal] { return at::zeros_like(normal[0]); };
+  at::Tensor probability = zeros(), column = zeros(), label = zeros(), of_entropy = zeros();
+  if (grads.loss) {
+    const auto of_tokens = [&](const at::Tensor& divisor) {
+      at::Tensor grad = grads.loss->to(at::kDouble);
+      if (loss.reduction == "mean") grad = grad / divisor;
+      return grad.expand_as(tokens.ignored).masked_fill(tokens.ignored, 0);
+    };
+    const at::Tensor grad = of_tokens(tokens.total_weight);
+    label = tokens.weight.defined() ? grad * tokens.weight : grad;
+    if (loss.label_smoothing > 0) {
+      column = grad * (loss.label_smoothing / static_cast<double>(loss.vocab_size));
+      label = label * (1 - loss.label_smoothing);
+      const at::Tensor total =
+          loss.weight ? sum_in_order(loss.weight->to(at::kDouble))
+                      : at::full({}, static_cast<double>(loss.vocab_size), column.options());
+      probability = label + column * total;
+    } else {
+      probability = label;
+    }
+    if (loss.z_loss > 0) {
+      const at::Tensor of_square = 2 * loss.z_loss * of_tokens(tokens.count);
+      const at::Tensor more = of_square * (normal[0] + normal[1]);
+      probability = probability + more.masked_fill(tokens.ignored, 0);
+    }
+  }
+  if (grads.log_sum_exp) probability = probability + *grads.log_sum_exp;
+  if (grads.entropy) {
+    of_entropy = -grads.entropy->to(at::kDouble);
+    const at::Tensor more = of_entropy * normal[2];
+    probability = probability + more.masked_fill(of_entropy == 0, 0);
+  }
+  return at::stack({probability, column, label, of_entropy}).to(normalizer.scalar_type());
+}
+
+}  // namespace parallel_ext

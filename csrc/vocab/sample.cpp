@@ -1,0 +1,241 @@
+// The next token of each row, from logits whose vocabulary is cut over the ranks.
+//
+// What top_k, top_p and min_p leave are the logits not below a floor, which the ranks find with
+// few small messages; then each draws among its own by adding Gumbel noise to logit / temperature
+// and taking the largest (Maddison et al., "A* sampling", NeurIPS 2014, section 2), and the largest
+// of the ranks is the draw from all. Nothing depends on how the vocabulary is cut: the noise goes
+// by global ids, and all sums are of whole numbers, or of the same numbers in the same order.
+#include "vocab/sample.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+#include "base/kernel_choice.h"
+#include "check.h"
+#include "comm/comm.h"
+
+namespace parallel_ext {
+
+at::Tensor record_of(const at::Tensor& score, const at::Tensor& id) {
+  return at::stack({score.view(at::kLong), id}, 1);
+}
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kLastId = std::numeric_limits<int64_t>::max();
+
+// Temperatures below it are taken for it, which draws the same: different fp32 logits are at least
+// 2^-149 apart, and that over 1e-200 is already more than any noise or exp() can tell from
+// infinity. Their quotients stay finite, as those by the smallest numbers would not.
+constexpr double kLeastTemperature = 1e-200;
+
+struct Group {
+  const char* op;
+  int64_t size;
+  const std::string& name;
+
+  // [...] -> [size, ...], in rank order.
+  at::Tensor gather(const at::Tensor& part) const { return all_gather(op, part, size, name); }
+};
+
+struct Filters {
+  double temperature;
+  int64_t top_k;
+  double top_p, min_p;
+};
+
+void check_logits(const char* op, const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,
+                  int64_t vocab_stop) {
+  check_floating(op, "logits", logits);
+  check_dim(op, "logits", logits, 2);
+  check_vocab_range(op, "logits", logits.size(1), vocab_size, vocab_start, vocab_stop);
+}
+
+void check_filters(const char* op, const Filters& filters) {
+  TORCH_CHECK_VALUE(filters.temperature > 0 && std::isfinite(filters.temperature), op,
+                    ": temperature must be a finite number > 0, got ", filters.temperature,
+                    "; the largest logit is what vocab_argmax takes");
+  TORCH_CHECK_VALUE(filters.top_k >= 0, op, ": top_k must be at least 1, or 0 for all ids, got ",
+                    filters.top_k);
+  TORCH_CHECK_VALUE(0 <= filters.top_p && filters.top_p <= 1, op, ": top_p must be in [0, 1], got ",
+                    filters.top_p);
+  TORCH_CHECK_VALUE(0 <= filters.min_p && filters.min_p <= 1, op, ": min_p must be in [0, 1], got ",
+                    filters.min_p);
+}
+
+// Records [ranks, B, 2] -> the score [B] and the lowest id [B] of the largest, or of a NaN.
+std::tuple<at::Tensor, at::Tensor> best_of(const at::Tensor& records) {
+  const at::Tensor scores = records.select(2, 0).view(at::kDouble);
+  const at::Tensor best = scores.amax(0);
+  const at::Tensor others = (scores == best).logical_or(scores.isnan()).logical_not();
+  return {best, records.select(2, 1).masked_fill(others, kLastId).amin(0)};
+}
+
+// The largest logit [B] of all ranks, fp64; NaN where there is one.
+at::Tensor largest_of_all(const at::Tensor& logits, const Group& group) {
+  const at::Tensor own = logits.size(1) == 0
+                             ? at::full({logits.size(0)}, -kInfinity, logits.options())
+                             : logits.amax(1);
+  return group.gather(own).amax(0).to(at::kDouble);
+}
+
+// The top_k largest logits [B, top_k] of all ranks, fp64 and descending, and how many more equal
+// the last of them [B]. One exchange of top_k + 1 numbers a row.
+std::tuple<at::Tensor, at::Tensor> top_of_all(const at::Tensor& logits, int64_t top_k,
+                                              const Group& group) {
+  const int64_t num_rows = logits.size(0), own = std::min(top_k, logits.size(1));
+  at::Tensor record = at::full({num_rows, top_k + 1}, -kInfinity, logits.options());
+  const at::Tensor not_below_last = record.select(1, top_k).view(at::kInt).zero_();
+  if (own > 0) {
+    const at::Tensor values = std::get<0>(logits.topk(own, 1));
+    record.narrow(1, 0, own).copy_(values);
+    not_below_last.copy_((logits >= values.narrow(1, own - 1, 1)).sum(1));
+  }
+  const at::Tensor all = group.gather(record);
+  const at::Tensor lists = all.narrow(2, 0, top_k);  // [ranks, B, top_k]
+  const at::Tensor top =
+      std::get<0>(lists.transpose(0, 1).flatten(1).topk(top_k, 1)).to(at::kDouble);
+  // A list that ends with the last of all may leave some equal to it out; another cannot.
+  const at::Tensor last = top.select(1, top_k - 1).unsqueeze(0);
+  const at::Tensor counted = all.select(2, top_k).view(at::kInt).to(at::kLong);
+  const at::Tensor listed = (lists >= last.unsqueeze(2)).sum(2);
+  const at::Tensor total = at::where(lists.select(2, top_k - 1) == last, counted, listed).sum(0);
+  return {top, total - top_k};
+}
+
+// The lowest of the most probable ids whose share of the mass of `top`, and of `more` equal to its
+// last, reaches top_p; [B].
+at::Tensor floor_of_top_p(const at::Tensor& top, const at::Tensor& more, const Filters& filters) {
+  const at::Tensor mass = ((top - top.narrow(1, 0, 1)) / filters.temperature).exp_();
+  const at::Tensor sum = mass.cumsum(1);
+  const int64_t last = top.size(1) - 1;
+  const at::Tensor needed = (sum.select(1, last) + mass.select(1, last) * more) * filters.top_p;
+  const at::Tensor place = (sum < needed.unsqueeze(1)).sum(1, /*keepdim=*/true).clamp_max(last);
+  return top.gather(1, place).squeeze(1);
+}
+
+// The same of the whole vocabulary: the floor is found digit by digit, the highest first. One
+// exchange of 256 sums a row for each of the four digits, however flat the distribution is.
+at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& max,
+                                    int64_t vocab_size, double top_p, const Group& group) {
+  // The sum of V masses of at most 2^bits fits into an int64.
+  const int bits = 61 - static_cast<int>(std::ceil(std::log2(static_cast<double>(vocab_size))));
+  const double scale = std::ldexp(1.0, bits);
+  const auto mass_of = use_aten_path(shard.logits) ? vocab_shard_mass_aten : vocab_shard_mass_cpu;
+  at::Tensor order = at::zeros_like(max, at::kLong), needed;
+  for (int64_t shift = kLogitBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
+    const at::Tensor mass = group.gather(mass_of(shard, max, order, shift, scale)).sum(0).flip(1);
+    const at::Tensor sum = mass.cumsum(1);  // of the digits from the highest on
+    if (!needed.defined()) {
+      const at::Tensor total = sum.select(1, kDigits - 1);
+      needed = at::minimum((total.to(at::kDouble) * top_p).ceil().to(at::kLong).clamp_min(1), total)
+                   .unsqueeze(1);
+    }
+    const at::Tensor place = (sum < needed).sum(1, /*keepdim=*/true).clamp_max(kDigits - 1);
+    needed = needed - (sum - mass).gather(1, place);
+    order = order * kDigits + (kDigits - 1 - place.squeeze(1));
+  }
+  return logits_of(order).to(at::kDouble);
+}
+
+// The lowest logit [B] that the filters leave, fp64. Those equal to it all stay.
+at::Tensor floor_of(const SampleShard& shard, int64_t vocab_size, const Filters& filters,
+                    const Group& group) {
+  const bool with_top_k = 0 < filters.top_k && filters.top_k < vocab_size;
+  at::Tensor floor =
+      at::full({shard.logits.size(0)}, -kInfinity, shard.logits.options().dtype(at::kDouble));
+  if (!with_top_k && filters.top_p >= 1 && filters.min_p <= 0) return floor;
+  at::Tensor max;
+  if (with_top_k) {
+    const auto [top, more] = top_of_all(shard.logits, filters.top_k, group);
+    max = top.select(1, 0);
+    floor =
+        filters.top_p < 1 ? floor_of_top_p(top, more, filters) : top.select(1, filters.top_k - 1);
+  } else {
+    max = largest_of_all(shard.logits, group);
+    if (filters.top_p < 1) {
+      floor = floor_of_top_p_by_digits(shard, max, vocab_size, filters.top_p, group);
+    }
+  }
+  if (filters.min_p > 0) {
+    floor = at::maximum(floor, max + filters.temperature * std::log(filters.min_p));
+  }
+  return floor.contiguous();
+}
+
+at::Tensor vocab_argmax_kernel(const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,
+                               int64_t vocab_stop, int64_t group_size,
+                               const std::string& group_name) {
+  const Group group{"vocab_argmax", group_size, group_name};
+  check_logits(group.op, logits, vocab_size, vocab_start, vocab_stop);
+  const auto wide = logits.options().dtype(at::kDouble);
+  at::Tensor score = at::full({logits.size(0)}, -kInfinity, wide);
+  at::Tensor id = at::full_like(score, kLastId, wide.dtype(at::kLong));
+  if (logits.size(1) > 0) {
+    const at::Tensor column = logits.argmax(1, /*keepdim=*/true);
+    score = logits.gather(1, column).squeeze(1).to(at::kDouble);
+    id = column.squeeze(1) + vocab_start;
+  }
+  return std::get<1>(best_of(group.gather(record_of(score, id))));
+}
+
+at::Tensor vocab_sample_kernel(const at::Tensor& logits_in, int64_t vocab_size, int64_t vocab_start,
+                               int64_t vocab_stop, double temperature, int64_t top_k, double top_p,
+                               double min_p, int64_t seed, int64_t step, int64_t group_size,
+                               const std::string& group_name) {
+  const Group group{"vocab_sample", group_size, group_name};
+  Filters filters{temperature, top_k, top_p, min_p};
+  check_logits(group.op, logits_in, vocab_size, vocab_start, vocab_stop);
+  check_filters(group.op, filters);
+  filters.temperature = std::max(temperature, kLeastTemperature);
+  at::Tensor logits = logits_in.to(at::kFloat);
+  if (logits.stride(1) != 1) logits = logits.contiguous();
+  const SampleShard shard{logits, vocab_start, filters.temperature};
+  const at::Tensor floor = floor_of(shard, vocab_size, filters, group);
+  const at::Tensor record = (use_aten_path(logits) ? vocab_shard_draw_aten : vocab_shard_draw_cpu)(
+      shard, floor, seed, step);
+  const auto [score, id] = best_of(group.gather(record));
+  return id.masked_fill(score.isfinite().logical_not(), -1);
+}
+
+at::Tensor ids_of(const at::Tensor& logits) {
+  return at::empty_symint({logits.sym_size(0)}, logits.options().dtype(at::kLong));
+}
+
+at::Tensor vocab_argmax_meta(const at::Tensor& logits, int64_t, int64_t, int64_t, int64_t,
+                             const std::string&) {
+  return ids_of(logits);
+}
+
+at::Tensor vocab_sample_meta(const at::Tensor& logits, int64_t, int64_t, int64_t, double, int64_t,
+                             double, double, int64_t, int64_t, int64_t, const std::string&) {
+  return ids_of(logits);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
+  m.impl("vocab_argmax", vocab_argmax_kernel);
+  m.impl("vocab_sample", vocab_sample_kernel);
+}
+
+TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
+  m.impl("vocab_argmax", vocab_argmax_meta);
+  m.impl("vocab_sample", vocab_sample_meta);
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,375 @@
+// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with a
+// thread for each of a block's.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "base/cuda_rows.h"
+#include "base/exp.h"
+#include "vocab/shard_cuda.h"
+
+namespace parallel_ext {
+namespace {
+
+template <typename wide_t>
+constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
+
+// A base that the maximum is at most so far above still gives sums that fit.
+constexpr int kAboveBase = 30;
+
+// What is known of some numbers of a row; the sums are made with `base` in the place of the
+// maximum.
+template <typename wide_t>
+struct Part {
+  wide_t max, base;
+  double sum, smooth, weight, moment;
+  int64_t id;
+  bool found_nan;
+};
+
+template <typename wide_t>
+__device__ Part<wide_t> empty_part() {
+  return {kLowest<wide_t>, kLowest<wide_t>, 0, 0, 0, 0, 0, false};
+}
+
+// Nothing but -inf contributes nothing, yet a NaN must still reach the sums.
+template <typename wide_t>
+__device__ __forceinline__ wide_t base_of(const Part<wide_t>& part) {
+  return part.base == kLowest<wide_t> ? 0 : part.base;
+}
+
+// The sums as if made with the maximum for their base; those of nothing, -inf and NaN are so
+// already.
+template <typename wide_t>
+__device__ __forceinline__ void raise_base(Part<wide_t>& part) {
+  if (part.base != kLowest<wide_t>) {
+    const double step = static_cast<double>(part.base) - part.max;
+    const wide_t factor = exp_below_88(static_cast<wide_t>(step));
+    part.smooth += part.weight * step;
+    part.moment = factor == 0 ? 0 : factor * (part.moment + step * part.sum);
+    part.sum *= factor;
+  }
+  part.base = part.max;
+}
+
+// Takes numbers in that lie behind those of the part so far.
+template <int size, typename wide_t>
+__device__ __forceinline__ void add(const wide_t (&z)[size], int64_t column, const wide_t* weight,
+                                    const RecordRows& rows, Part<wide_t>& part) {
+  wide_t max = kLowest<wide_t>;  // than which NaN is never larger
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < size; ++i) max = z[i] > max ? z[i] : max;
+  if (max > part.max) {
+    part.max = max;
+    if (!part.found_nan) {
+      PARALLEL_EXT_UNROLL
+      for (int i = size - 1; i >= 0; --i) part.id = z[i] == max ? column + i : part.id;
+    }
+    if (part.base == kLowest<wide_t> || max > part.base + kAboveBase) raise_base(part);
+  }
+  const wide_t base = base_of(part);
+  wide_t exponential[size], sum = 0;
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < size; ++i) {
+    exponential[i] = exp_below_88(z[i] - base);
+    sum += exponential[i];
+  }
+  part.sum += sum;
+  if (rows.moment >= 0) {
+    wide_t moment = 0;
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) {
+      const wide_t x = z[i] - base;
+      moment += x == kLowest<wide_t> ? 0 : exponential[i] * x;
+    }
+    part.moment += moment;
+  }
+  if (rows.smooth >= 0) {
+    wide_t smooth = 0, total = 0;
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) {
+      const wide_t own = weight == nullptr ? 1 : weight[column + i];
+      smooth += own * (z[i] - base);
+      total += own;
+    }
+    part.smooth += smooth;
+    part.weight += total;
+  }
+  if (sum != sum && !part.found_nan) {  // by a NaN, or by inf - inf
+    PARALLEL_EXT_UNROLL
+    for (int i = size - 1; i >= 0; --i) {
+      if (z[i] == z[i]) continue;
+      part.found_nan = true;
+      part.id = column + i;
+    }
+  }
+}
+
+template <typename wide_t>
+__device__ __forceinline__ void merge(Part<wide_t>& part, Part<wide_t> other) {
+  if (part.found_nan == other.found_nan) {
+    const bool tie = part.found_nan || part.max == other.max;
+    const bool lower = tie ? other.id < part.id : other.max > part.max;
+    part.id = lower ? other.id : part.id;
+  } else if (other.found_nan) {
+    part.found_nan = true;
+    part.id = other.id;
+  }
+  part.max = other.max = other.max > part.max ? other.max : part.max;
+  if (part.max > part.base) raise_base(part);
+  if (other.max > other.base) raise_base(other);
+  part.sum += other.sum;
+  part.smooth += other.smooth;
+  part.weight += other.weight;
+  part.moment += other.moment;
+}
+
+// Calls use(column, count) for what a thread does of a row: `count`, an integral_constant, is
+// `size` where packs are, and 1 before and behind them.
+template <int size, typename scalar_t, typename Use>
+__device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, const Use& use) {
+  const int64_t thread = threadIdx.x, threads = blockDim.x;
+  const std::integral_constant<int, 1> one;
+  const int64_t misplaced =
+      reinterpret_cast<uintptr_t>(row) / sizeof(scalar_t) % static_cast<uint64_t>(size);
+  const int64_t head = misplaced == 0 ? 0 : std::min<int64_t>(columns, size - misplaced);
+  const int64_t tail = columns - (columns - head) % size;
+  for (int64_t column = thread; column < head; column += threads) use(column, one);
+  for (int64_t column = head + thread * size; column < tail; column += threads * size) {
+    use(column, std::integral_constant<int, size>());
+  }
+  for (int64_t column = tail + thread; column < columns; column += threads) use(column, one);
+}
+
+// Reads logits, and says what z is for each. An option is looked at once for all of them.
+template <int count, typename scalar_t, typename wide_t>
+__device__ __forceinline__ void load_z(const scalar_t* logits, wide_t scale, wide_t cap,
+                                       wide_t (&z)[count]) {
+  const Pack<scalar_t, count> pack = *packs<count>(logits);
+  if (cap == 0) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < count; ++i) z[i] = widen(pack.value[i]) * scale;
+  } else {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < count; ++i) z[i] = to_z(widen(pack.value[i]), scale, cap);
+  }
+}
+
+template <int count, typename scalar_t, typename wide_t>
+__device__ __forceinline__ void store_all(const wide_t (&values)[count], scalar_t* out) {
+  Pack<scalar_t, count> pack;
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < count; ++i) store(values[i], pack.value + i);
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(pack) == kWidest) {  // nvcc would store its numbers one by one
+    uint4 bits;
+    std::memcpy(&bits, &pack, sizeof(bits));
+    __stwb(reinterpret_cast<uint4*>(out), bits);
+    return;
+  }
+#endif
+  *packs<count>(out) = pack;
+}
+
+// Calls use(token) for the rows of this block, in all of its threads, or with a token that is not
+// there.
+template <typename Use>
+__device__ __forceinline__ void for_tokens(int64_t num_tokens, const Use& use) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.y;
+  for (int64_t first = int64_t{blockIdx.x} * blockDim.y; first < num_tokens; first += step) {
+    use(first + threadIdx.y);
+  }
+}
+
+// The bits of an id in the place of a number.
+template <typename wide_t>
+__device__ wide_t bits_of_id(int64_t id) {
+  const std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t> narrow = id;
+  wide_t bits;
+  std::memcpy(&bits, &narrow, sizeof(bits));
+  return bits;
+}
+
+template <typename scalar_t, typename wide_t>
+__device__ void put_record(const ShardOnCuda<scalar_t>& shard, const RecordRows& rows,
+                           int64_t token, Part<wide_t> part, wide_t* record) {
+  if (part.max > part.base) raise_base(part);
+  const auto put = [&](int64_t row, wide_t value) {
+    record[row * shard.num_tokens + token] = value;
+  };
+  const int64_t label = shard.labels[token] - shard.vocab_start;
+  const bool own = 0 <= label && label < shard.size;
+  put(RecordRows::kMax, part.found_nan ? std::numeric_limits<wide_t>::quiet_NaN() : part.max);
+  put(RecordRows::kSum, static_cast<wide_t>(part.sum));
+  put(RecordRows::kTarget,
+      own ? to_z(widen(shard.logits[token * shard.stride + label]), shard.scale, shard.cap) : 0);
+  if (rows.smooth >= 0) {
+    put(rows.smooth, static_cast<wide_t>(part.smooth));
+    put(rows.smooth + 1, static_cast<wide_t>(part.weight));
+  }
+  if (rows.moment >= 0) put(rows.moment, static_cast<wide_t>(part.moment));
+  if (rows.id >= 0) {
+    const int64_t id = shard.size == 0 ? kLastId : shard.vocab_start + part.id;
+    put(rows.id, bits_of_id<wide_t>(id));
+  }
+}
+
+// The threads of a row go through it once. Their parts are merged by halves of the threads, so
+// always in the same order.
+template <typename scalar_t, int size>
+__global__ void __launch_bounds__(kBlockThreads)
+    record_kernel(const ShardOnCuda<scalar_t> shard, const RecordRows rows,
+                  wide_of<scalar_t>* __restrict__ record) {
+  using wide_t = wide_of<scalar_t>;
+  __shared__ Part<wide_t> parts[kBlockThreads];
+  Part<wide_t>* own = parts + threadIdx.y * blockDim.x + threadIdx.x;
+  for_tokens(shard.num_tokens, [&](int64_t token) {
+    Part<wide_t> part = empty_part<wide_t>();
+    if (token < shard.num_tokens) {
+      const scalar_t* row = shard.logits + token * shard.stride;
+      for_row<size>(row, shard.size, [&](int64_t column, auto count) {
+        wide_t z[count];
+        load_z(row + column, shard.scale, shard.cap, z);
+        add(z, column, shard.weight, rows, part);
+      });
+    }
+    *own = part;
+    for (unsigned half = blockDim.x / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (threadIdx.x < half) merge(*own, own[half]);
+    }
+    if (threadIdx.x == 0 && token < shard.num_tokens) {
+      put_record(shard, rows, token, *own, record);
+    }
+    __syncthreads();  // the next row's parts go to the same place
+  });
+}
+
+template <typename wide_t>
+struct Factors {
+  wide_t max, log_sum;
+  wide_t probability, column, label, entropy;
+
+  __device__ Factors(const wide_t* normalizer, const wide_t* factors, int64_t num_tokens,
+                     int64_t token)
+      : max(normalizer[token]), log_sum(normalizer[num_tokens + token]) {
+    const auto of = [&](int64_t row) { return factors[row * num_tokens + token]; };
+    probability = of(GradientRows::kProbability), column = of(GradientRows::kColumn);
+    label = of(GradientRows::kLabel), entropy = of(GradientRows::kEntropy);
+  }
+  __device__ bool all_zero() const {
+    return probability == 0 && column == 0 && label == 0 && entropy == 0;
+  }
+};
+
+// The gradients of neighbours with respect to their logits; `weight` and `label` count from the
+// first of them.
+template <int size, typename wide_t>
+__device__ __forceinline__ void gradients(const wide_t (&z)[size], const Factors<wide_t>& factor,
+                                          const wide_t* weight, int64_t label, wide_t scale,
+                                          wide_t cap, wide_t (&grad)[size]) {
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < size; ++i) {
+    grad[i] = exp_below_88((z[i] - factor.max) - factor.log_sum);
+  }
+  if (factor.entropy == 0) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) grad[i] *= factor.probability;
+  } else {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) {
+      const wide_t log_p = (z[i] - factor.max) - factor.log_sum;
+      const wide_t p_log_p = log_p == kLowest<wide_t> ? 0 : grad[i] * log_p;  // 0 * log 0 is 0
+      grad[i] = grad[i] * factor.probability + p_log_p * factor.entropy;
+    }
+  }
+  if (weight == nullptr) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) grad[i] -= factor.column;
+  } else {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) grad[i] -= factor.column * weight[i];
+  }
+  if (0 <= label && label < size) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) grad[i] -= i == label ? factor.label : 0;
+  }
+  if (cap != 0) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) {
+      const wide_t t = z[i] / cap;
+      grad[i] *= (1 - t) * (1 + t);
+    }
+  }
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < size; ++i) grad[i] *= scale;
+}
+
+// Each logit is read before its gradient is written, by the same thread, so that both may lie in
+// the same place.
+template <typename scalar_t, int size>
+__global__ void __launch_bounds__(kBlockThreads)
+    gradient_kernel(const ShardOnCuda<scalar_t> shard,
+                    const wide_of<scalar_t>* __restrict__ normalizer,
+                    const wide_of<scalar_t>* __restrict__ factors, scalar_t* grad_logits,
+                    int64_t grad_stride) {
+  using wide_t = wide_of<scalar_t>;
+  for_tokens(shard.num_tokens, [&](int64_t token) {
+    if (token >= shard.num_tokens) return;
+    const Factors<wide_t> factor(normalizer, factors, shard.num_tokens, token);
+    const bool all_zero = factor.all_zero();
+    const int64_t label = shard.labels[token] - shard.vocab_start;
+    const scalar_t* row = shard.logits + token * shard.stride;
+    scalar_t* out = grad_logits + token * grad_stride;
+    for_row<size>(row, shard.size, [&](int64_t column, auto count) {
+      wide_t z[count], grad[count] = {};
+      if (!all_zero) {
+        load_z(row + column, shard.scale, shard.cap, z);
+        gradients(z, factor, shard.weight == nullptr ? nullptr : shard.weight + column,
+                  label - column, shard.scale, shard.cap, grad);
+      }
+      store_all(grad, out + column);
+    });
+  });
+}
+
+}  // namespace
+
+// Also where size is 0, since the record says so then.
+template <typename scalar_t>
+void vocab_record_on_cuda(const ShardOnCuda<scalar_t>& shard, const RecordRows& rows,
+                          wide_of<scalar_t>* record, int device) {
+  if (shard.num_tokens == 0) return;  // CUDA refuses an empty grid
+  constexpr int kSize = kWidest / sizeof(scalar_t);
+  launch(record_kernel<scalar_t, kSize>, grid_of_whole_rows(shard.num_tokens, shard.size / kSize),
+         device, shard, rows, record);
+}
+
+template <typename scalar_t>
+void vocab_gradient_on_cuda(const ShardOnCuda<scalar_t>& shard, const wide_of<scalar_t>* normalizer,
+                            const wide_of<scalar_t>* factors, scalar_t* grad_logits,
+                            int64_t grad_stride, int device) {
+  if (shard.num_tokens == 0 || shard.size == 0) return;
+  // A logit and its gradient lie alike in their packs where these two steps are whole packs.
+  const uint64_t from_logits = address(grad_logits) - address(shard.logits);
+  const uint64_t from_stride = (grad_stride - shard.stride) * sizeof(scalar_t);
+  with_size<scalar_t>(from_logits | from_stride, [&](auto size) {
+    launch(gradient_kernel<scalar_t, size>, grid_of_whole_rows(shard.num_tokens, shard.size / size),
+           device, shard, normalizer, factors, grad_logits, grad_stride);
+  });
+}
+
+#define PARALLEL_EXT_INSTANTIATE(scalar_t)                                                     \
+  template void vocab_record_on_cuda(const ShardOnCuda<scalar_t>&, const RecordRows&,          \
+                                     wide_of<scalar_t>*, int);                                 \
+  template void vocab_gradient_on_cuda(const ShardOnCuda<scalar_t>&, const wide_of<scalar_t>*, \
+                                       const wide_of<scalar_t>*, scalar_t*, int64_t, int);
+
+PARALLEL_EXT_INSTANTIATE(float)
+PARALLEL_EXT_INSTANTIATE(double)
+PARALLEL_EXT_INSTANTIATE(c10::BFloat16)
+PARALLEL_EXT_INSTANTIATE(c10::Half)
+
+}  // namespace parallel_ext

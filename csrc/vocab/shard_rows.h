@@ -1,0 +1,47 @@
+// What the two passes of the cross entropy over a shard of the logits read and write for each
+// token: for CPU and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "base/exp.h"
+
+namespace parallel_ext {
+
+// The rows of a record [count, T], wide; -1 where not asked for. m is the maximum of the shard's z,
+// or 0 where nothing is above -inf.
+struct RecordRows {
+  static constexpr int64_t kMax = 0;     // of z; -inf for an empty shard
+  static constexpr int64_t kSum = 1;     // of exp(z - m)
+  static constexpr int64_t kTarget = 2;  // z of the label where this shard holds it, else 0
+  int64_t smooth = -1;                   // sum of weight * (z - m); in the next row that of weight
+  int64_t moment = -1;                   // sum of exp(z - m) * (z - m)
+  int64_t id = -1;                       // bits of the lowest id of the maximum: int32 in fp32
+  int64_t count = 3;
+
+  RecordRows(bool with_smooth, bool with_moment, bool with_id) {
+    if (with_smooth) smooth = count, count += 2;
+    if (with_moment) moment = count++;
+    if (with_id) id = count++;
+  }
+};
+
+// The largest id that a record can hold; an empty shard has it.
+inline constexpr int64_t kLastId = 0x7fffffff;
+
+// What each token's gradient with respect to z is made of, with p = exp(z - max - log_sum):
+// p * (probability + entropy * (z - max - log_sum)) - column * weight - label * onehot.
+struct GradientRows {
+  static constexpr int64_t kProbability = 0, kColumn = 1, kLabel = 2, kEntropy = 3, kCount = 4;
+};
+
+// Rows of the normalizer, wide: the maximum of z over the whole vocabulary, the log of the sum of
+// exp(z - maximum), and the entropy where it was asked for.
+inline constexpr int64_t kRowsWithoutEntropy = 2, kRowsWithEntropy = 3;
+
+template <typename wide_t>
+PARALLEL_EXT_INLINE wide_t to_z(wide_t logit, wide_t scale, wide_t cap) {
+  return cap == 0 ? logit * scale : cap * tanh_by_exp(logit * scale / cap);
+}
+
+}  // namespace parallel_ext
