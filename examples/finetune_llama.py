@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
@@ -120,13 +119,11 @@ def start(options: argparse.Namespace) -> tuple[px.Mesh, Any, Any, list[dict[str
 
 
 def finish(options: argparse.Namespace, mesh: px.Mesh, report: dict[str, Any]) -> None:
-    """Print and write the report, and end the job."""
+    """Print and write the report."""
     if mesh.rank == 0:
         print(f"loss {report['loss'][0]:.4f} -> {report['loss'][-1]:.4f}")
         if options.report:
             options.report.write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def save_and_finish(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from finetune_llama import common_parser, default_text
 
@@ -92,8 +91,6 @@ def main() -> None:
                 beside.replace(options.report)
             print(f"step {step} of {options.steps}: loss {report['loss'][-1]:.4f}", flush=True)
     px.wait_for_checkpoint(model)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def mean_over_dp(loss: torch.Tensor, mesh: px.Mesh) -> float:

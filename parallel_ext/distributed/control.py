@@ -94,7 +94,7 @@ class Ranks:
         try:
             process_group = _new_groups(ranks_of, **options)
         except RuntimeError as error:
-            (own,) = [ranks for ranks in ranks_of if self.rank in ranks]
+            own = next(ranks for ranks in ranks_of if self.rank in ranks)  # who connect
             missing = self._meetings.lost(f"connection {self._connections}", self.rank, own)
             raise CollectiveTimeout(
                 f"{self._what}: ranks {', '.join(map(str, own))} must connect, but {missing} "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import socket
@@ -142,6 +143,7 @@ def job(case: Callable[[], None]) -> list[tuple[int, str]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be looked through at the end of each rank
     done: dict[str, Any] = {}
     for shared in (True, False):
         px._C.set_shared_memory(shared)
