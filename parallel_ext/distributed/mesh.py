@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -192,7 +193,9 @@ def shutdown() -> None:
     _made_here.clear()
 
 
-atexit.register(shutdown)
+@cache
+def _shut_down_at_exit() -> None:
+    atexit.register(shutdown)
 
 
 def _positive(name: str, value: Any) -> int:
@@ -230,6 +233,7 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
         >>> mesh.tp_size, mesh.dp_size
         (1, 1)
     """
+    _shut_down_at_exit()
     tp, ep = _positive("tp", tp), _positive("ep", ep)
     if dp is not None:
         dp = _positive("dp", dp)
