@@ -142,7 +142,7 @@ class VocabParallelHead(ShardedModule):
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
-    makes_logits = True  # which wrappers that change nothing hand on, as runtime.py looks for it
+    makes_logits = True  # which wrappers that change nothing hand on, as parallel/methods.py asks
 
     def __init__(
         self,
