@@ -11,7 +11,7 @@
 namespace {
 
 // What every op wants of its tensors, whatever else it checks: that they are there, dense and on
-// one kind of device. It runs below autograd and before the kernel of any device is chosen, or a
+// one device. It runs below autograd and before the kernel of any device is chosen, or a
 // tensor on meta would choose one that computes nothing.
 void check_tensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
@@ -35,10 +35,9 @@ void check_tensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       first = &tensor;
       number_of_first = i;
     }
-    TORCH_CHECK_VALUE(tensor.device().type() == first->device().type(), name, ": ",
-                      arguments[i].name(), " is on ", tensor.device(), " but ",
-                      arguments[number_of_first].name(), " is on ", first->device(),
-                      "; move one of them");
+    TORCH_CHECK_VALUE(tensor.device() == first->device(), name, ": ", arguments[i].name(),
+                      " is on ", tensor.device(), " but ", arguments[number_of_first].name(),
+                      " is on ", first->device(), "; move one of them");
   }
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   op.redispatchBoxed(keys & below, stack);

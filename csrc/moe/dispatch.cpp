@@ -219,17 +219,18 @@ at::Tensor moe_combine_backward_meta(const at::Tensor& grad_output, const at::Te
 // Autograd: the gradients travel the other way, by the plan of the forward.
 
 // The arguments of a plan, from forward to backward.
+void save_plan(AutogradContext* ctx, at::IntArrayRef send, at::IntArrayRef receive,
+               at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
+               const std::string& group_name) {
+  ctx->saved_data["send"] = send.vec();
+  ctx->saved_data["receive"] = receive.vec();
+  ctx->saved_data["experts_per_rank"] = experts_per_rank.vec();
+  ctx->saved_data["rank"] = rank;
+  ctx->saved_data["group_size"] = group_size;
+  ctx->saved_data["group_name"] = group_name;
+}
+
 struct SavedPlan {
-  SavedPlan(AutogradContext* ctx, at::IntArrayRef send, at::IntArrayRef receive,
-            at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
-            const std::string& group_name) {
-    ctx->saved_data["send"] = send.vec();
-    ctx->saved_data["receive"] = receive.vec();
-    ctx->saved_data["experts_per_rank"] = experts_per_rank.vec();
-    ctx->saved_data["rank"] = rank;
-    ctx->saved_data["group_size"] = group_size;
-    ctx->saved_data["group_name"] = group_name;
-  }
   explicit SavedPlan(AutogradContext* ctx)
       : send(ctx->saved_data["send"].toIntVector()),
         receive(ctx->saved_data["receive"].toIntVector()),
@@ -239,7 +240,7 @@ struct SavedPlan {
         group_name(ctx->saved_data["group_name"].toStringRef()) {}
 
   std::vector<int64_t> send, receive, experts_per_rank;
-  int64_t rank = 0, group_size = 1;
+  int64_t rank, group_size;
   std::string group_name;
 };
 
@@ -251,7 +252,7 @@ class MoeDispatch : public torch::autograd::Function<MoeDispatch> {
                                at::IntArrayRef send, at::IntArrayRef receive,
                                at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
                                const std::string& group_name) {
-    SavedPlan(ctx, send, receive, experts_per_rank, rank, group_size, group_name);
+    save_plan(ctx, send, receive, experts_per_rank, rank, group_size, group_name);
     ctx->saved_data["weights_dtype"] = weights.scalar_type();
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [rows, row_weights, origins] =
@@ -283,7 +284,7 @@ class MoeCombine : public torch::autograd::Function<MoeCombine> {
                             at::IntArrayRef send, at::IntArrayRef receive,
                             at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
                             const std::string& group_name) {
-    SavedPlan(ctx, send, receive, experts_per_rank, rank, group_size, group_name);
+    save_plan(ctx, send, receive, experts_per_rank, rank, group_size, group_name);
     ctx->save_for_backward({origins, tokens});
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     return moe_combine(rows, origins, rows_of_choices, tokens, send, receive, experts_per_rank,

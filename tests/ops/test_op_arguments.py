@@ -318,9 +318,8 @@ def test_arguments_are_refused_in_words_and_at_once(case):
     assert time.process_time() - before < 2
 
 
-WITH_A_GROUP = [
-    name for name in ops.__all__ if "group" in inspect.signature(getattr(ops, name)).parameters
-]
+OPS = [name for name in ops.__all__ if name.islower()]
+WITH_A_GROUP = [name for name in OPS if "group" in inspect.signature(getattr(ops, name)).parameters]
 
 
 @pytest.mark.parametrize("name", WITH_A_GROUP)
@@ -336,8 +335,7 @@ def test_what_is_no_group_is_refused_by_name(name):
 
 
 def test_the_ops_without_a_group_are_those_of_one_rank():
-    functions = [name for name in ops.__all__ if name[0].islower()]
-    assert sorted(set(functions) - set(WITH_A_GROUP)) == [
+    assert sorted(set(OPS) - set(WITH_A_GROUP)) == [
         "moe_gated_silu",
         "moe_linear",
         "moe_lora_linear",
