@@ -19,21 +19,22 @@ struct VocabLoss;  // vocab/loss.h
 // --- linear/region.cpp: the borders of a tensor-parallel region ---
 
 // partial [..., H] -> replicated [..., H]. Backward: identity.
-at::Tensor reduce_from_tp(const at::Tensor& partial, int64_t group_size,
-                          const std::string& group_name);
+at::Tensor reduce_from_region(const at::Tensor& partial, int64_t group_size,
+                              const std::string& group_name);
 
 // replicated [..., H] -> replicated [..., H]. Backward: sums the ranks' partial gradients.
-at::Tensor copy_to_tp(const at::Tensor& input, int64_t group_size, const std::string& group_name);
+at::Tensor copy_to_region(const at::Tensor& input, int64_t group_size,
+                          const std::string& group_name);
 
 // sharded [..., sizes[rank]] -> replicated [..., sum(sizes)]. Backward: this rank's slice.
-at::Tensor gather_from_tp(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
-                          int64_t group_size, const std::string& group_name);
+at::Tensor gather_from_region(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
+                              int64_t group_size, const std::string& group_name);
 
 // --- linear/linear.cpp ---
 
 // replicated input [..., K], weight rows [F, K] of this rank -> sharded [..., F], in rows of
 // `row_stride` >= F elements. Backward: the input's gradient is summed over the group while the
-// weight's is computed. With a group of size 1 that sum is left to the caller (copy_to_tp).
+// weight's is computed. With a group of size 1 that sum is left to the caller (copy_to_region).
 at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
                          const std::optional<at::Tensor>& bias, int64_t row_stride,
                          int64_t group_size, const std::string& group_name);

@@ -52,9 +52,9 @@ TORCH_LIBRARY(parallel_ext, library) {
     library.impl(schema.substr(0, schema.find('(')).c_str(), c10::DispatchKey::BackendSelect,
                  torch::CppFunction::makeFromBoxedFunction<&check_tensors>());
   };
-  def("reduce_from_tp(Tensor partial, int group_size, str group_name) -> Tensor");
-  def("copy_to_tp(Tensor input, int group_size, str group_name) -> Tensor");
-  def("gather_from_tp(Tensor shard, int[] sizes, int rank, int group_size, str group_name) -> "
+  def("reduce_from_region(Tensor partial, int group_size, str group_name) -> Tensor");
+  def("copy_to_region(Tensor input, int group_size, str group_name) -> Tensor");
+  def("gather_from_region(Tensor shard, int[] sizes, int rank, int group_size, str group_name) -> "
       "Tensor");
   def("column_linear(Tensor input, Tensor weight, Tensor? bias, int row_stride, int group_size, "
       "str group_name) -> Tensor");

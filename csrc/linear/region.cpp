@@ -22,22 +22,23 @@ using torch::autograd::variable_list;
 
 // Kernels: any device whose process group can sum and gather.
 
-at::Tensor reduce_from_tp_kernel(const at::Tensor& partial, int64_t group_size,
-                                 const std::string& group_name) {
-  check_floating("reduce_from_tp", "partial", partial);
+at::Tensor reduce_from_region_kernel(const at::Tensor& partial, int64_t group_size,
+                                     const std::string& group_name) {
+  check_floating("reduce_from_region", "partial", partial);
   at::Tensor total = partial.clone(at::MemoryFormat::Contiguous);
-  all_reduce_sum("reduce_from_tp", total, group_size, group_name);  // numel(partial), every rank
+  all_reduce_sum("reduce_from_region", total, group_size,
+                 group_name);  // numel(partial), every rank
   return total;
 }
 
-at::Tensor copy_to_tp_kernel(const at::Tensor& input, int64_t, const std::string&) {
-  check_floating("copy_to_tp", "input", input);
+at::Tensor copy_to_region_kernel(const at::Tensor& input, int64_t, const std::string&) {
+  check_floating("copy_to_region", "input", input);
   return input.clone(at::MemoryFormat::Contiguous);
 }
 
-at::Tensor gather_from_tp_kernel(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
-                                 int64_t group_size, const std::string& group_name) {
-  const char* op = "gather_from_tp";
+at::Tensor gather_from_region_kernel(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
+                                     int64_t group_size, const std::string& group_name) {
+  const char* op = "gather_from_region";
   TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == group_size, op, ": ", sizes.size(),
                     " sizes were given for a group of ", group_size, " ranks");
   TORCH_CHECK_VALUE(0 <= rank && rank < group_size, op, ": rank ", rank, " is not in [0, ",
@@ -66,21 +67,21 @@ at::Tensor same_shape_meta(const at::Tensor& input, int64_t, const std::string&)
   return at::empty_like(input, at::MemoryFormat::Contiguous);
 }
 
-at::Tensor gather_from_tp_meta(const at::Tensor& shard, at::IntArrayRef sizes, int64_t, int64_t,
-                               const std::string&) {
+at::Tensor gather_from_region_meta(const at::Tensor& shard, at::IntArrayRef sizes, int64_t, int64_t,
+                                   const std::string&) {
   auto shape = shard.sym_sizes().vec();
-  shape.back() = sum_of_counts("gather_from_tp", "sizes", sizes);
+  shape.back() = sum_of_counts("gather_from_region", "sizes", sizes);
   return at::empty_symint(shape, shard.options());
 }
 
-// Autograd. reduce_from_tp and copy_to_tp are each other's backward.
+// Autograd. reduce_from_region and copy_to_region are each other's backward.
 
 class ReduceFromTp : public torch::autograd::Function<ReduceFromTp> {
  public:
   static at::Tensor forward(AutogradContext*, const at::Tensor& partial, int64_t group_size,
                             const std::string& group_name) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return reduce_from_tp(partial, group_size, group_name);
+    return reduce_from_region(partial, group_size, group_name);
   }
   static variable_list backward(AutogradContext*, variable_list grad_outputs) {
     return {grad_outputs[0], Variable(), Variable()};
@@ -94,11 +95,11 @@ class CopyToTp : public torch::autograd::Function<CopyToTp> {
     ctx->saved_data["group_size"] = group_size;
     ctx->saved_data["group_name"] = group_name;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return copy_to_tp(input, group_size, group_name);
+    return copy_to_region(input, group_size, group_name);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    return {reduce_from_tp(grad_outputs[0], ctx->saved_data["group_size"].toInt(),
-                           ctx->saved_data["group_name"].toStringRef()),
+    return {reduce_from_region(grad_outputs[0], ctx->saved_data["group_size"].toInt(),
+                               ctx->saved_data["group_name"].toStringRef()),
             Variable(), Variable()};
   }
 };
@@ -108,7 +109,7 @@ class GatherFromTp : public torch::autograd::Function<GatherFromTp> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& shard, at::IntArrayRef sizes,
                             int64_t rank, int64_t group_size, const std::string& group_name) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    at::Tensor full = gather_from_tp(shard, sizes, rank, group_size, group_name);
+    at::Tensor full = gather_from_region(shard, sizes, rank, group_size, group_name);
     ctx->saved_data["start"] = std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
     ctx->saved_data["size"] = sizes[rank];
     return full;
@@ -120,56 +121,57 @@ class GatherFromTp : public torch::autograd::Function<GatherFromTp> {
   }
 };
 
-at::Tensor reduce_from_tp_autograd(const at::Tensor& partial, int64_t group_size,
-                                   const std::string& group_name) {
+at::Tensor reduce_from_region_autograd(const at::Tensor& partial, int64_t group_size,
+                                       const std::string& group_name) {
   return ReduceFromTp::apply(partial, group_size, group_name);
 }
 
-at::Tensor copy_to_tp_autograd(const at::Tensor& input, int64_t group_size,
-                               const std::string& group_name) {
+at::Tensor copy_to_region_autograd(const at::Tensor& input, int64_t group_size,
+                                   const std::string& group_name) {
   return CopyToTp::apply(input, group_size, group_name);
 }
 
-at::Tensor gather_from_tp_autograd(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
-                                   int64_t group_size, const std::string& group_name) {
+at::Tensor gather_from_region_autograd(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
+                                       int64_t group_size, const std::string& group_name) {
   return GatherFromTp::apply(shard, sizes, rank, group_size, group_name);
 }
 
 }  // namespace
 
-at::Tensor reduce_from_tp(const at::Tensor& partial, int64_t group_size,
-                          const std::string& group_name) {
-  static auto op = op_handle<decltype(reduce_from_tp)>("parallel_ext::reduce_from_tp");
+at::Tensor reduce_from_region(const at::Tensor& partial, int64_t group_size,
+                              const std::string& group_name) {
+  static auto op = op_handle<decltype(reduce_from_region)>("parallel_ext::reduce_from_region");
   return op.call(partial, group_size, group_name);
 }
 
-at::Tensor copy_to_tp(const at::Tensor& input, int64_t group_size, const std::string& group_name) {
-  static auto op = op_handle<decltype(copy_to_tp)>("parallel_ext::copy_to_tp");
+at::Tensor copy_to_region(const at::Tensor& input, int64_t group_size,
+                          const std::string& group_name) {
+  static auto op = op_handle<decltype(copy_to_region)>("parallel_ext::copy_to_region");
   return op.call(input, group_size, group_name);
 }
 
-at::Tensor gather_from_tp(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
-                          int64_t group_size, const std::string& group_name) {
-  static auto op = op_handle<decltype(gather_from_tp)>("parallel_ext::gather_from_tp");
+at::Tensor gather_from_region(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
+                              int64_t group_size, const std::string& group_name) {
+  static auto op = op_handle<decltype(gather_from_region)>("parallel_ext::gather_from_region");
   return op.call(shard, sizes, rank, group_size, group_name);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("reduce_from_tp", reduce_from_tp_kernel);
-  m.impl("copy_to_tp", copy_to_tp_kernel);
-  m.impl("gather_from_tp", gather_from_tp_kernel);
+  m.impl("reduce_from_region", reduce_from_region_kernel);
+  m.impl("copy_to_region", copy_to_region_kernel);
+  m.impl("gather_from_region", gather_from_region_kernel);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("reduce_from_tp", same_shape_meta);
-  m.impl("copy_to_tp", same_shape_meta);
-  m.impl("gather_from_tp", gather_from_tp_meta);
+  m.impl("reduce_from_region", same_shape_meta);
+  m.impl("copy_to_region", same_shape_meta);
+  m.impl("gather_from_region", gather_from_region_meta);
 }
 
 TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("reduce_from_tp", reduce_from_tp_autograd);
-  m.impl("copy_to_tp", copy_to_tp_autograd);
-  m.impl("gather_from_tp", gather_from_tp_autograd);
+  m.impl("reduce_from_region", reduce_from_region_autograd);
+  m.impl("copy_to_region", copy_to_region_autograd);
+  m.impl("gather_from_region", gather_from_region_autograd);
 }
 
 }  // namespace parallel_ext

@@ -153,8 +153,8 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
       if (needed[2]) grads[2] = grad_bias;
     }
     if (grads[0].defined()) {  // partial so far: each rank has multiplied by its own rows
-      grads[0] =
-          reduce_from_tp(grads[0], data["group_size"].toInt(), data["group_name"].toStringRef());
+      grads[0] = reduce_from_region(grads[0], data["group_size"].toInt(),
+                                    data["group_name"].toStringRef());
     }
     return grads;
   }

@@ -244,7 +244,7 @@ class LoraVocabHead(LoraColumnLinear):
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
-        x = ops.copy_to_tp(base.enter(x), base.group)
+        x = ops.copy_to_region(base.enter(x), base.group)
         return base.leave(self._product(x, base.weight, base.bias, active))
 
 
@@ -330,4 +330,4 @@ class LoraVocabEmbedding(Adapted):
             factor_b = self._caught(factor_b, name, base.group)
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
-        return ops.reduce_from_tp(partial, base.group)
+        return ops.reduce_from_region(partial, base.group)

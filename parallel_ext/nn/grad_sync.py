@@ -110,7 +110,7 @@ class PartialGradients:
             group: the ranks whose parts add up to the gradient.
         """
         if name in self._at_once:
-            return ops.copy_to_tp(weight, group)
+            return ops.copy_to_region(weight, group)
         self._used = True
         return _Catch.apply(_anchor, weight.detach(), (weight, self, name, group))
 
@@ -276,7 +276,7 @@ def _average(gradients: list[torch.Tensor], group: Group) -> None:
     """In place. What earlier backwards have averaged is equal on all ranks and stays as it is."""
     if not gradients:
         return
-    flat = ops.reduce_from_tp(_flat(gradients), group) / group.size
+    flat = ops.reduce_from_region(_flat(gradients), group) / group.size
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(mean.view_as(gradient))
@@ -290,7 +290,7 @@ def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_and_add(entries: list[_Entry], group: Group) -> None:
-    flat = ops.reduce_from_tp(_flat([entry.partial for entry in entries]), group)
+    flat = ops.reduce_from_region(_flat([entry.partial for entry in entries]), group)
     sizes = [entry.partial.numel() for entry in entries]
     for entry, total in zip(entries, flat.split(sizes), strict=True):
         parameter = entry.parameter

@@ -25,7 +25,7 @@ class ColumnParallelLinear(ShardedModule):
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with a replicated
     [..., K] it returns this rank's [..., F]. The gradient of the input is partial: the input must
-    have come through :func:`parallel_ext.ops.copy_to_tp`, once for all layers that read it.
+    have come through :func:`parallel_ext.ops.copy_to_region`, once for all layers that read it.
     """
 
     def __init__(

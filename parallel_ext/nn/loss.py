@@ -124,7 +124,7 @@ def balance_loss(
         probability = probability + weight @ probabilities.to(wide)
         tokens += weight.sum()
     own = torch.cat([chosen, tokens])
-    everyone = ops.gather_from_tp(own, [len(own)] * mesh.dp_size, mesh.dp).view(-1, len(own))
+    everyone = ops.gather_from_region(own, [len(own)] * mesh.dp_size, mesh.dp).view(-1, len(own))
     total = everyone.sum(0)
     chosen, tokens = total[:-1] / total[-1], total[-1]
     return mesh.dp_size * num_experts * (chosen @ probability) / tokens
@@ -137,7 +137,7 @@ def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: Piece | None) -> t
     number = 0 if compared is None else compared.number() >> 16  # exact in fp64
     own = valid.new_tensor([0, torch.is_grad_enabled(), number], dtype=torch.float64)
     own[0] = valid.sum()
-    ranks = ops.gather_from_tp(own, [3] * mesh.dp_size, mesh.dp).view(-1, 3)
+    ranks = ops.gather_from_region(own, [3] * mesh.dp_size, mesh.dp).view(-1, 3)
     if valid.device.type == "cpu" and len(set(ranks[:, 1].tolist())) > 1:
         training = [f"dp rank {rank}" for rank, grad in enumerate(ranks[:, 1].tolist()) if grad]
         raise DisagreementError(

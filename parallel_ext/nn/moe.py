@@ -326,7 +326,7 @@ class ExpertParallelExperts(ShardedModule):
         size = self.group.size
         message = torch.cat([counts.new_tensor(header), counts])
         width = message.numel()
-        everyone = ops.gather_from_tp(message.unsqueeze(0), [width] * size, self.group)
+        everyone = ops.gather_from_region(message.unsqueeze(0), [width] * size, self.group)
         of_rank = everyone.view(size, width).tolist()
         self._check([message[: len(header)] for message in of_rank], failure)
         counts_of_rank = [message[len(header) :] for message in of_rank]

@@ -174,7 +174,7 @@ class VocabParallelHead(ShardedModule):
         """This rank's logits as the caller wants them: as they are, or gathered."""
         if _keep_logits_sharded.get():
             return logits
-        return ops.gather_from_tp(logits, self.sizes, self.group)
+        return ops.gather_from_region(logits, self.sizes, self.group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         hidden = self.enter(input)

@@ -19,7 +19,7 @@ from parallel_ext.ops.moe import (
     moe_route_plan,
     moe_take_tokens,
 )
-from parallel_ext.ops.region import copy_to_tp, gather_from_tp, reduce_from_tp
+from parallel_ext.ops.region import copy_to_region, gather_from_region, reduce_from_region
 from parallel_ext.ops.vocab import vocab_argmax, vocab_embedding, vocab_sample
 from parallel_ext.ops.vocab_loss import (
     VocabStatistics,
@@ -37,8 +37,8 @@ __all__ = [
     "RoutePlan",
     "VocabStatistics",
     "column_linear",
-    "copy_to_tp",
-    "gather_from_tp",
+    "copy_to_region",
+    "gather_from_region",
     "linear_vocab_cross_entropy",
     "linear_vocab_cross_entropy_statistics",
     "lora_linear",
@@ -50,7 +50,7 @@ __all__ = [
     "moe_lora_linear",
     "moe_route_plan",
     "moe_take_tokens",
-    "reduce_from_tp",
+    "reduce_from_region",
     "row_linear",
     "vocab_argmax",
     "vocab_cross_entropy",

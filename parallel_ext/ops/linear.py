@@ -48,7 +48,7 @@ def column_linear(
         row_stride: elements from one row of the output to the next, at least F (default F): aligned
             rows for the passes over the logits. What lies between the rows is nobody's.
         group: with the tensor-parallel group the gradient of ``input`` is summed over it, while the
-            weight's gradient is computed. With ALONE that sum is left to :func:`copy_to_tp`, so
+            weight's gradient is computed. With ALONE that sum is left to :func:`copy_to_region`, so
             that several layers on one input share it.
 
     Returns:

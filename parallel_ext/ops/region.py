@@ -1,4 +1,4 @@
-"""The borders of a tensor-parallel region."""
+"""The borders of a region of ops whose operands are sharded over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from parallel_ext.ops.group import ALONE, Group, check_group  # noqa: F401 (an example)
 
 
-def reduce_from_tp(partial: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_from_region(partial: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum the ranks' partial results; the border where a tensor-parallel region ends.
 
     Args:
         partial: [..., H], floating point; this rank's addend.
-        group: the tensor-parallel group.
+        group: the ranks of the region, such as the tensor-parallel group.
 
     Returns:
         [..., H], the sum, replicated. Its gradient passes through unchanged, because every rank
@@ -26,19 +26,19 @@ def reduce_from_tp(partial: torch.Tensor, group: Group) -> torch.Tensor:
     Source: Megatron-LM (arXiv 1909.08053), section 3, operator g.
 
     Example:
-        >>> reduce_from_tp(torch.ones(2), ALONE)
+        >>> reduce_from_region(torch.ones(2), ALONE)
         tensor([1., 1.])
     """
-    check_group("reduce_from_tp", group)
-    return torch.ops.parallel_ext.reduce_from_tp(partial, group.size, group.name)
+    check_group("reduce_from_region", group)
+    return torch.ops.parallel_ext.reduce_from_region(partial, group.size, group.name)
 
 
-def copy_to_tp(input: torch.Tensor, group: Group) -> torch.Tensor:
+def copy_to_region(input: torch.Tensor, group: Group) -> torch.Tensor:
     """Let a replicated input enter a tensor-parallel region; its gradient is summed there.
 
     Args:
         input: [..., H], floating point, replicated.
-        group: the tensor-parallel group.
+        group: the ranks of the region, such as the tensor-parallel group.
 
     Returns:
         [..., H], replicated. In backward every rank contributes the partial gradient of its shard
@@ -50,20 +50,20 @@ def copy_to_tp(input: torch.Tensor, group: Group) -> torch.Tensor:
     Source: Megatron-LM (arXiv 1909.08053), section 3, operator f.
 
     Example:
-        >>> copy_to_tp(torch.ones(2), ALONE)
+        >>> copy_to_region(torch.ones(2), ALONE)
         tensor([1., 1.])
     """
-    check_group("copy_to_tp", group)
-    return torch.ops.parallel_ext.copy_to_tp(input, group.size, group.name)
+    check_group("copy_to_region", group)
+    return torch.ops.parallel_ext.copy_to_region(input, group.size, group.name)
 
 
-def gather_from_tp(shard: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
+def gather_from_region(shard: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
     """Join the ranks' columns; the border where sharded outputs become replicated.
 
     Args:
         shard: [..., sizes[group.rank]], any dtype; this rank's columns.
         sizes: columns of every rank, zeros allowed.
-        group: the tensor-parallel group.
+        group: the ranks of the region, such as the tensor-parallel group.
 
     Returns:
         [..., sum(sizes)], replicated; its gradient, which every rank holds whole, is cut to the
@@ -73,10 +73,10 @@ def gather_from_tp(shard: torch.Tensor, sizes: Sequence[int], group: Group) -> t
         ValueError: ``shard`` does not have this rank's columns, or the sizes are not one a rank.
 
     Example:
-        >>> gather_from_tp(torch.ones(2, 3), [3], ALONE).shape
+        >>> gather_from_region(torch.ones(2, 3), [3], ALONE).shape
         torch.Size([2, 3])
     """
-    check_group("gather_from_tp", group)
-    return torch.ops.parallel_ext.gather_from_tp(
+    check_group("gather_from_region", group)
+    return torch.ops.parallel_ext.gather_from_region(
         shard, list(sizes), group.rank, group.size, group.name
     )

@@ -119,7 +119,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             fields["loss"] = fields["loss"] + model.router_aux_loss_coef * share
         logits = fields.pop("logits")
         if wants_logits:
-            fields["logits"] = ops.gather_from_tp(logits, state.vocab_sizes, state.mesh.tp)
+            fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
         output = type(output)(**fields)
     return output if want_dict else output.to_tuple()
 

@@ -30,10 +30,10 @@ class CopyInput:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (ops.copy_to_tp(args[0], self.group), *args[1:]), kwargs
+            return (ops.copy_to_region(args[0], self.group), *args[1:]), kwargs
         return args, {
             **kwargs,
-            "hidden_states": ops.copy_to_tp(kwargs["hidden_states"], self.group),
+            "hidden_states": ops.copy_to_region(kwargs["hidden_states"], self.group),
         }
 
 
@@ -44,7 +44,7 @@ class CopyOutput:
         self.group = group
 
     def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return ops.copy_to_tp(output, self.group)
+        return ops.copy_to_region(output, self.group)
 
 
 class SumOutput:
@@ -57,8 +57,8 @@ class SumOutput:
         self, module: nn.Module, args: tuple, output: torch.Tensor | tuple
     ) -> torch.Tensor | tuple:
         if isinstance(output, tuple):
-            return (ops.reduce_from_tp(output[0], self.group), *output[1:])
-        return ops.reduce_from_tp(output, self.group)
+            return (ops.reduce_from_region(output[0], self.group), *output[1:])
+        return ops.reduce_from_region(output, self.group)
 
 
 def replace_modules(

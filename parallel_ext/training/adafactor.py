@@ -156,7 +156,7 @@ def _over_ranks(addends: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tenso
     wide = torch.float64 if any(a.dtype == torch.float64 for a in addends) else torch.float32
     flat = torch.cat([addend.flatten().to(wide) for addend in addends])
     for group in (mesh.tp, mesh.dp):
-        ranks = ops.gather_from_tp(flat, [len(flat)] * group.size, group)
+        ranks = ops.gather_from_region(flat, [len(flat)] * group.size, group)
         flat = ranks.view(group.size, -1).sum(0)
     pieces = flat.split([addend.numel() for addend in addends])
     return [piece.view_as(addend) for piece, addend in zip(pieces, addends, strict=True)]

@@ -280,7 +280,7 @@ class RunsOnAny:
     def __call__(self, *needed: bool) -> tuple[bool, ...]:
         own = torch.tensor(needed, dtype=torch.float32, device=self._mesh.device)
         sizes = [len(needed)] * self._mesh.dp_size
-        everyone = ops.gather_from_tp(own, sizes, self._mesh.dp)
+        everyone = ops.gather_from_region(own, sizes, self._mesh.dp)
         return tuple((everyone.view(-1, len(needed)).sum(0) > 0).tolist())
 
 

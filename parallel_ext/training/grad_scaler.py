@@ -106,7 +106,7 @@ def unscale_on_all_ranks(
     mesh.meet("GradScaler.unscale_")
     own = torch.stack([found_inf, scaler._scale, -scaler._scale])
     for group in (mesh.tp, mesh.dp):
-        own = ops.gather_from_tp(own, [3] * group.size, group).view(-1, 3).amax(0)
+        own = ops.gather_from_region(own, [3] * group.size, group).view(-1, 3).amax(0)
     anywhere, largest, smallest = own[0], own[1], -own[2]
     if largest != smallest:
         raise DisagreementError(

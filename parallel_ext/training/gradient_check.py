@@ -197,7 +197,7 @@ def _exact_loss(
 
 
 def _mean_over_dp(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    return ops.reduce_from_tp(tensor, mesh.dp) / mesh.dp_size
+    return ops.reduce_from_region(tensor, mesh.dp) / mesh.dp_size
 
 
 def _gradient_of_job(parameter: nn.Parameter, state: ParallelState) -> torch.Tensor | None:

@@ -140,7 +140,7 @@ def total_norm(
             [joined(torch.stack([zero, *map(power_of, of)])) for of in (own, beside)]
         )
         for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
-            ranks = ops.gather_from_tp(of_rank, [2] * group.size, group).view(-1, 2)
+            ranks = ops.gather_from_region(of_rank, [2] * group.size, group).view(-1, 2)
             bits = ranks[:, 1].contiguous().view(torch.int64)  # NaN equals itself
             if beside and (bits != bits[0]).any():
                 raise DisagreementError(

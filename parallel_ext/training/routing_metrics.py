@@ -130,7 +130,7 @@ class RoutingMetrics:
         mesh, num_layers = self._state.mesh, len(self._ever_chosen)
         record = torch.tensor([int(self._closed), *self._counter.take()])
         sizes = [record.numel()] * mesh.world_size
-        records = ops.gather_from_tp(record, sizes, mesh.control).view(mesh.world_size, -1)
+        records = ops.gather_from_region(record, sizes, mesh.control).view(mesh.world_size, -1)
         closed, most_rows, sent, microseconds = records[:, :4].unbind(1)
         rows, choices = records[:, 4:].split([num_layers, self._ever_chosen.numel()], dim=1)
         choices = choices.sum(0).view_as(self._ever_chosen)

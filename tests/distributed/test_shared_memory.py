@@ -25,7 +25,7 @@ from ranks import Raised, RankError, pool
 from reference_ops import assert_all_raise, data_bytes, on_ranks
 
 from parallel_ext import _C
-from parallel_ext.ops import Group, copy_to_tp, gather_from_tp, reduce_from_tp
+from parallel_ext.ops import Group, copy_to_region, gather_from_region, reduce_from_region
 
 SLOT = 2 << 20  # bytes; larger messages travel in pieces (csrc/comm/shared_memory.cpp)
 SIZES = [0, 1, 7, 1025, SLOT // 4, 3 * SLOT // 4 + 5]
@@ -46,7 +46,7 @@ def _sums(group: Group, dtype: torch.dtype) -> tuple[int, list[bytes], list[torc
     results = []
     for size in SIZES:
         torch.manual_seed(size + group.rank)
-        results.append(reduce_from_tp(torch.randn(size).to(dtype), group))
+        results.append(reduce_from_region(torch.randn(size).to(dtype), group))
     return _carried() - before, [data_bytes(r) for r in results], results
 
 
@@ -75,7 +75,7 @@ def _gathers(group: Group) -> int:
     for size in SIZES:
         full = torch.arange(size * group.size, dtype=torch.int64)[None]
         own = full[:, size * group.rank : size * (group.rank + 1)]
-        assert torch.equal(gather_from_tp(own, [size] * group.size, group), full)
+        assert torch.equal(gather_from_region(own, [size] * group.size, group), full)
     return _carried() - before
 
 
@@ -93,11 +93,11 @@ def _at_random(group: Group, steps: int) -> None:
         if own.random() < 0.1:
             time.sleep(own.random() * 0.002)
         if shared.random() < 0.5:
-            total = reduce_from_tp(torch.full((size,), value + group.rank), group)
+            total = reduce_from_region(torch.full((size,), value + group.rank), group)
             ranks = group.size * (group.size - 1) / 2
             assert torch.equal(total, torch.full((size,), value * group.size + ranks)), step
         else:
-            all_parts = gather_from_tp(
+            all_parts = gather_from_region(
                 torch.full((1, size), value + group.rank), [size] * group.size, group
             )
             expected = torch.arange(group.size).repeat_interleave(size)[None] + value
@@ -113,7 +113,7 @@ def _without(group: Group, unwilling: list[int]) -> tuple[int, bytes]:
     before = _carried()
     _C.set_shared_memory(group.rank not in unwilling)
     try:
-        result = reduce_from_tp(torch.full((5,), group.rank + 1.0), group)
+        result = reduce_from_region(torch.full((5,), group.rank + 1.0), group)
     finally:
         _C.set_shared_memory(True)
     return _carried() - before, data_bytes(result)
@@ -130,7 +130,7 @@ def _without_room(group: Group) -> int:
     _C.set_shared_memory(True)  # asks the neighbours anew
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        assert reduce_from_tp(torch.ones(3), group).tolist() == [2.0] * 3
+        assert reduce_from_region(torch.ones(3), group).tolist() == [2.0] * 3
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         _C.set_shared_memory(True)
@@ -148,7 +148,7 @@ def _files_left(group: Group) -> list[str]:
     before = files()  # a process that was killed elsewhere may have left one
     dist.barrier()
     _C.set_shared_memory(True)
-    reduce_from_tp(torch.ones(3), group)
+    reduce_from_region(torch.ones(3), group)
     dist.barrier()
     return sorted(files() - before)
 
@@ -174,7 +174,7 @@ def _killed_before_the_ranks_meet(group: Group) -> list[str]:
     own = dist.new_group([0, 1])
     dist.barrier()
     if group.rank == 0:
-        reduce_from_tp(torch.ones(3), Group.of(own))
+        reduce_from_region(torch.ones(3), Group.of(own))
     while _memory_of(first) == before:
         time.sleep(0.05)
     os.kill(first, signal.SIGKILL)
@@ -211,7 +211,7 @@ def _offers(group: Group, kind: str, folder: str) -> tuple[int, float]:
     own, before = dist.new_group([0, 1], timeout=timedelta(seconds=20)), _carried()
     total = torch.full((3,), group.rank + 1.0)
     if group.rank == 1:
-        total = reduce_from_tp(total, Group.of(own))
+        total = reduce_from_region(total, Group.of(own))
     else:
         descriptor = _offered(kind, folder)
         for record in (
@@ -244,7 +244,7 @@ def _sums_of_thread(number: int, group: Group, equal_sizes: bool, start: threadi
     start.wait()
     for _ in range(20):
         try:
-            total = reduce_from_tp(addend, group)
+            total = reduce_from_region(addend, group)
         except RuntimeError as error:
             return [*results, str(error)]
         results.append("right" if torch.equal(total, addend * group.size) else "wrong")
@@ -292,7 +292,7 @@ def _after_each_other(group: Group) -> list[str]:
 
 def _one_sum(group: Group) -> str:
     try:
-        return str(reduce_from_tp(torch.ones(1), group).item())
+        return str(reduce_from_region(torch.ones(1), group).item())
     except RuntimeError as error:
         return str(error)
 
@@ -309,9 +309,9 @@ def test_a_group_passes_on_when_its_thread_has_ended():
 
 def _calls_of(group: Group) -> dict[str, Callable[[], Any]]:
     leaf = torch.ones(3, requires_grad=True)
-    partial_loss = copy_to_tp(leaf, group).sum()
+    partial_loss = copy_to_region(leaf, group).sum()
     return {
-        "forward": lambda: reduce_from_tp(torch.ones(3), group),
+        "forward": lambda: reduce_from_region(torch.ones(3), group),
         "backward": lambda: partial_loss.backward(),
         "swap": lambda: _C.swap_bytes([[], []], [[], []], group.size, group.name, 60.0),
     }
@@ -320,7 +320,7 @@ def _calls_of(group: Group) -> dict[str, Callable[[], Any]]:
 def _signalled(group: Group, call: str, number: signal.Signals) -> tuple[float, str]:
     """Rank 0 gets a signal while it waits for rank 1; how long it waited, and what ended it."""
     own = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=60)))
-    reduce_from_tp(torch.ones(3), own)
+    reduce_from_region(torch.ones(3), own)
     run, seen = _calls_of(own)[call], []
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
@@ -352,10 +352,10 @@ def test_a_handler_that_does_not_raise_runs_during_a_wait():
 
 
 STEPS = {
-    "reduce 3 doubles": lambda group: reduce_from_tp(torch.ones(3, dtype=torch.float64), group),
-    "reduce 6": lambda group: reduce_from_tp(torch.ones(6), group),
-    "reduce 4": lambda group: reduce_from_tp(torch.ones(4), group),
-    "gather": lambda group: gather_from_tp(torch.ones(1, 3), [3, 3], group),
+    "reduce 3 doubles": lambda group: reduce_from_region(torch.ones(3, dtype=torch.float64), group),
+    "reduce 6": lambda group: reduce_from_region(torch.ones(6), group),
+    "reduce 4": lambda group: reduce_from_region(torch.ones(4), group),
+    "gather": lambda group: gather_from_region(torch.ones(1, 3), [3, 3], group),
 }
 
 
@@ -368,15 +368,18 @@ def _different(group: Group, steps: tuple[str, str]) -> torch.Tensor:
     [
         (
             ("reduce 6", "reduce 4"),
-            ["reduce_from_tp/all_reduce Float with 24 bytes", "with 16 bytes on rank"],
+            ["reduce_from_region/all_reduce Float with 24 bytes", "with 16 bytes on rank"],
         ),
         (
             ("gather", "reduce 6"),
-            ["gather_from_tp/all_gather with 12 bytes", "reduce_from_tp/all_reduce"],
+            ["gather_from_region/all_gather with 12 bytes", "reduce_from_region/all_reduce"],
         ),
         (
             ("reduce 6", "reduce 3 doubles"),
-            ["reduce_from_tp/all_reduce Float with 24", "reduce_from_tp/all_reduce Double with 24"],
+            [
+                "reduce_from_region/all_reduce Float with 24",
+                "reduce_from_region/all_reduce Double with 24",
+            ],
         ),
     ],
     ids=["other size", "other op", "other dtype"],
@@ -389,10 +392,10 @@ def test_different_collectives_raise_on_all_ranks_and_leave_the_group_whole(step
 
 def _late(group: Group) -> None:
     short = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
-    reduce_from_tp(torch.ones(3), short)
+    reduce_from_region(torch.ones(3), short)
     if group.rank == 1:
         time.sleep(2.5)
-    reduce_from_tp(torch.ones(3), short)
+    reduce_from_region(torch.ones(3), short)
 
 
 def test_a_late_rank_is_named_and_finds_the_group_given_up():
@@ -405,12 +408,12 @@ def test_a_late_rank_is_named_and_finds_the_group_given_up():
 
 def _skips_one(group: Group) -> torch.Tensor:
     short = Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
-    gather_from_tp(torch.ones(1, 1), [1, 1], short)
+    gather_from_region(torch.ones(1, 1), [1, 1], short)
     if group.rank == 0:
         with pytest.raises(RuntimeError, match="rank 1 of the group did not come"):
-            gather_from_tp(torch.full((1, 1), 5.0), [1, 1], short)
+            gather_from_region(torch.full((1, 1), 5.0), [1, 1], short)
     dist.barrier()
-    return gather_from_tp(torch.full((1, 1), 7.0 + group.rank), [1, 1], short)
+    return gather_from_region(torch.full((1, 1), 7.0 + group.rank), [1, 1], short)
 
 
 def test_what_a_rank_showed_before_it_gave_up_is_never_read():
@@ -427,7 +430,7 @@ def _fails_half_way(group: Group) -> list[float]:
     arguments = (torch.ones(0, features), torch.ones(0, width), weight, [True, True, False])
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         mm(*arguments, group.size, group.name)
-    return reduce_from_tp(torch.ones(2), group).tolist()
+    return reduce_from_region(torch.ones(2), group).tolist()
 
 
 def test_an_error_beside_a_sum_leaves_the_group_usable():
@@ -437,10 +440,10 @@ def test_an_error_beside_a_sum_leaves_the_group_usable():
 def _maps_after_many_groups(group: Group) -> int:
     for _ in range(8):
         process_group = dist.new_group([0, 1])
-        reduce_from_tp(torch.ones(2), Group.of(process_group))
+        reduce_from_region(torch.ones(2), Group.of(process_group))
         dist.destroy_process_group(process_group)
         del process_group
-    reduce_from_tp(torch.ones(2), Group.of(dist.new_group([0, 1])))
+    reduce_from_region(torch.ones(2), Group.of(dist.new_group([0, 1])))
     return sum("parallel_ext-" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -450,10 +453,10 @@ def test_a_destroyed_group_gives_its_memory_back():
 
 
 def _dies(group: Group) -> None:
-    reduce_from_tp(torch.ones(3), group)
+    reduce_from_region(torch.ones(3), group)
     if group.rank == 1:
         os._exit(7)
-    reduce_from_tp(torch.ones(3), group)
+    reduce_from_region(torch.ones(3), group)
 
 
 def test_a_rank_that_dies_is_reported_at_once():

@@ -96,7 +96,7 @@ def _meshes(closing: bool) -> list[tuple[int, int]]:
     counts = []
     for number in range(21):
         mesh = px.init_mesh(tp=2, timeout=60)
-        ops.reduce_from_tp(torch.ones(3), mesh.tp)
+        ops.reduce_from_region(torch.ones(3), mesh.tp)
         if number % 5 == 0:
             mesh.background.connect()
         mesh.together("a long step", lambda: None, patient=True)

@@ -18,7 +18,7 @@ from parallel_ext import _C
 from parallel_ext.lora.layers import LoraColumnLinear, LoraRowLinear
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ext.ops import Group, copy_to_tp
+from parallel_ext.ops import Group, copy_to_region
 from parallel_ext.sharding.layout import TensorLayout, cut, cut_blocks, cut_ranges, split
 from parallel_ext.sharding.slices import take
 
@@ -77,7 +77,7 @@ def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
     x = torch.randn(2, 4, IN, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(2, 4, sum(blocks), dtype=torch.float64)
     columns = cut_ranges("output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.period)))
-    output = ours(copy_to_tp(x, group))
+    output = ours(copy_to_region(x, group))
     output.backward(take(grad, columns, group.rank))
     own = [output, x.grad, ours.lora_A["default"].weight.grad, ours.lora_B["default"].weight.grad]
     own.append(ours.lora_B["default"].bias.grad)

@@ -100,17 +100,17 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     weighted = (weight, *smooth_none)
     per_token = (_plain(8)[::2], _plain(4), _plain(1).expand(4))
     return {
-        "reduce_from_tp": [
+        "reduce_from_region": [
             (_values(3, 4), *of_group),
             (_values(2, 4, 3).transpose(0, 2), *of_group),
             (_values(0, 4), *of_group),
         ],
-        "copy_to_tp": [
+        "copy_to_region": [
             (_values(3, 4), *of_group),
             (_values(4).expand(3, 4), *of_group),
             (_values(0, 4), *of_group),
         ],
-        "gather_from_tp": [
+        "gather_from_region": [
             (_values(3, own), sizes, group.rank, *of_group),
             (_values(own, 3).T, sizes, group.rank, *of_group),
             (torch.ones(2, 0), [0] * group.size, group.rank, *of_group),
@@ -310,9 +310,9 @@ def test_op_passes_opcheck(name, size):
 
 # op -> kind and bytes of the one collective of its first sample's forward, and of its backward.
 COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = {
-    "reduce_from_tp": (("all_reduce", 3 * 4 * 4), None),
-    "copy_to_tp": (None, ("all_reduce", 3 * 4 * 4)),
-    "gather_from_tp": (("all_gather", 3 * 3 * 4), None),
+    "reduce_from_region": (("all_reduce", 3 * 4 * 4), None),
+    "copy_to_region": (None, ("all_reduce", 3 * 4 * 4)),
+    "gather_from_region": (("all_gather", 3 * 3 * 4), None),
     "column_linear": (None, ("all_reduce", 3 * 4 * 4)),
     "row_linear": (("all_reduce", 3 * 4 * 4), None),
     "lora_linear": (("all_reduce", 3 * 4 * 4), None),

@@ -22,7 +22,13 @@ from reference_ops import (
 from torch.nn import functional
 
 from parallel_ext import _C
-from parallel_ext.ops import Group, column_linear, gather_from_tp, row_linear, vocab_cross_entropy
+from parallel_ext.ops import (
+    Group,
+    column_linear,
+    gather_from_region,
+    row_linear,
+    vocab_cross_entropy,
+)
 from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
@@ -124,7 +130,7 @@ def _gradcheck(group: Group, kind: str) -> None:
 
     def column(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         shard = column_linear(x, share_of(w, 0, group), share_of(b, 0, group), group=group)
-        return gather_from_tp(shard, sizes, group)
+        return gather_from_region(shard, sizes, group)
 
     def row(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return row_linear(share_of(x, 2, group), share_of(w, 1, group), b, group=group)

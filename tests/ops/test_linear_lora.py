@@ -27,7 +27,7 @@ from reference_ops import (
 from torch.nn import functional
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Dropout, Group, copy_to_tp, gather_from_tp, lora_linear
+from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, gather_from_region, lora_linear
 from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
@@ -97,7 +97,7 @@ def _errors_of_one(
 
         def layer(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, *rest: torch.Tensor):
             # The sums that the replicated input and factor get from their surroundings.
-            x, a = copy_to_tp(x, op_group), copy_to_tp(a, op_group)
+            x, a = copy_to_region(x, op_group), copy_to_region(a, op_group)
             return lora_linear(x, w, a, *rest, scale=SCALE, dropout=dropout)
 
         local = [x, w[cut], a, b[cut], bias[cut]]
@@ -107,7 +107,7 @@ def _errors_of_one(
 
         def layer(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest):
             part = dropout and dropout._replace(feature=dropout.feature + cut.start)
-            b = copy_to_tp(b, op_group)
+            b = copy_to_region(b, op_group)
             return lora_linear(x, w, a, b, *rest, scale=SCALE, dropout=part, group=op_group)
 
         local = [x[..., cut], w[:, cut], a[:, cut], b, bias]
@@ -292,14 +292,14 @@ def _gradcheck(group: Group, kind: str) -> None:
     def column(x, w, a, b, bias):
         cut = (share_of(each, 0, group) for each in (w, b, bias))
         w, b, bias = cut
-        x, a = copy_to_tp(x, group), copy_to_tp(a, group)
+        x, a = copy_to_region(x, group), copy_to_region(a, group)
         output = lora_linear(x, w, a, b, bias, scale=SCALE, dropout=DROPOUT)
-        return gather_from_tp(output, sizes, group)
+        return gather_from_region(output, sizes, group)
 
     def row(x, w, a, b, bias):
         x, w, a = (share_of(each, each.dim() - 1, group) for each in (x, w, a))
         part = DROPOUT._replace(feature=own_range(3, group)[0])
-        b = copy_to_tp(b, group)
+        b = copy_to_region(b, group)
         return lora_linear(x, w, a, b, bias, scale=SCALE, dropout=part, group=group)
 
     shapes = ((2, 2, 3), (3, 3), (2, 3), (3, 2), (3,))

@@ -21,7 +21,7 @@ from reference_ops import (
 )
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Group, copy_to_tp, moe_gather_tokens, moe_take_tokens
+from parallel_ext.ops import ALONE, Group, copy_to_region, moe_gather_tokens, moe_take_tokens
 from parallel_ext.sharding.layout import split
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -147,7 +147,7 @@ BORDERS: dict[str, tuple[Take, Callable[..., torch.Tensor]]] = {
     ),
     "gradients summed in backward": (
         lambda input, weights, sizes, group: moe_take_tokens(
-            copy_to_tp(input, group), copy_to_tp(weights, group), sizes, group
+            copy_to_region(input, group), copy_to_region(weights, group), sizes, group
         ),
         moe_gather_tokens,
     ),

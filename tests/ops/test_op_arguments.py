@@ -233,9 +233,9 @@ REFUSALS = {
     ),
     # What is no dense tensor of this device.
     "a sparse tensor": (
-        lambda: ops.reduce_from_tp(ONES(2, 2).to_sparse(), ops.ALONE),
+        lambda: ops.reduce_from_region(ONES(2, 2).to_sparse(), ops.ALONE),
         TypeError,
-        "reduce_from_tp: partial must be a dense tensor, got one with the layout Sparse",
+        "reduce_from_region: partial must be a dense tensor, got one with the layout Sparse",
     ),
     "a sparse weight": (
         lambda: ops.column_linear(ONES(1, 2), ONES(3, 2).to_sparse_csr()),

@@ -23,7 +23,7 @@ from reference_ops import (
 )
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Group, copy_to_tp, gather_from_tp, reduce_from_tp
+from parallel_ext.ops import ALONE, Group, copy_to_region, gather_from_region, reduce_from_region
 from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
@@ -41,13 +41,15 @@ def _inputs(*shape: int) -> dict[str, torch.Tensor]:
 
 
 def _sum_errors(group: Group) -> dict[str, float]:
-    """reduce_from_tp of addends 1x, 2x, ...; every rank holds the gradient of the sum."""
+    """reduce_from_region of addends 1x, 2x, ...; every rank holds the gradient of the sum."""
     errors = {}
     for name, tensor in _inputs(3, 5).items():
         total = sum(range(1, group.size + 1)) * tensor
         for kind, grad in grad_outputs(tensor.shape, FP64).items():
             output, grad_partial = with_gradients(
-                lambda partial: reduce_from_tp(partial, group), [tensor * (group.rank + 1)], grad
+                lambda partial: reduce_from_region(partial, group),
+                [tensor * (group.rank + 1)],
+                grad,
             )
             errors[f"{name}, output"] = relative_error(output, total)
             errors[f"{name}, {kind} gradient"] = relative_error(grad_partial, grad)
@@ -61,12 +63,12 @@ def test_reduce_sums_the_ranks_and_passes_the_gradient_on(size):
 
 
 def _copy_errors(group: Group) -> dict[str, float]:
-    """copy_to_tp, whose shards send gradients 1g, 2g, ..."""
+    """copy_to_region, whose shards send gradients 1g, 2g, ..."""
     errors = {}
     for name, tensor in _inputs(3, 5).items():
         for kind, grad in grad_outputs(tensor.shape, FP64).items():
             output, grad_input = with_gradients(
-                lambda input: copy_to_tp(input, group), [tensor], grad * (group.rank + 1)
+                lambda input: copy_to_region(input, group), [tensor], grad * (group.rank + 1)
             )
             errors[f"{name}, output"] = relative_error(output, tensor)
             total = sum(range(1, group.size + 1)) * grad
@@ -89,7 +91,7 @@ def _gather_errors(group: Group, columns: int) -> dict[str, float]:
             continue
         for kind, grad in grad_outputs(full.shape, FP64).items():
             output, grad_shard = with_gradients(
-                lambda shard: gather_from_tp(shard, sizes, group), [full[own]], grad
+                lambda shard: gather_from_region(shard, sizes, group), [full[own]], grad
             )
             errors[f"{name}, output"] = relative_error(output, full)
             errors[f"{name}, {kind} gradient"] = relative_error(grad_shard, grad, own)
@@ -107,10 +109,10 @@ def _gathered_dtypes(group: Group) -> dict[str, float]:
     full = torch.tensor([[0, 1, 2, 3, 4]])
     own = (..., slice(*own_range(5, group)))
     sizes = [stop - start for start, stop in split(5, group.size)]
-    nothing = gather_from_tp(full[..., :0], [0] * group.size, group)
+    nothing = gather_from_region(full[..., :0], [0] * group.size, group)
     errors = {"no columns at all": relative_error(nothing, full[..., :0])}
     for dtype in (torch.int64, torch.bool, torch.uint8, torch.bfloat16):
-        output = gather_from_tp(full.to(dtype)[own], sizes, group)
+        output = gather_from_region(full.to(dtype)[own], sizes, group)
         errors[str(dtype)] = relative_error(output, full.to(dtype))
     return errors
 
@@ -123,7 +125,7 @@ def test_gather_takes_any_dtype(size):
 
 def _sum_bytes(group: Group) -> bytes:
     generator = torch.Generator().manual_seed(group.rank)
-    return data_bytes(reduce_from_tp(torch.randn(257, 3, generator=generator), group))
+    return data_bytes(reduce_from_region(torch.randn(257, 3, generator=generator), group))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -133,9 +135,12 @@ def test_the_sum_has_the_same_bits_on_every_rank(size):
 
 Border = Callable[[torch.Tensor, Group], torch.Tensor]
 BORDERS: dict[str, tuple[Border, Border]] = {
-    "whole": (copy_to_tp, reduce_from_tp),
-    "no sum in forward": (copy_to_tp, lambda partial, group: reduce_from_tp(partial, ALONE)),
-    "no sum in backward": (lambda input, group: copy_to_tp(input, ALONE), reduce_from_tp),
+    "whole": (copy_to_region, reduce_from_region),
+    "no sum in forward": (
+        copy_to_region,
+        lambda partial, group: reduce_from_region(partial, ALONE),
+    ),
+    "no sum in backward": (lambda input, group: copy_to_region(input, ALONE), reduce_from_region),
 }
 
 
@@ -173,9 +178,9 @@ def _gradcheck(group: Group) -> None:
     sizes = [stop - start for start, stop in split(5, group.size)]
 
     def region(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = (copy_to_tp(x, group)[:, :1] * share_of(w, 1, group)).sin()
-        total = reduce_from_tp(hidden.sum(1) * (group.rank + 1), group)
-        return total, gather_from_tp(hidden, sizes, group)
+        hidden = (copy_to_region(x, group)[:, :1] * share_of(w, 1, group)).sin()
+        total = reduce_from_region(hidden.sum(1) * (group.rank + 1), group)
+        return total, gather_from_region(hidden, sizes, group)
 
     shapes = ((3, 2), (3, 5))
     assert torch.autograd.gradcheck(
@@ -189,7 +194,11 @@ def test_region_passes_gradcheck(size):
 
 
 def _change_outputs_in_place(group: Group) -> None:
-    for op in (copy_to_tp, reduce_from_tp, lambda x, g: gather_from_tp(x, [3] * g.size, g)):
+    for op in (
+        copy_to_region,
+        reduce_from_region,
+        lambda x, g: gather_from_region(x, [3] * g.size, g),
+    ):
         x = torch.ones(2, 3, requires_grad=True)
         y = op(x * 1, group)
         assert y.data_ptr() != x.data_ptr()
@@ -205,44 +214,44 @@ def test_outputs_may_be_changed_in_place(size):
 
 REFUSALS = {
     "reduce of integers": (
-        lambda group: reduce_from_tp(torch.ones(2, dtype=torch.int64), group),
+        lambda group: reduce_from_region(torch.ones(2, dtype=torch.int64), group),
         "TypeError",
-        "reduce_from_tp: partial must be floating point, got Long",
+        "reduce_from_region: partial must be floating point, got Long",
     ),
     "copy of integers": (
-        lambda group: copy_to_tp(torch.ones(2, dtype=torch.int32), group),
+        lambda group: copy_to_region(torch.ones(2, dtype=torch.int32), group),
         "TypeError",
-        "copy_to_tp: input must be floating point, got Int",
+        "copy_to_region: input must be floating point, got Int",
     ),
     "gather of another width": (
-        lambda group: gather_from_tp(torch.ones(2, 4), [3, 3], group),
+        lambda group: gather_from_region(torch.ones(2, 4), [3, 3], group),
         "ValueError",
         "must hold 3 columns, got shape [2, 4]",
     ),
     "gather of too few sizes": (
-        lambda group: gather_from_tp(torch.ones(2, 3), [3], group),
+        lambda group: gather_from_region(torch.ones(2, 3), [3], group),
         "ValueError",
-        "gather_from_tp: 1 sizes were given for a group of 2 ranks",
+        "gather_from_region: 1 sizes were given for a group of 2 ranks",
     ),
     "gather of a scalar": (
-        lambda group: gather_from_tp(torch.ones(()), [1, 1], group),
+        lambda group: gather_from_region(torch.ones(()), [1, 1], group),
         "ValueError",
         "must hold 1 columns, got shape []",
     ),
     "rank outside the group": (
-        lambda group: gather_from_tp(torch.ones(1), [1, 1], group._replace(rank=2)),
+        lambda group: gather_from_region(torch.ones(1), [1, 1], group._replace(rank=2)),
         "ValueError",
-        "gather_from_tp: rank 2 is not in [0, 2)",
+        "gather_from_region: rank 2 is not in [0, 2)",
     ),
     "wrong group size": (
-        lambda group: reduce_from_tp(torch.ones(2), group._replace(size=3)),
+        lambda group: reduce_from_region(torch.ones(2), group._replace(size=3)),
         "ValueError",
         "has 2 ranks, but group_size is 3; pass the size of the same group",
     ),
     "unknown group": (
-        lambda group: reduce_from_tp(torch.ones(2), group._replace(name="nowhere")),
+        lambda group: reduce_from_region(torch.ones(2), group._replace(name="nowhere")),
         "ValueError",
-        "reduce_from_tp: no live process group is named 'nowhere'",
+        "reduce_from_region: no live process group is named 'nowhere'",
     ),
 }
 
@@ -253,9 +262,9 @@ def test_every_rank_refuses(case):
 
 
 STEPS: dict[str, Callable[[Group], torch.Tensor]] = {
-    "reduce 6": lambda group: reduce_from_tp(torch.ones(6), group),
-    "reduce 4": lambda group: reduce_from_tp(torch.ones(4), group),
-    "gather": lambda group: gather_from_tp(torch.ones(1, 3), [3, 3], group),
+    "reduce 6": lambda group: reduce_from_region(torch.ones(6), group),
+    "reduce 4": lambda group: reduce_from_region(torch.ones(4), group),
+    "gather": lambda group: gather_from_region(torch.ones(1, 3), [3, 3], group),
 }
 
 
@@ -278,7 +287,7 @@ def test_order_check_passes_ranks_that_agree():
         (
             ["gather", "reduce 6"],
             ["reduce 6", "gather"],
-            ["gather_from_tp/all_gather as number", "reduce_from_tp/all_reduce as number"],
+            ["gather_from_region/all_gather as number", "reduce_from_region/all_reduce as number"],
         ),
         (["gather", "reduce 6"], ["gather", "reduce 4"], ["with 24 bytes", "with 16 bytes"]),
     ],

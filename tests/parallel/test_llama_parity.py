@@ -352,7 +352,7 @@ def _uneven_labels(valid: tuple[int, ...], ddp: bool) -> tuple[float, float]:
     loss.backward()
 
     def mean(tensor: torch.Tensor) -> torch.Tensor:
-        return ops.reduce_from_tp(tensor, mesh.dp) / mesh.dp_size
+        return ops.reduce_from_region(tensor, mesh.dp) / mesh.dp_size
 
     errors = [
         difference(parameter.grad if ddp else mean(parameter.grad), gradient)

@@ -218,7 +218,7 @@ def batches(
 
 def job_loss(loss: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
     """The mean over the dp ranks of their shares."""
-    return ops.reduce_from_tp(loss.detach(), mesh.dp) / mesh.dp_size
+    return ops.reduce_from_region(loss.detach(), mesh.dp) / mesh.dp_size
 
 
 def training_differences(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import Raised, pool
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Group, copy_to_tp
+from parallel_ext.ops import ALONE, Group, copy_to_region
 from parallel_ext.sharding.layout import split
 
 # Largest max|a-b| / max|b| against the fp64 answer to the same (rounded) inputs.
@@ -107,7 +107,7 @@ def share_of(full: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     the gradient of all shares.
     """
     start, stop = own_range(full.size(dim), group)
-    return copy_to_tp(full, group).narrow(dim, start, stop - start)
+    return copy_to_region(full, group).narrow(dim, start, stop - start)
 
 
 def with_gradients(
