@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
-from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group
-from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.layout import TensorLayout, cut, split
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -41,6 +42,27 @@ class ColumnParallelLinear(ShardedModule):
         self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
         self.replicas, self.partials = replicas, partials
+
+    @classmethod
+    def from_plain(
+        cls, plain: nn.Linear, group: Group | dist.ProcessGroup, multiple_of: int = 1
+    ) -> ColumnParallelLinear:
+        """Shard a plain layer, which every rank of a group holds, by its output features.
+
+        Args:
+            plain: the same on all ranks; it is left as it is.
+            group: of consecutive ranks.
+            multiple_of: boundaries between the ranks' features are multiples of this, for example
+                of the head size.
+        """
+        group = group_of_shards(group)
+        ranges = split(plain.out_features, group.size, multiple_of)
+        layouts = {"weight": cut("weight", tuple(plain.weight.shape), 0, ranges)}
+        bias = None
+        if plain.bias is not None:
+            layouts["bias"] = cut("bias", tuple(plain.bias.shape), 0, ranges)
+            bias = shard_of(plain.bias, layouts["bias"], group)
+        return cls(shard_of(plain.weight, layouts["weight"], group), bias, layouts, group)
 
     def _for_use(self, attribute: str) -> torch.Tensor | None:
         parameter = getattr(self, attribute)
@@ -86,6 +108,22 @@ class RowParallelLinear(ShardedModule):
         self.weight, self.bias = weight, bias
         self.partials = partials
         self.summed_over = group if sums else ops.ALONE
+
+    @classmethod
+    def from_plain(
+        cls, plain: nn.Linear, group: Group | dist.ProcessGroup, multiple_of: int = 1
+    ) -> RowParallelLinear:
+        """Shard a plain layer, which every rank of a group holds, by its input features.
+
+        Args:
+            plain: the same on all ranks; it is left as it is, but that its bias is shared.
+            group: of consecutive ranks.
+            multiple_of: as for the :class:`ColumnParallelLinear` in front.
+        """
+        group = group_of_shards(group)
+        ranges = split(plain.in_features, group.size, multiple_of)
+        layout = cut("weight", tuple(plain.weight.shape), 1, ranges)
+        return cls(shard_of(plain.weight, layout, group), plain.bias, {"weight": layout}, group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.row_linear(input, self.weight, self.bias, group=self.summed_over)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -14,9 +15,9 @@ from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.nn.forward_counter import REMEMBERED, ForwardCounter
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
-from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
-from parallel_ext.sharding.layout import TensorLayout, split
+from parallel_ext.sharding.layout import TensorLayout, cut, split
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _GRADIENTS = (
@@ -217,6 +218,33 @@ class ExpertParallelExperts(ShardedModule):
         self.num_experts = layout.shape[0]
         ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
         self.experts_per_rank = [stop - start for start, stop in ranges]
+
+    @classmethod
+    def from_plain(
+        cls,
+        plain: nn.Module,
+        group: Group | dist.ProcessGroup,
+        act_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> ExpertParallelExperts:
+        """Deal the experts of a plain module, which every rank of a group holds, to its ranks.
+
+        The gradient of an expert is the sum over the tokens of all ranks. Where each rank divides
+        its loss by its own number of tokens, divide it by the size of the group as well.
+
+        Args:
+            plain: with ``gate_up_proj`` [E, 2 I, H], ``down_proj`` [E, H, I] and ``act_fn``, as
+                HuggingFace's; the same on all ranks. It is left as it is.
+            group: of consecutive ranks, each with tokens of its own.
+            act_fn: the activation, if it is not ``plain.act_fn``.
+        """
+        group = group_of_shards(group)
+        ranges = split(plain.gate_up_proj.size(0), group.size)
+        layouts, shards = {}, []
+        for name in ("gate_up_proj", "down_proj"):
+            full = getattr(plain, name)
+            layouts[name] = cut(name, tuple(full.shape), 0, ranges)
+            shards.append(shard_of(full, layouts[name], group))
+        return cls(*shards, layouts, act_fn or plain.act_fn, group)
 
     def forward(
         self,

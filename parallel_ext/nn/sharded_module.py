@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.control import world
@@ -87,6 +88,33 @@ class ShardedModule(nn.Module):
             for attribute, layout in self.layouts.items()
         )
         return f"tp_rank {self.group.rank} of {self.group.size}: " + "; ".join(shards)
+
+
+def group_of_shards(group: Group | dist.ProcessGroup) -> Group:
+    """Return the handle of a group over whose ranks a module may be sharded.
+
+    Args:
+        group: of consecutive ranks of the job, as tensor-parallel groups have: of 4 ranks (0, 1)
+            and (2, 3), not (0, 2) and (1, 3).
+
+    Raises:
+        ValueError: its ranks are others.
+    """
+    handle = group if isinstance(group, Group) else Group.of(group)
+    rank = world()[0]
+    if handle.rank != rank % handle.size:
+        raise ValueError(
+            f"rank {rank} of the job is rank {handle.rank} of the group's {handle.size}; a module "
+            "is sharded over groups of consecutive ranks, of which each begins at a multiple of "
+            "their size"
+        )
+    return handle
+
+
+def shard_of(parameter: torch.Tensor, layout: TensorLayout, group: Group) -> nn.Parameter:
+    """Return the part of a full parameter that this rank of a group holds, as a parameter."""
+    part = take(parameter.detach(), layout, group.rank)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of torch's checkpoint_wrapper, compile

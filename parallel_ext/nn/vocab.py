@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients
-from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group
 from parallel_ext.ops.group import Range
-from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.layout import TensorLayout, cut, split
 
 _LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
 
@@ -103,6 +104,22 @@ class VocabParallelEmbedding(ShardedModule):
         self.partials, self.tied = partials, tied
         self.set_layouts(self.layouts)
 
+    @classmethod
+    def from_plain(
+        cls, plain: nn.Embedding, group: Group | dist.ProcessGroup, vocab_multiple_of: int = 1
+    ) -> VocabParallelEmbedding:
+        """Shard a plain embedding, which every rank of a group holds, by its rows.
+
+        Args:
+            plain: the same on all ranks; it is left as it is.
+            group: of consecutive ranks.
+            vocab_multiple_of: boundaries between the ranks' rows are multiples of this.
+        """
+        group = group_of_shards(group)
+        ranges = split(plain.num_embeddings, group.size, vocab_multiple_of)
+        layout = cut("weight", tuple(plain.weight.shape), 0, ranges)
+        return cls(shard_of(plain.weight, layout, group), layout, plain.padding_idx, group)
+
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
         """Be of the size that ``layouts`` say; ``weight`` is this rank's part of it."""
         self.layouts = layouts
@@ -158,6 +175,33 @@ class VocabParallelHead(ShardedModule):
         self.partials, self.tied = partials, tied
         self.set_layouts(self.layouts)
 
+    @classmethod
+    def from_plain(
+        cls,
+        plain: nn.Linear,
+        group: Group | dist.ProcessGroup,
+        vocab_multiple_of: int = 1,
+        weight: nn.Parameter | None = None,
+    ) -> VocabParallelHead:
+        """Shard a plain output layer, which every rank of a group holds, by its rows.
+
+        Args:
+            plain: the same on all ranks; it is left as it is.
+            group: of consecutive ranks.
+            vocab_multiple_of: boundaries between the ranks' rows are multiples of this.
+            weight: that of a :class:`VocabParallelEmbedding` to which the head is tied.
+        """
+        group = group_of_shards(group)
+        ranges = split(plain.out_features, group.size, vocab_multiple_of)
+        layouts = {"weight": cut("weight", tuple(plain.weight.shape), 0, ranges)}
+        bias = None
+        if plain.bias is not None:
+            layouts["bias"] = cut("bias", tuple(plain.bias.shape), 0, ranges)
+            bias = shard_of(plain.bias, layouts["bias"], group)
+        tied = weight is not None
+        weight = weight if tied else shard_of(plain.weight, layouts["weight"], group)
+        return cls(weight, bias, layouts, group, None, tied)
+
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
         """As that of :class:`VocabParallelEmbedding`."""
         self.layouts, rows = layouts, layouts["weight"]
@@ -175,6 +219,28 @@ class VocabParallelHead(ShardedModule):
         if _keep_logits_sharded.get():
             return logits
         return ops.gather_from_region(logits, self.sizes, self.group)
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return the cross entropy of the logits, which no rank ever holds.
+
+        Args:
+            hidden: [T, H], replicated.
+            labels: [T], replicated; they belong to the rows of ``hidden`` (nothing is shifted).
+            options: of :func:`parallel_ext.ops.linear_vocab_cross_entropy`.
+
+        Returns:
+            The loss, replicated.
+        """
+        return ops.linear_vocab_cross_entropy(
+            hidden,
+            self.weight,
+            labels,
+            self.out_features,
+            self.vocab_range,
+            bias=self.bias,
+            group=self.group,
+            **options,
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         hidden = self.enter(input)

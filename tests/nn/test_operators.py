@@ -1,0 +1,144 @@
+"""Modules of parallel_ext.nn in a model that is not HuggingFace's, on a plain process group."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import pool
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.nn import (
+    ColumnParallelLinear,
+    ExpertParallelExperts,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from parallel_ext.nn.sharded_module import group_of_shards
+from parallel_ext.sharding.slices import take
+
+PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+VOCAB, HIDDEN, INNER = 101, 12, 37
+
+
+def _differences(plain: nn.Module, parallel: nn.Module, rank: int) -> list[float]:
+    """How far this rank's gradients are from its parts of the plain module's."""
+    layouts = getattr(parallel, "layouts", {})
+    found = []
+    for name, parameter in parallel.named_parameters():
+        full = plain.get_parameter(name).grad
+        expected = take(full, layouts[name], rank) if name in layouts else full
+        found.append((parameter.grad - expected).abs().max().item() if expected.numel() else 0.0)
+    return found
+
+
+def _dense(bias: bool, tied: bool, logits: bool, broken: bool) -> float:
+    torch.manual_seed(3)
+    group = ops.Group.of(dist.group.WORLD)
+    embedding = nn.Embedding(VOCAB, HIDDEN, padding_idx=4, dtype=torch.float64)
+    up, down = (
+        nn.Linear(a, b, bias, dtype=torch.float64) for a, b in ((HIDDEN, INNER), (INNER, HIDDEN))
+    )
+    head = nn.Linear(HIDDEN, VOCAB, bias, dtype=torch.float64)
+    if tied:
+        head.weight = embedding.weight
+    ids, labels = torch.randint(VOCAB, (2, 9)), torch.randint(VOCAB, (18,))
+    own_embedding = VocabParallelEmbedding.from_plain(embedding, dist.group.WORLD)
+    own_head = VocabParallelHead.from_plain(
+        head, group, weight=own_embedding.weight if tied else None
+    )
+    own_up = ColumnParallelLinear.from_plain(up, group, multiple_of=4)
+    own_down = RowParallelLinear.from_plain(
+        nn.Linear(INNER, HIDDEN, bias, dtype=torch.float64), group, multiple_of=4
+    )
+    own_down.load_state_dict(down.state_dict())  # full tensors
+
+    hidden = embedding(ids)
+    hidden = hidden + down(up(hidden).relu())
+    nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels).backward()
+
+    hidden = own_embedding(ids)
+    entered = hidden if broken else ops.copy_to_region(hidden, group)
+    hidden = hidden + own_down(own_up(entered).relu())
+    if logits:
+        nn.functional.cross_entropy(own_head(hidden).flatten(0, 1), labels).backward()
+    else:
+        own_head.loss(hidden.flatten(0, 1), labels).backward()
+    pairs = [(embedding, own_embedding), (up, own_up), (down, own_down), (head, own_head)]
+    return max(max(_differences(*pair, group.rank)) for pair in pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize(("bias", "tied"), [(True, False), (False, True)])
+def test_gradients_are_those_of_the_plain_modules(
+    ranks: int, logits: bool, bias: bool, tied: bool
+) -> None:
+    assert max(pool(ranks).run(_dense, bias, tied, logits, False)) < 1e-12
+
+
+def test_a_missing_border_is_noticed() -> None:
+    assert max(pool(2).run(_dense, True, False, False, True)) > 1e-4
+
+
+def _experts(num_experts: int) -> float:
+    torch.manual_seed(5)
+    group = dist.group.WORLD
+    shapes = {"gate_up_proj": (num_experts, 10, 6), "down_proj": (num_experts, 6, 5)}
+    plain = nn.Module()
+    for name, shape in shapes.items():
+        plain.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+    plain.act_fn = nn.SiLU()
+    tokens = torch.randn(group.size(), 7, 6, dtype=torch.float64)
+    choices = torch.rand(group.size(), 7, num_experts).topk(2).indices
+    weights = torch.rand(group.size(), 7, 2, dtype=torch.float64)
+    own = ExpertParallelExperts.from_plain(plain, group)
+
+    expected = torch.zeros_like(tokens)
+    for rank in range(group.size()):
+        for token in range(7):
+            for expert, weight in zip(choices[rank, token], weights[rank, token], strict=True):
+                gate, up = (plain.gate_up_proj[expert] @ tokens[rank, token]).chunk(2)
+                out = plain.down_proj[expert] @ (nn.functional.silu(gate) * up)
+                expected[rank, token] = expected[rank, token] + weight * out
+    expected.square().sum().backward()
+    rank = group.rank()
+    output = own(tokens[rank], choices[rank], weights[rank])
+    output.square().sum().backward()
+    return max((output - expected[rank]).abs().max().item(), *_differences(plain, own, rank))
+
+
+@pytest.mark.parametrize(("ranks", "num_experts"), [(2, 5), (3, 2 + 1)])
+def test_experts_are_those_of_one_process(ranks: int, num_experts: int) -> None:
+    assert max(pool(ranks).run(_experts, num_experts)) < 1e-11
+
+
+def test_a_group_of_ranks_that_are_not_consecutive_is_refused() -> None:
+    strided = SimpleNamespace(group_name="", size=lambda: 2, rank=lambda: 1)
+    with pytest.raises(ValueError, match="rank 0 of the job is rank 1 of the group's 2"):
+        group_of_shards(strided)
+
+
+def test_the_example_of_the_page_prints_the_loss_of_one_process(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    script = tmp_path / "own_model.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    plain, own = result.stdout.split()
+    assert plain == own, result.stderr
