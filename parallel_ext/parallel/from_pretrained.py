@@ -14,10 +14,10 @@ from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.parallel.configuration import build_on_meta, configurations
+from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.validate import table_for
-from parallel_ext.patch.options import check_options, check_text, dtype_of, local_directory
 
 
 def from_pretrained(

@@ -184,8 +184,8 @@ def test_a_flipped_bit_is_found_while_loading(tmp_path: Path) -> None:
 def test_a_damaged_chunk_is_named_with_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("chunk_hashes", "safetensors_file", "manifest"):
-        monkeypatch.setattr(f"parallel_ext.checkpoint.{module}.CHUNK_BYTES", 1000)
+    for module in ("io.hashing", "io.safetensors_reader", "checkpoint.manifest"):
+        monkeypatch.setattr(f"parallel_ext.{module}.CHUNK_BYTES", 1000)
     step = _plain_checkpoint(tmp_path)
     assert px.verify(step) == 1
     path = step / "parallel_state" / "optim-00001-of-00001.safetensors"

@@ -1,0 +1,142 @@
+"""What ``from_pretrained`` is asked for, checked before a file is opened or the hub is called."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from parallel_ext.distributed.errors import CheckpointError
+
+_HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_QUANTIZED = "quantized models are not served; save the model dequantized"
+_MESH = "the mesh says which ranks share the model, as in px.init_mesh(tp=2)"
+# Options of HuggingFace's from_pretrained; None and False say there what is done here.
+_WHY_NOT = {
+    "trust_remote_code": "code that comes with files is never run",
+    "device_map": "the mesh places the parameters; pass device= for another device",
+    "max_memory": "each rank holds its shards; use more ranks",
+    "offload_folder": "each rank holds its shards; use more ranks",
+    "config": "the configuration is the one beside the weights; change it there",
+    "state_dict": "the weights are those of the files; or load the model and px.parallelize it",
+    "quantization_config": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "load_in_4bit": _QUANTIZED,
+    "gguf_file": "weights are read from safetensors; convert the model first",
+    "ignore_mismatched_sizes": "shapes must be those of the configuration",
+    "output_loading_info": "a name that is missing or too many is an error, so there is no list",
+    **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), _MESH),
+}
+
+
+def check_options(
+    own: Callable[..., Any], handed_on: Callable[..., Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options for ``handed_on``, without those that change nothing.
+
+    Args:
+        own: the function that was called.
+        handed_on: the function that is to have its options.
+        options: by name.
+
+    Raises:
+        TypeError: there is no such option, or not here, and why.
+    """
+    names = _options_of(handed_on)
+    for name, value in options.items():
+        if name in names or (name in _WHY_NOT and (value is None or value is False)):
+            continue
+        if name in _WHY_NOT:
+            raise TypeError(f"{own.__name__} does not take {name}: {_WHY_NOT[name]}")
+        known = ", ".join([*_options_of(own), *names])
+        raise TypeError(f"{own.__name__} has no option {name}; it takes {known}")
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _options_of(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, each in parameters if each.kind is each.KEYWORD_ONLY]
+
+
+def check_text(name: str, value: Any) -> None:
+    """Refuse what is neither None nor a text of at least one character.
+
+    Raises:
+        TypeError: it is not; names the option.
+    """
+    if value is not None and not (isinstance(value, str) and value):
+        raise TypeError(f"from_pretrained: {name} must be a text or None, got {value!r}")
+
+
+def dtype_of(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
+    """The dtype that is meant by an option and its older name; None where the files decide.
+
+    Args:
+        dtype: a dtype, its name such as ``"bfloat16"``, ``"auto"``, or None.
+        torch_dtype: the same, for those who still write so.
+
+    Raises:
+        ValueError: it is nothing of these, no dtype of parameters, or the two differ.
+    """
+    found = {
+        name: _dtype(name, value)
+        for name, value in (("dtype", dtype), ("torch_dtype", torch_dtype))
+        if value is not None
+    }
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"from_pretrained: dtype={dtype!r} and torch_dtype={torch_dtype!r} are two names of "
+            "one option; pass dtype"
+        )
+    return next(iter(found.values()), None)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if isinstance(value, str) and value == "auto":
+        return None
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(
+            f"from_pretrained: {name} must be a floating-point torch.dtype, its name such as "
+            f'"bfloat16", or "auto", got {value!r}'
+        )
+    return found
+
+
+def local_directory(source: str | os.PathLike[str], subfolder: str | None, **hub: Any) -> Path:
+    """The directory itself, or the hub's snapshot, downloaded once a machine.
+
+    The other processes of a machine wait in the download's file lock.
+
+    Args:
+        source: a directory or a hub id.
+        subfolder: of the model in it; None for none.
+        hub: options of ``huggingface_hub.snapshot_download``, which a directory does not need.
+
+    Raises:
+        TypeError, ValueError: the arguments name no place.
+        CheckpointError: there is no such directory, nor does the hub give it.
+    """
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise TypeError(f"from_pretrained: source must be a directory or hub id, got {source!r}")
+    inner = PurePath(subfolder or "")
+    if inner.is_absolute() or ".." in inner.parts:
+        raise ValueError(f"from_pretrained: subfolder must lie in the source, got {subfolder!r}")
+    if os.path.exists(source):
+        return Path(source) / inner
+    patterns = [str(inner / pattern) for pattern in _HUB_PATTERNS]
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=patterns, **hub)) / inner
+    except HFValidationError:  # not a name of the hub's either
+        raise CheckpointError(f"{source}: no such directory") from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{source}: no such directory, and the hub does not give it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
