@@ -37,8 +37,8 @@ def _carried() -> int:
     return _C.collective_counts().get("in_shared_memory", 0)
 
 
-def _call_in_world(function: Callable[[Group], None]) -> None:
-    function(Group.of(dist.group.WORLD))
+def _call_in_world(function: Callable[[Group], Any]) -> Any:
+    return function(Group.of(dist.group.WORLD))
 
 
 def _sums(group: Group, dtype: torch.dtype) -> tuple[int, list[bytes], list[torch.Tensor]]:

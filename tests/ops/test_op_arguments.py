@@ -325,13 +325,13 @@ WITH_A_GROUP = [name for name in OPS if "group" in inspect.signature(getattr(ops
 @pytest.mark.parametrize("name", WITH_A_GROUP)
 def test_what_is_no_group_is_refused_by_name(name):
     op = getattr(ops, name)
-    others = [
-        None
+    others = {
+        parameter.name: None
         for parameter in inspect.signature(op).parameters.values()
-        if parameter.default is parameter.empty and parameter.name != "group"
-    ]
+        if parameter.default is parameter.empty
+    }
     with pytest.raises(TypeError, match=f"^{name}: group must be a parallel_ext.ops.Group"):
-        op(*others, group=None)
+        op(**{**others, "group": None})
 
 
 def test_the_ops_without_a_group_are_those_of_one_rank():
