@@ -30,12 +30,3 @@ class Group(NamedTuple):
 
 ALONE = Group("", 1, 0)
 """The group of one process: the ops communicate nothing."""
-
-
-def check_group(op: str, group: Group) -> None:
-    """Raise a TypeError that names the op if ``group`` is anything but a :class:`Group`."""
-    if not isinstance(group, Group):
-        raise TypeError(
-            f"{op}: group must be a parallel_ext.ops.Group, such as Group.of(process_group) or "
-            f"ALONE, got {group!r}"
-        )

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group, check_group
+from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.group import ALONE, Group
 
 
 class Dropout(NamedTuple):
@@ -63,12 +64,10 @@ def column_linear(
         >>> column_linear(torch.ones(1, 2), torch.ones(3, 2))
         tensor([[2., 2., 2.]])
     """
-    if row_stride is None:  # the op refuses what is no tensor
-        row_stride = weight.size(0) if isinstance(weight, torch.Tensor) else 0
     check_group("column_linear", group)
-    return torch.ops.parallel_ext.column_linear(
-        input, weight, bias, row_stride, group.size, group.name
-    )
+    check_tensors("column_linear", input=input, weight=weight)
+    stride = weight.size(0) if row_stride is None else row_stride
+    return torch.ops.parallel_ext.column_linear(input, weight, bias, stride, group.size, group.name)
 
 
 def row_linear(
@@ -100,6 +99,7 @@ def row_linear(
         tensor([[2., 2., 2.]])
     """
     check_group("row_linear", group)
+    check_tensors("row_linear", input=input, weight=weight)
     return torch.ops.parallel_ext.row_linear(input, weight, bias, group.size, group.name)
 
 
@@ -150,6 +150,7 @@ def lora_linear(
     """
     p, *counter = dropout or (0.0,)
     check_group("lora_linear", group)
+    check_tensors("lora_linear", input=input, weight=weight, lora_a=lora_a, lora_b=lora_b)
     return torch.ops.parallel_ext.lora_linear(
         input, weight, lora_a, lora_b, bias, scale, p, counter, group.size, group.name
     )

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group, check_group
+from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.group import ALONE, Group
 
 
 class RoutePlan(NamedTuple):
@@ -55,6 +56,7 @@ def moe_route_plan(
         >>> plan.counts, plan.rows_per_rank  # the second token goes once to rank 1
         (tensor([1, 0, 2, 1]), tensor([1, 2]))
     """
+    check_tensors("moe_route_plan", expert_ids=expert_ids)
     return RoutePlan(
         *torch.ops.parallel_ext.moe_route_plan(expert_ids, list(experts_per_rank), row_bytes, rank)
     )
@@ -151,6 +153,7 @@ def moe_dispatch(
                 [1.]])
     """
     check_group("moe_dispatch", group)
+    check_tensors("moe_dispatch", input=input, weights=weights)
     return torch.ops.parallel_ext.moe_dispatch(
         input, weights, *route[2:], *plan, group.rank, group.size, group.name
     )
@@ -185,6 +188,7 @@ def moe_combine(
         tensor([[3.]])
     """
     check_group("moe_combine", group)
+    check_tensors("moe_combine", rows=rows, origins=origins)
     return torch.ops.parallel_ext.moe_combine(
         rows,
         origins,
@@ -215,6 +219,7 @@ def moe_gated_silu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
         >>> moe_gated_silu(torch.tensor([[0.0, 1.0]]), torch.tensor([2.0]))
         tensor([[0.]])
     """
+    check_tensors("moe_gated_silu", gate_up=gate_up, weights=weights)
     return torch.ops.parallel_ext.moe_gated_silu(gate_up, weights)
 
 
@@ -244,6 +249,7 @@ def moe_linear(
         tensor([[3.],
                 [3.]])
     """
+    check_tensors("moe_linear", rows=rows, weight=weight)
     return torch.ops.parallel_ext.moe_linear(rows, weight, list(counts), weight_grad_scale)
 
 
@@ -288,6 +294,7 @@ def moe_lora_linear(
         tensor([[4.5000],
                 [4.5000]])
     """
+    check_tensors("moe_lora_linear", rows=rows, weight=weight, lora_a=lora_a, lora_b=lora_b)
     return torch.ops.parallel_ext.moe_lora_linear(
         rows, weight, lora_a, lora_b, list(counts), scale, weight_grad_scale
     )
@@ -317,6 +324,7 @@ def moe_take_tokens(
         torch.Size([3, 2])
     """
     check_group("moe_take_tokens", group)
+    check_tensors("moe_take_tokens", input=input, weights=weights)
     return torch.ops.parallel_ext.moe_take_tokens(
         input, weights, list(sizes), group.rank, group.size, group.name
     )
@@ -341,6 +349,7 @@ def moe_gather_tokens(slice: torch.Tensor, sizes: Sequence[int], group: Group) -
         torch.Size([3, 2])
     """
     check_group("moe_gather_tokens", group)
+    check_tensors("moe_gather_tokens", slice=slice)
     return torch.ops.parallel_ext.moe_gather_tokens(
         slice, list(sizes), group.rank, group.size, group.name
     )

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group, check_group  # noqa: F401 (an example)
+from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.group import ALONE, Group  # noqa: F401 (an example)
 
 
 def reduce_from_region(partial: torch.Tensor, group: Group) -> torch.Tensor:
@@ -30,6 +31,7 @@ def reduce_from_region(partial: torch.Tensor, group: Group) -> torch.Tensor:
         tensor([1., 1.])
     """
     check_group("reduce_from_region", group)
+    check_tensors("reduce_from_region", partial=partial)
     return torch.ops.parallel_ext.reduce_from_region(partial, group.size, group.name)
 
 
@@ -54,6 +56,7 @@ def copy_to_region(input: torch.Tensor, group: Group) -> torch.Tensor:
         tensor([1., 1.])
     """
     check_group("copy_to_region", group)
+    check_tensors("copy_to_region", input=input)
     return torch.ops.parallel_ext.copy_to_region(input, group.size, group.name)
 
 
@@ -77,6 +80,7 @@ def gather_from_region(shard: torch.Tensor, sizes: Sequence[int], group: Group) 
         torch.Size([2, 3])
     """
     check_group("gather_from_region", group)
+    check_tensors("gather_from_region", shard=shard)
     return torch.ops.parallel_ext.gather_from_region(
         shard, list(sizes), group.rank, group.size, group.name
     )

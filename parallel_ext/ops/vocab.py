@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group, Range, check_group
+from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.group import ALONE, Group, Range
 
 
 def vocab_embedding(
@@ -50,6 +51,7 @@ def vocab_embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += vocab_size
     check_group("vocab_embedding", group)
+    check_tensors("vocab_embedding", ids=ids, weight=weight)
     return torch.ops.parallel_ext.vocab_embedding(
         ids, weight, vocab_size, vocab_start, padding_idx, sizes or (), group.size, group.name
     )
@@ -78,6 +80,7 @@ def vocab_argmax(
         tensor([1])
     """
     check_group("vocab_argmax", group)
+    check_tensors("vocab_argmax", logits=logits)
     return torch.ops.parallel_ext.vocab_argmax(
         logits, vocab_size, *vocab_range, group.size, group.name
     )
@@ -133,6 +136,7 @@ def vocab_sample(
         tensor([1])
     """
     check_group("vocab_sample", group)
+    check_tensors("vocab_sample", logits=logits)
     return torch.ops.parallel_ext.vocab_sample(
         logits,
         vocab_size,

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.group import ALONE, Group, Range, check_group
+from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.group import ALONE, Group, Range
 
 
 class VocabStatistics(NamedTuple):
@@ -93,6 +94,7 @@ def vocab_cross_entropy(
         tensor(1.3863)
     """
     check_group("vocab_cross_entropy", group)
+    check_tensors("vocab_cross_entropy", logits=logits, labels=labels)
     _check_reduction("vocab_cross_entropy", reduction)
     return torch.ops.parallel_ext.vocab_cross_entropy(
         logits,
@@ -153,6 +155,7 @@ def vocab_cross_entropy_statistics(
     """
     wanted = (log_sum_exp, entropy, argmax)
     check_group("vocab_cross_entropy_statistics", group)
+    check_tensors("vocab_cross_entropy_statistics", logits=logits, labels=labels)
     _check_reduction("vocab_cross_entropy_statistics", reduction)
     outputs = torch.ops.parallel_ext.vocab_cross_entropy(
         logits,
@@ -229,6 +232,7 @@ def linear_vocab_cross_entropy(
         tensor(1.3863)
     """
     check_group("linear_vocab_cross_entropy", group)
+    check_tensors("linear_vocab_cross_entropy", input=input, head_weight=head_weight, labels=labels)
     _check_reduction("linear_vocab_cross_entropy", reduction)
     return torch.ops.parallel_ext.linear_vocab_cross_entropy(
         input,
@@ -284,6 +288,9 @@ def linear_vocab_cross_entropy_statistics(
     """
     wanted = (log_sum_exp, entropy, argmax)
     check_group("linear_vocab_cross_entropy_statistics", group)
+    check_tensors(
+        "linear_vocab_cross_entropy_statistics", input=input, head_weight=head_weight, labels=labels
+    )
     _check_reduction("linear_vocab_cross_entropy_statistics", reduction)
     outputs = torch.ops.parallel_ext.linear_vocab_cross_entropy(
         input,
