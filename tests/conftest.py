@@ -1,5 +1,6 @@
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,11 @@ def _same_random_numbers() -> None:
     import torch  # after the environment is set
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_end_with_their_module() -> Iterator[None]:
+    yield
+    from ranks import close_pools  # after the environment is set
+
+    close_pools()
