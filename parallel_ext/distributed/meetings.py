@@ -118,7 +118,7 @@ class Meetings:
         except RuntimeError as error:
             raise CollectiveTimeout(
                 f"{what}: every rank must call it, but the store of the job cannot be reached; the "
-                "process that kept it has died"
+                f"process that kept it may have died: {error}"
             ) from error
 
     def _meet(self, what: str) -> None:
