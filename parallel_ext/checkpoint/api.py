@@ -30,7 +30,7 @@ def save_checkpoint(
     keep_every: int | None = None,
     asynchronous: bool = False,
 ) -> Path:
-    """Write all that training needs to go on, on any number of ranks, as ``root/step-<step>``.
+    """Write all that training needs to resume, on any number of ranks, as ``root/step-<step>``.
 
     Every rank calls it. The directory is one that plain ``from_pretrained`` reads, with a folder
     ``parallel_state`` beside the model's files; of a model with an adapter, one that plain
@@ -44,10 +44,10 @@ def save_checkpoint(
     Gradients are not saved: call it between ``optimizer.step()`` and the next backward.
 
     When ``asynchronous``, each rank copies what it will send or write to its host's memory, at most
-    once its shard, and a thread writes it while training goes on. One save is in flight at a time:
-    the next save, load or :func:`wait_for_checkpoint` waits for it, and raises the error with which
-    it failed instead of doing its own work. End a job with :func:`wait_for_checkpoint`, before the
-    process group is destroyed.
+    once its shard, and a thread writes it while training continues. One save is in flight at a
+    time: the next save, load or :func:`wait_for_checkpoint` waits for it, and raises the error with
+    which it failed instead of doing its own work. End a job with :func:`wait_for_checkpoint`,
+    before the process group is destroyed.
 
     Args:
         root: directory of all checkpoints of a job, the same place for all ranks.
@@ -56,7 +56,7 @@ def save_checkpoint(
         model: a parallel model, or PEFT's around one, with one adapter. What is trained beside that
             adapter is refused, since it would be lost.
         optimizer: torch's Adam, AdamW or SGD, built from the model's parameters, or
-            :class:`parallel_ext.Adafactor`; torch's own Adafactor where no parameter is cut.
+            :class:`parallel_ext.Adafactor`; torch's own Adafactor where no parameter is sharded.
         scheduler: of the learning rate: any of torch's, or one whose ``state_dict()`` consists of
             plain values, such as numbers, text, lists, dicts and small tensors.
         data_state: where the data is, as JSON, for example the number of samples that all ranks
@@ -127,14 +127,14 @@ def load_checkpoint(
 
     Every rank calls it. Mesh and ZeRO stage may be others than when it was saved: each rank reads
     its own slices, and every chunk that it reads is compared with the hash that was written. What
-    is not passed is not loaded. On the mesh of the save, random numbers go on where they were;
-    on another, every rank is seeded anew from (saved seed, step, rank), with a warning. The masks
-    of ``lora_dropout`` go on where they were on any mesh: they depend on a key, the number of the
-    forward, and the place of an element in the whole batch, of which a dp rank holds its share in
-    order; those of CogAgent, which sorts tokens, change with the number of dp ranks.
+    is not passed is not loaded. On the mesh of the save, random numbers continue where they were;
+    on another, every rank is seeded again from (saved seed, step, rank), with a warning. The masks
+    of ``lora_dropout`` continue where they were on any mesh: they depend on a key, the number of
+    the forward, and the place of an element in the whole batch, of which a dp rank holds its share
+    in order; those of CogAgent, which sorts tokens, change with the number of dp ranks.
 
     Names, shapes, dtypes and groups are checked before anything changes. If a file is found damaged
-    afterwards, model and optimizer hold a mixture: load another step before training goes on.
+    afterwards, model and optimizer hold a mixture: load another step before training continues.
 
     Args:
         root: as of ``save_checkpoint``.

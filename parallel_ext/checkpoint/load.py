@@ -26,7 +26,7 @@ from parallel_ext.io.reading import Wanted, read_shards
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on; the same on every rank.
+    """The point from which training resumes; equal on every rank.
 
     Attributes:
         step: the saved step.
@@ -49,18 +49,20 @@ def load_step(
     step: int | None,
     mesh: Mesh,
 ) -> Resumed:
-    """What :func:`parallel_ext.load_checkpoint` does, given what there is to load of a model.
+    """Load a training checkpoint into the contents of a model, its optimizer and its scheduler.
+
+    It does the work of :func:`parallel_ext.load_checkpoint`, whose docstring says the rest.
 
     Args:
-        root, optimizer, scheduler, step: as there.
-        contents_of: says what there is; may raise.
+        root, optimizer, scheduler, step: as of ``load_checkpoint``.
+        contents_of: returns what is to be loaded; may raise.
         mesh: the ranks of the model.
 
     Returns:
         The step and the data state, among others.
 
     Raises:
-        as there.
+        as ``load_checkpoint``.
     """
     what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
     given = type(optimizer).__name__, type(scheduler).__name__
@@ -80,7 +82,7 @@ def load_step(
 
 
 def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
-    """The directory to load, by rank 0's eyes, and the id of its save."""
+    """Return the directory to load, as rank 0 sees it, and the id of its save; None elsewhere."""
     if mesh.rank != 0:
         return None
     if step is not None and (type(step) is not int or step < 0):
@@ -116,7 +118,10 @@ class _Opened:
         scheduler: Scheduler | None,
         mesh: Mesh,
     ) -> tuple[list[tuple[Wanted, torch.Tensor]], Callable[[], None]]:
-        """What goes where, and what is to be done when it is there; nothing changes yet."""
+        """Return what is to be read into which tensors, and the function that then applies it.
+
+        No model, optimizer or scheduler changes yet.
+        """
         wanted, layout = [], self.contents.layout
         for name, shard in self.contents.values(mesh.rank).items():
             for part in layout.parts_of(name):
@@ -159,7 +164,7 @@ class _Opened:
         return wanted, apply_all
 
     def _restore_random_numbers(self, mesh: Mesh) -> None:
-        """Go on with the saved random numbers, or with new ones by the rule."""
+        """Restore the saved random numbers, or on another mesh seed this rank again."""
         if self.states is None:
             rng.reseed(self.loop["random"], self.manifest.step, mesh)
         else:

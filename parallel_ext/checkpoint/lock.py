@@ -29,7 +29,7 @@ _held: set[FileIO] = set()
 
 
 def _let_go() -> None:
-    """In a forked process, such as one that loads data: it may outlive a job that is killed."""
+    """Close the lock files in a forked process, which may outlive a job that is killed."""
     for file in _held:
         file.close()
     _held.clear()
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def one_writer(root: Path) -> Iterator[None]:
-    """Inside, no other process saves into ``root``; on one rank.
+    """Let no other process save into ``root`` inside the context; on one rank.
 
     ``root/.lock`` says who writes. Its holder has locked the file, which ends with the process,
     however it ends, and touches it every few seconds. A file that is left over is removed: at once
@@ -71,7 +71,7 @@ def one_writer(root: Path) -> Iterator[None]:
 
 
 def _take(path: Path) -> FileIO:
-    """The open file, empty and locked."""
+    """Return the open lock file, empty and locked."""
     while True:
         file = disk.open_or_create(path)
         try:
@@ -91,7 +91,7 @@ def _take(path: Path) -> FileIO:
 
 
 def _lock(file: FileIO, path: Path) -> bool:
-    """Lock the file; whether its file system can."""
+    """Lock the file, and return whether its file system can."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,7 +104,7 @@ def _lock(file: FileIO, path: Path) -> bool:
 
 
 def _watch(path: Path, holder: str) -> None:
-    """See that nobody touches a lock file whose holder cannot be asked for."""
+    """Watch a lock file whose holder cannot be asked for, and raise if anybody touches it."""
     begin, deadline = _touched(path), time.monotonic() + _WATCH_S
     while time.monotonic() < deadline:
         time.sleep(_BEAT_S / 8)
@@ -118,7 +118,7 @@ def _watch(path: Path, holder: str) -> None:
 
 
 def _touched(path: Path) -> int:
-    with FileIO(path) as file:  # opened anew, since a network file system then asks its server
+    with FileIO(path) as file:  # opened again, since a network file system then asks its server
         return os.fstat(file.fileno()).st_mtime_ns
 
 

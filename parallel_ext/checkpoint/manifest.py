@@ -57,7 +57,7 @@ class Manifest:
     non_finite: Mapping[str, int]
 
     def to_bytes(self) -> bytes:
-        """The content of the file.
+        """Return the content of the manifest's file.
 
         Raises:
             CheckpointError: there are so many tensors that no load would take it.
@@ -95,7 +95,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Manifest:
-        """The manifest in the file ``path``.
+        """Parse the content of the manifest's file ``path``.
 
         Raises:
             CheckpointError: it is not one; names the field that is wrong.
@@ -167,7 +167,7 @@ class Manifest:
 
     @cached_property
     def _in_files(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-        """What each file must hold: dtype and shape by name."""
+        """Return for each file the dtype and shape of every tensor that it must hold, by name."""
         held: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for name, (file, spec) in self.tensors.items():
             held.setdefault(file, {})[name] = spec.dtype, spec.shape
@@ -202,7 +202,7 @@ class Manifest:
         return content
 
     def check_names(self, directory: Path) -> None:
-        """See that there is no file that the manifest does not list but somebody could read.
+        """Raise if there is a file that the manifest does not list but somebody could read.
 
         Others may lie beside a saved model, such as those of its tokenizer.
 
@@ -247,14 +247,14 @@ def _tensor(name: str, fields: Fields, files: Collection[str]) -> tuple[str, Ten
 
 
 def commit_of(content: bytes, manifest: Manifest) -> bytes:
-    """What the file that seals a checkpoint holds, given the content of the manifest's file."""
+    """Return the content of the file that seals a checkpoint, given that of the manifest's file."""
     digest = xxhash.xxh3_128_hexdigest(content)
     named = {"save_id": manifest.save_id, "step": manifest.step, "number": manifest.number}
     return to_json({"manifest": digest, **named}, "the commit")
 
 
 def number_of_save(directory: Path) -> int:
-    """The number of the save in a directory with a commit, without a look at the rest.
+    """Read the number of the save from the commit of a directory, and nothing else of it.
 
     Raises:
         CheckpointError: the commit is damaged.
@@ -266,7 +266,7 @@ def number_of_save(directory: Path) -> int:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a training checkpoint, once its commit has been found to fit.
+    """Read the manifest of a training checkpoint, after a check against its commit.
 
     Args:
         directory: of one step.

@@ -35,7 +35,7 @@ _KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer holds, by the names of the model's files.
+    """The state of an optimizer, by the names of the model's files.
 
     Attributes:
         tensors: ``exp_avg/<name>`` and so on -> this rank's shard, and where the whole lives.
@@ -48,7 +48,7 @@ class OptimizerState:
 
 
 def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.Parameter, str]:
-    """The logical name of every parameter of the optimizer that is saved, in its order."""
+    """Return the logical name of every parameter of the optimizer that is saved, in its order."""
     if not isinstance(optimizer, _KNOWN):
         raise CheckpointError(
             f"{type(optimizer).__name__}: only the state of torch's Adam, AdamW, SGD and Adafactor "
@@ -88,14 +88,14 @@ def _files_of_group(
 
 
 def _is_number(key: str, value: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether an entry is one number for the whole parameter, such as ``step``."""
+    """Return whether an entry is one number for the whole parameter, such as ``step``."""
     return value.dim() == 0 and (key == "step" or parameter.dim() > 0)
 
 
 def _entries(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str
 ) -> dict[str, torch.Tensor]:
-    """The state of one parameter, without what is None."""
+    """Return the optimizer's state of one parameter, without what is None."""
     state = optimizer.state.get(parameter, {})
     for key, value in state.items():
         if not (value is None or isinstance(value, torch.Tensor)) or "/" in key:
@@ -109,7 +109,7 @@ def _entries(
 def _summary(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> dict[str, dict[str, Any]]:
-    """What the state of each parameter with elements here looks like."""
+    """Describe the state of each parameter with elements here: dtypes, and values of numbers."""
     found: dict[str, dict[str, Any]] = {}
     for parameter, name in names.items():
         if local_part(parameter).numel() == 0:  # torch's optimizers may leave it out
@@ -125,7 +125,7 @@ def _summary(
 
 
 def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, what: str) -> dict[str, dict[str, Any]]:
-    """The summaries of all ranks as one; a rank without elements of a parameter has no say."""
+    """Merge the summaries of all ranks, where one without elements of a parameter has no say."""
     digests = mesh.gather_objects(xxhash.xxh3_128_digest(repr(own).encode()))
     if len(set(digests)) == 1:
         return own
@@ -144,12 +144,12 @@ def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, what: str) -> dict[str, 
 def collect(
     optimizer: torch.optim.Optimizer, contents: Contents, mesh: Mesh, what: str
 ) -> OptimizerState:
-    """What an optimizer holds; every rank calls it, and nothing of it is copied.
+    """Return what an optimizer holds, without a copy; every rank calls it.
 
     Args:
         optimizer: of the parameters of a model, or of some of them.
         contents: what of the model is saved.
-        mesh: its ranks.
+        mesh: the ranks of the model.
         what: what the ranks are doing, for errors.
 
     Raises:
@@ -181,7 +181,7 @@ def _look(
 
 
 def _layout_of(optimizer: torch.optim.Optimizer, key: str, whole: TensorLayout) -> TensorLayout:
-    """Where a state of a parameter lives: as the parameter, or as its rows or its columns."""
+    """Return the layout of a state: that of the parameter, or of its rows or its columns."""
     if not isinstance(optimizer, torch.optim.Adafactor) or not is_reduced(key):
         return whole
     if len(whole.shape) < 2:  # which has none, as ``check_state`` says
@@ -204,7 +204,7 @@ def _value(
     dtype: str,
     rank: int,
 ) -> torch.Tensor:
-    """This rank's shard of a state; of a parameter that is empty here there may be none."""
+    """Return this rank's shard of a state; zeros where the optimizer has none of it."""
     shape = at.local_shape(rank)
     if key not in entries:
         return torch.zeros(shape, dtype=DTYPES[dtype], device="cpu")
@@ -225,9 +225,10 @@ def _by_file(
     at: TensorLayout,
     rank: int,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, TensorLayout]]]:
-    """A state by the names of the files, or of the model where it is of no part of the parameter.
+    """Yield a state under its names in the files, each with this rank's shard and its layout.
 
-    A mean over rows is one of all rows of a parameter that files hold as several tensors.
+    A state that is of no part of the parameter has its name in the model: a mean over rows is one
+    of all rows of a parameter that files hold as several tensors.
     """
     whole = layout[name]
     if at is not whole:
@@ -350,7 +351,7 @@ def _numbers(
     files: list[str],
     description: Mapping[str, Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``step`` and the like of one parameter, where torch's optimizer keeps it."""
+    """Yield the numbers of one parameter, such as ``step``, where torch's optimizer keeps them."""
     on_device = group.get("capturable") or group.get("fused")
     for key, at in description["numbers"].items():
         values = {at["others"].get(file, at["most"]) for file in files}
@@ -375,7 +376,7 @@ def _room(
     saved: Mapping[str, TensorSpec],
     rank: int,
 ) -> tuple[torch.Tensor, list[tuple[Wanted, torch.Tensor]]]:
-    """A state of one parameter, and what of the files goes where in it."""
+    """Return a zero tensor for a state of one parameter, and what is to be read into it."""
     whole = layout[name]
     if at is whole:
         parts = layout.parts_of(name)

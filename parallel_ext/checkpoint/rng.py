@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[torch.dtype, Container[int]]] = {
 
 
 def capture(mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The state of the generators of torch, Python and NumPy in this process, as tensors.
+    """Return the states of this process's generators of torch, Python and NumPy, as tensors.
 
     Raises:
         CheckpointError: NumPy uses another generator than its default.
@@ -63,7 +63,7 @@ def _python_state(states: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def restore(states: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
-    """Let the generators of this process go on where ``states`` were captured."""
+    """Let the generators of this process continue where ``states`` were captured."""
     torch.set_rng_state(states["torch"])
     random.setstate(_python_state(states))
     *keys, position = states["numpy"].tolist()
@@ -76,13 +76,13 @@ def restore(states: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
 
 
 def layout_of(mesh: Mesh) -> dict[str, Any]:
-    """What must be equal for every rank to go on with its own random numbers."""
+    """Return what must be equal for every rank to resume with its own random numbers."""
     sides = {"tp": mesh.tp_size, "ep": mesh.ep_size, "dp": mesh.dp_size}
     return {**sides, "device": mesh.device.type}
 
 
 def describe(states_of: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh) -> dict[str, Any]:
-    """What ``loop.json`` says of the random numbers, given the states of all ranks.
+    """Return the entry of ``loop.json`` on random numbers, given the states of all ranks.
 
     ``alike_in_tp`` tells whether the ranks that share a model draw the same numbers, as router
     jitter needs it; they shall then do so on another mesh as well.
@@ -113,7 +113,7 @@ def write(
 
 
 def check_kinds(file: SafetensorsFile) -> None:
-    """See that the file holds states of generators, by what its header says.
+    """Raise unless the file holds states of generators, by what its header says.
 
     Raises:
         CheckpointError: it holds something else; names it.
@@ -130,7 +130,7 @@ def check_kinds(file: SafetensorsFile) -> None:
 
 
 def read(file: SafetensorsFile, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The states of this rank, which its generators would take; they stay as they are.
+    """Read the states of this rank and check them; its generators do not change.
 
     Raises:
         CheckpointError: the file does not hold them.
@@ -159,7 +159,7 @@ def read(file: SafetensorsFile, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 
 def seed_of(saved: Mapping[str, Any], step: int, mesh: Mesh) -> int:
-    """The seed of a rank that resumes on another mesh: a function of (seed, step, rank).
+    """Compute the seed of a rank that resumes on another mesh, from (saved seed, step, rank).
 
     Where the ranks of one model drew the same numbers, the first of them counts.
     """
@@ -169,7 +169,7 @@ def seed_of(saved: Mapping[str, Any], step: int, mesh: Mesh) -> int:
 
 
 def reseed(saved: Mapping[str, Any], step: int, mesh: Mesh) -> None:
-    """Seed the generators of this process anew by :func:`seed_of`, and say so on rank 0."""
+    """Seed the generators of this process again by :func:`seed_of`, with a warning on rank 0."""
     seed = seed_of(saved, step, mesh)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Saving all that a job needs to go on, in a directory that HuggingFace can read."""
+"""Save all that a job needs to resume, in a directory that HuggingFace can read."""
 
 from __future__ import annotations
 
@@ -69,18 +69,21 @@ def save_step(
     keep_every: int | None = None,
     asynchronous: bool = False,
 ) -> Path:
-    """What :func:`parallel_ext.save_checkpoint` does, given what there is to save of a model.
+    """Save the contents of a model, its optimizer and its scheduler as a training checkpoint.
+
+    It does the work of :func:`parallel_ext.save_checkpoint`, whose docstring says the rest.
 
     Args:
-        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as there.
-        contents_of: says what there is; may raise.
+        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as of
+            ``save_checkpoint``.
+        contents_of: returns what is to be saved; may raise.
         mesh: the ranks of the model.
 
     Returns:
         The directory, on every rank.
 
     Raises:
-        as there.
+        as ``save_checkpoint``.
     """
     what = f"save_checkpoint of step {step} to {os.fspath(root)}"
     given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
@@ -119,7 +122,7 @@ def save_step(
     with ExitStack() as cleanup:
 
         def begin() -> tuple[Path, dict[str, str], Manifest] | None:
-            """Rank 0 makes the directory and writes all but the tensors."""
+            """Make the directory and write all but the tensors, on rank 0."""
             if mesh.rank != 0:
                 return None
             temporary, save_id = _begin(at, step, cleanup)
@@ -148,7 +151,7 @@ def save_step(
 def _check(
     root: str | os.PathLike[str], step: int, keep_last: int | None, keep_every: int | None
 ) -> Path:
-    """See that the numbers make sense, and where ``root`` is, wherever the process goes then."""
+    """Raise unless the numbers make sense, and return ``root`` as an absolute path."""
     if type(step) is not int or not 0 <= step < 2**63:
         raise ValueError(
             f"save_checkpoint: step must be a whole number from 0 to 2**63 - 1, got {step!r}"
@@ -158,7 +161,7 @@ def _check(
 
 
 class _Prepared(NamedTuple):
-    """What a rank tells the others before anything is written.
+    """A rank's account of its save, which it sends to the others before anything is written.
 
     Attributes:
         given: digest of each thing that must be the same on all ranks, by its name.
@@ -179,7 +182,7 @@ def _digests(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _agree(prepared: Sequence[_Prepared], what: str) -> None:
-    """See that all ranks were given the same, and have planned the same files."""
+    """Raise unless all ranks were given the same, and have planned the same files."""
     first, *others = prepared
     for rank, other in enumerate(others, start=1):
         if differing := [n for n, digest in other.given.items() if digest != first.given[n]]:
@@ -195,7 +198,7 @@ def _agree(prepared: Sequence[_Prepared], what: str) -> None:
 
 
 class _Plan:
-    """What is written where; the same on every rank but for ``values``."""
+    """The files of a save and the tensors in them; equal on every rank but for ``values``."""
 
     def __init__(self, contents: Contents, mesh: Mesh, kept: OptimizerState) -> None:
         owners = mesh.world_size
@@ -222,7 +225,7 @@ class _Plan:
         }
 
     def copy_values(self, mesh: Mesh) -> None:
-        """Keep what this rank will send or write, in memory of its own, and nothing else.
+        """Copy what this rank will send or write to memory of its own, and drop the rest.
 
         The copies hold what the values are now, whatever training makes of them.
         """
@@ -312,7 +315,7 @@ def _write(path: Path, content: bytes) -> FileRecord:
 def _write_model_json(
     temporary: Path, contents: Contents, files: list[PlannedFile]
 ) -> dict[str, FileRecord]:
-    """The JSON files beside those of the model, durably."""
+    """Write the JSON files beside the tensors of the model durably, and return their records."""
     of_model = [file for file in files if not file.name.startswith(STATE_FOLDER)]
     content_of = contents.json_files(of_model)
     return {name: _write(temporary / name, content) for name, content in content_of.items()}

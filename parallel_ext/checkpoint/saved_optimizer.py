@@ -18,7 +18,7 @@ OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "par
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as JSON.
+    """Return the hyperparameters of an optimizer's group, as JSON.
 
     Raises:
         CheckpointError: one is of a type that a checkpoint does not hold.
@@ -31,16 +31,16 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`options_of` was given.
+    """Decode the hyperparameters of a group from what :func:`options_of` returned.
 
     Raises:
-        CheckpointError: it was not made by it.
+        CheckpointError: it was not made by :func:`options_of`.
     """
     return {key: decode(value, f"the option {key!r} of a group") for key, value in saved.items()}
 
 
 def give_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Let a group have these; its tensors are filled and stay, since a CUDA graph may hold them."""
+    """Give a group these options, in place for its tensors, which a CUDA graph may hold."""
     for key, value in options.items():
         group[key] = _in_kind_of(group.get(key), value)
 
@@ -58,7 +58,7 @@ def check_groups(
     saved_files: Sequence[Sequence[str]],
     options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """See that the saved groups are those of the optimizer, with options of the same kinds.
+    """Raise unless the saved groups are those of the optimizer, with options of the same kinds.
 
     Args:
         optimizer: the running one.
@@ -103,9 +103,10 @@ def check_groups(
 def _check_values(
     optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any]
 ) -> None:
-    """See that torch takes the options, by making another such optimizer.
+    """Raise unless torch takes the options, by making another such optimizer.
 
-    Not the rate: a schedule may have brought it where no optimizer begins, such as below 0.
+    The rate is not checked: a schedule may have brought it where no optimizer begins, such as
+    below 0.
     """
     # A class that inherits from torch's may take other arguments.
     of_torch = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
@@ -124,7 +125,7 @@ def check_state(
     state: Mapping[str, torch.Tensor],
     options: Mapping[str, Any],
 ) -> None:
-    """See that a parameter's saved state is nothing, or all that the optimizer will look for.
+    """Raise unless a parameter's saved state is empty, or all that the optimizer will look for.
 
     Args:
         optimizer: the running one.

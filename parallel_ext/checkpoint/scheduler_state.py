@@ -11,7 +11,7 @@ from parallel_ext.io.safe_open import shown
 
 
 class Scheduler(Protocol):
-    """What a learning rate scheduler must be able to do."""
+    """The methods that a learning rate scheduler must have."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -19,7 +19,7 @@ class Scheduler(Protocol):
 
 
 def describe(scheduler: Scheduler) -> dict[str, Any]:
-    """Its class and its state, as JSON.
+    """Return the class and the state of a scheduler, as JSON.
 
     Raises:
         CheckpointError: the state holds what a checkpoint cannot.
@@ -29,7 +29,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def saved_for(scheduler: Scheduler, description: Any, path: Path) -> dict[str, Any]:
-    """What ``scheduler.load_state_dict`` is to be given.
+    """Return the saved state that ``scheduler.load_state_dict`` is to be given, checked.
 
     Args:
         scheduler: of the class that was saved; torch's would take the state of any other.
@@ -54,7 +54,7 @@ def saved_for(scheduler: Scheduler, description: Any, path: Path) -> dict[str, A
 
 
 def _check(saved: dict[str, Any], scheduler: Scheduler, where: str) -> None:
-    """See that the values are of the kinds of the running ones, as far as can be told.
+    """Raise unless saved values are of the kinds of the running ones, as far as can be seen.
 
     torch's schedulers make attributes of what they are given, also of a key such as ``step``.
     """

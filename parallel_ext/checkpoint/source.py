@@ -28,7 +28,7 @@ ADAPTER_NAME = "adapter_model.safetensors"
 
 
 class Contents(Protocol):
-    """What saving and loading need to know of a model; the same on every rank but for the values.
+    """The contents of a model to save or load; equal on every rank but for the values.
 
     Attributes:
         model: whose parameters an optimizer may have.
@@ -40,21 +40,21 @@ class Contents(Protocol):
     layout: ModelLayout
 
     def values(self, rank: int) -> dict[str, torch.Tensor]:
-        """This rank's shard of every tensor of ``layout``, in its order; nothing is copied."""
+        """Return this rank's shard of every tensor of ``layout``, in its order, without a copy."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters among them, by their names in ``layout``."""
+        """Yield the parameters among the saved tensors, with their names in ``layout``."""
 
     def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
-        """The files of these tensors, dealt to so many ranks."""
+        """Plan the files of these tensors, spread over the first ``owners`` ranks."""
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
-        """What else a reader of the directory needs, by name of the file."""
+        """Return the JSON files that a reader of the directory needs too, as name -> content."""
 
     def open(
         self, directory: Path, manifest: Manifest, cleanup: ExitStack
     ) -> dict[str, SafetensorsFile]:
-        """Open the files of a checkpoint, and see that they are of such a model.
+        """Open the files of a checkpoint, and check that they are of such a model.
 
         Returns:
             Name of a tensor in the files -> the file.
@@ -64,10 +64,10 @@ class Contents(Protocol):
         """
 
     def dropout_masks(self) -> dict[str, Any]:
-        """What further dropout masks depend on, as JSON."""
+        """Return what further dropout masks depend on, as JSON."""
 
     def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        """What lets the next forwards draw the masks that would have come after ``saved``.
+        """Return a function that lets the next forwards draw the masks that follow ``saved``.
 
         Raises:
             CheckpointError: ``saved``, which was read, is not of ``dropout_masks()``.
@@ -78,7 +78,7 @@ _sources: list[Callable[[nn.Module], Contents | None]] = []
 
 
 def register_source(source: Callable[[nn.Module], Contents | None]) -> None:
-    """Add what knows the contents of models with something of its own, such as adapters.
+    """Register a source of the contents of some models, such as those with adapters.
 
     Args:
         source: gets a parallel model, wrapped or not; returns None for models that it does not

@@ -33,7 +33,7 @@ _MAX_LATEST_BYTES = 4096
 
 
 def name_of_step(step: int) -> str:
-    """The name of the directory of a step.
+    """Return the name of the directory of a step.
 
     Example:
         >>> name_of_step(1200)
@@ -76,7 +76,7 @@ def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
 
 
 def manifest_of_step(path: Path) -> Manifest:
-    """The manifest of a directory that has the name of a step, as :func:`read_manifest`.
+    """Read the manifest of a directory that has the name of a step, as :func:`read_manifest`.
 
     Raises:
         CheckpointError: the directory holds another step than its name says, among others.
@@ -88,7 +88,7 @@ def manifest_of_step(path: Path) -> Manifest:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The last complete checkpoint that was saved under ``root``; any process may ask at any time.
+    """Return the last complete checkpoint saved under ``root``; any process may ask at any time.
 
     It is the one that ``root/LATEST`` names. Without that file, as after a first save that was
     killed in its last moment, it is the one whose save has the highest number.
@@ -123,7 +123,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def _found(root: Path, name: str, save_id: str) -> Path:
-    """The directory that ``LATEST`` names."""
+    """Return the directory that ``LATEST`` names, after a check of its step and save."""
     pointer, path = root / LATEST_NAME, root / name
     if not path.is_dir():
         raise CheckpointError(
@@ -139,7 +139,7 @@ def _found(root: Path, name: str, save_id: str) -> Path:
 
 
 def _named_by_latest(root: Path) -> tuple[str, str] | None:
-    """Name and save of the step in ``LATEST``; None if there is no such file."""
+    """Read the name and the save id of the step in ``LATEST``; None if there is no such file."""
     pointer = root / LATEST_NAME
     if not os.path.lexists(pointer):
         return None
@@ -154,7 +154,7 @@ def _named_by_latest(root: Path) -> tuple[str, str] | None:
 
 
 def complete_steps(root: Path) -> dict[int, Path]:
-    """The directories of steps under ``root`` that have a commit, by the number of the step."""
+    """Return the directories under ``root`` that have a commit, by the number of their step."""
     steps = {}
     for path in root.iterdir() if root.is_dir() else ():
         match = _STEP_NAME.fullmatch(path.name)
@@ -165,7 +165,7 @@ def complete_steps(root: Path) -> dict[int, Path]:
 
 
 def numbers_of_saves(steps: Mapping[int, Path]) -> dict[int, int]:
-    """The numbers of the saves in directories of steps; of those with a damaged commit none."""
+    """Return the number of the save of each step, leaving out those with a damaged commit."""
     numbers = {}
     for step, path in steps.items():
         with suppress(CheckpointError):  # it says so to who loads it
@@ -179,7 +179,7 @@ def _last_saved(steps: Mapping[int, Path]) -> int:
 
 
 def check_may_save(root: Path, step: int) -> None:
-    """See that saving a step would overwrite neither the last checkpoint nor something foreign.
+    """Raise if saving a step would overwrite the last checkpoint or something foreign.
 
     Another complete checkpoint of that step may be replaced: it is of a save that was killed before
     ``LATEST`` named it, or of a run that was given up for an earlier step.
@@ -215,7 +215,7 @@ _LEFTOVER = re.compile(
 
 
 def check_keep(keep_last: int | None, keep_every: int | None) -> None:
-    """See that the numbers of checkpoints to keep make sense.
+    """Raise unless the numbers of checkpoints to keep make sense.
 
     Raises:
         ValueError: they do not.
@@ -235,7 +235,7 @@ def check_keep(keep_last: int | None, keep_every: int | None) -> None:
 def steps_to_remove(
     numbers: Mapping[int, int], keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Which steps are not needed any more.
+    """Return the steps whose checkpoints are not needed any more.
 
     Args:
         numbers: of the saves of all steps that there are, in the order in which they were made.

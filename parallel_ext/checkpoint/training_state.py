@@ -23,7 +23,7 @@ _MOST_NUMBERS = 1000  # of a tensor; what is larger belongs into a file of tenso
 
 
 def encode(value: Any, what: str) -> Any:
-    """A value as JSON that :func:`decode` makes the same value of, types included.
+    """Encode a value as JSON from which :func:`decode` makes the same value, types included.
 
     Args:
         value: None, or of the types bool, int, float, str, list, tuple, dict, Counter and small
@@ -70,7 +70,7 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(value: Any, where: str) -> Any:
-    """The value that :func:`encode` made ``value`` of; tensors are on the CPU.
+    """Decode a value that :func:`encode` has encoded; tensors are on the CPU.
 
     Args:
         value: parsed JSON, of which nothing is taken for granted.
@@ -120,7 +120,7 @@ _CLASS_NAME = re.compile(r"[^\W\d]\w{0,199}")
 
 
 def parse_loop(content: bytes, path: Path, step: int) -> dict[str, Any]:
-    """The content of ``loop.json``.
+    """Parse and check the content of ``loop.json``.
 
     Args:
         content: of the file.
@@ -192,7 +192,7 @@ def _check_optimizer(optimizer: Fields, where: str) -> None:
 
 
 def _fits(number: Any, dtype: torch.dtype) -> bool:
-    """Whether a number of JSON is one that a tensor of this dtype had held."""
+    """Return whether a tensor of this dtype can hold a number of JSON exactly."""
     if dtype.is_floating_point:
         if type(number) not in (int, float) or abs(number) > 2**1000:
             return False
@@ -205,7 +205,7 @@ def _fits(number: Any, dtype: torch.dtype) -> bool:
 
 
 def differs_in_kind(saved: Any, own: Any) -> str:
-    """Why a saved value cannot take the place of ``own``, in words; empty if it can.
+    """Say in words why a saved value cannot take the place of ``own``; empty if it can.
 
     Numbers take the place of numbers, also in lists, and anything that of None. What is in objects
     is not compared, nor how long lists are.

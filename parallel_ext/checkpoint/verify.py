@@ -1,4 +1,4 @@
-"""Whether the files of a training checkpoint are all that were written, and fit each other."""
+"""Check that the files of a training checkpoint are all that were written, and fit each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel_ext.io.schema import parse_json
 
 
 def read_small_files(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read and check all files but those of tensors.
+    """Read and check all files of a training checkpoint but those of tensors.
 
     Args:
         path: the directory of a step.
