@@ -17,7 +17,7 @@ _MUCH_BYTES = 1 << 20
 
 
 def make_directory(path: Path, exist_ok: bool = False) -> None:
-    """Make a directory in one that is there."""
+    """Make a directory, whose parent must be there."""
     path.mkdir(exist_ok=exist_ok)
 
 
@@ -46,7 +46,7 @@ def reserve(file: FileIO, size: int) -> None:
 
 
 def write(file: FileIO, memory: memoryview, offset: int) -> None:
-    """Write all of ``memory`` at a place of the file; the disk begins with it if it is much."""
+    """Write all of ``memory`` at ``offset`` of the file; the disk begins at once if it is much."""
     done = 0
     while done < len(memory):
         done += os.pwrite(file.fileno(), memory[done:], offset + done)
@@ -65,7 +65,7 @@ def sync(file: FileIO) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """The same for a file by name, or for the entries of a directory."""
+    """Wait until a file, or the entries of a directory, would outlive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,7 +102,7 @@ def remove_tree(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what is not needed any more, if it is there; if that fails, say so and go on."""
+    """Remove a file or directory that may be missing; if that fails, warn and continue."""
     try:
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)

@@ -17,7 +17,7 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be.
+    """The size and the hashes that a file must have.
 
     Attributes:
         size: in bytes.
@@ -29,13 +29,13 @@ class FileRecord:
 
     @classmethod
     def of(cls, content: bytes) -> FileRecord:
-        """The record of a file with this content."""
+        """Return the record of a file with this content."""
         hasher = ChunkHasher()
         hasher.update(memoryview(content))
         return hasher.record()
 
     def check(self, content: bytes, path: Path) -> None:
-        """See that a file that was read as a whole is this one.
+        """Raise unless a file that was read as a whole has this size and these hashes.
 
         Raises:
             CheckpointError: it is another; names the file, the bytes, and both hashes.
@@ -47,7 +47,7 @@ class FileRecord:
             self.check_chunk(number, memoryview(content)[start : start + CHUNK_BYTES], path)
 
     def check_chunk(self, number: int, chunk: memoryview, path: Path, holds: str = "") -> None:
-        """See that a chunk is the one that was written.
+        """Raise unless a chunk of a file is the one that was written.
 
         Args:
             number: of the chunk in the file.
@@ -68,13 +68,13 @@ class FileRecord:
 
 
 def wrong_size(path: Path, expected: int, found: int) -> CheckpointError:
-    """The error for a file of another size."""
+    """Return the error for a file of another size than was written."""
     kind = "it is truncated" if found < expected else "something was added to it"
     return CheckpointError(f"{path}: {expected} bytes were written, but it has {found}; {kind}")
 
 
 class ChunkHasher:
-    """Hashes what is written to a file from front to back."""
+    """A hasher of what is written to a file from front to back."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -93,13 +93,13 @@ class ChunkHasher:
             memory = memory[len(piece) :]
 
     def record(self) -> FileRecord:
-        """The record of the file, of which everything was taken."""
+        """Return the record of the file, once all of it was passed to :meth:`update`."""
         rest = [self._hash.hexdigest()] if self._size % CHUNK_BYTES else []
         return FileRecord(self._size, (*self._hashes, *rest))
 
 
 class CheckedReader:
-    """Reads places of a file and compares the hash of every chunk that it touches.
+    """A reader of places of a file that compares the hash of every chunk it touches.
 
     Whole chunks go straight to their place. Of others one at a time is kept, so that rows which are
     read in order cost one reading of each chunk.
@@ -118,7 +118,7 @@ class CheckedReader:
         self._kept: int | None = None  # which chunk that is
 
     def read(self, memory: memoryview, offset: int, holds: Callable[[int, int], str]) -> None:
-        """Fill ``memory`` from ``offset`` on.
+        """Fill ``memory`` from ``offset`` of the file on, and compare every chunk with its hash.
 
         Args:
             memory: to be filled.
@@ -154,5 +154,5 @@ class CheckedReader:
         self._record.check_chunk(number, chunk, self._path, holds(start, start + len(chunk)))
 
     def forget(self) -> None:
-        """Give the memory of the chunk that is kept free."""
+        """Free the memory of the chunk that is kept."""
         self._kept = self._room = None

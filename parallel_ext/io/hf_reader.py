@@ -1,4 +1,4 @@
-"""Reading a HuggingFace directory: what it holds is checked first, then own slices are read."""
+"""Read a HuggingFace directory: what it holds is checked first, then own slices are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_PROBLEMS_SHOWN = 8
 
 
 def _raise_all(where: Path, problems: list[str], hint: str = "") -> None:
-    """One error for all problems, the first of them written out, and what may explain them."""
+    """Raise one error for all problems, the first of them written out, with a hint; or none."""
     if problems:
         parts = problems[:_MOST_PROBLEMS_SHOWN]
         if len(problems) > len(parts):
@@ -121,7 +121,7 @@ class HFDirectory:
             self._check_index(weight_map)
 
     def _weight_map(self) -> Mapping[str, str]:
-        """Tensor -> file by the index; every file is named plainly, so it lies in the directory."""
+        """Read tensor -> file from the index; every file is named plainly, so in the directory."""
         index = self.path / INDEX_NAME
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -150,7 +150,7 @@ class HFDirectory:
         _raise_all(self.path / INDEX_NAME, problems)
 
     def check(self, layout: ModelLayout, vocabulary: Collection[str] = ()) -> None:
-        """See that the directory holds exactly the tensors of a model, before anything is loaded.
+        """Raise unless the directory holds exactly the tensors of a model, before any is loaded.
 
         A tied alias may be present if it equals the tensor that it shares.
 
@@ -194,7 +194,7 @@ class HFDirectory:
         )
 
     def _vocabulary_hint(self, layout: ModelLayout, vocabulary: Collection[str]) -> str:
-        """What the numbers of vocabulary rows look like, where they are not those of the model."""
+        """Return what may explain other numbers of vocabulary rows than the model has, in words."""
         hint = ""
         for name in vocabulary:
             shape = self.shapes.get(name, ())
@@ -223,7 +223,7 @@ class HFDirectory:
         return hint
 
     def cut_vocabulary(self, vocabulary: Iterable[str], vocab_size: int) -> None:
-        """Leave out the rows behind the true vocabulary; they must be zero.
+        """Leave out the rows behind the true vocabulary, which must be zero.
 
         Args:
             vocabulary: names of the tensors with a row for each id; those in no file are skipped.
@@ -249,7 +249,7 @@ class HFDirectory:
         self.shapes.update(longer)
 
     def _first_filled_row(self, name: str, start: int) -> int | None:
-        """The first row from ``start`` on that is not all zeros."""
+        """Return the first row from ``start`` on that is not all zeros; None if there is none."""
         num_rows, *row_shape = self.shapes[name]
         if not (width := math.prod(row_shape)):
             return None
@@ -267,7 +267,7 @@ class HFDirectory:
         return None
 
     def _equal(self, first: str, second: str) -> bool:
-        """Whether two tensors of one shape hold the same values; compared by stripes."""
+        """Compare two tensors of one shape by stripes; return whether they hold equal values."""
         shape, dtype = self.shapes[first], self.dtypes[first]
         if self.dtypes[second] != dtype:
             return False
@@ -369,5 +369,5 @@ class HFDirectory:
 
 
 def _kept(in_file: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter that is ``in_file`` there."""
+    """Return the dtype of a loaded tensor: ``wanted`` if given and the file's is floating-point."""
     return in_file if wanted is None or not in_file.is_floating_point else wanted

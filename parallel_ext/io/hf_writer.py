@@ -1,4 +1,4 @@
-"""Writing a model as a HuggingFace directory: every byte once, streamed to its writer."""
+"""Write a model as a HuggingFace directory: every byte once, streamed to its writer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(size: int | str) -> int:
-    """A number of bytes, given as one or as HuggingFace writes it: ``5GB`` is 5 * 10^9.
+    """Return a number of bytes, given as one or as HuggingFace writes it: ``5GB`` is 5 * 10^9.
 
     Raises:
         ValueError: it is neither, or less than 1.
@@ -58,10 +58,10 @@ def parse_size(size: int | str) -> int:
 def values_in_files(
     values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int
 ) -> dict[str, torch.Tensor]:
-    """This rank's shard of every tensor of the files of a model, by its name there.
+    """Return this rank's shard of every tensor of a model's files, by its name in them.
 
     Args:
-        values: its shards of the tensors of the model, by their names in ``layout``.
+        values: this rank's shards of the tensors of the model, by their names in ``layout``.
         layout: where they live, and under which names the files hold them.
         rank: this rank.
     """
@@ -152,7 +152,7 @@ def json_files(
     config: PreTrainedConfig,
     generation_config: GenerationConfig | None,
 ) -> dict[str, bytes]:
-    """The files beside the tensors that HuggingFace's ``save_pretrained`` would write, by name."""
+    """Return the JSON files that HuggingFace's ``save_pretrained`` would write, by name."""
     config = copy.deepcopy(config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
@@ -165,7 +165,7 @@ def json_files(
 
 
 def files_that(*saves: Callable[[str], Any]) -> dict[str, bytes]:
-    """What a library writes into a folder, by name, so that each change to ours is one of ours."""
+    """Return the files that a library saves, as name -> content, for this package to write."""
     with TemporaryDirectory() as folder:
         for save in saves:
             save(folder)
@@ -173,7 +173,7 @@ def files_that(*saves: Callable[[str], Any]) -> dict[str, bytes]:
 
 
 def _index(files: Sequence[PlannedFile]) -> bytes:
-    """Which of several files holds which tensor."""
+    """Return the content of the index, which says which of several files holds which tensor."""
     specs = [spec for file in files for spec in file.tensors]
     index = {
         "metadata": {
@@ -186,7 +186,7 @@ def _index(files: Sequence[PlannedFile]) -> bytes:
 
 
 def _with_old_rope_names(content: bytes) -> bytes:
-    """Say how positions rotate in transformers 4's words too, which else takes its defaults."""
+    """Add the names by which transformers 4 reads rotary positions, which else uses defaults."""
     config = json.loads(content)
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:

@@ -1,4 +1,4 @@
-"""Replacing a saved directory by a new one, so that the old or the new one is always whole."""
+"""Replace a saved directory by a new one, so that the old or the new one is always whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_A_SAVE = (
 
 
 def of_a_save(name: str) -> bool:
-    """Whether a file of this name is one that a save writes or makes stale."""
+    """Return whether a file of this name is one that a save writes or makes stale."""
     return any(fnmatchcase(name, pattern) for pattern in _OF_A_SAVE)
 
 

@@ -23,7 +23,7 @@ class Wanted:
 
     Attributes:
         name: in the file.
-        whole: the tensor of the model that it is a part of, or one that is cut like it.
+        whole: the tensor of the model that it is a part of, or one that is sharded like it.
         part: where it lies there.
     """
 
@@ -35,7 +35,7 @@ class Wanted:
 def steps_of(
     wanted: Sequence[Wanted], files: Mapping[str, SafetensorsFile]
 ) -> Iterator[list[Wanted]]:
-    """The tensors in steps of some size, the same on every rank, after which the ranks meet."""
+    """Yield the tensors in steps, equal on every rank, after each of which the ranks meet."""
     step: list[Wanted] = []
     num_bytes = 0
     for each in wanted:
@@ -50,7 +50,7 @@ def steps_of(
 
 
 def read_shard(file: SafetensorsFile, wanted: Wanted, shard: torch.Tensor, rank: int) -> None:
-    """Read this rank's boxes of a tensor of a file, straight to their places.
+    """Read this rank's boxes of a tensor of a file, straight to their places in its shard.
 
     Args:
         file: that holds it.
@@ -112,6 +112,6 @@ def read_shards(
 
 
 def bytes_here(wanted: Wanted, files: Mapping[str, SafetensorsFile], rank: int) -> int:
-    """Bytes that ``rank`` holds of a tensor of a file."""
+    """Return how many bytes ``rank`` holds of a tensor of a file."""
     shape = wanted.part.layout(wanted.whole).local_shape(rank)
     return math.prod(shape) * files[wanted.name].tensors[wanted.name].dtype.itemsize

@@ -70,7 +70,7 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def _hub_blobs(folder: Path) -> Path | None:
-    """Where the files of ``models--<repository>/snapshots/<revision>`` lie in a hub cache."""
+    """Return the folder of the files of a snapshot in a HuggingFace hub cache; None elsewhere."""
     for repository in folder.parents:
         if repository.name.startswith("models--") and repository / "snapshots" in folder.parents:
             return repository / "blobs"
@@ -78,19 +78,19 @@ def _hub_blobs(folder: Path) -> Path | None:
 
 
 class CheckpointTimeout(CheckpointError, CollectiveTimeout):  # noqa: N818 (as the other's name)
-    """A rank was killed or stopped, did not come, or left early; names it."""
+    """The error when a rank was killed or stopped, did not come, or left early; names it."""
 
 
 class CheckpointDisagreement(CheckpointError, DisagreementError):  # noqa: N818
-    """The ranks were about to do different things; names who."""
+    """The error when the ranks were about to do different things; names who."""
 
 
 @contextmanager
 def one_error(what: str) -> Iterator[None]:
     """Let every error that leaves the block be a :class:`CheckpointError`.
 
-    A rank that handles the error of a save, and goes on, can then be sure that the others do, too:
-    they would not if one of them had an ``OSError`` where the others hear of it.
+    A rank that handles the error of a save, and continues, can then be sure that the others do,
+    too: they would not if one of them had an ``OSError`` where the others hear of it.
 
     Args:
         what: what the ranks are doing, where the error does not say so.

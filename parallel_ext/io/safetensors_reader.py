@@ -69,7 +69,7 @@ class TensorEntry(NamedTuple):
 
 
 def row_stripes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of consecutive rows (dimension 0) of at most ``STRIPE_BYTES``, or of one row."""
+    """Iterate over views of rows (dimension 0) of at most ``STRIPE_BYTES``, or of one row."""
     if tensor.numel() == 0:
         return iter(())
     row_bytes = tensor.numel() // tensor.size(0) * tensor.element_size()
@@ -162,7 +162,7 @@ class SafetensorsFile:
         return tensors
 
     def _entry(self, name: str, value: Any, data_start: int) -> TensorEntry:
-        """What the header says of one tensor, checked on its own."""
+        """Return what the header says of one tensor, checked on its own."""
         where = f"{self.path}: {name}"
         fields = {"dtype", "shape", "data_offsets"}
         if not isinstance(value, dict) or value.keys() != fields:
@@ -201,7 +201,7 @@ class SafetensorsFile:
     def _check_coverage(
         self, tensors: Mapping[str, TensorEntry], data_start: int, size: int
     ) -> None:
-        """The tensors must fill the file: no hole, no overlap, nothing behind the last one."""
+        """Raise unless the tensors fill the file: no hole, no overlap, nothing behind the last."""
         end, before = data_start, "the header"
         cut = None
         for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
@@ -228,7 +228,7 @@ class SafetensorsFile:
             self._read_plain(memory, offset)
 
     def _holds(self, start: int, stop: int) -> str:
-        """What lies between two places of the file, for errors."""
+        """Name the tensors between two places of the file, for errors; empty if there are none."""
         names = [n for n, at in self.tensors.items() if at.start < stop and start < at.stop]
         if not names:
             return ""
@@ -246,13 +246,13 @@ class SafetensorsFile:
             self._read(room[: end - start], start)
 
     def forget(self) -> None:
-        """Give the memory and the descriptor free that reading in order has kept."""
+        """Free the memory and the descriptor that reading in order has kept."""
         if self._checked is not None:
             self._checked.forget()
         self.close()
 
     def _descriptor(self) -> int:
-        """Of the file, which is opened again if need be."""
+        """Return the descriptor of the file, which is opened again if need be."""
         if self._file is None:
             self._file = open_file(self.path, links=self._links)
             if not os.path.samestat(self._found, os.fstat(self._file.fileno())):
@@ -271,7 +271,7 @@ class SafetensorsFile:
             done += count
 
     def read_box(self, name: str, box: Box, out: torch.Tensor) -> None:
-        """Read a part of a tensor.
+        """Read a box of a tensor into ``out``.
 
         Beside ``out`` it takes one stripe of memory, whatever the size of the tensor.
 
@@ -306,7 +306,7 @@ class SafetensorsFile:
     def _read_part(
         self, dtype: torch.dtype, shape: tuple[int, ...], start: int, box: Box, out: torch.Tensor
     ) -> None:
-        """As ``read_box``, of the row-major tensor of ``shape`` whose bytes begin at ``start``."""
+        """Read a box of the row-major tensor of ``shape`` whose bytes begin at ``start``."""
         if not shape:
             self._read_rows(dtype, start, out.view(1))
             return
@@ -328,7 +328,7 @@ class SafetensorsFile:
                 begin += stripe.nbytes
 
     def _read_rows(self, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
-        """Read consecutive bytes: whole rows."""
+        """Read whole rows, which are consecutive bytes, into ``out``."""
         if out.dtype == dtype and out.is_contiguous():
             self._read(bytes_of(out), start)
             return

@@ -31,7 +31,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in a file."""
+        """Return how many bytes the tensor takes in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -41,7 +41,7 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     hashed: bool = False,
 ) -> SafetensorsWriter:
-    """Write whole CPU tensors into one new file, those of wider dtypes first.
+    """Write whole CPU tensors into one new safetensors file, those of wider dtypes first.
 
     Returns:
         The writer, which is closed; its ``record()`` is that of the file if it was ``hashed``.
@@ -58,7 +58,7 @@ def write_tensors(
 
 
 class SafetensorsWriter:
-    """Writes one safetensors file from front to back, in rows of its tensors.
+    """A writer of one safetensors file from front to back, in rows of its tensors.
 
     The disk space is reserved at once, so that a full disk is found before anything is gathered.
 
@@ -171,7 +171,7 @@ class SafetensorsWriter:
             disk.sync(self._file)
 
     def record(self) -> FileRecord:
-        """Size and hashes of the file, after ``close()``; it was made with ``hashed``."""
+        """Return size and hashes of the file, after ``close()``, if made with ``hashed``."""
         return self._hasher.record()
 
     def abandon(self) -> None:

@@ -110,9 +110,9 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without looking for garbage, of which parsing makes none.
+    """Run the block without garbage collection, since parsing makes no garbage.
 
-    Else it is looked for over and over in all that was parsed, for most of the time.
+    The collector would look through all that was parsed again and again, for most of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -124,7 +124,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def to_json(value: dict[str, Any], what: str) -> bytes:
-    """The one text for a JSON object: keys sorted, a line for each entry of the two outer objects.
+    """Return the one text for a JSON object: keys sorted, entries of the outer two levels in lines.
 
     Args:
         value: of dicts with text as keys, lists, text, finite numbers, booleans and None.
@@ -190,13 +190,13 @@ class Fields:
         return iter(self._value)
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The error for a field that is not what is expected."""
+        """Return the error for a field that is not what is expected."""
         return CheckpointError(
             f"{self._where}: {name} must be {expected}, got {shown(self._value.get(name))}"
         )
 
     def exactly(self, *names: str) -> None:
-        """There are these fields and no others."""
+        """Raise unless the object has these fields and no others."""
         if self._value.keys() != set(names):
             raise CheckpointError(
                 f"{self._where}: expected the fields {', '.join(sorted(names))}, got "
@@ -204,53 +204,53 @@ class Fields:
             )
 
     def number(self, name: str, below: int = 2**63) -> int:
-        """A whole number of at least 0."""
+        """Return the field ``name``, a whole number from 0 to ``below - 1``."""
         value = self._value.get(name)
         if type(value) is not int or not 0 <= value < below:
             raise self.wrong(name, "a whole number of at least 0")
         return value
 
     def truth(self, name: str) -> bool:
-        """True or False."""
+        """Return the field ``name``, which is true or false."""
         value = self._value.get(name)
         if type(value) is not bool:
             raise self.wrong(name, "true or false")
         return value
 
     def object(self, name: str) -> dict[str, Any]:
-        """An object, as it was parsed."""
+        """Return the field ``name``, an object, as it was parsed."""
         value = self._value.get(name)
         if not isinstance(value, dict):
             raise self.wrong(name, "a JSON object")
         return value
 
     def of(self, name: str) -> Fields:
-        """The fields of an object."""
+        """Return the fields of the object in the field ``name``."""
         return Fields(self.object(name), f"{self._where}: {shown(name)}")
 
     def matching(self, name: str, pattern: re.Pattern[str]) -> str:
-        """Text of which a pattern matches all."""
+        """Return the field ``name``, text of which ``pattern`` matches all."""
         value = self._value.get(name)
         if not isinstance(value, str) or not pattern.fullmatch(value):
             raise self.wrong(name, f"text like {pattern.pattern}")
         return value
 
     def one_of(self, name: str, known: Collection[str]) -> str:
-        """One of several words."""
+        """Return the field ``name``, one of the words ``known``."""
         value = self._value.get(name)
         if not isinstance(value, str) or value not in known:
             raise self.wrong(name, f"one of {shown(sorted(known))}")
         return value
 
     def fits(self, name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-        """A value that fits."""
+        """Return the field ``name``, a value for which ``fits`` is true."""
         value = self._value.get(name)
         if not fits(value):
             raise self.wrong(name, expected)
         return value
 
     def list_of(self, name: str, fits: Callable[[Any], bool], expected: str) -> list[Any]:
-        """A list of which every element fits."""
+        """Return the field ``name``, a list for each element of which ``fits`` is true."""
         value = self._value.get(name)
         if not isinstance(value, list) or not all(fits(each) for each in value):
             raise self.wrong(name, f"a list of {expected}")

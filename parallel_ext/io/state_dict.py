@@ -18,7 +18,7 @@ from parallel_ext.sharding.slices import local_part
 
 
 def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's shard of every tensor of ``layout``, in its order; nothing is copied.
+    """Return this rank's shard of every tensor of ``layout``, in its order, without a copy.
 
     Args:
         model: its parameters and persistent buffers are taken, by HuggingFace name.
@@ -56,7 +56,7 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
 
 
 def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int) -> None:
-    """See that tensors are ``rank``'s shards.
+    """Raise unless tensors have the shapes of ``rank``'s shards.
 
     Raises:
         CheckpointError: one of them has another shape, or is on ``meta``.
@@ -78,7 +78,7 @@ def gather_in_step(
     what: str,
     writer_only: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Gather full tensors one by one; every rank calls it, and a failure of one is that of all.
+    """Gather full tensors one by one; every rank calls it, and if one fails, all raise.
 
     Args:
         shards: by name this rank's shard and its layout; the same names in one order on all ranks.
@@ -113,7 +113,7 @@ def gather_in_step(
 def gather_state_dict(
     model: nn.Module, mesh: Mesh, layout: ModelLayout, writer_only: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the unsharded model, gathered from the ranks.
+    """Gather the state dict of the unsharded model from the ranks.
 
     Every rank must call it. The other calls of this package never hold the whole model; this one
     does, on the CPU of the ranks that receive it.

@@ -36,7 +36,7 @@ class PlannedFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Return how many bytes the tensors of the file take."""
         return sum(spec.num_bytes for spec in self.tensors)
 
 
@@ -55,7 +55,7 @@ def plan_files(
     single: str = SINGLE_FILE_NAME,
     several: str = SEVERAL_FILES_NAME,
 ) -> list[PlannedFile]:
-    """Deal tensors to the ranks that write them, and to files.
+    """Assign tensors to the ranks that write them, and to files.
 
     A pure function of its arguments, so that every rank computes the same.
 
@@ -93,7 +93,7 @@ def plan_files(
 def plan_turns(
     files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout], owners: int
 ) -> list[tuple[Turn | None, ...]]:
-    """What every owner writes in each turn: consecutive rows of its files.
+    """Plan what every owner writes in each turn: consecutive rows of its files.
 
     A pure function of its arguments, so that every rank computes the same.
 
@@ -124,12 +124,12 @@ def plan_turns(
 
 
 def digest_of(files: Sequence[PlannedFile]) -> str:
-    """Of the files and their tensors, to be compared between ranks."""
+    """Return a digest of the files and their tensors, to be compared between ranks."""
     return xxhash.xxh3_128_hexdigest(repr(files).encode())
 
 
 def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
-    """See that all ranks have planned the same files, before any of them is made.
+    """Raise unless all ranks have planned the same files, before any of them is made.
 
     Raises:
         DisagreementError: they have not.
@@ -139,7 +139,7 @@ def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
 
 
 class TensorStream:
-    """Takes rows from the ranks to the files that this rank writes.
+    """A stream of rows from the ranks to the files that this rank writes.
 
     Args:
         values: this rank's shard of every tensor that is written, by its name in the files.
@@ -193,7 +193,7 @@ class TensorStream:
                 writer.abandon()
 
     def records(self) -> dict[str, FileRecord]:
-        """Size and hashes of each file that this rank wrote, by name; it was made ``hashed``."""
+        """Return size and hashes of each file that this rank wrote, by name, if made ``hashed``."""
         return {name: writer.record() for name, writer in self._writers.items()}
 
     def _open(
@@ -208,7 +208,7 @@ class TensorStream:
                 )
 
     def _take_and_prepare(self, turn: Sequence[Turn | None]) -> None:
-        """Do what was prepared; prepare everything of the next turn that may fail on one rank.
+        """Do the prepared turn, and prepare all of the next turn that may fail on one rank.
 
         So the ranks meet once a turn, and none begins to send before all are ready.
         """
@@ -232,7 +232,7 @@ class TensorStream:
             self._count_non_finite(block.layout.name, values)
 
     def _room_for(self, blocks: Sequence[RowBlock]) -> list[torch.Tensor]:
-        """Tensors for the blocks, in memory that every turn uses again.
+        """Return tensors for the blocks, in memory that every turn uses again.
 
         Wide dtypes come first in a file, so each begins where its dtype can.
         """
@@ -261,7 +261,7 @@ class TensorStream:
 
 
 def warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Ranks) -> None:
-    """Say on rank 0 which tensors hold how many values that are NaN or infinite."""
+    """Warn on rank 0 which tensors hold how many values that are NaN or infinite."""
     found = sum(counts, Counter())
     if mesh.rank == 0 and found:
         shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
