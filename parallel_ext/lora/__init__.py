@@ -1,4 +1,4 @@
-"""LoRA on a parallel model: PEFT's configuration, names and files; factors cut like their base."""
+"""LoRA on a parallel model: PEFT's configuration and files; factors sharded with the base."""
 
 from parallel_ext.lora.config import LoraConfig
 from parallel_ext.lora.peft_patch import extend_peft

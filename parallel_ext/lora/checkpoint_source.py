@@ -104,12 +104,12 @@ class AdapterContents:
                 yield name, tensor
 
     def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
-        """One file, since PEFT reads no more."""
+        """Plan one file for all tensors, written by rank 0, since PEFT reads no more."""
         num_bytes = sum(spec.num_bytes for spec in tensors)
         return plan_files(tensors, 1, num_bytes, ADAPTER_NAME)
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
-        """The configuration, as PEFT's ``save_pretrained`` writes it."""
+        """Return the adapter's configuration, as PEFT's ``save_pretrained`` writes it."""
         base = self.model.get_base_model()
         config = copy.copy(self.model.peft_config[self._adapter])
         config.inference_mode = True
@@ -171,7 +171,10 @@ class AdapterContents:
         }
 
     def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        """Modules without dropout at the time begin with masks of their own."""
+        """Return a function that lets the next forwards draw the masks that follow ``saved``.
+
+        Modules without dropout at the time of the save begin with masks of their own.
+        """
         of_module = saved if isinstance(saved, dict) else {"": saved}
         for path, at in of_module.items():
             known = isinstance(at, dict) and at.keys() == {"key", "forwards"}

@@ -33,7 +33,7 @@ class LoraConfig(peft.LoraConfig):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> LoraConfig:
-        """As PEFT's, returning this class."""
+        """Read a configuration as ``peft.LoraConfig.from_pretrained`` does, into this class."""
         config = peft.LoraConfig.from_pretrained(*args, **kwargs)
         fields = (field.name for field in dataclasses.fields(peft.LoraConfig) if field.init)
         return cls(**{name: getattr(config, name) for name in fields})

@@ -19,14 +19,14 @@ from parallel_ext.sharding.layout import TensorLayout, cut_ranges
 def factor_layouts(
     tensor: TensorLayout, name_a: str, name_b: str, r: int
 ) -> tuple[TensorLayout, TensorLayout]:
-    """The layouts of an adapter's factors for a tensor of experts [E, out, in].
+    """Return the layouts of an adapter's factors for a tensor of experts [E, out, in].
 
     As in PEFT the factors of all experts lie in two matrices: A [r * E, in] has the rows of one
     expert side by side, B [out, r * E] the columns of one r side by side. Each rank holds those of
     its experts, which again lie so.
 
     Args:
-        tensor: cut along dimension 0 into one range of experts a rank.
+        tensor: sharded along dimension 0, one range of experts a rank.
         name_a, name_b: names of the factors.
         r: rank of the adapter.
 
@@ -82,18 +82,18 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
     def _per_expert(
         self, adapter: str, weight_a: torch.Tensor, weight_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B as [e, r, in] and [e, out, r]."""
+        """Return A and B of this rank's experts as [e, r, in] and [e, out, r]."""
         r = self.r[adapter]
         experts = weight_a.size(0) // r
         of_experts = weight_b.view(-1, r, experts).permute(2, 0, 1)
         return weight_a.view(experts, r, -1), of_experts.contiguous()
 
     def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's A [e, r, in] and B [e, out, r]."""
+        """Return this rank's A [e, r, in] and B [e, out, r]."""
         return self._per_expert(adapter, *super()._factor_pair(adapter))
 
     def _low_rank(self, active: list[str]) -> LowRank:
-        """All active adapters in one, their gradients summed where they are partial."""
+        """Join all active adapters in one, whose gradients are summed where they are partial."""
         pairs, base = [], self.get_base_layer()
         for name in active:
             caught = (
@@ -119,7 +119,7 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The experts, with the adapters on both tensors merged into them if ``merge``."""
+        """Return the experts, with the adapters on both tensors merged into them if ``merge``."""
         if isinstance(self.base_layer, ParamWrapper):
             self.base_layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
         return super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)

@@ -1,4 +1,4 @@
-"""The factors of an adapter: each rank holds its part, drawn alike whatever the layout."""
+"""The factors of an adapter: each rank holds its part of numbers that no layout changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Factor(ShardedModule):
     Args:
         weight: layout of the weight.
         bias: layout of the bias, or None.
-        group: the ranks that the base is cut over.
+        group: the ranks that the base is sharded over.
     """
 
     def __init__(self, weight: TensorLayout, bias: TensorLayout | None, group: Group) -> None:
@@ -41,7 +41,7 @@ class EmbeddingFactors(ShardedModule, nn.ParameterDict):
         super().__init__({}, group)
 
     def add(self, adapter: str, layout: TensorLayout) -> None:
-        """A factor of zeros."""
+        """Add a factor of zeros for an adapter: this rank's shard by ``layout``."""
         self.layouts[adapter] = layout
         self[adapter] = nn.Parameter(torch.zeros(layout.local_shape(self.group.rank)))
 
@@ -52,7 +52,7 @@ class EmbeddingFactors(ShardedModule, nn.ParameterDict):
 
 @contextmanager
 def seeded_by(seed: int) -> Iterator[None]:
-    """Inside, new adapters draw from ``seed``, which the ranks have agreed upon."""
+    """Let new adapters draw from ``seed``, on which the ranks agreed, inside the context."""
     token = _seed.set(seed)
     try:
         yield
@@ -61,7 +61,7 @@ def seeded_by(seed: int) -> Iterator[None]:
 
 
 def key_of(name: str) -> int:
-    """63 bits for the random numbers of what is called ``name``, by the seed in force."""
+    """Return 63 bits that seed the random numbers of ``name``, by the seed in force."""
     seed = torch.initial_seed() if _seed.get() is None else _seed.get()
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
 
@@ -75,7 +75,7 @@ def draw(
     Args:
         parameter: the shard of ``rank``.
         layout: its layout, whose name counts.
-        rank: in the group that the parameter is cut over.
+        rank: in the group that the parameter is sharded over.
         spread: ("uniform", bound) or ("normal", standard deviation).
     """
     generator = torch.Generator().manual_seed(key_of(layout.name))

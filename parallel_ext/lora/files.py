@@ -31,7 +31,7 @@ from parallel_ext.sharding.slices import take
 
 
 def parallel_state(model: nn.Module) -> ParallelState | None:
-    """How a model is spread; None for one that was not parallelized."""
+    """Return how a model is spread over ranks; None for one that was not parallelized."""
     try:
         return state_of(model)
     except TypeError:
@@ -39,7 +39,7 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
 
 
 def check_adapters(model: nn.Module, state: ParallelState, what: str) -> None:
-    """Raise unless ranks that hold the same of an adapter hold the same bits; all ranks call it."""
+    """Raise unless replicated parts of an adapter are equal bit for bit; all ranks call it."""
     trained = {
         name: (parameter, layout)
         for name, parameter, layout in named_shards(model)
@@ -52,7 +52,7 @@ _PICKLE = "adapter_model.bin"
 
 
 def saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, str]:
-    """Name in an adapter's file -> its name in the model, by PEFT's own choice."""
+    """Map each name in an adapter's file, as PEFT chooses them, to its name in the model."""
     names: dict[int, str] = {}
     logical: dict[str, torch.Tensor] = {}
     for name, (tensor, layout) in layouts_of(model).items():
@@ -65,7 +65,7 @@ def saved_tensors(model: nn.Module, adapter: str, **options: Any) -> dict[str, s
 
 
 def layouts_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, TensorLayout]]:
-    """Every name of every parameter and persistent buffer -> the tensor and its layout."""
+    """Map every name of every parameter and persistent buffer to the tensor and its layout."""
     layouts = {id(parameter): layout for _, parameter, layout in named_shards(model)}
     parameters = {
         name: (parameter, layouts[id(parameter)])
@@ -79,7 +79,7 @@ def layouts_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, TensorLayout]]
 
 
 def is_embedding(plain: Callable[[nn.Module], bool], layer: nn.Module) -> bool:
-    """Of which PEFT saves the base beside the adapter."""
+    """Return whether ``layer`` is one of which PEFT saves the base beside the adapter."""
     base = getattr(layer, "base_layer", None)
     return isinstance(base, (VocabParallelEmbedding, VocabParallelHead)) or plain(layer)
 
@@ -91,7 +91,11 @@ def adapter_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
-    """Shards under the names of whole tensors are not given out."""
+    """Extend ``peft.get_peft_model_state_dict``: refuse to name shards as if they were whole.
+
+    Raises:
+        NotImplementedError: the model is parallel, and no ``state_dict`` was given.
+    """
     if state_dict is None and parallel_state(model) is not None:
         raise NotImplementedError(
             "get_peft_model_state_dict of a parallel model would hold this rank's shards only; "
@@ -103,7 +107,10 @@ def adapter_state_dict(
 def save_pretrained(
     plain: Callable[..., None], self: peft.PeftModel, save_directory: str, *args: Any, **kwargs: Any
 ) -> None:
-    """On a parallel model all ranks call it: what PEFT saves is gathered, and rank 0 writes it."""
+    """Extend ``PeftModel.save_pretrained``: gather a parallel model's adapters for rank 0 to write.
+
+    On a parallel model all ranks call it.
+    """
     state = parallel_state(self)
     if state is None:
         plain(self, save_directory, *args, **kwargs)
@@ -140,7 +147,10 @@ def save_pretrained(
 def load_adapter(
     plain: Callable[..., Any], self: peft.PeftModel, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """On a parallel model all ranks call it; a damaged file is one error on all of them."""
+    """Extend ``PeftModel.load_adapter``: on a parallel model a damaged file raises on every rank.
+
+    On a parallel model all ranks call it.
+    """
     state = parallel_state(self)
     if state is None:
         return plain(self, model_id, *args, **kwargs)
@@ -170,7 +180,10 @@ def set_state_dict(
     adapter_name: str = "default",
     **kwargs: Any,
 ) -> Any:
-    """What PEFT loads adapters by; a parallel model takes exactly the tensors of its adapter."""
+    """Extend ``peft.set_peft_model_state_dict``: take exactly the tensors of the adapter.
+
+    PEFT loads adapters by it. On a parallel model all ranks call it, with the same tensors.
+    """
     state = parallel_state(model)
     if state is None:
         return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
@@ -220,7 +233,7 @@ def swap_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Extend what ``hotswap_adapter`` swaps by: each rank takes its shards of the full factors.
+    """Extend PEFT's ``hotswap_adapter``: each rank takes its shards of the full factors.
 
     Every rank calls it. The new adapter has the ranks of the old one.
     """
@@ -252,7 +265,7 @@ def misfits(
     tp_size: int,
     optional: Container[str] = (),
 ) -> str:
-    """What speaks against tensors being those of an adapter, in words; empty where nothing does.
+    """Say in words why tensors cannot be those of an adapter; empty where they can.
 
     Args:
         found: the shapes in an adapter's file, by name there.

@@ -54,7 +54,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
 def refuse_mixture(
     model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
 ) -> None:
-    """No adapter on the modules of a mixture, which PEFT would wrap in modules of its own.
+    """Raise if an adapter is on a module of an MoE block, which PEFT would wrap on its own.
 
     Raises:
         NotImplementedError: names the first of them that ``config`` targets.
@@ -74,9 +74,10 @@ def refuse_mixture(
 def refuse_whole(
     model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
 ) -> None:
-    """No adapter on modules that every rank holds whole.
+    """Raise if an adapter is on a module that every rank holds whole.
 
-    Those of PEFT would begin with other factors, and draw other dropout masks, on each rank.
+    PEFT's adapters on it would begin with other factors, and draw other dropout masks, on each
+    rank.
 
     Raises:
         NotImplementedError: names the first of them that ``config`` targets, and why.
@@ -95,7 +96,7 @@ def refuse_whole(
 
 
 def experts_tensors(model: nn.Module) -> list[str]:
-    """Names that as ``target_parameters`` reach all tensors of experts: ``experts.down_proj``."""
+    """Return the ``target_parameters`` that reach all experts, such as ``experts.down_proj``."""
     return sorted({".".join(name.split(".")[-2:]) for name in _tensors_of_experts(model)})
 
 
@@ -109,7 +110,7 @@ def _tensors_of_experts(model: nn.Module) -> list[str]:
 
 
 def refuse_parameters(model: nn.Module, config: peft.LoraConfig, what: str) -> None:
-    """Of all parameters only the tensors of experts take an adapter, without dropout or bias.
+    """Raise unless ``target_parameters`` are tensors of experts, without dropout or bias.
 
     Raises:
         NotImplementedError: names another parameter that ``config`` targets.
@@ -161,7 +162,7 @@ _COMBINABLE = ("linear", "cat")  # element by element, so a rank can do its own 
 def get_peft_model(
     plain: Callable[..., Any], model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **kw: Any
 ) -> Any:
-    """Extend ``peft.get_peft_model``: on a parallel model what is not LoRA is refused at once."""
+    """Extend ``peft.get_peft_model``: refuse at once what is not LoRA on a parallel model."""
     if parallel_state(model) is not None:
         refuse_unsupported(peft_config, "get_peft_model")
     return plain(model, peft_config, *args, **kw)
@@ -175,7 +176,7 @@ def start_model(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Extend ``PeftModel.__init__``, which other functions of PEFT call."""
+    """Extend ``PeftModel.__init__``: refuse what is not LoRA on a parallel model."""
     state = parallel_state(model)
     if state is not None:
         refuse_unsupported(peft_config, "PeftModel")
@@ -192,7 +193,7 @@ def start_tuner(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Extend ``BaseTuner.__init__``: the other methods are refused where they begin, too."""
+    """Extend ``BaseTuner.__init__``: refuse what is not LoRA on a parallel model."""
     if parallel_state(model) is not None:
         configs = peft_config.values() if isinstance(peft_config, dict) else [peft_config]
         for config in configs:
@@ -208,7 +209,7 @@ def inject_adapter(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Any configuration gets the layers of a parallel model."""
+    """Extend ``LoraModel.inject_adapter``: add layers of a parallel model; all ranks call it."""
     state, config = parallel_state(model), self.peft_config[adapter_name]
     if state is None:
         plain(self, model, adapter_name, *args, **kwargs)
@@ -235,7 +236,7 @@ def inject_adapter(
 
 
 def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:
-    """Raise where the ranks' configurations differ; else rank 0's seed, for all of them."""
+    """Raise unless the ranks' configurations are equal, and return rank 0's seed for all."""
     own = {
         name: repr(sorted(value) if isinstance(value, set) else value)
         for name, value in config.to_dict().items()
@@ -276,7 +277,7 @@ def _refuse_both_ends(model: nn.Module, adapter: str) -> None:
 def count_parameters(
     plain: Callable[..., tuple[int, int]], self: peft.PeftModel
 ) -> tuple[int, int]:
-    """Of a parallel model: the parameters of the whole model, not those of this rank."""
+    """Extend ``get_nb_trainable_parameters``: count the whole model, not this rank's part."""
     if parallel_state(self) is None:
         return plain(self)
     sizes = [(p.requires_grad, layout.numel) for _, p, layout in named_shards(self)]
@@ -292,7 +293,7 @@ def add_weighted_adapter(
     combination_type: str = "svd",
     **kwargs: Any,
 ) -> Any:
-    """On shards only what works element by element."""
+    """Extend ``LoraModel.add_weighted_adapter``: refuse what needs more than this rank's shards."""
     state = parallel_state(self.model)
     if state is not None and state.mesh.tp_size > 1 and combination_type not in _COMBINABLE:
         raise NotImplementedError(

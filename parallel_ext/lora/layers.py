@@ -22,7 +22,7 @@ from parallel_ext.sharding.layout import TensorLayout, cut, cut_like
 
 
 class Adapted(Mergeable):
-    """What all kinds share: PEFT's bookkeeping."""
+    """The base of all modules with an adapter: PEFT's bookkeeping."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Adapted(Mergeable):
         self.update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def _prepare(self, base: Any) -> None:
-        """What a kind sets up before its first adapter."""
+        """Set up what a kind of module needs before its first adapter; nothing by default."""
 
     def update_layer(
         self,
@@ -73,7 +73,10 @@ class Adapted(Mergeable):
     def _draw_factors(
         self, config: peft.LoraConfig, r: int, factors: tuple[Factor, Factor]
     ) -> None:
-        """The usual A is nn.Linear's own, by the global fan-in; False changes the model at once."""
+        """Draw A as ``nn.Linear`` draws, by the global fan-in, or as ``init_lora_weights`` says.
+
+        B stays zero unless that is False, which changes the model at once.
+        """
         factor_a, factor_b = factors
         gaussian = config.init_lora_weights == "gaussian"
         spread_a = ("normal", 1 / r) if gaussian else ("uniform", factor_a.in_features**-0.5)
@@ -90,11 +93,11 @@ class Adapted(Mergeable):
         return in_features, out_features
 
     def _caught(self, parameter: nn.Parameter, name: str, group: Group) -> torch.Tensor:
-        """A parameter for use in a forward, whose gradient is partial over ``group``."""
+        """Return a parameter for use in a forward, where its gradient is partial over ``group``."""
         return for_use(parameter, name, group, self.get_base_layer().partials)
 
     def for_agreement(self) -> str:
-        """What must be equal on all tp ranks before a forward."""
+        """Return what must be equal on all tp ranks before a forward, as text."""
         active = self.here(self.active_adapters)
         if self.disable_adapters:
             return "disabled"
@@ -106,16 +109,16 @@ class Adapted(Mergeable):
         return f"{'; '.join(states) or 'none'} (forwards with dropout: {self._forwards.count})"
 
     def dropout_masks(self, adapter: str) -> dict[str, int]:
-        """What the masks of the next forward depend on, beside the places of its elements."""
+        """Return what the next forward's dropout masks depend on, beside places of elements."""
         return {"key": self._mask_keys[adapter], "forwards": self._forwards.count}
 
     def restore_dropout_masks(self, adapter: str, key: int, forwards: int) -> None:
-        """Let the next forward draw the masks that it would have drawn where these were taken."""
+        """Let the next forward draw the dropout masks that ``key`` and ``forwards`` stand for."""
         self._mask_keys[adapter] = key
         self._forwards.restart(forwards)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The base and its active adapters."""
+        """Apply the base and its active adapters."""
         if kwargs.pop("adapter_names", None) is not None:
             raise NotImplementedError("batches of several adapters are not supported here")
         if self.disable_adapters and self.merged:
@@ -155,7 +158,7 @@ class _LoraLinear(Adapted):
         self._draw_factors(config, r, (factor_a, factor_b))
 
     def _dropout(self, adapter: str, x: torch.Tensor, feature: int) -> ops.Dropout | None:
-        """Of the adapter's input, in the current forward."""
+        """Return the dropout of the adapter's input in the current forward; None without one."""
         layer = self.lora_dropout[adapter]
         if not isinstance(layer, nn.Dropout) or not layer.training:
             return None
@@ -168,7 +171,7 @@ class _LoraLinear(Adapted):
         return ops.Dropout(layer.p, key, step, token, feature)
 
     def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """A, B and the bias of B, their gradients summed where they are partial."""
+        """Return A, B and the bias of B, whose gradients are summed where they are partial."""
         raise NotImplementedError
 
     def _product(
@@ -180,7 +183,7 @@ class _LoraLinear(Adapted):
         group: Group = ops.ALONE,
         feature: int = 0,
     ) -> torch.Tensor:
-        """The base's product and those of the adapters in it."""
+        """Compute the product of the base plus those of the active adapters."""
         factors = {name: self._for_use(name) for name in active}
         for name, (_, _, lora_bias) in factors.items():
             if lora_bias is not None:
@@ -211,7 +214,7 @@ class _LoraLinear(Adapted):
 
 
 class LoraColumnLinear(_LoraLinear):
-    """An adapter on a base cut by output features: A is replicated, B cut like the base."""
+    """An adapter on a base sharded by output features: A is replicated, B sharded like the base."""
 
     def _factor_layouts(
         self, name_a: str, name_b: str, r: int
@@ -238,7 +241,7 @@ class LoraColumnLinear(_LoraLinear):
 
 
 class LoraVocabHead(LoraColumnLinear):
-    """An adapter on the output head: A is replicated, B cut by vocabulary."""
+    """An adapter on the output head: A is replicated, B sharded by vocabulary."""
 
     makes_logits = True
 
@@ -249,7 +252,7 @@ class LoraVocabHead(LoraColumnLinear):
 
 
 class LoraRowLinear(_LoraLinear):
-    """An adapter on a base cut by input features: A is cut like the base, B replicated."""
+    """An adapter on a base sharded by input features: A is sharded like it, B replicated."""
 
     def _factor_layouts(
         self, name_a: str, name_b: str, r: int
@@ -275,7 +278,7 @@ class LoraRowLinear(_LoraLinear):
 
 
 class LoraVocabEmbedding(Adapted):
-    """An adapter on the embedding: A [r, V] is cut by vocabulary, B [H, r] replicated.
+    """An adapter on the embedding: A [r, V] is sharded by vocabulary, B [H, r] replicated.
 
     Both products are added to the partial rows before the base's one all-reduce. As in PEFT there
     is no dropout here.
@@ -315,7 +318,7 @@ class LoraVocabEmbedding(Adapted):
         return super()._delta(adapter).T
 
     def _rows(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's part of a table, zeros where another rank holds them."""
+        """Look up rows of this rank's part of a table; zeros where another rank holds them."""
         base = self.get_base_layer()
         return ops.vocab_embedding(
             ids, table, base.num_embeddings, base.vocab_range[0], padding_idx=base.padding_idx

@@ -32,21 +32,25 @@ class Mergeable(nn.Module, LoraLayer):
         self._versions: dict[str, int] = {}  # of those parameters after the merge
 
     def here(self, names: list[str]) -> list[str]:
-        """Those of the adapters that this module has."""
+        """Return those of the named adapters that this module has."""
         return [name for name in names if name in self.scaling]
 
     def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's A [r, in] and B [out, r]."""
+        """Return this rank's A [r, in] and B [out, r]."""
         return self.lora_A[adapter].weight, self.lora_B[adapter].weight
 
     def _delta(self, adapter: str) -> torch.Tensor:
-        """What the adapter adds to this rank's part of the base, in fp32 or wider."""
+        """Compute what the adapter adds to this rank's part of the base, in fp32 or wider."""
         factor_a, factor_b = self._factor_pair(adapter)
         wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
         return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * self.scaling[adapter]
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """What merging adds to the base weight, as PEFT's; only where one rank holds all of it."""
+        """Return what merging adds to the base weight, where one rank holds all of it.
+
+        Raises:
+            NotImplementedError: the base is spread over several ranks.
+        """
         group = self.get_base_layer().group
         if group.size > 1:
             raise NotImplementedError(
@@ -74,7 +78,7 @@ class Mergeable(nn.Module, LoraLayer):
             self._merged(names, safe_merge)
 
     def _merged(self, names: list[str], safe_merge: bool) -> dict[str, torch.Tensor]:
-        """The base's parameters with the adapters in them, rounded once."""
+        """Compute the base's parameters with the adapters in them, rounded once."""
         base = self.get_base_layer()
         added = {self.parameter_name: sum(self._delta(name) for name in names)}
         biased = [name for name in names if self.lora_bias[name]]
@@ -131,7 +135,7 @@ class Mergeable(nn.Module, LoraLayer):
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
-        """The base, with the adapters merged into it if ``merge``; called by PEFT."""
+        """Return the base, with the adapters merged into it if ``merge``; called by PEFT."""
         if merge:
             self._merge(safe_merge, adapter_names, keep=False)
         return self.get_base_layer()
@@ -148,7 +152,7 @@ def _merging(
     adapter_names: list[str] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Whatever speaks against a merge is found on all ranks before anything is changed."""
+    """Merge after a check on all ranks of whatever may speak against it, before any change."""
     state, what = parallel_state(self.model), "merging adapters"
     if state is not None:
         state.mesh.meet(what)

@@ -70,7 +70,7 @@ class _Linear(NamedTuple):
         name: of the module.
         shape: of its weight, [out, in].
         blocks: how many are fused in its rows.
-        columns_cut: whether the ranks of a model-parallel group cut its columns, and not its rows.
+        columns_cut: whether the ranks of a model-parallel group shard its columns, not its rows.
     """
 
     name: str
@@ -178,7 +178,7 @@ def import_swiss_army_lora(
 
 
 def _check_beside(one: SavedRank, adapters_only: bool) -> None:
-    """Nothing that was trained may be left out unnoticed."""
+    """Raise if a tensor beside the adapters was trained, or is unknown, and would be lost."""
     trained: Counter[str] = Counter()
     for name in one.beside:
         if match := _TRAINED.match(name):
@@ -198,7 +198,7 @@ def _check_beside(one: SavedRank, adapters_only: bool) -> None:
 
 
 def _linears(config: CogAgentConfig) -> dict[str, _Linear]:
-    """Their name of each layer that can have been adapted -> the layer."""
+    """Map the checkpoint's name of each layer that can have been adapted to our layer."""
     with torch.device("meta"):
         model = CogAgentForCausalLM(config)
     stacks = (
@@ -221,7 +221,7 @@ def _linears(config: CogAgentConfig) -> dict[str, _Linear]:
 
 
 def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> Iterator[str]:
-    """Why these are not the factors of these layers at LoRA rank ``r``."""
+    """Yield in words why these are not the factors of these layers at LoRA rank ``r``."""
     size = len(ranks)
     shapes: dict[str, tuple[int, int]] = {}
     apart: list[str] = []
@@ -273,7 +273,7 @@ def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> It
 def _adapter(
     ranks: list[SavedRank], linears: dict[str, _Linear], adapted: list[str]
 ) -> dict[str, Tensor]:
-    """The tensors of an adapter's file."""
+    """Return the tensors of an adapter's file, by name."""
     tensors = {}
     for path in adapted:
         linear = linears[path]

@@ -32,7 +32,7 @@ _NUMPY = [
 
 
 class SavedRank(NamedTuple):
-    """What one model-parallel rank saved.
+    """The tensors that one model-parallel rank saved.
 
     Attributes:
         where: for messages.
@@ -46,7 +46,7 @@ class SavedRank(NamedTuple):
 
 
 def read_ranks(source: Source, allow_pickle: bool) -> list[SavedRank]:
-    """What each model-parallel rank saved; ``import_swiss_army_lora`` describes the arguments.
+    """Read what each model-parallel rank saved, by the arguments of ``import_swiss_army_lora``.
 
     Raises:
         CheckpointError: a file is missing, damaged, or holds more than may be read.
@@ -55,7 +55,7 @@ def read_ranks(source: Source, allow_pickle: bool) -> list[SavedRank]:
 
 
 def _parts(source: Any) -> list[tuple[str, Any]]:
-    """Each rank's file or state dict, and how to call it in a message."""
+    """Return each rank's file or state dict, after its name for a message."""
     if isinstance(source, Mapping):
         return [("the state dict", source)]
     if not isinstance(source, (str, os.PathLike)):
@@ -109,7 +109,7 @@ def _read(part: Any, where: str, allow_pickle: bool) -> SavedRank:
 
 
 def _unpickled(path: Path, allow_pickle: bool) -> Any:
-    """What the file holds; no code of it is run unless ``allow_pickle``."""
+    """Load what the file holds, without running code of it unless ``allow_pickle``."""
     with open(path, "rb") as file:
         try:
             with torch.serialization.safe_globals(_NUMPY):
