@@ -7,9 +7,9 @@ import xxhash
 
 
 def content_number(tensor: torch.Tensor) -> torch.Tensor:
-    """A 0-d int64 on the tensor's device that changes with its values and their order.
+    """Compute a 0-d int64, on the tensor's device, that changes with its values and their order.
 
-    The sum of the elements' bits times odd multipliers, modulo 2**64; no synchronisation.
+    It is the sum of the elements' bits times odd multipliers, modulo 2**64; no synchronisation.
     """
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().contiguous().view(integers[tensor.element_size()]).flatten()
@@ -18,7 +18,7 @@ def content_number(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content_digest(tensor: torch.Tensor) -> str:
-    """A digest of the bytes of a tensor; on an accelerator it waits for the device."""
+    """Return a digest of the bytes of a tensor; on an accelerator it waits for the device."""
     if tensor.device.type == "cpu":
         data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
         return xxhash.xxh3_64_hexdigest(data)

@@ -21,14 +21,14 @@ Box = tuple[Range, ...]
 
 
 def split(n: int, parts: int, multiple_of: int = 1) -> tuple[Range, ...]:
-    """Cut ``[0, n)`` into ``parts`` contiguous ranges, in order and balanced.
+    """Split ``[0, n)`` into ``parts`` contiguous ranges, in order and balanced.
 
     The ranges are balanced over ``ceil(n / multiple_of)`` units, of which only the last may be
     short; the first ranges hold one unit more, and one is empty only when there are fewer units
     than parts.
 
     Args:
-        n: what is cut, for example vocabulary rows; at least 0.
+        n: what is split, for example vocabulary rows; at least 0.
         parts: number of ranges, at least 1.
         multiple_of: every boundary but the last is a multiple of this, at least 1.
 
@@ -51,13 +51,13 @@ def split(n: int, parts: int, multiple_of: int = 1) -> tuple[Range, ...]:
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The number of elements of a box along each dimension."""
+    """Return the number of elements of a box along each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where one logical tensor lives on the ranks of a job.
+    """The layout of one logical tensor: where its elements live on the ranks of a job.
 
     The ranks that share a copy of a tensor are consecutive (tp and ep are the innermost sides of
     their grids), so what rank r of the job holds is what rank ``r % period`` holds.
@@ -78,24 +78,24 @@ class TensorLayout:
 
     @property
     def period(self) -> int:
-        """The number of consecutive ranks that hold one copy."""
+        """Return the number of consecutive ranks that hold one copy of the tensor."""
         return max(1, len(self.held))
 
     @property
     def whole(self) -> Box:
-        """The box of the whole tensor."""
+        """Return the box of the whole tensor."""
         return tuple((0, size) for size in self.shape)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that ``rank`` holds, in the order in which they lie in its shard."""
+        """Return the boxes that ``rank`` holds, in the order in which they lie in its shard."""
         return (self.whole,) if self.dim is None else self.held[rank % self.period]
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """The ranges of its boxes along ``dim``."""
+        """Return the ranges of ``rank``'s boxes along ``dim``; none where ``dim`` is None."""
         return () if self.dim is None else tuple(box[self.dim] for box in self.boxes(rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of ``rank``'s shard: its boxes joined along ``dim``."""
+        """Return the shape of ``rank``'s shard: its boxes joined along ``dim``."""
         if self.dim is None:
             return self.shape
         boxes = self.boxes(rank)
@@ -105,7 +105,7 @@ class TensorLayout:
 
     @cached_property
     def filled(self) -> tuple[tuple[int, Box], ...]:
-        """The ranks below ``period`` and each of their boxes that has an element."""
+        """Return the ranks below ``period``, each with every box of its that has an element."""
         return tuple(
             (rank, box)
             for rank in range(self.period)
@@ -115,7 +115,7 @@ class TensorLayout:
 
     @cached_property
     def owners(self) -> dict[Box, int]:
-        """Each box and the lowest rank that holds it: it alone counts and sends its elements."""
+        """Map each box to the lowest rank that holds it, which alone counts and sends it."""
         owners: dict[Box, int] = {}
         for rank in range(self.period):
             for box in self.boxes(rank):
@@ -123,48 +123,48 @@ class TensorLayout:
         return owners
 
     def owned(self, rank: int) -> tuple[Box, ...]:
-        """The boxes of ``rank`` that no lower rank holds; over all ranks each element once."""
+        """Return the boxes of ``rank`` that no lower rank holds, so each element once over all."""
         if rank >= self.period:
             return ()
         return tuple(box for box in self.boxes(rank) if self.owners[box] == rank)
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The ranks below ``period`` whose shard equals that of ``rank``."""
+        """Return the ranks below ``period`` whose shard equals that of ``rank``."""
         own = self.boxes(rank)
         return tuple(other for other in range(self.period) if self.boxes(other) == own)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Return whether every rank holds all of the tensor."""
         return all(self.boxes(rank) == (self.whole,) for rank in range(self.period))
 
     @property
     def numel(self) -> int:
-        """The number of elements of the logical tensor."""
+        """Return the number of elements of the logical tensor."""
         return math.prod(self.shape)
 
     def describe(self, rank: int) -> str:
-        """The shard in words, for messages: ``dimension 0 [32768, 65535) of (65535, 1024)``."""
+        """Describe ``rank``'s shard: ``dimension 0 [32768, 65535) of (65535, 1024)``."""
         if self.dim is None:
             return f"all of {self.shape}"
         pieces = ", ".join(f"[{start}, {stop})" for start, stop in self.ranges(rank))
         return f"dimension {self.dim} {pieces or 'nothing'} of {self.shape}"
 
     def cut_rows_again(self, groups: Sequence[Sequence[int]]) -> TensorLayout:
-        """The layout after the rows of each shard were dealt to the ranks that hold it alike.
+        """Return the layout in which the ranks that hold a shard replicated share out its rows.
 
-        As ``torch.chunk`` does, and FSDP by it: rows are indices of the shard's dimension 0, and
-        the last ranks may get fewer or none.
+        They do so as ``torch.chunk``, and FSDP by it: rows are indices of the shard's dimension 0,
+        and the last ranks may get fewer or none.
 
         Args:
-            groups: ranks of the job that deal one shard among them, in order; every rank once.
+            groups: ranks of the job that share out one shard, in order; every rank once.
         """
-        nameless = replace(self, name="")  # the layers of a model are cut alike, and only once so
+        nameless = replace(self, name="")  # so that equal layouts of layers are computed once
         held = _cut_again(nameless, tuple(map(tuple, groups)))
         return TensorLayout(self.name, self.shape, self.dim or 0, held)
 
     def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
-        """The boxes of some rows of ``rank``'s shard."""
+        """Return the boxes of the rows ``[start, stop)`` of ``rank``'s shard."""
         boxes, before = [], 0
         for box in self.boxes(rank):
             first, last = box[0]
@@ -182,7 +182,7 @@ class TensorLayout:
 def _cut_again(
     layout: TensorLayout, groups: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Box, ...], ...]:
-    """What :meth:`TensorLayout.cut_rows_again` lets each rank hold."""
+    """Return the boxes that each rank holds after :meth:`TensorLayout.cut_rows_again`."""
     cut: dict[int, tuple[Box, ...]] = {}
     for ranks in groups:
         rows = layout.local_shape(ranks[0])[0]
@@ -196,7 +196,7 @@ def _cut_again(
 def cut_ranges(
     name: str, shape: tuple[int, ...], dim: int, ranges: Iterable[Iterable[Range]]
 ) -> TensorLayout:
-    """The layout of a tensor of which each rank holds some ranges along ``dim``."""
+    """Return the layout of a tensor of which each rank holds some ranges along ``dim``."""
     whole = tuple((0, size) for size in shape)
     held = tuple(
         tuple((*whole[:dim], piece, *whole[dim + 1 :]) for piece in pieces) for pieces in ranges
@@ -205,12 +205,12 @@ def cut_ranges(
 
 
 def cut(name: str, shape: tuple[int, ...], dim: int, ranges: tuple[Range, ...]) -> TensorLayout:
-    """The layout of a tensor of which each rank holds one range along ``dim``."""
+    """Return the layout of a tensor of which each rank holds one range along ``dim``."""
     return cut_ranges(name, shape, dim, ((piece,) for piece in ranges))
 
 
 def cut_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> TensorLayout:
-    """The layout of a tensor that is cut along the same dimension at the same places."""
+    """Return the layout of a tensor sharded as ``other``: along its ``dim``, at its places."""
     if other.dim is None:
         return TensorLayout(name, shape)
     ranges = (other.ranges(rank) for rank in range(other.period))
@@ -225,7 +225,7 @@ def cut_blocks(
     tp: int,
     multiple_of: int = 1,
 ) -> TensorLayout:
-    """The layout of a tensor that joins several along ``dim``: each rank holds a range of each.
+    """Return the layout of a tensor joined of blocks along ``dim``, each split over all ranks.
 
     Args:
         name: of the tensor, for example a fused query, key and value.
@@ -272,17 +272,17 @@ class Part:
     index: bool
 
     def overlap(self, box: Box) -> Box | None:
-        """What the part has of a box of the logical tensor, in that tensor's numbers."""
+        """Return what the part has of a box, in the logical tensor's indices; None if nothing."""
         both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.box, box, strict=True))
         return None if any(start >= stop for start, stop in both) else both
 
     def inside(self, box: Box) -> Box:
-        """A box that the part has, in the part's own numbers."""
+        """Convert a box inside the part from the logical tensor's indices to the part's own."""
         moved = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, self.box, strict=True))
         return moved[1:] if self.index else moved
 
     def layout(self, source: TensorLayout) -> TensorLayout:
-        """Where the part lives on the ranks."""
+        """Return the layout of the part on the ranks, given that of the logical tensor."""
         shape = box_shape(self.box)[self.index :]
         if source.dim is None:
             return TensorLayout(self.name, shape)
@@ -315,19 +315,19 @@ class ModelLayout(Mapping[str, TensorLayout]):
     buffers: frozenset[str] = frozenset()
 
     def parts_of(self, name: str) -> tuple[Part, ...]:
-        """The tensors of a file that make up ``name``; itself where there is no other."""
+        """Return the tensors of a file that make up ``name``; itself where there is no other."""
         whole = Part(name, name, self[name].whole, index=False)
         return self.parts.get(name, (whole,))
 
     def in_files(self) -> ModelLayout:
-        """The same, tensor by tensor of a file."""
+        """Return the layout of the same model by the tensors of its files."""
         parts = (part for name in self for part in self.parts_of(name))
         tensors = {part.name: part.layout(self[part.source]) for part in parts}
         return replace(self, tensors=tensors, parts={})
 
     @property
     def period(self) -> int:
-        """The number of consecutive ranks that hold one copy of everything."""
+        """Return the number of consecutive ranks that hold one copy of every tensor."""
         return max(layout.period for layout in self.tensors.values())
 
     def __getitem__(self, name: str) -> TensorLayout:
@@ -342,7 +342,7 @@ class ModelLayout(Mapping[str, TensorLayout]):
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """How the heads of an attention block are cut: ranges of heads for each tp rank.
+    """The heads of an attention block on the ranks: ranges of heads for each tp rank.
 
     Attributes:
         query: contiguous ranges that cover all query heads.
@@ -355,11 +355,11 @@ class AttentionHeads:
 
 
 def split_heads(num_heads: int, num_key_value_heads: int, tp_size: int) -> AttentionHeads:
-    """Cut attention heads so that every rank's query heads find their key-value heads locally.
+    """Split attention heads so that every rank holds the key-value heads of its query heads.
 
     Up to one rank per key-value head, whole groups stay together (9 query and 3 key-value heads on
-    2 ranks: 6 and 3). Beyond that the ranks are dealt to the key-value heads, which are replicated
-    on them, and each group's query heads are cut over its ranks.
+    2 ranks: 6 and 3). Beyond that the ranks are spread over the key-value heads, which are
+    replicated on them, and each group's query heads are split over its ranks.
 
     Args:
         num_heads: query heads of the model, a multiple of ``num_key_value_heads``.

@@ -18,7 +18,7 @@ STRIPE_BYTES = 8 << 20
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor, without a copy."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
@@ -36,11 +36,11 @@ class RowBlock(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows as a tensor."""
+        """Return the shape of the block's rows as a tensor."""
         return (self.stop - self.start, *self.layout.shape[1:]) if self.layout.shape else ()
 
     def overlap(self, box: Box) -> Range | None:
-        """The block's rows of a box of the logical tensor; None where they share no element."""
+        """Return the rows that the block and a box share; None where they share no element."""
         first, last = box[0] if box else (0, 1)
         rows = max(self.start, first), min(self.stop, last)
         empty = rows[0] >= rows[1] or any(start == stop for start, stop in box[1:])
@@ -48,7 +48,7 @@ class RowBlock(NamedTuple):
 
 
 def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
-    """All rows of a tensor in blocks of at most ``STRIPE_BYTES``, or of one row.
+    """Split all rows of a tensor into blocks of at most ``STRIPE_BYTES``, or of one row.
 
     Args:
         layout: of the tensor.
@@ -70,7 +70,7 @@ def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
 def part_views(
     shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What ``rank`` holds of a part: boxes of the part, each with its place in the ``shard``."""
+    """Yield the boxes that ``rank`` holds of a part, each with its place in the ``shard``."""
     for box, view in shard_views(shard, layout, rank):
         if (overlap := part.overlap(box)) is None:
             continue
@@ -80,7 +80,7 @@ def part_views(
 
 
 def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int) -> torch.Tensor:
-    """``rank``'s shard of a part, inside of its ``shard`` of the whole."""
+    """Return ``rank``'s shard of a part: a view of its ``shard`` of the whole if of one piece."""
     pieces = [view for _, view in part_views(shard, layout, part, rank)]
     if len(pieces) == 1:
         return pieces[0]
@@ -89,7 +89,7 @@ def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int)
 
 
 def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
-    """The boxes that one rank sends to another: those that no lower rank holds, nor it itself."""
+    """Return the boxes that ``sender`` alone sends to ``receiver``, which lacks them."""
     owned = layout.owned(sender)
     if not owned:  # as of most replicas
         return []
@@ -98,12 +98,12 @@ def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
 
 
 def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
-    """Whether a :class:`Swap` to ``receiver`` reads the shard of ``rank``."""
+    """Return whether a :class:`Swap` to ``receiver`` reads the shard of ``rank``."""
     return rank == receiver or bool(_sent(layout, rank, receiver))
 
 
 def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
-    """The part of the block's ``rows`` that ``box`` fills; None if there is none."""
+    """Return the part of the block's ``rows`` that ``box`` fills; None if there is none."""
     if (overlap := block.overlap(box)) is None:
         return None
     if not box:  # a scalar
@@ -113,14 +113,14 @@ def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None
 
 
 def _rows_in(block: RowBlock, box: Box, view: torch.Tensor) -> torch.Tensor | None:
-    """The block's rows of a box, out of the ``view`` of all its rows; None if there are none."""
+    """Return the block's rows of a box, out of the ``view`` of the box; None if there are none."""
     if (overlap := block.overlap(box)) is None:
         return None
     return view[overlap[0] - box[0][0] : overlap[1] - box[0][0]] if box else view
 
 
 class Swap:
-    """Rows of logical tensors on their way to the ranks that want them.
+    """An exchange that brings rows of logical tensors to the ranks that want them.
 
     Making it takes memory and may fail; :meth:`run` communicates. A rank that failed before the
     others run would leave them waiting, so :meth:`Ranks.together` belongs around each of the two.

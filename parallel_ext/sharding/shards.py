@@ -1,4 +1,4 @@
-"""What a ``state_dict()`` holds of a parallel model: shards that know their place, and a marker."""
+"""The tensors of a parallel model's ``state_dict()``: shards that know their place, and a marker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel_ext.sharding.layout import Box, TensorLayout, box_shape
 def shard_views(
     shard: torch.Tensor, layout: TensorLayout, rank: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
+    """Yield the boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
     start = 0
     for box in layout.boxes(rank):
         if layout.dim is None:
@@ -53,7 +53,7 @@ class _InStateDict(torch.Tensor):
 
     @classmethod
     def _known(cls, func: Any, args: tuple[Any, ...]) -> dict[str, Any] | None:
-        """The attributes of what a function returns; None where nothing is known of it."""
+        """Return the attributes of what a function returns; None where nothing is known of it."""
         if func in _COPIES:
             return vars(args[0])
         if getattr(func, "__name__", "") not in _ELEMENTWISE:
@@ -64,7 +64,7 @@ class _InStateDict(torch.Tensor):
         return vars(first) if alike else None
 
     def plain(self) -> torch.Tensor:
-        """The same memory as an ordinary tensor."""
+        """Return this tensor as an ordinary one, of the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
@@ -79,7 +79,7 @@ class _InStateDict(torch.Tensor):
 
 
 class LocalShard(_InStateDict):
-    """What one rank holds of a parameter, or of an optimizer's state of it.
+    """The shard that one rank holds of a parameter, or of an optimizer's state of it.
 
     ``shape`` and values are those of the shard. ``torch.distributed.checkpoint`` writes and reads
     it by its place in the full tensor, so that another layout can load it. Copies, and sums and
@@ -96,18 +96,18 @@ class LocalShard(_InStateDict):
 
     @staticmethod
     def of(shard: torch.Tensor, place: TensorLayout, rank: int) -> LocalShard:
-        """Make one of a plain tensor, whose memory it shares."""
+        """Make a :class:`LocalShard` of a plain tensor, whose memory it shares."""
         made = shard.detach().as_subclass(LocalShard)
         made.place, made.rank = place, rank
         return made
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """The size of the full tensor, which DCP compares with that of the saved one."""
+        """Return the size of the full tensor, which DCP compares with that of the saved one."""
         full = torch.Size(self.place.shape)
         return full if dim is None else full[dim]
 
     def _boxes(self) -> list[tuple[Box, torch.Tensor]]:
-        """The boxes that have elements, each with the part of this shard that it is."""
+        """Return the boxes that have elements, each with its part of this shard."""
         views = shard_views(self.plain(), self.place, self.rank)
         return [(box, view) for box, view in views if view.numel() > 0]
 
@@ -127,7 +127,7 @@ class LocalShard(_InStateDict):
 
 
 class Unplaced(_InStateDict):
-    """What a rank holds of a state whose elements are no elements of a parameter."""
+    """A rank's part of a state whose elements are no elements of a parameter."""
 
     def __create_chunk_list__(self) -> list[Any]:
         raise RuntimeError(
@@ -140,7 +140,7 @@ class Unplaced(_InStateDict):
 
 
 class Marker(_InStateDict):
-    """Which rank's shards stand beside it, in numbers, which DCP never reads over those of now."""
+    """A tensor of numbers that says whose shards stand beside it; a DCP load leaves it as it is."""
 
     def __create_chunk_list__(self) -> list[Any]:
         return []

@@ -14,7 +14,7 @@ _REDUCED = {"row_var": _COLUMNS, "col_var": _ROWS}  # states of Adafactor
 
 
 def is_reduced(key: str) -> bool:
-    """Whether Adafactor's state of this name has one number for all of a dimension."""
+    """Return whether Adafactor's state of this name has one number for all of a dimension."""
     return key in _REDUCED
 
 
@@ -31,7 +31,11 @@ def layout_of_state(key: str, parameter: TensorLayout) -> TensorLayout:
 
 
 def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
-    """Cut ``rank``'s shard out of a tensor of the full logical shape; always a copy."""
+    """Copy ``rank``'s shard out of a tensor of the full shape.
+
+    Raises:
+        ValueError: the tensor has another shape than the layout.
+    """
     if tuple(tensor.shape) != layout.shape:
         raise ValueError(
             f"{layout.name}: expected the full shape {layout.shape}, got {tuple(tensor.shape)}"
@@ -45,14 +49,14 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
 
 
 def is_cut_along(layout: TensorLayout, dim: int) -> bool:
-    """Whether some rank holds only a part of dimension ``dim``."""
+    """Return whether some rank holds only a part of dimension ``dim``."""
     return any(box[dim] != (0, layout.shape[dim]) for boxes in layout.held for box in boxes)
 
 
 def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
-    """Where a tensor lives that has one number for all of ``dim``, such as the mean over it.
+    """Return the layout of a tensor with one number for all of ``dim``, such as the mean over it.
 
-    Ranks that hold different parts of ``dim`` hold this number alike.
+    On ranks that hold different parts of ``dim`` this number is replicated.
 
     Example:
         >>> layout = TensorLayout("weight", (5, 4), 0, ((((0, 3), (0, 4)),), (((3, 5), (0, 4)),)))
@@ -69,12 +73,12 @@ def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
     held = tuple(tuple(dict.fromkeys(map(one_of, boxes))) for boxes in layout.held)
     if all(box == whole.whole for boxes in held for box in boxes):
         return whole
-    # What is cut along two dimensions is cut along the first, too: FSDP deals rows.
+    # What is sharded along two dimensions is so along the first, too: FSDP shards rows.
     return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a parameter or gradient: of a DTensor its local tensor."""
+    """Return this rank's part of a parameter or gradient: of a DTensor its local tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
