@@ -8,9 +8,10 @@ pair of factors for each block that is fused in its rows (query, key and value, 
 ``lora_alpha / r * cat_j(B_j A_j x)``. Blocks, heads and rotary pairs lie in the order of the
 weights for transformers.
 
-At a model-parallel size above 1, layers whose rows are cut hold all of ``A_j`` and each block's
-rows of ``B_j``, cut in order. Layers whose columns are cut (``dense``) hold what no adapter can:
-every rank trained a ``B`` of its own and added only its own share, after the sum over the ranks.
+At a model-parallel size above 1, layers whose rows are sharded hold all of ``A_j`` and each
+block's rows of ``B_j``, sharded in order. Layers whose columns are sharded (``dense``) hold what no
+adapter can: every rank trained a ``B`` of its own and added only its own share, after the sum over
+the ranks.
 
 Formats and names: https://github.com/THUDM/SwissArmyTransformer, ``sat/model/finetune/lora2.py``,
 and https://github.com/THUDM/CogVLM, ``utils/models/cogagent_model.py``.
@@ -38,7 +39,7 @@ from parallel_ext.models.cogagent.modeling import CogAgentForCausalLM
 _FILE = "adapter_model.safetensors"
 _MOST_PROBLEMS_SHOWN = 4
 
-# In a layer: theirs -> ours, how many blocks are fused in its rows, whether ranks cut its columns.
+# In a layer: theirs -> ours, blocks fused in its rows, whether ranks shard its columns.
 _DECODER = {
     "attention.query_key_value": ("self_attn.language_expert_query_key_value", 3, False),
     "attention.dense": ("self_attn.language_expert_dense", 1, True),

@@ -1,4 +1,4 @@
-"""The tensors of a parallel model's ``state_dict()``: shards that know their place, and a marker."""
+"""The tensors in the ``state_dict()`` of a parallel model: placed shards, and a marker."""
 
 from __future__ import annotations
 
