@@ -1,4 +1,4 @@
-"""Work of all ranks behind training, on a thread of each."""
+"""Work that all ranks do behind training, each on a thread of its own."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Background:
         self._failure: Exception | None = None
 
     def connect(self) -> None:
-        """Make the group; every rank calls it, before :meth:`start`."""
+        """Make the group of the threads; every rank calls it, before :meth:`start`."""
         if self._ranks is None:
             self._ranks = Ranks(self._timeout, "an asynchronous save", own_connection=True)
 
     def start(self, what: str, work: Callable[[Ranks], None]) -> None:
-        """Begin; every rank calls it, after :meth:`finish`.
+        """Start work on this rank's thread; every rank calls it, after :meth:`finish`.
 
         Args:
             what: what the ranks do; the name of the thread.
@@ -56,26 +56,26 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether work was begun that nobody has waited for; alike on all ranks."""
+        """Return whether work was started that nobody has waited for; equal on all ranks."""
         return self._thread is not None
 
     def leave(self) -> None:
-        """Give the group back, if there is one; every rank calls it, after :meth:`finish`."""
+        """Give the threads' group back, if there is one; every rank calls it, after :meth:`finish`."""
         if self._ranks is not None:
             self._ranks.leave()
             self._ranks = None
 
     def join(self) -> None:
-        """Wait until nothing runs, without an error of what ran."""
+        """Wait until no work runs, without raising its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until nothing runs.
+        """Wait until no work runs, and raise its error if it failed.
 
         Raises:
-            Exception: what the work raised, if it failed and nobody was told so before.
+            Exception: what the work raised, if it failed and no earlier call raised it.
         """
         self.join()
         failure, self._failure = self._failure, None

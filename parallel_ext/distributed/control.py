@@ -28,7 +28,7 @@ _SHORT_BYTES = 504  # an object of so many travels in one message with its lengt
 
 
 def world() -> tuple[int, int]:
-    """This rank and the number of ranks of the job."""
+    """Return this rank and the number of ranks of the job; ``(0, 1)`` for a job of one process."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -116,7 +116,7 @@ class Ranks:
                 continue
 
     def leave(self) -> None:
-        """Give the groups and the keys in the store back, once every rank has come here.
+        """Give the groups and the keys in the store back, once every rank has called it.
 
         Raises:
             CollectiveTimeout: some ranks did not come; this one has left all the same.
@@ -149,7 +149,7 @@ class Ranks:
             self._meetings.meet(what)
 
     def communicate(self, group: Group, what: str, call: Callable[[], T]) -> T:
-        """Run a collective of a group; when it fails, find out who is missing.
+        """Run a collective of a group, and raise with the missing ranks if it fails.
 
         Every rank of the group runs the same ones, in order.
 
@@ -173,7 +173,7 @@ class Ranks:
             ) from error
 
     def _members(self, group: Group) -> str:
-        """Who must take part in a collective of a control group, in words."""
+        """Return in words who must take part in a collective of a control group."""
         return "every rank"
 
     def _exchange(self, group: Group, record: bytes, what: str, timeout: float) -> list[bytes]:
@@ -182,7 +182,7 @@ class Ranks:
         )
 
     def exchange(self, record: bytes, what: str) -> list[bytes]:
-        """Records of one size of all ranks of the job, in rank order: one all-gather.
+        """All-gather records of one size over all ranks of the job, in rank order.
 
         Raises:
             CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
@@ -203,7 +203,7 @@ class Ranks:
         return [messages.decode(each[:n], records) for each, n in pairs]
 
     def gather_objects(self, value: Any, *records: type) -> list[Any]:
-        """``value`` of every rank of the job, in rank order.
+        """Gather ``value`` of every rank of the job on each rank, in rank order.
 
         Args:
             value: as :func:`messages.encode` takes it; nothing is pickled.

@@ -19,7 +19,7 @@ from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 def long_step(
     store: Store, number: int, rank: int, world_size: int, timeout: float
 ) -> Iterator[None]:
-    """Inside, this rank shows that it lives; at the end it waits for all others that do.
+    """Run the block while this rank shows signs of life, then wait for the other ranks.
 
     Every rank of the job goes through the same steps, in order.
 
@@ -83,7 +83,7 @@ def _wait_for_all(store: Store, step: str, rank: int, world_size: int, timeout: 
 
 
 def forget(store: Store, number: int, rank: int) -> None:
-    """Delete this rank's keys of a step, so that the store stays small; rank 0 those of all too."""
+    """Delete this rank's keys of a step from the store; rank 0 also deletes the shared keys."""
     for key in (str(rank), f"beat/{rank}", *(("arrived", "all_here") if rank == 0 else ())):
         store.delete_key(f"step/{number}/{key}")
 
@@ -157,19 +157,21 @@ class Meetings:
                 self._store.delete_key(f"{meeting}/{key}")
 
     def close(self) -> None:
-        """Say that this rank has left all meetings; the last to say so deletes their keys."""
+        """Record that this rank has left all meetings; the last rank to do so deletes their keys."""
         if self._store.add("closed", 1) == self._size:
             for number in (self._number - 2, self._number - 1):
                 self._forget(number)
             self._store.delete_key("closed")
 
     def absent(self, prefix: str, ranks: Sequence[int]) -> str:
-        """The ranks that left no mark under ``prefix``, in words; empty if there are none."""
+        """Return the ranks that left no mark under ``prefix``, in words; empty if there are none."""
         found = [str(rank) for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
         return f"rank{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
 
     def lost(self, failed: str, rank: int, ranks: Sequence[int]) -> str:
-        """Say that this rank has failed, and who of ``ranks`` has not, in words, or why not.
+        """Record this rank's failure, and return in words which of ``ranks`` have not failed.
+
+        If all have failed, the words say that one of them was too slow.
 
         Args:
             failed: the same for all that fail in one thing.
@@ -186,7 +188,7 @@ class Meetings:
 
 
 def hint(error: BaseException) -> str:
-    """What to set where ranks on several hosts look for each other on their own host."""
+    """Return a hint on GLOO_SOCKET_IFNAME if gloo could not connect over 127.0.0.1, else ``""``."""
     text = str(error)
     if "connectFullMesh" not in text or "127.0.0.1" not in text:
         return ""

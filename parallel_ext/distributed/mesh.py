@@ -20,13 +20,13 @@ from parallel_ext.ops import ALONE, Group
 
 
 def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows of ``inner`` consecutive ranks, and the columns of the ranks in one place of each."""
+    """Return the rows of ``inner`` consecutive ranks each, and the columns across the rows."""
     rows = [list(range(first, first + inner)) for first in range(0, size, inner)]
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
 class Mesh(Ranks):
-    """The ranks of a job as a grid ``(dp, tp)``, tp innermost. Made by :func:`init_mesh`.
+    """The ranks of a job as a grid ``(dp, tp)``, tp innermost, made by :func:`init_mesh`.
 
     The experts of a mixture see the same ranks as a grid ``(edp, ep)``, ep innermost.
 
@@ -34,7 +34,7 @@ class Mesh(Ranks):
         rank, world_size, timeout: as of :class:`Ranks`.
         tp_rank, tp_size: position among the ranks that share a model; they get the same batch.
         dp_rank, dp_size: which replica of the model this is; feed them to a sampler.
-        ep_rank, ep_size: position among the ranks to which the experts are dealt.
+        ep_rank, ep_size: position among the ranks over which the experts are sharded.
         edp_rank, edp_size: which replica of the experts this is.
         tp, dp, ep, edp: the groups as the ops take them.
         device: where the parameters of this rank live.
@@ -65,11 +65,11 @@ class Mesh(Ranks):
             self.tp_control = self._group(tp_rows, backend="gloo", timeout=self._wait)
 
     def _group_of(self, ranks_of: list[list[int]]) -> Group:
-        """The group as the ops take it, which communicate nothing on a single rank."""
+        """Return this rank's group of ``ranks_of``; one that communicates nothing for one rank."""
         return self._made_once(ranks_of) if len(ranks_of[0]) > 1 else ALONE
 
     def _made_once(self, ranks_of: list[list[int]]) -> Group:
-        """One group for all that is asked of the same ranks."""
+        """Return this rank's group of ``ranks_of``, made once for the same lists of ranks."""
         key = str(ranks_of)
         if key not in self._made_of:
             self._made_of[key] = self._group(ranks_of, timeout=self._wait)
@@ -83,7 +83,7 @@ class Mesh(Ranks):
 
         Raises:
             CollectiveTimeout: not all ranks called it; this one has given back its part.
-            CheckpointError: an asynchronous save failed, of which nobody was told.
+            CheckpointError: an asynchronous save failed, and no earlier call raised its error.
 
         Example:
             >>> init_mesh().close()
@@ -105,15 +105,15 @@ class Mesh(Ranks):
         )
 
     def columns(self, inner: int) -> list[list[int]]:
-        """The ranks in one place of each ``inner`` consecutive ones, for every place."""
+        """Return the columns of ranks in a grid whose rows are ``inner`` consecutive ranks."""
         return _grid(self.world_size, inner)[1]
 
     def group_of_columns(self, inner: int) -> Group:
-        """The group of this rank's column of :meth:`columns`; every rank of the job calls it."""
+        """Return this rank's group of :meth:`columns`; every rank of the job calls it."""
         return self._made_once(self.columns(inner))
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
-        """The group of this rank when the tp ranks are partitioned as given.
+        """Return the group of this rank when the tp ranks are partitioned as given.
 
         Args:
             partition: disjoint lists of tp ranks, the same on every rank of the job.
@@ -137,7 +137,7 @@ class Mesh(Ranks):
         return super()._members(group)
 
     def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
-        """The 32-byte records of the tp ranks, in rank order: one all-gather.
+        """All-gather 32-byte records over the tp ranks, in rank order.
 
         Raises:
             CollectiveTimeout: a tp rank did not come within ``timeout`` seconds; names it.
@@ -145,12 +145,12 @@ class Mesh(Ranks):
         return self._exchange(self.tp_control, record, what, self.timeout)
 
     def gather_objects_on_tp(self, value: Any) -> list[Any]:
-        """``value`` of every tp rank, in rank order; for the words of an error."""
+        """Gather ``value`` of every tp rank on each, in rank order, for the words of an error."""
         return self._gather(self.tp_control, value, "an exchange of objects")
 
 
 def check_mesh(what: str, mesh: Any) -> None:
-    """Refuse anything but a mesh.
+    """Raise unless ``mesh`` is a :class:`Mesh`.
 
     Args:
         what: which function was given it, for the error.
@@ -172,7 +172,7 @@ _made_here: list[dist.ProcessGroup] = []  # the group of the job, if init_mesh h
 
 
 def shutdown() -> None:
-    """End the communication of this rank, which the interpreter does at its end by itself.
+    """End the communication of this rank, as the interpreter does by itself when it exits.
 
     Waits for asynchronous saves, destroys the groups of all meshes and, if :func:`init_mesh` has
     initialised ``torch.distributed``, the group of the job. Needs no other rank, and may be called
@@ -213,7 +213,7 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
 
     Args:
         tp: ranks that share one model; consecutive ranks.
-        ep: ranks over which the experts of a mixture are dealt, consecutive ranks; must divide the
+        ep: ranks over which the experts of a mixture are sharded, consecutive ranks; must divide the
             world size. They may lie within tp groups or span several.
         dp: replicas of the model; ``world_size / tp`` when None.
         timeout: seconds after which a function that only some ranks call, this one included,

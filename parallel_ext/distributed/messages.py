@@ -1,4 +1,4 @@
-"""What ranks send each other: JSON and the bytes of tensors, by which no peer can run code.
+"""Messages between ranks: JSON and the bytes of tensors, by which no peer can run code.
 
 A pickle runs what it says, for whoever reaches a port of the job. A message is the length of its
 JSON (8 bytes, little-endian), the JSON, and the bytes that it refers to, in order. JSON has no word
@@ -28,7 +28,7 @@ _DICTS = {kind.__name__: kind for kind in (dict, Counter)}
 
 
 def encode(value: Any, records: Sequence[type] = ()) -> bytes:
-    """Write a value as bytes that :func:`decode` makes the same value of.
+    """Encode a value as bytes, which :func:`decode` reads back.
 
     Args:
         value: None, or of the types bool, int, float, str, bytes, list, tuple, set, frozenset,
@@ -77,7 +77,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def decode(message: bytes, records: Sequence[type] = ()) -> Any:
-    """Read what :func:`encode` wrote; tensors are on the CPU.
+    """Decode the bytes that :func:`encode` wrote; tensors are on the CPU.
 
     Args:
         message: what a peer sent, of which nothing is taken for granted.
