@@ -19,7 +19,7 @@ _INSTEAD = "px.save_checkpoint saves a training, px.load_checkpoint resumes it o
 
 
 def extend_accelerator() -> None:
-    """Let an ``Accelerator`` know parallel models."""
+    """Extend ``Accelerator`` so that it knows parallel models."""
     extend(Accelerator.get_state_dict, get_state_dict)
     extend(Accelerator.save_state, _refuse_state("Accelerator.save_state"))
     extend(Accelerator.load_state, _refuse_state("Accelerator.load_state"))
@@ -30,7 +30,7 @@ def extend_accelerator() -> None:
 def get_state_dict(
     plain: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> dict[str, torch.Tensor]:
-    """Extend ``Accelerator.get_state_dict``: full tensors, on rank 0; every rank calls it."""
+    """Extend ``Accelerator.get_state_dict`` to gather full tensors on rank 0; every rank calls it."""
     if not any(STATE_NAME in module._modules for module in model.modules()):
         return plain(self, model, *args, **kwargs)
     state = state_of(model)
@@ -38,7 +38,7 @@ def get_state_dict(
 
 
 def _refuse_state(name: str) -> Callable[..., Any]:
-    """What refuses a function that writes or reads what rank 0 holds."""
+    """Return an extension that refuses a function which writes or reads only rank 0's tensors."""
     refusal = Refusal(f"accelerate:{name}", _INSTEAD, Where.RANKS)
 
     def extension(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -51,10 +51,10 @@ def _refuse_state(name: str) -> Callable[..., Any]:
 def gather_for_metrics(
     plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
-    """Extend ``Accelerator.gather_for_metrics``, which takes each process for one with own data.
+    """Extend ``Accelerator.gather_for_metrics`` to raise where ranks share their data.
 
     Raises:
-        NotImplementedError: ranks of a parallel model share their data.
+        NotImplementedError: tp ranks share their data, and each sample would be returned several times.
     """
     sizes = {state_of(model).mesh.tp_size for model in parallel_models()}
     if self.num_processes > 1 and max(sizes, default=1) > 1:
@@ -69,10 +69,10 @@ def gather_for_metrics(
 def prepare_scheduler(
     plain: Callable[..., Any], self: Accelerator, scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Extend ``Accelerator.prepare_scheduler``, whose scheduler steps once for each process.
+    """Extend ``Accelerator.prepare_scheduler`` to raise where tp ranks would count as processes.
 
     Raises:
-        NotImplementedError: tp ranks, which share their data, would count as well.
+        NotImplementedError: the scheduler would step once for each process, tp ranks included.
     """
     optimizer = getattr(scheduler, "optimizer", None)
     groups = getattr(optimizer, "param_groups", [])

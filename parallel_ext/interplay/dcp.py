@@ -1,8 +1,7 @@
 """``torch.distributed.checkpoint`` and its functions on state dicts.
 
 The tensors of ``state_dict()`` know their place (:mod:`parallel_ext.sharding.shards`), so that DCP
-saves and
-loads them as they are. What is left are its options that ask for full tensors.
+saves and loads them as they are. What is left are its options that ask for full tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _INSTEAD = (
 
 
 def extend_dcp() -> None:
-    """Let DCP know parallel models."""
+    """Extend ``torch.distributed.checkpoint`` so that it knows parallel models."""
     extend(dcp.save, save)
     extend(of_torch.get_model_state_dict, get_model_state_dict)
     extend(of_torch.set_model_state_dict, set_model_state_dict)
@@ -40,7 +39,7 @@ def extend_dcp() -> None:
 
 
 def save(plain: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Extend ``dcp.save``: a bare parameter would be saved as if all ranks held the same."""
+    """Extend ``dcp.save`` to refuse bare parameters, which it would take for equal on all ranks."""
     refuse(
         Refusal(
             "torch.distributed.checkpoint:save of bare parameters",
@@ -65,7 +64,7 @@ def _wants_full(kwargs: dict[str, Any]) -> bool:
 
 
 def _without_full_tensors(name: str) -> Callable[..., Any]:
-    """What refuses ``full_state_dict=True``, and else lets a function do what it does."""
+    """Return an extension that refuses ``full_state_dict=True`` for a parallel model."""
     refusal = Refusal(f"{_MODULE}:{name}(full_state_dict=True)", _INSTEAD)
 
     def extension(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +78,7 @@ def _without_full_tensors(name: str) -> Callable[..., Any]:
 def get_model_state_dict(
     plain: Callable[..., Any], model: nn.Module, **kwargs: Any
 ) -> dict[str, torch.Tensor]:
-    """Extend ``get_model_state_dict``; every rank calls it where full tensors are asked for."""
+    """Extend ``get_model_state_dict`` to gather full tensors, if asked to; every rank calls it."""
     state: ParallelState | None = model._modules.get(STATE_NAME)
     if not _wants_full(kwargs):
         return plain(model, **kwargs)
@@ -98,7 +97,7 @@ def get_model_state_dict(
 def set_model_state_dict(
     plain: Callable[..., Any], model: nn.Module, model_state_dict: dict[str, Any], **kwargs: Any
 ) -> Any:
-    """Extend ``set_model_state_dict``: full tensors come before ``px.data_parallel``."""
+    """Extend ``set_model_state_dict`` to refuse full tensors after ``px.data_parallel``."""
     state: ParallelState | None = model._modules.get(STATE_NAME)
     if state is not None and state.dealt and _wants_full(kwargs):
         instead = "load them before px.data_parallel, or a checkpoint by px.load_checkpoint"

@@ -13,7 +13,7 @@ Shape = Sequence[int]
 
 
 def _product(input: Shape, weight: Shape) -> int:
-    """Of rows [..., K] times a weight [..., F, K] of which each row meets one matrix."""
+    """Return the operations of rows [..., K] that each meet one matrix of a weight [..., F, K]."""
     return 2 * prod(input) * weight[-2]
 
 

@@ -45,7 +45,10 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Extend ``torch.nn.utils.get_total_norm``; every rank calls it with the same gradients."""
+    """Extend ``torch.nn.utils.get_total_norm`` to return the norm of the full gradients.
+
+    Every rank calls it with the same gradients.
+    """
     tensors = _listed(tensors)
     if owners := owners_of(tensors):
         return _norm(tensors, owners, norm_type, error_if_nonfinite, "get_total_norm")
@@ -53,7 +56,7 @@ def get_total_norm(
 
 
 def _gradients(parameters: list[torch.Tensor], owners: dict[int, Owned]) -> list[torch.Tensor]:
-    """The gradients that there are; of what FSDP has gathered those of the shards."""
+    """Return the gradients that exist; for a parameter that FSDP has gathered, its shard's."""
     shards = (getattr(owners.get(id(each)), "parameter", each) for each in parameters)
     return [shard.grad for shard in shards if shard.grad is not None]
 
@@ -66,7 +69,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Extend ``torch.nn.utils.clip_grad_norm_``; every rank calls it with the same parameters."""
+    """Extend ``torch.nn.utils.clip_grad_norm_`` to clip by the norm of the full gradients.
+
+    Every rank calls it with the same parameters.
+    """
     listed = _listed(parameters)
     if not (owners := owners_of(listed)):
         generator = isinstance(parameters, GeneratorType)  # of which torch warns where it is empty
@@ -85,7 +91,7 @@ def clip_grads_with_norm_(
     total_norm: torch.Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """Extend ``torch.nn.utils.clip_grads_with_norm_``; FSDP's meshes may differ by parameter."""
+    """Extend ``torch.nn.utils.clip_grads_with_norm_`` to scale shards of any FSDP meshes."""
     listed = _listed(parameters)
     if not (owners := owners_of(listed)):
         plain(listed, max_norm, total_norm, foreach)
@@ -100,7 +106,7 @@ def clip_grad_value_(
     clip_value: float,
     foreach: bool | None = None,
 ) -> None:
-    """Extend ``torch.nn.utils.clip_grad_value_``: element by element, so each rank its shards."""
+    """Extend ``torch.nn.utils.clip_grad_value_`` to clamp this rank's shards of the gradients."""
     listed = _listed(parameters)
     if not (owners := owners_of(listed)):
         plain(listed, clip_value, foreach)
@@ -115,7 +121,7 @@ def unscale_grads_(
     optimizer: torch.optim.Optimizer,
     *args: Any,
 ) -> dict[torch.device, torch.Tensor]:
-    """Extend ``torch.amp.GradScaler``: what overflows on one rank counts on all."""
+    """Extend ``torch.amp.GradScaler`` so that an overflow on one rank counts on all ranks."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     meshes = {owned.mesh for owned in owners_of(parameters).values()}
     if not meshes:

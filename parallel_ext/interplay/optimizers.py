@@ -54,12 +54,12 @@ _verdicts: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
 
 
 def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse the step of an optimizer that looks beyond single elements, where those are shards.
+    """Raise if an optimizer that looks beyond single elements is about to step on shards.
 
     A hook for ``register_optimizer_step_pre_hook``.
 
     Raises:
-        RuntimeError: it does, or nobody knows.
+        RuntimeError: it is, or nothing shows that it looks at single elements.
     """
     if optimizer not in _verdicts:
         _verdicts[optimizer] = _verdict(optimizer)
@@ -81,7 +81,7 @@ def _known(optimizer: torch.optim.Optimizer) -> _Known | None:
 
 
 def _verdict(optimizer: torch.optim.Optimizer) -> str:
-    """What speaks against an optimizer on shards, in words; empty where nothing does."""
+    """Return in words why an optimizer cannot step on shards; empty if it can."""
     kind = type(optimizer)
     if getattr(optimizer, "of_whole_tensors", False) or getattr(optimizer, "elementwise", False):
         return ""
@@ -100,7 +100,7 @@ def _verdict(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps on two parts of a small matrix are those on the whole of it."""
+    """Return whether steps on two parts of a small matrix equal those on the whole of it."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         whole = torch.linspace(-1, 2, 48, dtype=torch.float64).pow(3).reshape(6, 8)
         stepped = _stepped(optimizer, whole)
@@ -112,7 +112,7 @@ def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
-    """A parameter after three steps of an optimizer of the same class and options."""
+    """Return a parameter after three steps of an optimizer of the same class and options."""
     parameter = nn.Parameter(value.clone())
     takes = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in takes}
@@ -134,18 +134,18 @@ def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
 def _numbered(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The parameters by their keys in a state dict of this optimizer, as far as both have them."""
+    """Yield the key in a state dict, and the parameter, for all that the optimizer has as well."""
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         yield from zip(saved["params"], own["params"], strict=False)
 
 
 def _place_of(optimizer: torch.optim.Optimizer, key: str, place: TensorLayout) -> TensorLayout:
-    """Where a state of a parameter lies, of an optimizer that knows the full one."""
+    """Return the layout of an optimizer's state for a parameter whose layout is ``place``."""
     return layout_of_state(key, place) if getattr(optimizer, "of_whole_tensors", False) else place
 
 
 def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer) -> dict[str, Any]:
-    """Extend ``Optimizer.state_dict``: shards know their place, and a marker stands beside them."""
+    """Extend ``Optimizer.state_dict`` so that shards know their place; it adds a marker of them."""
     result, owners, rank = plain(self), _owners(self), world()[0]
     if not any(owned.is_sharded for owned in owners.values()):
         return result
@@ -173,7 +173,7 @@ def _placed(value: Any, place: TensorLayout, rank: int) -> Any:
 def load_state_dict(
     plain: Callable[..., None], self: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> None:
-    """Extend ``Optimizer.load_state_dict``: full tensors are sliced, shards must be this rank's.
+    """Extend ``Optimizer.load_state_dict`` to slice full tensors and refuse other ranks' shards.
 
     Every rank calls it.
 
@@ -211,7 +211,7 @@ def load_state_dict(
 def _local(
     value: Any, optimizer: torch.optim.Optimizer, key: str, owned: Owned, marked: bool
 ) -> Any:
-    """What this rank holds of a state, as the optimizer wants it."""
+    """Return this rank's part of a value in an optimizer's state, or raise for another rank's."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or hasattr(value, "device_mesh"):
         return value
     place, rank = _place_of(optimizer, key, owned.layout), world()[0]

@@ -28,7 +28,7 @@ _SAVE = "model.save_pretrained writes a HuggingFace directory, called by all ran
 
 
 class Where(Enum):
-    """Of which parallel models a function is refused."""
+    """The parallel models on which a function is refused."""
 
     SHARDED = "some rank holds only a part of a tensor"
     RANKS = "there are several ranks"
@@ -41,7 +41,7 @@ class Refusal(NamedTuple):
     Attributes:
         function: ``module:name``.
         instead: what to call; the end of the error.
-        where: of which parallel models.
+        where: on which parallel models.
     """
 
     function: str
@@ -50,7 +50,7 @@ class Refusal(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function in words: ``torch's async_save``."""
+        """Return the function in words, such as ``torch's async_save``."""
         module, _, name = self.function.partition(":")
         return f"{module.split('.')[0]}'s {name.removesuffix('.__init__')}"
 
