@@ -1,4 +1,4 @@
-"""Which of a layer's forwards is running, also when it is recomputed in backward."""
+"""Count a layer's forwards, and know which one is running, also when backward recomputes it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ REMEMBERED = 128  # forwards of a layer that a backward may still recompute
 
 
 class ForwardCounter:
-    """Numbers the forwards of one layer from 1 on, and knows one that is recomputed.
+    """A counter of the forwards of one layer, from 1 on, that knows one that is recomputed.
 
     Each forward takes a random number out of torch's generator. Checkpointing puts the generator
     back before it recomputes, so that the same number comes up again and finds its forward; no
-    other random number depends on it, and ranks need not be seeded alike.
+    other random number depends on it, and ranks need not have equal seeds.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class ForwardCounter:
         self._number_of: OrderedDict[int, int] = OrderedDict()
 
     def restart(self, count: int) -> None:
-        """Number the next forward ``count + 1``, and forget those that ran here before."""
+        """Number the next forward ``count + 1``, and forget the forwards that ran before."""
         self.count = count
         self._number_of.clear()
 
     def number(self, what: str) -> int:
-        """The number of the forward that is running.
+        """Return the number of the forward that is running.
 
         Args:
             what: what must be the same when it is recomputed, for the error.

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class HeldGradients:
-    """Those of one model that FSDP has sharded.
+    """The gradients that FSDP holds back for one model that it has sharded.
 
     FSDP keeps them with the gathered parameters, where ``zero_grad`` does not reach them, so that
     the next backward would add what its caller believes gone.
@@ -33,7 +33,7 @@ class HeldGradients:
         self._anchors: list[tuple[Any, torch.Tensor]] = []
 
     def anchor(self) -> None:
-        """Tie them to the ``.grad`` of their shards, making one where there is none."""
+        """Tie the held gradients to the ``.grad`` of their shards, made where there is none."""
         self._anchors = []
         for parameter in self._parameters:
             if any(gradient is not None for gradient in _take(parameter)):
@@ -43,21 +43,21 @@ class HeldGradients:
                 self._anchors.append((parameter, shard.grad))
 
     def drop_if_forgotten(self) -> None:
-        """Drop those whose ``.grad`` was set to None since they were anchored."""
+        """Drop the held gradients whose ``.grad`` was set to None since they were anchored."""
         for parameter, gradient in self._anchors:
             if parameter.sharded_param.grad is not gradient:
                 _put(parameter, (None, None))
         self._anchors = []
 
     def drop(self) -> None:
-        """Drop all of them."""
+        """Drop all held gradients."""
         self._anchors = []
         for parameter in self._parameters:
             _put(parameter, (None, None))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, backwards find none of them, and hold none back."""
+        """Let backwards find no held gradients, and hold none back, inside the context."""
         kept, anchors = [_take(parameter) for parameter in self._parameters], self._anchors
         reduces = [(group.reduce_grads, group.all_reduce_grads) for group in self._groups]
         self.drop()
@@ -73,9 +73,9 @@ class HeldGradients:
             self._anchors = anchors
 
     def check_end_of_backward(self) -> None:
-        """FSDP has summed what it was to sum.
+        """Raise if FSDP has left gradients of this backward unsummed.
 
-        It loses count of a module that reentrant checkpointing recomputes twice in one backward.
+        FSDP loses count of a module that reentrant checkpointing recomputes twice in one backward.
 
         Raises:
             RuntimeError: gradients were left, which the optimizer would miss.
@@ -90,7 +90,7 @@ class HeldGradients:
             )
 
     def backward_broke_off(self) -> bool:
-        """Whether an earlier backward has raised, after which FSDP would finish no other."""
+        """Return whether an earlier backward has raised, after which FSDP would finish no other."""
         queued = self._root._state_ctx.post_backward_final_callback_queued
         return queued and torch._C._current_graph_task_id() == -1
 

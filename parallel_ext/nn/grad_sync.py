@@ -23,13 +23,13 @@ class _Entry:
         self._version = 0
 
     def anchor(self) -> None:
-        """Tie this part to the ``.grad`` that it belongs to, making one where there is none."""
+        """Tie the partial gradient to the parameter's ``.grad``, which is made if there is none."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         self._grad, self._version = self.parameter.grad, self.parameter.grad._version
 
     def dropped(self) -> bool:
-        """Whether ``zero_grad`` has thrown the gradient away since it was anchored."""
+        """Return whether ``zero_grad`` has dropped the gradient since it was anchored."""
         if self._grad is None:
             return False
         if self.parameter.grad is not self._grad:
@@ -38,8 +38,11 @@ class _Entry:
 
 
 class _Session:
-    """What one backward collects. Only the engine's callback holds it, so that it dies with a
-    backward that raises and can never be mistaken for a later one."""
+    """The partial gradients that one backward collects.
+
+    Only the engine's callback holds it, so that it dies with a backward that raises and can never
+    be mistaken for a later one.
+    """
 
     def __init__(self, graph_task: int) -> None:
         self.graph_task = graph_task
@@ -81,7 +84,7 @@ class _OpenSession(torch.autograd.Function):
 
 
 class PartialGradients:
-    """Sums the gradients of replicated parameters of which each rank computes only a part.
+    """The sums of gradients of replicated parameters, of which each rank computes only a part.
 
     The part is caught before it is accumulated, kept apart from ``.grad``, and added to it after
     one flat fp32 all-reduce per group, in a callback at the end of the outermost backward. The
@@ -102,7 +105,7 @@ class PartialGradients:
         return PartialGradients()
 
     def catch(self, weight: nn.Parameter, name: str, group: Group) -> torch.Tensor:
-        """``weight`` for use in a forward; its gradient there is partial over ``group``.
+        """Return ``weight`` for a forward in which its gradient is partial over ``group``.
 
         Args:
             weight: a parameter that every rank of ``group`` holds with equal values.
@@ -115,16 +118,16 @@ class PartialGradients:
         return _Catch.apply(_anchor, weight.detach(), (weight, self, name, group))
 
     def sum_at_once(self, names: Iterable[str]) -> None:
-        """From now on the gradients of these parameters are summed where they arise."""
+        """Sum the gradients of the named parameters where they arise, from now on."""
         self._at_once |= frozenset(names)
 
     def average(self, parameters: Iterable[tuple[str, nn.Parameter]], group: Group) -> None:
-        """From now on a backward ends with the mean over ``group`` of these gradients.
+        """Let each backward end with the mean of parameters' gradients over ``group``, from now on.
 
         Args:
             parameters: with their names, by which all ranks order them.
-            group: the ranks that hold them alike, each with tokens of its own; a further call is
-                for another group.
+            group: the ranks that hold them replicated, each with tokens of its own; a further
+                call is for another group.
         """
         ordered = sorted(parameters, key=lambda item: item[0])
         self._averaged[group] = [parameter for _, parameter in ordered]
@@ -139,7 +142,9 @@ class PartialGradients:
         return _OpenSession.apply(hidden, self) if self._used else hidden
 
     def open(self) -> None:
-        """In a backward, before any gradient: see to it that it ends with the means.
+        """Let the running backward end with the means of :meth:`average`.
+
+        It is called in the backward, before any gradient.
 
         Raises:
             RuntimeError: a parameter has hooks, which would see its gradient before the mean.
@@ -198,7 +203,7 @@ class PartialGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the parts of the backwards inside; the next backward outside sums them all.
+        """Keep partial gradients unsummed inside the context; the next backward after it sums all.
 
         ``zero_grad`` and an exception drop them.
         """
@@ -213,7 +218,7 @@ class PartialGradients:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, backwards sum as if nothing had been kept and nobody were accumulating."""
+        """Let backwards inside the context sum at once, and leave kept partial gradients aside."""
         kept, synchronize = self._pending, self._synchronize
         self._pending, self._synchronize = {}, True
         try:
@@ -225,17 +230,17 @@ class PartialGradients:
 def for_use(
     parameter: nn.Parameter, name: str, group: Group, partials: PartialGradients | None
 ) -> torch.Tensor:
-    """A parameter for a forward in which its gradient is partial over ``group``, if it gets one."""
+    """Return a parameter for a forward; its gradient, if any, is partial over ``group``."""
     if group.size == 1 or partials is None or not parameter.requires_grad:
         return parameter
     return partials.catch(parameter, name, group)
 
 
 class UsedInParts:
-    """Forward hooks of a plain module that all ranks hold alike, each for a part of the input.
+    """Forward hooks of a replicated plain module that each rank uses for a part of the input.
 
-    For example of a norm of single heads, which the ranks have cut. While its own forward runs, the
-    module finds its parameters as :func:`for_use` gives them.
+    For example of a norm of single heads, which are sharded over the ranks. While its own forward
+    runs, the module finds its parameters as :func:`for_use` gives them.
 
     Args:
         path: of the module in the model, with which the logical names of its parameters begin.
@@ -252,13 +257,13 @@ class UsedInParts:
         self.path, self.group = path, group
 
     def attach(self, module: nn.Module, partials: PartialGradients) -> None:
-        """From now on ``partials`` sums the gradients of ``module``."""
+        """Let ``partials`` sum the gradients of ``module`` from now on."""
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
         module.used_in_parts, module.partials = self, partials
 
     def names(self, module: nn.Module) -> list[str]:
-        """The logical names of the parameters."""
+        """Return the logical names of the parameters of ``module``."""
         return [f"{self.path}.{attribute}" for attribute in module._parameters]
 
     def _before(self, module: nn.Module, args: Any) -> None:
@@ -273,7 +278,7 @@ class UsedInParts:
 
 
 def _average(gradients: list[torch.Tensor], group: Group) -> None:
-    """In place. What earlier backwards have averaged is equal on all ranks and stays as it is."""
+    """Average gradients over ``group``, in place; gradients that are equal on all ranks stay."""
     if not gradients:
         return
     flat = ops.reduce_from_region(_flat(gradients), group) / group.size
@@ -283,7 +288,7 @@ def _average(gradients: list[torch.Tensor], group: Group) -> None:
 
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """All of them in one, in fp32 or wider."""
+    """Return tensors as one flat tensor, in fp64 if one of them is, else in fp32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
     return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Linear modules whose weight is cut over the ranks, by rows or by columns."""
+"""Linear modules whose weight is sharded over the ranks, by rows or by columns."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ColumnParallelLinear(ShardedModule):
         return for_use(parameter, self.layouts[attribute].name, self.replicas, self.partials)
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias for a forward; gradients of replicated rows are summed."""
+        """Return weight and bias for a forward; gradients of replicated rows are summed."""
         return self._for_use("weight"), self._for_use("bias")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The training loss of a causal language model: of logits cut by vocabulary, and of a router."""
+"""The training loss of a causal model: of logits sharded by vocabulary, and of a router."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def causal_lm_loss(
     compared: Piece | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Next-token cross entropy, averaged over the valid tokens of all data-parallel ranks.
+    """Return the next-token cross entropy, averaged over the valid tokens of all dp ranks.
 
     Args:
         logits: [..., S, stop - start], this tp rank's columns of the vocabulary; with ``head`` the
@@ -90,7 +90,7 @@ def balance_loss(
     attention_mask: torch.Tensor | None,
     mesh: Mesh,
 ) -> torch.Tensor:
-    """This dp rank's share of the load balancing loss of the whole batch.
+    """Return this dp rank's share of the load balancing loss of the whole batch.
 
     E times the sum over the experts of (choices per token) times (mean probability), both over all
     layers and tokens of all dp ranks; one all-gather of E + 1 numbers over dp.
@@ -131,7 +131,7 @@ def balance_loss(
 
 
 def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: Piece | None) -> torch.Tensor:
-    """The valid tokens of all dp ranks, which must all be at the same kind of call."""
+    """Return the number of valid tokens of all dp ranks, which must all make the same call."""
     if mesh.dp_size == 1:
         return valid.sum()
     number = 0 if compared is None else compared.number() >> 16  # exact in fp64

@@ -1,4 +1,4 @@
-"""The experts of a mixture, dealt to the ranks of an expert-parallel group, and their router."""
+"""The experts of a mixture, sharded over an expert-parallel group, and their router."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class _Choice:
 
 
 class Routing:
-    """Chooses the experts of one layer: of equal scores the lower id, the same when recomputed.
+    """The choice of experts of one layer: of equal scores the lower id, the same when recomputed.
 
     Attributes:
         saves: whether choices are kept for a backward that recomputes the layer.
         choice: that of the forward that is running, if it is kept.
         select: (scores [T, E], top_k) -> [T, top_k]; ``force_routing`` puts another one here.
-        observer: is told the choices for each expert and the rows of this rank's own experts.
+        observer: gets the choices for each expert and the rows of this rank's own experts.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Routing:
 
     @property
     def forced(self) -> bool:
-        """Whether something else than the scores decides."""
+        """Return whether something else than the scores chooses the experts."""
         return self.select is not top_k_lowest
 
     def forward(self, router: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The router's own forward, which chooses by ``torch.topk``."""
+        """Run the router's own forward, whose ``torch.topk`` then takes the choices made here."""
         with _TopK(self._choose):
             return type(router).forward(router, *args, **kwargs)
 
@@ -91,7 +91,7 @@ class Routing:
         return self.choice.expert_ids
 
     def planned(self, plan: ExchangePlan, rank: int) -> None:
-        """Take note of where the rows of the forward that is running go; of this ep rank."""
+        """Record the exchange plan of the forward that is running, as ep rank ``rank`` sees it."""
         if self.choice is not None:
             self.choice.plan = plan
         if self.observer is not None:
@@ -99,9 +99,9 @@ class Routing:
 
 
 def _nearest(choices: Sequence[_Choice], scores: torch.Tensor) -> _Choice | None:
-    """The choice that was made by these scores, or by some that differ in rounding.
+    """Return the choice made by these scores, or by scores that differ in rounding, or None.
 
-    There are several where torch was seeded alike for several forwards.
+    There are several where torch had the same seed for several forwards.
     """
     fitting = [choice for choice in choices if len(choice.expert_ids) == len(scores)]
     if len(fitting) < 2:
@@ -110,7 +110,7 @@ def _nearest(choices: Sequence[_Choice], scores: torch.Tensor) -> _Choice | None
 
 
 def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The indices of the largest scores, largest first; of equal ones the lower index first.
+    """Return the indices of the largest scores, largest first; of equal ones the lower first.
 
     Args:
         scores: [T, E].
@@ -131,7 +131,7 @@ def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 class _TopK(TorchFunctionMode):
-    """Inside, ``torch.topk`` of each row takes the indices that ``choose`` gives."""
+    """A context in which ``torch.topk`` takes, in each row, the indices that ``choose`` gives."""
 
     def __init__(self, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _TopK(TorchFunctionMode):
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a tensor of experts: ``scale`` times ``lora_b lora_a`` of each.
+    """The product that an adapter adds to each expert's matrix: ``scale * lora_b lora_a``.
 
     Attributes:
         lora_a: [e, r, in], of this rank's experts.
@@ -173,7 +173,7 @@ class ExpertParallelExperts(ShardedModule):
     Args:
         gate_up_proj: [e, 2 I, H], of this rank's e experts; gate before up.
         down_proj: [e, H, I].
-        layouts: of ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I], cut along dimension 0
+        layouts: of ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I], sharded along dim 0
             into one range a rank, which may be empty.
         act_fn: between the two.
         group: the expert-parallel group; each of its ranks brings tokens of its own.
@@ -226,7 +226,7 @@ class ExpertParallelExperts(ShardedModule):
         group: Group | dist.ProcessGroup,
         act_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> ExpertParallelExperts:
-        """Deal the experts of a plain module, which every rank of a group holds, to its ranks.
+        """Shard the experts of a plain module, which every rank of a group holds, over its ranks.
 
         The gradient of an expert is the sum over the tokens of all ranks. Where each rank divides
         its loss by its own number of tokens, divide it by the size of the group as well.
@@ -280,7 +280,7 @@ class ExpertParallelExperts(ShardedModule):
         return ops.moe_combine(rows, origins, route, plan, self.group)
 
     def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The activation times the weights of the rows, which cost least there."""
+        """Return the gated activation times the weights of the rows, which cost least there."""
         if isinstance(self.act_fn, nn.SiLU) or type(self.act_fn).__name__ == "SiLUActivation":
             return ops.moe_gated_silu(gate_up, weights)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -311,7 +311,7 @@ class ExpertParallelExperts(ShardedModule):
         weights: torch.Tensor,
         low_ranks: list[int],
     ) -> tuple[RoutePlan, ExchangePlan]:
-        """Where the rows go, and how many; that of the first forward, if it is kept."""
+        """Return where the rows go, and how many, as in the first forward if that was kept."""
         failure, route = None, None
         row_bytes = tokens.size(-1) * tokens.element_size()
         try:
@@ -342,7 +342,7 @@ class ExpertParallelExperts(ShardedModule):
         weights: torch.Tensor,
         failure: Exception | None,
     ) -> list[int]:
-        """What must be equal on all ranks, as numbers, and whether this one has failed."""
+        """Return as numbers whether this rank has failed, and what must be equal on all ranks."""
         dtype = _DTYPES.index(tokens.dtype) if tokens.dtype in _DTYPES else -1
         grads = 2 * tokens.requires_grad + weights.requires_grad if torch.is_grad_enabled() else 4
         return [int(failure is not None), tokens.size(-1), choices.size(-1), dtype, grads]
@@ -350,7 +350,7 @@ class ExpertParallelExperts(ShardedModule):
     def _exchange_plan(
         self, counts: torch.Tensor, header: list[int], failure: Exception | None
     ) -> ExchangePlan:
-        """Every rank's counts, read by the host once."""
+        """Gather every rank's counts, read by the host once, and return this rank's plan."""
         size = self.group.size
         message = torch.cat([counts.new_tensor(header), counts])
         width = message.numel()

@@ -1,4 +1,4 @@
-"""What several ranks hold of a model must be the same bits on all of them: drift is noticed."""
+"""Notice drift: shards that several ranks hold must be the same bits on all of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAUSES = (
 
 @lru_cache(maxsize=256)
 def _first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
-    """For each rank the lowest one of the job that holds the same shard."""
+    """Return for each rank of a job the lowest rank that holds the same shard."""
     return tuple(layout.holders(rank)[0] for rank in range(world_size))
 
 
@@ -45,7 +45,7 @@ def first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
 
 
 def compare(shards: Mapping[str, tuple[torch.Tensor, TensorLayout]], mesh: Mesh, what: str) -> None:
-    """Raise unless tensors are equal on all ranks that hold the same of them; every rank calls it.
+    """Raise unless shards are equal on all ranks that hold the same one; every rank calls it.
 
     Args:
         shards: by name what this rank holds, and where the full tensor lies; the same names in one
@@ -90,7 +90,7 @@ def _raise(
 
 
 def drift(name: str, first: int, rank: int) -> str:
-    """The words for a parameter of which two ranks must hold the same, and do not."""
+    """Return the error text for a parameter that must be equal on two ranks, and differs."""
     return (
         f"{name} differs between ranks {first} and {rank}, which must hold the same: replicas have "
         f"drifted apart. Likely causes: {CAUSES}. px.check_replicas(model) compares all"
@@ -117,14 +117,14 @@ class Piece(NamedTuple):
         return int(content_digest(self.values), 16)
 
     def check(self, numbers: Sequence[object], what: str) -> None:
-        """Raise where ranks that must hold the same do not.
+        """Raise if ranks that must hold equal values have different numbers of them.
 
         Args:
             numbers: of each rank of the group, what it has made of :meth:`number`.
             what: the ranks are doing, for the error.
 
         Raises:
-            DisagreementError: they do not.
+            DisagreementError: the values of two such ranks differ.
         """
         for place, first in enumerate(self.holders):
             if numbers[place] != numbers[first]:
@@ -133,7 +133,7 @@ class Piece(NamedTuple):
 
 
 class Turn:
-    """Takes one parameter after another that several ranks of a group hold, and begins again.
+    """A cycle through the parameters that several ranks of a group hold, in pieces of 1 MiB.
 
     One pass over a model takes as many calls as it has such parameters; one of more than 1 MiB
     takes a call for each.
@@ -152,7 +152,7 @@ class Turn:
         return Turn(self._ranks, self._world_size)
 
     def now(self, model: nn.Module) -> Piece | None:
-        """Return what is compared now; None where no two ranks of the group hold the same."""
+        """Return the piece to compare now; None if no two ranks of the group share a shard."""
         if self._now is None:
             self._now = next(self._pieces, None)
         if self._now is None:
@@ -161,7 +161,7 @@ class Turn:
         return None if self._now is None else self._now()
 
     def done(self) -> None:
-        """Go on to the next; called by all ranks of the group, when they have compared."""
+        """Move to the next piece; all ranks of the group call it, when they have compared."""
         self._now = None
 
     def _pass_over(self, model: nn.Module) -> Iterator[Callable[[], Piece]]:

@@ -1,4 +1,4 @@
-"""What one rank's forwards have routed: integers, added up until somebody takes them."""
+"""Counts of what one rank's forwards have routed, added up until they are taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXCHANGES = (
 
 
 def _traffic() -> tuple[int, int]:
-    """Bytes that this process has sent in exchanges of rows, and microseconds in them."""
+    """Return the bytes that this process has sent in exchanges of rows, and their microseconds."""
     counts = _C.collective_counts()
     return tuple(
         sum(counts.get(f"{op}/{what}", 0) for op in _EXCHANGES) for what in ("bytes", "us")
@@ -27,15 +27,16 @@ def _traffic() -> tuple[int, int]:
 
 
 def _since(before: tuple[int, int]) -> tuple[int, int]:
-    """The traffic since then; a counter that was reset meanwhile began again at 0."""
+    """Return the traffic since ``before``; a counter that was reset meanwhile began again at 0."""
     pairs = zip(_traffic(), before, strict=True)
     return tuple(now - then if now >= then else now for now, then in pairs)
 
 
 class RoutingCounter:
-    """Counts for ``RoutingMetrics`` what the layers of one rank do in training; never waits.
+    """A counter, for ``RoutingMetrics``, of what the layers of one rank route in training.
 
-    A forward that a backward recomputes has been counted before; what it sends once more has not.
+    It never waits. A forward that a backward recomputes has been counted
+    before; what it sends again has not.
 
     Args:
         num_layers: with a mixture of experts.
@@ -53,7 +54,7 @@ class RoutingCounter:
         return None  # nobody asks for the counts of a copy
 
     def observer(self, layer: int) -> partial[None]:
-        """What the routing of this layer shall call in each forward."""
+        """Return the function that the routing of a layer calls in each forward."""
         return partial(self._add, layer)
 
     def _add(self, layer: int, choices: Sequence[int], rows: int) -> None:
@@ -67,7 +68,7 @@ class RoutingCounter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, nothing counts."""
+        """Let forwards inside the context not count."""
         outermost, before = not self._is_aside, _traffic()
         self._is_aside = True
         try:
@@ -79,7 +80,7 @@ class RoutingCounter:
                 self._traffic_aside = tuple(a + b for a, b in pairs)
 
     def take(self) -> list[int]:
-        """The counts since the last call, of equal length on every rank; starts anew.
+        """Return the counts since the last call, of equal length on every rank, and reset them.
 
         Returns:
             [most rows of this rank's experts in one layer of one forward, ever;

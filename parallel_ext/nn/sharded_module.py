@@ -1,4 +1,4 @@
-"""What all modules with cut parameters share: their layouts, and loading into them."""
+"""The base of all modules with sharded parameters: their layouts, and loading into them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel_ext.sharding.slices import like, local_part, take
 
 
 class ShardedModule(nn.Module):
-    """A module some of whose parameters are cut over the ranks of a group.
+    """A module some of whose parameters are sharded over the ranks of a group.
 
     Attributes:
         layouts: attribute name of a parameter -> where its logical tensor lives.
-        group: the ranks that one copy is cut over, and which of them this process is: the
+        group: the ranks that one copy is sharded over, and which of them this process is: the
             tensor-parallel group, or for experts the expert-parallel one.
     """
 
@@ -31,7 +31,7 @@ class ShardedModule(nn.Module):
         self.group = group
 
     def places(self) -> dict[str, TensorLayout]:
-        """Attribute name of a parameter -> where it lies now, perhaps dealt to dp ranks by FSDP."""
+        """Return each parameter's current layout by attribute name, FSDP's sharding included."""
         return self.layouts | vars(self).get("dealt_layouts", {})
 
     def _save_to_state_dict(
@@ -54,7 +54,7 @@ class ShardedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Accept the full tensor, which is cut here, or exactly the local shard."""
+        """Load full tensors, which are sharded here, or exactly this rank's shards."""
         for attribute, layout in self.layouts.items():
             key = prefix + attribute
             if key not in state_dict:
@@ -121,14 +121,14 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of torch's checkpoi
 
 
 def _logical(name: str) -> str:
-    """The HuggingFace name of what has ``name`` in a model that may contain wrappers."""
+    """Return the HuggingFace name for ``name`` in a model that may contain wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
-    """Every parameter of ``model`` once, with its name in the model and its layout.
+    """Yield every parameter of ``model`` once, with its name in the model and its layout.
 
     A parameter of a plain module is replicated. Tied parameters come once, under their first name.
     Of a parameter that FSDP has sharded, the layout says which rows of it this rank has; its name
@@ -150,7 +150,7 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every buffer of ``model`` that files hold, with each of its names; it is replicated."""
+    """Yield every buffer of ``model`` that files hold, by each of its names; it is replicated."""
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module.named_buffers(recurse=False):
             if attribute not in module._non_persistent_buffers_set:

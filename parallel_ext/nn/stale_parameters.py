@@ -1,4 +1,4 @@
-"""Optimizers that hold parameters which a model has no more are refused when they step."""
+"""Refuse the steps of optimizers that hold parameters which a model no longer has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remember(parameter: nn.Parameter, name: str, reason: str) -> None:
-    """Say that a step on ``parameter`` would be lost.
+    """Mark ``parameter`` as replaced, so that :func:`refuse_stale` refuses steps on it.
 
     Args:
         parameter: what a model has held under ``name``.
@@ -24,17 +24,17 @@ def remember(parameter: nn.Parameter, name: str, reason: str) -> None:
 
 
 def replaced_by(function: str) -> str:
-    """The reason for parameters that ``function`` has replaced."""
+    """Return the reason, for an error, why ``function`` has made a parameter stale."""
     return f"was built before {function} and still holds parameters that it replaced"
 
 
 def refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step on parameters of which :func:`remember` was told.
+    """Raise if an optimizer holds parameters that :func:`remember` has marked.
 
     A hook for ``register_optimizer_step_pre_hook``.
 
     Raises:
-        RuntimeError: there are some.
+        RuntimeError: it does; names them.
     """
     found = [
         _stale[parameter]

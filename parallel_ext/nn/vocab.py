@@ -1,4 +1,4 @@
-"""The modules whose parameters are cut by vocabulary: embedding and output head."""
+"""The modules whose parameters are sharded by vocabulary: embedding and output head."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
 
 @contextmanager
 def sharded_logits(keep: bool) -> Iterator[None]:
-    """Inside, a :class:`VocabParallelHead` returns its own columns instead of gathering.
+    """Let a :class:`VocabParallelHead` return its own columns, ungathered, inside the context.
 
-    A property of the call and not of the head: wrappers copy heads. Inside one that keeps them,
-    another changes nothing.
+    A property of the call and not of the head: wrappers copy heads. With ``keep=False`` it
+    changes nothing.
     """
     token = _keep_logits_sharded.set(keep or _keep_logits_sharded.get())
     try:
@@ -41,7 +41,7 @@ def sharded_logits(keep: bool) -> Iterator[None]:
 
 @dataclass
 class LossCall:
-    """What a forward with labels tells its head and its loss.
+    """The message from a forward with labels to its head and its loss.
 
     Attributes:
         fused: whether a :class:`VocabParallelHead` shall return the hidden states, for the loss to
@@ -61,7 +61,7 @@ class LossCall:
 
 @contextmanager
 def loss_call(call: LossCall) -> Iterator[None]:
-    """Inside, :func:`current_loss_call` is this one. A property of the call, as above."""
+    """Let :func:`current_loss_call` return ``call`` inside the context."""
     token = _loss_call.set(call)
     try:
         yield
@@ -70,7 +70,7 @@ def loss_call(call: LossCall) -> Iterator[None]:
 
 
 def current_loss_call() -> LossCall | None:
-    """The forward that is running, if it is one of a model."""
+    """Return the :class:`LossCall` of the forward that is running, or None."""
     return _loss_call.get()
 
 
@@ -79,7 +79,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     Args:
         weight: [R, H], the rows of this rank.
-        layout: of the table, cut along dimension 0 into one range a rank.
+        layout: of the table, sharded along dimension 0 into one range a rank.
         padding_idx: global id whose row gets no gradient, or None.
         group: the tensor-parallel group.
         partials: sums the partial gradients of adapters.
@@ -121,7 +121,7 @@ class VocabParallelEmbedding(ShardedModule):
         return cls(shard_of(plain.weight, layout, group), layout, plain.padding_idx, group)
 
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
-        """Be of the size that ``layouts`` say; ``weight`` is this rank's part of it."""
+        """Take the sizes of the embedding from ``layouts``; ``weight`` is this rank's shard."""
         self.layouts = layouts
         rows = layouts["weight"]
         self.num_embeddings, self.embedding_dim = rows.shape
@@ -203,7 +203,7 @@ class VocabParallelHead(ShardedModule):
         return cls(weight, bias, layouts, group, None, tied)
 
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
-        """As that of :class:`VocabParallelEmbedding`."""
+        """Take the sizes of the head from ``layouts``; ``weight`` is this rank's shard."""
         self.layouts, rows = layouts, layouts["weight"]
         self.out_features, self.in_features = rows.shape
         ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
@@ -211,11 +211,11 @@ class VocabParallelHead(ShardedModule):
         self.sizes = [stop - start for start, stop in ranges]
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
-        """Let the hidden states begin what a backward collects."""
+        """Mark the hidden states, whose backward opens the sum of partial gradients."""
         return input if self.partials is None else self.partials.open_with(input)
 
     def leave(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits as the caller wants them: as they are, or gathered."""
+        """Return the logits gathered over the ranks, or as they are in ``sharded_logits(True)``."""
         if _keep_logits_sharded.get():
             return logits
         return ops.gather_from_region(logits, self.sizes, self.group)
