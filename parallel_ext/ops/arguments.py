@@ -1,4 +1,4 @@
-"""What is asked of the arguments of an op before C++ sees them."""
+"""Checks of the arguments of an op before C++ sees them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
-        """The handle of a live process group."""
+        """Return the handle of a live process group."""
         return cls(process_group.group_name, process_group.size(), process_group.rank())
 
 

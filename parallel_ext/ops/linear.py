@@ -1,4 +1,4 @@
-"""Linear layers whose weight is cut over the ranks, with and without adapter."""
+"""Linear layers whose weight is sharded over the ranks, with and without adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Dropout(NamedTuple):
 
     The random bits of an element are those of Philox4x32-10 for the counter of its global token and
     feature (``csrc/linear/dropout.cpp``), so the mask depends neither on how the input is
-    cut nor on what was drawn before.
+    sharded nor on what was drawn before.
 
     Attributes:
         p: probability of a zero, in [0, 1]; in effect the nearest multiple of 2^-16.
@@ -40,7 +40,7 @@ def column_linear(
     row_stride: int | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Linear layer of which a rank holds some output features (rows of the weight).
+    """Apply a linear layer of which each rank holds some output features (rows of the weight).
 
     Args:
         input: [..., K], replicated.
@@ -77,7 +77,7 @@ def row_linear(
     *,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Linear layer of which a rank holds some input features (columns of the weight).
+    """Apply a linear layer of which each rank holds some input features (weight columns).
 
     Args:
         input: [..., K], this rank's features of it (sharded).
@@ -114,18 +114,18 @@ def lora_linear(
     dropout: Dropout | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """A linear layer and its low-rank adapter in one.
+    """Apply a linear layer and its low-rank adapter in one.
 
     ``input weight^T + scale (dropout(input) lora_a^T) lora_b^T``: the adapter's part is added in
     the product of the base, and nothing but the input, the weights and [r, T] is kept for backward.
-    For a base cut by output features (rows of the weight) the group is ALONE: ``lora_a`` is
-    replicated, ``lora_b`` cut like the base, and the gradients of the input and of ``lora_a`` are
-    partial sums. For a base cut by input features the group is the tensor-parallel one: ``lora_a``
-    is cut like the base, ``lora_b`` replicated with a partial gradient, and both parts of the
-    output are summed in one all-reduce.
+    For a base sharded by output features (rows of the weight) the group is ALONE: ``lora_a`` is
+    replicated, ``lora_b`` sharded like the base, and the gradients of the input and of ``lora_a``
+    are partial sums. For a base sharded by input features the group is the tensor-parallel one:
+    ``lora_a`` is sharded like the base, ``lora_b`` replicated with a partial gradient, and
+    both parts of the output are summed in one all-reduce.
 
     Args:
-        input: [..., K], this rank's features where the base is cut by them.
+        input: [..., K], this rank's features where the base is sharded by them.
         weight: [F, K], this rank's part, same dtype as ``input``.
         lora_a: [r, K].
         lora_b: [F, r], same dtype as ``lora_a``; both enter the products in the input's dtype.

@@ -1,4 +1,4 @@
-"""Rows of a mixture of experts."""
+"""Ops on the rows of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel_ext.ops.group import ALONE, Group
 
 
 class RoutePlan(NamedTuple):
-    """Where the choices of T tokens, top_k each, go; int64.
+    """The slots and rows in which the choices of T tokens, top_k each, travel; int64.
 
     A *slot* is the place of a choice in the order of (expert, token, choice). A message to a rank
     has a row for each of its slots, or one for each of its tokens, in the order of their first
@@ -80,7 +80,7 @@ class ExchangePlan(NamedTuple):
     def of(
         cls, messages: Sequence[Sequence[int]], experts_per_rank: list[int], rank: int
     ) -> ExchangePlan:
-        """``rank``'s plan, where every rank's ``send`` is known.
+        """Build the plan of ``rank`` from the ``send`` of every rank.
 
         Raises:
             ValueError: a message is not one number for each expert and rank, or one is negative;
@@ -109,11 +109,11 @@ class ExchangePlan(NamedTuple):
         return cls(list(messages[rank]), sum(received, []), experts_per_rank)
 
     def choices_per_expert(self) -> list[int]:
-        """This rank's choices of each of the E experts."""
+        """Return how many choices of each of the E experts this rank's tokens made."""
         return self.send[: sum(self.experts_per_rank)]
 
     def rows_per_expert(self, rank: int) -> list[int]:
-        """Rows of each expert that ``rank``, whose plan this is, holds."""
+        """Return the number of rows of each expert on ``rank``, whose plan this must be."""
         own = self.experts_per_rank[rank]
         return [sum(self.receive[expert :: own + 1]) for expert in range(own)]
 
@@ -202,7 +202,7 @@ def moe_combine(
 
 
 def moe_gated_silu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, times the weight of each row.
+    """Compute ``silu(gate) * up``, times the weight of each row.
 
     Args:
         gate_up: [M, 2 I], floating point; gate before up.
@@ -229,7 +229,7 @@ def moe_linear(
     counts: Sequence[int],
     weight_grad_scale: float = 1.0,
 ) -> torch.Tensor:
-    """A linear layer of each expert on its own rows.
+    """Apply the linear layer of each expert to the expert's own rows.
 
     Args:
         rows: [N, K], floating point; the rows of one expert lie side by side.
@@ -263,7 +263,7 @@ def moe_lora_linear(
     scale: float = 1.0,
     weight_grad_scale: float = 1.0,
 ) -> torch.Tensor:
-    """A linear layer of each expert and its low-rank adapter in one, on the expert's own rows.
+    """Apply each expert's linear layer and its low-rank adapter in one to the expert's own rows.
 
     ``rows weight^T + scale (rows lora_a^T) lora_b^T``, each row by those of its expert: nothing of
     the size of ``weight`` is made, and nothing but the arguments and [N, r] is kept for backward.
@@ -303,7 +303,7 @@ def moe_lora_linear(
 def moe_take_tokens(
     input: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take this rank's share of the tokens that all ranks hold.
+    """Take this rank's share of the replicated tokens.
 
     Args:
         input: [T, H], floating point, replicated.
@@ -331,7 +331,7 @@ def moe_take_tokens(
 
 
 def moe_gather_tokens(slice: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
-    """Join the ranks' shares of the tokens.
+    """All-gather the ranks' shares of the tokens.
 
     Args:
         slice: [sizes[group.rank], H], floating point; this rank's rows.
@@ -339,7 +339,7 @@ def moe_gather_tokens(slice: torch.Tensor, sizes: Sequence[int], group: Group) -
         group: the tensor-parallel group.
 
     Returns:
-        [T, H], replicated; its gradient, which every rank holds whole, is cut to the own rows.
+        [T, H], replicated; its gradient, which every rank holds whole, is sliced to the own rows.
 
     Raises:
         TypeError, ValueError: dtype, shape or sizes do not fit.

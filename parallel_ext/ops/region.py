@@ -61,7 +61,7 @@ def copy_to_region(input: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_from_region(shard: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
-    """Join the ranks' columns; the border where sharded outputs become replicated.
+    """All-gather the ranks' columns; the border where sharded outputs become replicated.
 
     Args:
         shard: [..., sizes[group.rank]], any dtype; this rank's columns.
@@ -69,8 +69,8 @@ def gather_from_region(shard: torch.Tensor, sizes: Sequence[int], group: Group) 
         group: the ranks of the region, such as the tensor-parallel group.
 
     Returns:
-        [..., sum(sizes)], replicated; its gradient, which every rank holds whole, is cut to the
-        own columns.
+        [..., sum(sizes)], replicated; its gradient, which every rank holds whole, is sliced to
+        the own columns.
 
     Raises:
         ValueError: ``shard`` does not have this rank's columns, or the sizes are not one a rank.

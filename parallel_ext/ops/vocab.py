@@ -1,4 +1,4 @@
-"""Embedding of a vocabulary that is cut over the ranks, and choice of the next token."""
+"""Embedding of a vocabulary that is sharded over the ranks, and choice of the next token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vocab_embedding(
     sizes: Sequence[int] | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Look up rows of an embedding table that is cut by rows over the ranks.
+    """Look up rows of an embedding table whose rows are sharded over the ranks.
 
     Args:
         ids: [...], int64, replicated, in ``[0, vocab_size)``.
@@ -60,7 +60,7 @@ def vocab_embedding(
 def vocab_argmax(
     logits: torch.Tensor, vocab_size: int, vocab_range: Range, *, group: Group = ALONE
 ) -> torch.Tensor:
-    """The id of the largest logit of each row; the logits are never gathered.
+    """Return the id of the largest logit of each row, without gathering logits.
 
     Args:
         logits: [B, stop - start], this rank's columns, floating point.
@@ -104,7 +104,7 @@ def vocab_sample(
     The filters apply one after the other in the order of the arguments, and ids as probable as the
     last one that a filter keeps stay with it. Logits go by their fp32 value. The random number of
     an id is a function of ``seed``, ``step``, the number of the row and the id, so that the draws
-    are the same for every way to cut the vocabulary.
+    are the same for every way to shard the vocabulary.
 
     Args:
         logits: [B, stop - start], this rank's columns, floating point.

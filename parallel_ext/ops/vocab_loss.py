@@ -1,4 +1,4 @@
-"""Cross entropy of a vocabulary that is cut over the ranks, with the output head or without."""
+"""Cross entropy of a vocabulary that is sharded over the ranks, with or without output head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel_ext.ops.group import ALONE, Group, Range
 
 
 class VocabStatistics(NamedTuple):
-    """What :func:`vocab_cross_entropy_statistics` returns; None where not asked for."""
+    """The results of :func:`vocab_cross_entropy_statistics`; None where not asked for."""
 
     loss: torch.Tensor
     log_sum_exp: torch.Tensor | None
@@ -47,7 +47,7 @@ def vocab_cross_entropy(
     consume_logits: bool = False,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Cross entropy of logits that are cut by vocabulary; the logits are never gathered.
+    """Compute the cross entropy of logits sharded by vocabulary, without gathering logits.
 
     All is computed of ``z = softcap * tanh(logit_scale * logits / softcap)``, the names that torch
     has as torch computes them.
@@ -133,7 +133,7 @@ def vocab_cross_entropy_statistics(
     logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> VocabStatistics:
-    """:func:`vocab_cross_entropy`, and what else the same exchange can tell of each token.
+    """Compute :func:`vocab_cross_entropy` and statistics of each token in the same exchange.
 
     Args:
         log_sum_exp: whether to return it.
@@ -194,7 +194,7 @@ def linear_vocab_cross_entropy(
     logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Output head and :func:`vocab_cross_entropy` in one; of the logits only a tile exists.
+    """Compute output head and :func:`vocab_cross_entropy` in one; only a tile of logits exists.
 
     Args:
         input: [T, H], floating point, replicated hidden states.
@@ -215,7 +215,7 @@ def linear_vocab_cross_entropy(
         A head that is trained: for "mean" and "sum" the forward computes all gradients, tile by
         tile, in three GEMMs and with one all-gather a tile (1024 tokens, 4096 on a GPU); backward
         scales them. For "none", for fp16's "mean" and for a second backward the logits are made
-        once more.
+        again.
 
         A head without gradients (LoRA, probing): two GEMMs and one all-gather, for every reduction;
         with ``softcap`` as for a head that is trained.
@@ -274,10 +274,12 @@ def linear_vocab_cross_entropy_statistics(
     logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> VocabStatistics:
-    """:func:`linear_vocab_cross_entropy` with the statistics of
-    :func:`vocab_cross_entropy_statistics`, whose arguments and returns these are.
+    """Compute :func:`linear_vocab_cross_entropy` and statistics of each token.
 
-    A backward from a statistic makes the logits once more.
+    The statistics, and their arguments and returns, are those of
+    :func:`vocab_cross_entropy_statistics`.
+
+    A backward from a statistic makes the logits again.
 
     Example:
         >>> hidden, head = torch.zeros(1, 3), torch.eye(4, 3)
