@@ -21,11 +21,11 @@ Its table stands in :data:`TABLES` once that is imported.
 """
 
 PUBLISHED: dict[str, ModelTable] = {}
-"""By ``model_type`` as well: of a class with a name in :data:`OWN` that others publish."""
+"""By ``model_type`` as well: for classes with a name in :data:`OWN` that others publish."""
 
 
 def learn(config: Mapping[str, Any]) -> str | None:
-    """Import the code of the architecture that a ``config.json`` is of, if it is ours.
+    """Import the code for a ``config.json`` whose architecture is implemented in this package.
 
     Returns:
         Its ``model_type``, which published files do not always name; None if it is not ours.

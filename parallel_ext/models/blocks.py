@@ -1,4 +1,4 @@
-"""The blocks that models are made of: the names of their modules, and how a rank's part is cut."""
+"""The blocks that models are made of: the names of their modules, and how they are sharded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class AttentionNames:
     """The names of an attention whose projections are modules of their own.
 
     Attributes:
-        name: in the layer; its input is copied to the ranks, its heads are cut.
-        query, key, value: names in the attention; cut by output features, whole heads.
-        output: name in the attention; cut by input features.
+        name: in the layer; its input is copied to the ranks, its heads are sharded.
+        query, key, value: names in the attention; sharded by output features, whole heads.
+        output: name in the attention; sharded by input features.
         head_norms: names in the attention of the norms of single heads. All heads share the weights
             of one, which are replicated; each rank normalises its own heads.
     """
@@ -43,15 +43,15 @@ class AttentionNames:
     head_norms: tuple[str, ...] = ()
 
     def modules(self) -> tuple[str, ...]:
-        """Names, in the block, of all modules that are replaced or given a hook."""
+        """Return the names, in the block, of all modules that are replaced or given a hook."""
         return (self.query, self.key, self.value, self.output, *self.head_norms)
 
     def attributes(self) -> tuple[str, ...]:
-        """Attributes of the block that are read or changed."""
+        """Return the names of the block's attributes that are read or changed."""
         return ("head_dim", "num_key_value_groups")
 
     def layouts(self, path: str, shapes: Shapes, heads: AttentionHeads, head_dim: int) -> Layouts:
-        """Layouts of the cut parameters of the attention at ``path``."""
+        """Return the layouts of the sharded parameters of the attention at ``path``."""
         query, key_value = (
             tuple((start * head_dim, stop * head_dim) for start, stop in ranges)
             for ranges in (heads.query, heads.key_value)
@@ -72,16 +72,16 @@ class AttentionNames:
 
 @dataclass(frozen=True)
 class RegionNames:
-    """The names of a module whose first linears are cut by output features, its last ones by input.
+    """The names of a module whose first linears are sharded by output and last by input features.
 
     Attributes:
         name: of the module in the layer; or in the model, ``*`` standing for any number.
         inputs: name in the module -> how many equal tensors its weight joins: 3 for a fused query,
-            key and value. Each of them is cut.
+            key and value. Each of them is sharded.
         outputs: names in the module.
-        heads: attribute of the module, the number of its heads, which are cut whole; after the cut
-            it is that of the rank. None where features may be cut anywhere.
-        widths: further attributes of the module that are those of the rank after the cut.
+        heads: attribute of the module, the number of its heads, which are sharded whole; after
+            sharding it is that of the rank. None where features may be split anywhere.
+        widths: further attributes of the module that are those of the rank after sharding.
         forward: takes the place of the module's forward; None where that one does.
         entry: a module in this one whose output is what ``inputs`` read and is copied to the ranks;
             None where that is the input of the module itself.
@@ -99,15 +99,15 @@ class RegionNames:
     merges: bool = False
 
     def modules(self) -> tuple[str, ...]:
-        """Names, in the block, of all modules that are replaced or given a hook."""
+        """Return the names, in the block, of all modules that are replaced or given a hook."""
         return (*self.inputs, *self.outputs, *([self.entry] if self.entry else []))
 
     def attributes(self) -> tuple[str, ...]:
-        """Attributes of the block that are read or changed."""
+        """Return the names of the block's attributes that are read or changed."""
         return self.widths if self.heads is None else (self.heads, *self.widths)
 
     def layouts(self, path: str, shapes: Shapes, tp_size: int, num_heads: int | None) -> Layouts:
-        """Layouts of the cut parameters of the module at ``path``.
+        """Return the layouts of the sharded parameters of the module at ``path``.
 
         Raises:
             ValueError: a rank would hold a part of a head, or a bias would be summed.
@@ -140,7 +140,7 @@ class MixtureNames:
     Attributes:
         name: of the block in the layer.
         router, router_class: in the block; replicated. Returns logits, weights and expert ids.
-        experts, experts_class: in the block; its two parameters are dealt to the ep ranks.
+        experts, experts_class: in the block; its two parameters are sharded over the ep ranks.
         gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
         num_experts: attribute of the configuration.
         in_files: name of the block in files.
@@ -163,19 +163,19 @@ class MixtureNames:
     jitter: str | None = None
 
     def jitter_of(self, config: Any) -> float:
-        """The noise that ``config`` asks of the router in training."""
+        """Return the noise that ``config`` asks of the router in training, 0 if there is none."""
         return 0.0 if self.jitter is None else getattr(config, self.jitter)
 
     def modules(self) -> tuple[str, ...]:
-        """Names, in the block, of all modules that are replaced or given a hook."""
+        """Return the names, in the block, of all modules that are replaced or given a hook."""
         return (self.router, self.experts)
 
     def attributes(self) -> tuple[str, ...]:
-        """Attributes of the block that are read or changed."""
+        """Return the names of the block's attributes that are read or changed."""
         return ()
 
     def layouts(self, path: str, shapes: Shapes, ep_size: int) -> Layouts:
-        """Layouts of the experts of the block at ``path``.
+        """Return the layouts of the experts of the block at ``path``.
 
         Raises:
             ValueError: a rank would hold no expert.
@@ -193,7 +193,7 @@ class MixtureNames:
         return found
 
     def parts(self, path: str, shapes: Shapes) -> dict[str, tuple[Part, ...]]:
-        """Name of each parameter of the block at ``path`` -> the tensors of a file in it."""
+        """Map each parameter of the block at ``path`` to the tensors of files that it joins."""
         files = f"{path.removesuffix(self.name)}{self.in_files}"
         router = f"{path}.{self.router}.weight"
         box = tuple((0, size) for size in shapes[router])
@@ -221,18 +221,18 @@ Block = AttentionNames | RegionNames | MixtureNames
 
 
 def cut_rows(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
-    """Layouts of a linear, or a table, of which each rank holds a range of rows, bias included."""
+    """Return layouts of a linear or table whose rows are sharded by ranges, bias included."""
     weight = cut(f"{path}.weight", shapes[f"{path}.weight"], 0, ranges)
     return {weight.name: weight, **_bias_beside(weight, shapes)}
 
 
 def _cut_columns(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
-    """Of a linear of which each rank holds a range of columns; its bias is replicated."""
+    """Return layouts of a linear whose columns are sharded by ranges; its bias is replicated."""
     weight = cut(f"{path}.weight", shapes[f"{path}.weight"], 1, ranges)
     return {weight.name: weight}
 
 
 def _bias_beside(weight: TensorLayout, shapes: Shapes) -> Layouts:
-    """The bias belongs to the cut features."""
+    """Return the layout of the bias beside a sharded weight, or nothing without a bias."""
     name = weight.name.removesuffix("weight") + "bias"
     return {name: cut_like(weight, name, shapes[name])} if name in shapes else {}

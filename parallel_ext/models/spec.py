@@ -1,4 +1,4 @@
-"""What a model must look like to be spread over ranks, and how its parameters are cut."""
+"""The tables of architectures, and the layouts of parameters that follow from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModelTable:
 
     Attributes:
         model_type: ``config.model_type`` of the models that it describes.
-        embedding, head: paths from the model; cut by vocabulary.
+        embedding, head: paths from the model; sharded by vocabulary.
         layers: path of the list of decoder layers.
         attention: the first block of each decoder layer; None where ``regions`` say it.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
@@ -26,7 +26,7 @@ class ModelTable:
             layers look at; it is copied to the ranks there.
         towers: paths of further lists of layers, which data parallelism shards one by one.
         skips: path of a method of the model that may skip some of its modules: called with whether
-            a batch needs each of them, it returns whether they run. Dp ranks must answer alike.
+            a batch needs each of them, it returns whether they run. Equal on all dp ranks.
         unadapted: beginning of a path -> why no adapter goes on a module there, for errors.
         own_loss: whether the class computes the loss itself, of whole logits; labels are then kept
             from it.
@@ -47,7 +47,7 @@ class ModelTable:
     own_loss: bool = False
 
     def blocks(self, names: Collection[str]) -> dict[str, Block]:
-        """Path of every block of a model -> its names.
+        """Map the path of every block of a model to the names of its modules.
 
         Args:
             names: of the model's parameters.
@@ -68,7 +68,11 @@ class ModelTable:
         return found
 
     def modules(self, names: Collection[str]) -> tuple[str, ...]:
-        """Paths of all modules that are replaced or given a hook; the argument is as above."""
+        """Return the paths of all modules that are replaced or given a hook.
+
+        Args:
+            names: of the model's parameters.
+        """
         in_blocks = (
             path
             for block, kind in self.blocks(names).items()
@@ -78,7 +82,7 @@ class ModelTable:
 
 
 def _numbered(path: str, names: Collection[str]) -> list[str]:
-    """The paths for which ``path`` stands in a model with parameters of these ``names``.
+    """Return the paths for which ``path`` stands in a model with parameters of these ``names``.
 
     A ``*`` stands for each number that follows what is before it, whether or not there is then what
     is behind it.
@@ -93,7 +97,7 @@ def _numbered(path: str, names: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The numbers of a model that decide how it is cut.
+    """The numbers of a model that decide how it is sharded.
 
     Attributes:
         vocab_size: rows of embedding and head.
@@ -117,7 +121,7 @@ def plan(
     ep_size: int = 1,
     vocab_multiple_of: int = 1,
 ) -> ModelLayout:
-    """The layout of every parameter of a model.
+    """Compute the layout of every parameter of a model.
 
     A pure function of its arguments, so that every rank computes the same.
 
@@ -127,12 +131,12 @@ def plan(
             aliases may be left out.
         tied: alias -> the name of the tensor that it shares.
         sizes: from the configuration.
-        tp_size: ranks to cut for.
-        ep_size: ranks to deal the experts to.
+        tp_size: ranks to shard over.
+        ep_size: ranks to shard the experts over.
         vocab_multiple_of: boundaries between vocabulary shards are multiples of this.
 
     Returns:
-        Layouts of all names in ``shapes`` but the aliases; what no rule cuts is replicated.
+        Layouts of all names in ``shapes`` but the aliases; what no rule shards is replicated.
 
     Raises:
         ValueError: ``tp_size`` is larger than the attention heads can serve, or ``ep_size`` than

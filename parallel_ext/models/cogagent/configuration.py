@@ -109,7 +109,7 @@ class CogAgentConfig(PreTrainedConfig):
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of one image in the text: its patches between a begin and an end."""
+        """Return the number of tokens of one image: its patches, a begin and an end."""
         return _patches("vision_config.image_size", self.vision_config, "image_size") + 2
 
     def _check_sizes(self) -> None:

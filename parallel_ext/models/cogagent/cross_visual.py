@@ -15,9 +15,9 @@ ROTARY_BASE = 10000.0
 
 
 def grid_rotation(head_width: int, grid: int, pretrained_grid: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the patches of a grid: half of a head turns by row, half by column.
+    """Return cosine and sine for the patches of a grid.
 
-    Positions are scaled to the grid of pretraining.
+    Half of a head turns by row, half by column. Positions are scaled to the grid of pretraining.
 
     Returns:
         fp32 [grid * grid, head_width], twice.
@@ -33,7 +33,7 @@ def grid_rotation(head_width: int, grid: int, pretrained_grid: int) -> tuple[Ten
 
 
 class GridRotaryEmbedding(nn.Module):
-    """Turns the patches of an image by their place in it.
+    """The rotary embedding that turns the patches of an image by their place in it.
 
     The tower and each of its blocks have one, all equal, since the published files name each.
     """
@@ -81,7 +81,7 @@ class CrossVisionAttention(nn.Module):
         return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _turned(self, heads: Tensor) -> Tensor:
-        """The class token has no place in the image."""
+        """Turn the heads of all patches, but not of the class token, which has no place."""
         return torch.cat([heads[:, :, :1], self.rope(heads[:, :, 1:])], dim=2)
 
 
@@ -116,7 +116,7 @@ class CrossVisionBlock(nn.Module):
 
 
 class CrossPatchEmbedding(nn.Module):
-    """The patches of an image."""
+    """The embedding of the patches of an image."""
 
     def __init__(self, tower: dict[str, Any]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class CrossPatchEmbedding(nn.Module):
 
 
 class EVAVisionTransformer(nn.Module):
-    """The tower. Its last block, norm and head belong to the published files and are never run."""
+    """The tower, EVA2-CLIP-L; its last block, norm and head are in the files but never run."""
 
     def __init__(self, config: CogAgentConfig) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class EVAVisionTransformer(nn.Module):
         self.head = nn.Linear(width, tower["embed_dim"])
 
     def forward(self, images: Tensor) -> Tensor:
-        """[N, 3, H, W] to the features of the patches behind the class token, [N, 1 + S, width]."""
+        """Compute the features of images [N, 3, H, W], class token first: [N, 1 + S, width]."""
         patches = self.patch_embed(images)
         hidden = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         hidden = hidden + self.pos_embed
@@ -157,7 +157,7 @@ class EVAVisionTransformer(nn.Module):
 
 
 class Eva2LargeEncoder(nn.Module):
-    """Holds the tower under the name of the published files."""
+    """The tower, under the name that it has in the published files."""
 
     def __init__(self, config: CogAgentConfig) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Eva2LargeEncoder(nn.Module):
 
 
 class CrossVisionModel(nn.Module):
-    """What the cross attention looks at: the patches of a high-resolution image, with positions."""
+    """The encoder of high-resolution images whose patches the cross attention looks at."""
 
     def __init__(self, config: CogAgentConfig) -> None:
         super().__init__()
@@ -177,5 +177,5 @@ class CrossVisionModel(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(patches, config.cross_hidden_size))
 
     def forward(self, images: Tensor) -> Tensor:
-        """[N, 3, H, W] to [N, S, cross_hidden_size]."""
+        """Encode images [N, 3, H, W] as [N, S, cross_hidden_size], positions added."""
         return self.vit(images) + self.pos_embed

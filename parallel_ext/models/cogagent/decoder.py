@@ -2,7 +2,7 @@
 
 ``self_attn``, ``cross_attn`` and ``mlp`` each take one tensor that they read through linear layers
 only, and return one tensor that is linear in their last layers, which have no bias. Where these
-layers are cut over ranks, the outputs of both experts are summed over the ranks once, merged.
+layers are sharded over ranks, the outputs of both experts are summed over the ranks once, merged.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class CogAgentRMSNorm(nn.Module):
 
 
 def rotary_frequencies(head_dim: int) -> Tensor:
-    """The angle of each pair of a head at position 1: fp32 [head_dim / 2]."""
+    """Return the angle of each pair of a head at position 1: fp32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / ROTARY_BASE**exponents
 
 
 class CogAgentRotaryEmbedding(nn.Module):
-    """Cosine and sine of the positions.
+    """The rotary embedding of CogAgent's decoder: cosine and sine of the positions.
 
     The frequencies are those of ``inv_freq``, as in the published code: a file of half precision
     holds them rounded. The angles are taken in fp32; the published code takes them in the type of
@@ -54,7 +54,7 @@ class CogAgentRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", rotary_frequencies(head_dim))
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, L] to cosine and sine, fp32 [B, 1, L, head_dim]."""
+        """Return cosine and sine for positions [B, L], fp32 [B, 1, L, head_dim] each."""
         angles = position_ids[:, None, :, None].float() * self.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
@@ -70,7 +70,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def expert_query_key_value(
     attention: nn.Module, hidden: Tensor, route: TokenRoute
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of every token by its expert, [B, heads, L, head_dim] each."""
+    """Compute every token's query, key and value by its expert, [B, heads, L, head_dim] each."""
     vision, language = route.split(hidden)
     fused = route.merge(
         attention.vision_expert_query_key_value(vision),
@@ -83,7 +83,7 @@ def expert_query_key_value(
 
 
 def expert_output(attention: nn.Module, context: Tensor, route: TokenRoute) -> Tensor:
-    """What the experts make of the context of their tokens, [B, heads, L, head_dim]: [B, L, H]."""
+    """Project the context of every token, [B, heads, L, head_dim], by its expert: [B, L, H]."""
     vision, language = route.split(context.transpose(1, 2).flatten(2))
     return route.merge(
         attention.vision_expert_dense(vision), attention.language_expert_dense(language)
@@ -124,7 +124,7 @@ class VisionExpertAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every token looks at the whole high-resolution image of its row; no rotary, not causal."""
+    """Attention of every token to the whole high-resolution image of its row; not causal."""
 
     def __init__(self, config: CogAgentConfig, layer_index: int) -> None:
         super().__init__()
@@ -139,7 +139,10 @@ class CrossAttention(nn.Module):
     def forward(
         self, hidden: Tensor, encoded: Tensor | None, cache: EncoderDecoderCache | None
     ) -> Tensor:
-        """``encoded``: [B, S, cross_hidden_size], or None where ``cache`` holds keys and values."""
+        """Attend from ``hidden`` to ``encoded``, [B, S, cross_hidden_size].
+
+        ``encoded`` is None where ``cache`` holds its keys and values.
+        """
         query = self.query(hidden).unflatten(-1, (self.num_heads, self.cross_head_dim))
         key, value = self._key_value(encoded, cache)
         context = F.scaled_dot_product_attention(query.transpose(1, 2), key, value)

@@ -17,7 +17,7 @@ Images = Tensor | Sequence[Sequence[Tensor]]
 def stacked_images(
     name: str, images: Images | None, rows: int, size: int
 ) -> tuple[Tensor | None, list[int]]:
-    """All images of a batch in one tensor, and how many of them each row has.
+    """Stack all images of a batch into one tensor, and count the images of each row.
 
     Args:
         name: of the argument, for errors.
@@ -131,7 +131,7 @@ def check_positions(position_ids: Tensor, rows: int, length: int) -> None:
 
 
 def as_cache(past_key_values: Cache | None, use_cache: bool) -> EncoderDecoderCache | None:
-    """The cache of self attention and cross attention that this call reads and fills.
+    """Return the cache of self and cross attention that this call reads and fills, if any.
 
     Raises:
         ValueError: a cache that cannot hold, or does not hold, the keys of the cross attention.
@@ -151,7 +151,7 @@ def as_cache(past_key_values: Cache | None, use_cache: bool) -> EncoderDecoderCa
 def attention_mask_of(
     attention_mask: Tensor | None, query_length: int, key_length: int, device: torch.device
 ) -> Tensor | None:
-    """Which keys each token sees: those before it that are not padding, and itself.
+    """Return a mask of the keys that each token sees: earlier ones but padding, and itself.
 
     Returns:
         bool [B or 1, 1, query_length, key_length], or None where the plain causal mask says it all.

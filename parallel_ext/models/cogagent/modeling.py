@@ -41,7 +41,7 @@ from parallel_ext.models.cogagent.visual import EVA2CLIPModel, PatchEmbedding
 
 
 class CogAgentPreTrainedModel(PreTrainedModel):
-    """What the models of this folder share."""
+    """The base class of the CogAgent models."""
 
     config_class = CogAgentConfig
     base_model_prefix = "model"
@@ -117,7 +117,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of the tokens; the arguments are those of :class:`CogAgentForCausalLM`."""
+        """Compute the hidden states; the arguments are those of :class:`CogAgentForCausalLM`."""
         _refuse_recordings(kwargs, self.config)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("CogAgent: give one of input_ids and inputs_embeds, not both")
@@ -162,7 +162,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         )
 
     def towers_run(self, low: bool, high: bool) -> tuple[bool, bool]:
-        """Whether this forward runs the towers: by whether it has images of either resolution.
+        """Return whether this forward runs the low and high tower: where it has such images.
 
         Data parallelism puts another answer in its place: yes where any rank has them, so that all
         ranks have gradients of the same parameters.
@@ -176,7 +176,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         images: Images | None,
         cross_images: Images | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The embeddings with the images in their places, and what the cross attention looks at."""
+        """Return the embeddings with the images in their places, and those for cross attention."""
         config, rows = self.config, len(inputs_embeds)
         sizes = config.vision_config["image_size"], config.cross_image_size
         low, counts = stacked_images("images", images, rows, sizes[0])
@@ -241,7 +241,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the tokens, and their loss where there are labels.
+        """Compute the logits of the tokens, and their loss where there are labels.
 
         Args:
             input_ids: int64 [B, L]; what stands at the tokens of an image is not read.
@@ -292,13 +292,13 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """The model makes its own cache, which also holds the keys of the cross attention."""
+        """Return False: the model makes its own cache, with the keys of the cross attention."""
         return False
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Where no mask is given, padding is found by its id, which image tokens may hold too."""
+        """Infer a mask from the padding id, but never mask image tokens, which may hold that id."""
         mask = super()._prepare_attention_mask_for_generation(
             inputs_tensor, generation_config, model_kwargs
         )
@@ -311,7 +311,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """The tokens of an image share a position; what is generated counts on from the last."""
+        """Return positions, shared by the tokens of an image; generated ones count from the last."""
         types, mask = model_kwargs.get("token_type_ids"), model_kwargs.get("attention_mask")
         cache = model_kwargs.get("past_key_values")
         past = cache.get_seq_length() if cache is not None else 0
@@ -328,7 +328,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """What is generated is text, also behind a prompt that ends with an image."""
+        """Update the arguments after a step; generated tokens are text, also behind an image."""
         types = model_kwargs.get("token_type_ids")
         model_kwargs = super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, *args, **kwargs
@@ -340,7 +340,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, past_key_values: Cache | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Images only until a cache has read them."""
+        """Prepare the inputs of one step; images are passed only until a cache has read them."""
         cached = past_key_values is not None and past_key_values.get_seq_length() > 0
         if not cached and kwargs.get("inputs_embeds") is None:
             # A row that waits for other ranks gets no tokens any more, but a longer mask.
@@ -357,7 +357,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Beams: lists of images are repeated as tensors are."""
+        """Repeat the inputs for beams, lists of images as well as tensors."""
         for name in ("images", "cross_images"):
             if isinstance(kwargs.get(name), (list, tuple)):
                 kwargs[name] = [row for row in kwargs[name] for _ in range(expand_size)]

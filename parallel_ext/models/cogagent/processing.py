@@ -118,7 +118,7 @@ class CogAgentProcessor:
         max_length: int | None = None,
         **kwargs: Any,
     ) -> CogAgentProcessor:
-        """The processor of a folder that holds a model and its tokenizer; also by AutoProcessor.
+        """Build the processor of a folder with a model and its tokenizer, as AutoProcessor does.
 
         Args:
             path: a folder, or a name on the hub.
@@ -138,7 +138,7 @@ class CogAgentProcessor:
         self.tokenizer.save_pretrained(path, **kwargs)
 
     def __call__(self, conversations: Conversation | Sequence[Conversation]) -> BatchFeature:
-        """The inputs of a batch, for ``model(**batch)`` and ``model.generate(**batch)``.
+        """Build the inputs of a batch, for ``model(**batch)`` and ``model.generate(**batch)``.
 
         Args:
             conversations: one, or a list of B. All of them have an answer, or none has.
@@ -224,7 +224,7 @@ class _Row:
 
 
 def pixels_of(image: Image, size: int) -> Tensor:
-    """An image as a tower reads it: squeezed into a square, bicubic, normalised as CLIP's.
+    """Return an image as a tower reads it: a bicubic square, normalised as CLIP's.
 
     Nothing is cut off, and nothing added to keep its proportions. An alpha channel is dropped.
 
@@ -253,7 +253,7 @@ def pixels_of(image: Image, size: int) -> Tensor:
 
 
 def _images_of(row: int, one: Conversation) -> list[Image]:
-    """The images of a conversation, whose fields are checked here."""
+    """Return the images of a conversation, and check its fields."""
     _check_type(f"row {row}", one, Conversation, "a Conversation")
     _check_type(f"query of row {row}", one.query, str, "a string")
     _check_type(f"answer of row {row}", one.answer, (str, type(None)), "a string or None")
@@ -278,7 +278,7 @@ def _images_of(row: int, one: Conversation) -> list[Image]:
 
 
 def _pillow() -> ModuleType:
-    """PIL.Image, looked up when an image comes: text needs none of it."""
+    """Import PIL.Image, which is needed only for images, and return it."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How the class is cut that CogAgent's authors publish, which users may have as remote code.
+"""The sharding of the class that CogAgent's authors publish, which users may load as remote code.
 
 Its names, shapes and order of computation are those of ours. The self attention counts on whole
 widths in its forward, so another one takes its place; the cross attention reads widths that can be
@@ -28,7 +28,7 @@ def expert_attention(
     output_attentions: bool = False,
     use_cache: bool = False,
 ) -> tuple[Tensor, None, tuple[Tensor, Tensor] | None]:
-    """The forward of the published ``VisionExpertAttention``, for any number of heads.
+    """Run the forward of the published ``VisionExpertAttention``, for any number of heads.
 
     Args:
         self: the published module; its ``num_heads`` are this rank's.
@@ -57,9 +57,9 @@ def expert_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention with the published masks, which hide keys by the most negative finite number.
+    """Compute attention with the published masks, which hide keys by the most negative number.
 
-    A token of padding sees nothing but such keys, all alike. The fused kernels take that for large
+    A token of padding sees nothing but such keys, all equal. The fused kernels take that for large
     scores, whose softmax they cannot repeat in backward.
     """
     length, seen = query.shape[2], key.shape[2]

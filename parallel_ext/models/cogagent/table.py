@@ -1,9 +1,9 @@
-"""How CogAgent is cut over ranks; each output that is summed is summed once.
+"""The sharding of CogAgent over ranks; each output that is summed is summed once.
 
-The decoder's heads and both experts' features are cut, and those of the tower of the low-resolution
-image with its adapter. The tower of the high-resolution image is whole on every rank: its norms lie
-between linears that would be cut, and go over what would be cut, 2730 features in the published
-model.
+The decoder's heads and both experts' features are sharded, and those of the tower of the
+low-resolution image with its adapter. The tower of the high-resolution image is replicated: its
+norms lie between linears that would be sharded, and go over what would be sharded, 2730 features in
+the published model.
 """
 
 from parallel_ext.models.blocks import RegionNames

@@ -1,4 +1,4 @@
-"""How a question, and what was said before it, is written for each published checkpoint."""
+"""The prompt of a question, and of what was said before it, for each published checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """What stands around questions and answers.
+    """The text around questions and answers.
 
     Attributes:
         start: before the first question.
@@ -35,7 +35,7 @@ the image; so here. "base" adds nothing, for prompts of any other form."""
 def prompt_of(
     query: str, history: Sequence[tuple[str, str]] = (), template_version: str = "chat"
 ) -> str:
-    """The text of a question as the published code writes it.
+    """Return the prompt for a question as the published code writes it.
 
     Args:
         query: the question.

@@ -1,4 +1,4 @@
-"""What the type of a token decides: its expert and its position."""
+"""The expert and the position of each token, as its type decides them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VISION = 1
 
 
 def vision_expert_mask(token_type_ids: Tensor) -> Tensor:
-    """Which tokens go to the vision expert: tokens of an image that another one follows.
+    """Return a mask of the vision expert's tokens: image tokens that another one follows.
 
     The last token of a run of image tokens, and the last token of a row, go to the language expert.
 
@@ -33,7 +33,7 @@ def vision_expert_mask(token_type_ids: Tensor) -> Tensor:
 
 
 def build_position_ids(token_type_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Rotary positions: what lies between the begin and the end of an image shares one.
+    """Return rotary positions, one for all that lies between begin and end of an image.
 
     Padding moves no position on; to the left of the text it lies at position 0.
 
@@ -86,14 +86,14 @@ class TokenRoute:
 
     @classmethod
     def of(cls, token_type_ids: Tensor) -> TokenRoute:
-        """The route of ``token_type_ids``, int64 [B, L]."""
+        """Compute the route of the tokens with ``token_type_ids``, int64 [B, L]."""
         is_language = ~vision_expert_mask(token_type_ids).flatten()
         order = is_language.long().argsort(stable=True)
         num_vision = is_language.numel() - int(is_language.sum())
         return cls(order, order.argsort(), num_vision, tuple(token_type_ids.shape))
 
     def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, L, H] to the rows of the vision expert and those of the language expert.
+        """Split [B, L, H] into the rows of the vision expert and those of the language expert.
 
         Either may have no rows: its expert runs all the same, and its gradient is zero, not None.
         """
@@ -101,6 +101,6 @@ class TokenRoute:
         return rows[: self.num_vision], rows[self.num_vision :]
 
     def merge(self, vision: Tensor, language: Tensor) -> Tensor:
-        """What both experts gave for their rows, back in the order of the tokens: [B, L, N]."""
+        """Merge both experts' rows in the order of the tokens: [B, L, N]."""
         merged = torch.cat([vision, language]).index_select(0, self.places)
         return merged.view(*self.shape, -1)

@@ -107,7 +107,7 @@ class GLU(nn.Module):
 
 
 class EVA2CLIPModel(nn.Module):
-    """What a low-resolution image becomes in the text: a begin, its patches, an end."""
+    """The encoder of low-resolution images as tokens: a begin, the patches, an end."""
 
     def __init__(self, config: CogAgentConfig) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class EVA2CLIPModel(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """[N, 3, H, W] to [N, config.image_tokens, hidden_size]."""
+        """Encode images [N, 3, H, W] as [N, config.image_tokens, hidden_size]."""
         features = self.transformer(self.patch_embedding(images))[:, 1:]
         features = self.linear_proj(features + self.pos_embed)
         begin, end = (edge.expand(len(images), -1, -1) for edge in (self.boi, self.eoi))
