@@ -75,7 +75,7 @@ class Adafactor(torch.optim.Adafactor):
         return {**super().__getstate__(), "_model": self._model}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the parameters must be the model's."""
+        """Add a group of parameters, as in torch; they must be the model's."""
         super().add_param_group(param_group)
         to_shards(self._model)
         known = {id(parameter) for parameter in self._model.parameters()}
@@ -86,7 +86,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; every rank calls it.
+        """Update the parameters by one step; every rank calls it.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -125,7 +125,7 @@ class Adafactor(torch.optim.Adafactor):
         return loss
 
     def _tensors(self, rank: int) -> Iterator[_Tensor]:
-        """What there may be to train, in the order of the groups."""
+        """Yield the parameters that may have to be trained, in the order of the groups."""
         to_shards(self._model)
         known = {id(p): (name, layout) for name, p, layout in named_shards(self._model)}
         for group in self.param_groups:
@@ -150,7 +150,7 @@ def _foreign(parameter: torch.Tensor) -> ValueError:
 
 
 def _over_ranks(addends: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
-    """The sums over all ranks of the job, in one message, the same bits on every rank."""
+    """Sum addends over all ranks, in one message per group, to the same bits on every rank."""
     if not addends:
         return []
     wide = torch.float64 if any(a.dtype == torch.float64 for a in addends) else torch.float32
@@ -163,7 +163,7 @@ def _over_ranks(addends: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tenso
 
 
 class _Tensor:
-    """A parameter during a step.
+    """A parameter during a step of :class:`Adafactor`.
 
     Attributes:
         name: in the model.
@@ -198,7 +198,7 @@ class _Tensor:
         self._columns_cut = self._factored and is_cut_along(layout, _COLUMNS)
 
     def parts(self) -> list[torch.Tensor]:
-        """This rank's addends of what needs all ranks; the same shapes on all."""
+        """Return this rank's addends of the sums over all ranks; their shapes are equal on all."""
         votes = [*self._votes, 0.0]
         numbers = torch.tensor(votes, dtype=self._wide).to(self._shard.device)
         numbers[2] = self._size(self._shard)
@@ -212,7 +212,7 @@ class _Tensor:
         return parts
 
     def take_sums(self, sums: Sequence[torch.Tensor]) -> None:
-        """Take what :meth:`parts` of all ranks add up to.
+        """Take the sums of all ranks' :meth:`parts`.
 
         Raises:
             RuntimeError: some ranks have a gradient and others lack it.
@@ -227,7 +227,7 @@ class _Tensor:
         self.trained = have > 0
 
     def update_state(self, state: dict[str, Any]) -> None:
-        """Bring the optimizer's state of the parameter up to date; it may be empty."""
+        """Update the optimizer's state of the parameter, or fill it if it is empty."""
         layout = self._layout
         by_rows, by_columns = (
             reduced(layout, d) if self._factored else None for d in (_COLUMNS, _ROWS)
@@ -266,11 +266,11 @@ class _Tensor:
             self._row_mean = state["row_var"].mean(_ROWS, keepdim=True)
 
     def size_of_update(self) -> torch.Tensor:
-        """This rank's addend of the square of the norm of the update."""
+        """Return this rank's addend of the square of the norm of the update."""
         return self._size(self._update())
 
     def update_parameter(self, size: torch.Tensor) -> None:
-        """Make the step.
+        """Update the parameter by one step.
 
         Args:
             size: the square of the norm of the update.
@@ -285,7 +285,7 @@ class _Tensor:
         self._shard.add_(self._update(), alpha=alpha if group["maximize"] else -alpha)
 
     def _update(self) -> torch.Tensor:
-        """What is subtracted but for its rate; made anew each time, to keep memory low."""
+        """Compute the update without its rate; it is computed again each time, to save memory."""
         epsilon = self.group["eps"][0]
         epsilon = self.epsilon if epsilon is None else epsilon
         if self._factored:
@@ -298,12 +298,12 @@ class _Tensor:
     def _owned(
         self, shard: torch.Tensor, layout: TensorLayout
     ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes that this rank counts, each with its values."""
+        """Return the boxes that this rank counts, each with its values."""
         owned = layout.owned(self._rank)
         return ((box, view) for box, view in shard_views(shard, layout, self._rank) if box in owned)
 
     def _size(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's addend of the sum of the squares."""
+        """Return this rank's addend of the sum of a tensor's squares."""
         total = shard.new_zeros((), dtype=self._wide)
         for _, view in self._owned(shard, self._layout):
             total += torch.linalg.vector_norm(view, dtype=self._wide).square_()
@@ -316,7 +316,7 @@ class _Tensor:
         dim: int,
         along: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> torch.Tensor:
-        """This rank's addend of sums along ``dim`` of the whole tensor; 0 without a shard."""
+        """Return this rank's addend of sums along ``dim`` of the full tensor; 0 without a shard."""
         at = reduced(layout, dim)
         whole = self._shard.new_zeros(at.shape, dtype=self._wide)
         for box, view in () if shard is None else self._owned(shard, layout):

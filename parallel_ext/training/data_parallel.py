@@ -33,10 +33,10 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     Every rank calls it, after :func:`parallel_ext.parallelize` (and after adapters were added), and
     before the optimizer is built. Every dp rank then trains on its own batches. The gradients that
     ``backward()`` leaves are those of the loss of all of them; each rank holds its rows of them,
-    and of the optimizer's state, as DTensors. Dense parameters are dealt to the dp ranks, experts
-    to the edp ranks; trainable parameters of adapters stay whole, and their gradients are averaged
-    at the end of ``backward()``: in one flat all-reduce, and one more for those of experts. With
-    ``mesh.dp_size == 1`` nothing changes.
+    and of the optimizer's state, as DTensors. Dense parameters are sharded over the dp ranks,
+    experts over the edp ranks; trainable parameters of adapters stay whole, and their gradients are
+    averaged at the end of ``backward()``: in one flat all-reduce, and one more for those of
+    experts. With ``mesh.dp_size == 1`` nothing changes.
 
     Args:
         model: a parallel model, perhaps inside PEFT's.
@@ -87,7 +87,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
 
 
 def no_data_parallel(model: M) -> M:
-    """Say that the caller averages gradients over the dp ranks, so that training is not refused.
+    """Allow training whose gradients the caller averages over the dp ranks.
 
     Without :func:`data_parallel` each dp rank would train a model of its own. The loss of a dp rank
     is its share of that of the job times the number of dp ranks, so that the mean of the dp ranks'
@@ -192,7 +192,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
 
 
 def _cut_over(model: nn.Module, mesh: Mesh) -> dict[int, int]:
-    """id of each parameter -> how many consecutive ranks hold one copy of it."""
+    """Map the id of each parameter to how many consecutive ranks hold one copy of it."""
     return {
         id(parameter): module.group.size if isinstance(module, ShardedModule) else mesh.tp_size
         for module in model.modules()
@@ -201,7 +201,7 @@ def _cut_over(model: nn.Module, mesh: Mesh) -> dict[int, int]:
 
 
 def _of_parts(model: nn.Module) -> Iterator[str]:
-    """Names of the model's own parameters whose gradients are sums over tp ranks."""
+    """Yield the names of the model's own parameters whose gradients are sums over tp ranks."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1:
             yield from (layout.name for layout in module.layouts.values())
@@ -210,19 +210,22 @@ def _of_parts(model: nn.Module) -> Iterator[str]:
 
 
 def _is_factor(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, by its name in PEFT."""
+    """Return whether a parameter belongs to an adapter, by its name in PEFT."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    """The class's own, on the shards: between forward and backward it would find other parameters,
-    and leave the gradients of the step before."""
+    """Run the class's own ``zero_grad`` on the shards.
+
+    Between forward and backward it would find the gathered parameters, and leave the gradients of
+    the step before.
+    """
     to_shards(model)
     type(model).zero_grad(model, set_to_none)
 
 
 class _BeforeForward:
-    """A forward pre-hook that lets training go on after a backward has raised.
+    """A forward pre-hook that lets training continue after a backward has raised.
 
     FSDP would otherwise wait for the end of that one, and leave gradients unreduced for good.
     """
@@ -269,7 +272,7 @@ class _AfterForward:
 
 
 class RunsOnAny:
-    """Whether parts of the model run that a batch may not need: where one of the dp ranks needs it.
+    """The rule that an optional part of the model runs on all dp ranks if one of them needs it.
 
     FSDP gathers and reduces with all of them; called once a forward, one all-gather over dp.
     """
@@ -285,13 +288,13 @@ class RunsOnAny:
 
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
-    """The ranks that hold a shard alike, when ``inner`` consecutive ones hold one copy."""
+    """Return the ranks that hold equal shards, if ``inner`` consecutive ranks hold one copy."""
     process_group = mesh.process_groups[mesh.group_of_columns(inner).name]
     return DeviceMesh.from_group(process_group, mesh.device.type)
 
 
 def _name_lost_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Let FSDP's collectives raise as those of this package do, with the ranks that are missing."""
+    """Let FSDP's collectives name the ranks that are missing, as this package's do."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -328,7 +331,7 @@ def _record(
     cut_over: dict[int, int],
     dealt_elsewhere: set[str],
 ) -> None:
-    """Write down what each rank holds now; the same on all ranks, also of what is empty here."""
+    """Record what each rank holds now; the record is equal on all ranks."""
     mesh, layout = state.mesh, state.layout
     tensors = dict(layout.tensors)
     after, dealt_names = dict(model.named_parameters()), set()

@@ -12,7 +12,7 @@ from parallel_ext.parallel.state import state_of
 
 
 def balanced(scores: torch.Tensor, top_k: int, dp_rank: int = 0) -> torch.Tensor:
-    """Deal the choices to the experts in turn.
+    """Give the choices to the experts in turn.
 
     Args:
         scores: [T, E].
@@ -76,7 +76,7 @@ def force_routing(model: nn.Module, rule: str | None) -> None:
     flow to the router through them.
 
     Args:
-        model: a parallel model with experts, wrapped or not; copies of it are forced alike.
+        model: a parallel model with experts, wrapped or not; copies of it are forced as well.
         rule: ``"balanced"``, where every expert gets as many choices as any other, to within one
             (over the job, where the dp ranks have equally many tokens); ``"skewed"``, where they
             follow Zipf's law (:func:`skewed`); None gives the choice back to the router.

@@ -13,15 +13,15 @@ from parallel_ext.sharding.slices import local_part
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a parallel model: what overflows on one rank counts on all.
+    """``torch.amp.GradScaler`` for a parallel model: an overflow on one rank counts on all.
 
     An infinity in one rank's shard would else let that rank skip the step and lower its scale while
     the others step. torch's own does the same once a model is parallel; this one says which mesh.
 
     Every rank makes it and calls ``scale``, ``unscale_``, ``step`` and ``update``, which do what
     they do in torch; ``px.clip_grad_norm_`` belongs after ``unscale_``. Three numbers travel for
-    each optimizer and step, in one all-gather over tp and one over dp. After ``data_parallel`` or
-    without it alike.
+    each optimizer and step, in one all-gather over tp and one over dp. This
+    holds with ``data_parallel`` or without it.
 
     Args:
         mesh: the ranks of the model, and their device.
@@ -69,7 +69,7 @@ def unscale_on_all_ranks(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Unscale the gradients of an optimizer, and find out whether those of any rank overflow.
+    """Unscale an optimizer's gradients, and find out whether those of any rank overflow.
 
     It stands for ``torch.amp.GradScaler._unscale_grads_``, which all of torch's methods call, also
     for optimizers that unscale in their own kernel. Every rank calls it.

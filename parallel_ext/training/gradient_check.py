@@ -26,7 +26,7 @@ _log = logging.getLogger("parallel_ext")
 
 @dataclass(frozen=True)
 class GradientReport:
-    """How far a parallel model is from the single-process model on one batch.
+    """The differences between a parallel model and the single-process model on one batch.
 
     Attributes:
         loss, single_process_loss: of the job's whole batch.
@@ -39,7 +39,7 @@ class GradientReport:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The name with the largest difference, and the difference."""
+        """Return the name with the largest difference, and the difference."""
         return max(self.differences.items(), key=lambda item: item[1])
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ def _compare(
     ours: Mapping[str, torch.Tensor],
     loss: float,
 ) -> GradientReport:
-    """On rank 0: run the plain class on everything and hold its gradients against ``ours``."""
+    """Run the plain class on all batches, and compare its gradients with ``ours``; on rank 0."""
     config = copy.deepcopy(model.config)
     with torch.random.fork_rng(devices=[]):  # its initial weights must not advance rank 0
         reference = type(model)(config).to(next(iter(weights.values())).dtype)
@@ -150,7 +150,7 @@ _LEFT_OUT = {"attention_mask": 1, "token_type_ids": 0}
 
 
 def _joined(name: str, batches: list[Mapping[str, Any]]) -> Any:
-    """One argument for the rows of all batches; images in lists of those of each row."""
+    """Join one argument of all batches; images become a list of the images of each row."""
     values = [one.get(name) for one in batches]
     of_tokens = any(isinstance(value, torch.Tensor) and value.dim() == 2 for value in values)
     if of_tokens and any(value is None for value in values):
@@ -184,7 +184,7 @@ def _exact_loss(
     shift_labels: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """HuggingFace's causal language model loss, in fp64."""
+    """Compute HuggingFace's causal language model loss in fp64."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     total = nn.functional.cross_entropy(
@@ -213,7 +213,7 @@ def _gather(
     state: ParallelState,
     value_of: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> dict[str, torch.Tensor]:
-    """Full tensors by HuggingFace name on rank 0; nothing elsewhere."""
+    """Gather full tensors by HuggingFace name on rank 0; other ranks get an empty dict."""
     gathered = {}
     for _, parameter, layout in named_shards(model):
         value = value_of(parameter)
@@ -246,7 +246,7 @@ def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[Non
 
 @contextmanager
 def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
-    """Leave only the first ``count`` decoder layers in the model."""
+    """Run the block with only the first ``count`` decoder layers in the model."""
     path = state_of(model).table.layers
     layers = model.get_submodule(path)
     if count is None:

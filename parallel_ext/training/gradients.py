@@ -22,11 +22,12 @@ LaidOut = tuple[torch.Tensor, TensorLayout]
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backwards leave partial gradients unsummed; the next backward outside sums them.
+    """Let backwards inside the context leave partial gradients unsummed; the next after it sums.
 
-    For gradient accumulation: one sum for all micro-batches. Every rank must use it alike. Between
-    the backwards the ``.grad`` of parameters with partial gradients is incomplete. What waits is
-    dropped by an exception and by ``zero_grad()``, but not by ``zero_grad(set_to_none=False)``.
+    For gradient accumulation: one sum for all micro-batches. Every rank must use it in the
+    same way. Between the backwards the ``.grad`` of parameters with partial gradients is
+    incomplete. What waits is dropped by an exception and by ``zero_grad()``, but not by
+    ``zero_grad(set_to_none=False)``.
 
     Args:
         model: a parallel model. After ``data_parallel`` the sums over its ranks wait as well, and
@@ -61,8 +62,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of a parallel model by the norm that the single-process model has.
 
-    Every rank calls it. Of what several ranks hold alike, the lowest of them counts it; with dp > 1
-    that is right after ``data_parallel``, or once the gradients were averaged.
+    Every rank calls it. Of a shard that several ranks hold, the lowest rank's counts; with
+    dp > 1 this is right after ``data_parallel``, or once the gradients were averaged.
     ``torch.nn.utils.clip_grad_norm_`` does the same with ``model.parameters()``.
 
     Args:

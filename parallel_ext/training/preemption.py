@@ -1,4 +1,4 @@
-"""Ending a job that is told to go, at the same step on all ranks."""
+"""End a job that is sent a SIGTERM, at the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _listening = False
 
 
 def _listen() -> None:
-    """Have SIGTERM set the flag, and then do what it did before unless that was to end."""
+    """Let SIGTERM set the flag, then call the earlier handler, if there was one."""
     global _listening
     before, listener = signal.getsignal(signal.SIGTERM), os.getpid()
 
@@ -40,7 +40,7 @@ def _listen() -> None:
 
 
 def preempted(model: nn.Module) -> bool:
-    """Whether any rank has been sent a SIGTERM; the same answer on every rank.
+    """Return whether any rank has been sent a SIGTERM; the answer is equal on every rank.
 
     Every rank calls it at the end of each step: one exchange of a byte. From the first call on a
     SIGTERM does not end the process, but is remembered, so that all ranks can save the same step

@@ -16,7 +16,7 @@ from parallel_ext.parallel.state import model_of, state_of
 
 
 class RoutingMetrics:
-    """Counts what the experts of a model are given, and reports it after each training step.
+    """A counter of what the experts of a model get, with a report after each training step.
 
     Every rank makes one and calls :meth:`step`. Without one nothing is counted; with it a forward
     adds up integers that the host has anyway, and communicates no more than before. What counts are
@@ -88,7 +88,7 @@ class RoutingMetrics:
         self.choices: list[list[int]] = []
 
     def step(self, step: int) -> dict[str, float]:
-        """Gather what has been counted since the last call, and start anew.
+        """Gather the counts since the last call from all ranks, and reset them.
 
         Every rank calls it, after the backwards of a training step: one small gather.
 
@@ -104,7 +104,7 @@ class RoutingMetrics:
               c[l, e], the fullest expert;
             - ``moe/rank_overload_avg``, ``_max``: over the layers of max_i r[l, i] / mean_i
               r[l, i], the fullest rank, for which the others wait; not 1 where the ranks hold
-              unequally many experts and these are used alike;
+              unequally many experts and these are used equally;
             - ``moe/rank_overload_peak``: the largest ``_max`` of all steps so far;
             - ``moe/rows_peak``: the most rows that the experts on one rank computed in one layer of
               one forward so far; what a layer keeps for its backward grows with it;
@@ -165,7 +165,7 @@ class RoutingMetrics:
         return log
 
     def close(self) -> None:
-        """Stop counting and close the file; every rank, which waits for no other."""
+        """Stop counting and close the file; every rank calls it, and waits for no other."""
         if self._closed:
             return
         self._closed = True
@@ -188,5 +188,5 @@ class RoutingMetrics:
 
 
 def _overload(loads: torch.Tensor) -> torch.Tensor:
-    """[layers, parts] -> [layers]: the largest part over the mean."""
+    """Return the largest part over the mean for each layer: [layers, parts] to [layers]."""
     return loads.amax(1) / loads.double().mean(1)
