@@ -40,7 +40,7 @@ _REFUSED = {
 def configurations(
     directory: HFDirectory, vocab_size: int | None
 ) -> tuple[transformers.PreTrainedConfig, transformers.GenerationConfig | None]:
-    """Make the configurations of a directory from what was read when it was opened.
+    """Make model and generation configuration from what was read when a directory was opened.
 
     The attention that the file asks for does not count: only the caller chooses code.
 
@@ -120,7 +120,7 @@ def build_on_meta(
 
 
 def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(name, name with those of the objects around it, value) of all fields, also of inner ones."""
+    """Yield (name, dotted path, value) of all fields of a JSON value, also of inner ones."""
     if isinstance(content, dict):
         for name, value in content.items():
             yield name, prefix + name, value
@@ -129,21 +129,21 @@ def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def _spellings(names: Collection[str]) -> set[str]:
-    """The names under which files have the fields: also with an underscore, as attributes."""
+    """Return all spellings of fields in files, such as those with an underscore in front."""
     return {
         start + name + end for name in names for start in ("", "_") for end in ("", "_internal")
     }
 
 
 def _without(content: Any, names: Collection[str]) -> Any:
-    """A copy of the objects of a JSON value without some fields."""
+    """Return a copy of a JSON value without the fields of some names."""
     if not isinstance(content, dict):
         return content
     return {name: _without(value, names) for name, value in content.items() if name not in names}
 
 
 def _problems(content: dict[str, Any], num_tensors: int) -> Iterator[str]:
-    """What is wrong with fields that decide about time, memory and code."""
+    """Yield what is wrong with fields that decide about time, memory and code, in words."""
     implementations = _spellings(_IMPLEMENTATIONS)
     for name, where, value in _fields(content):
         number = value if type(value) is int else None
@@ -180,7 +180,7 @@ def _sized(value: Any) -> bool:
 
 
 def _refusal(path: Path, content: dict[str, Any], error: Exception) -> str:
-    """What transformers says of a file, and where a value stands that it could not find."""
+    """Return the error text for a file that transformers refuses; it names an unknown value."""
     text = f"{path}: transformers refuses it: {type(error).__name__}: {error}"
     if isinstance(error, KeyError):
         unknown = (where for _, where, value in _fields(content) if [value] == [*error.args])

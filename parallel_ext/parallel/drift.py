@@ -11,12 +11,12 @@ from parallel_ext.sharding.slices import local_part
 
 
 def check_replicas(model: nn.Module) -> None:
-    """Compare what several ranks hold of a model: it must be the same bits on all of them.
+    """Raise unless all replicas of a model's parameters have the same bits on their ranks.
 
     Every rank calls it. Each rank hashes what others hold too: norms and routers, factors of
-    adapters, key-value heads that several ranks share, and what dp ranks hold alike. One exchange
-    of a few bytes follows. ``save_pretrained`` and ``save_checkpoint`` do the same before they
-    write, and each training forward does it with one parameter in turn.
+    adapters, key-value heads that several ranks share, and what dp ranks hold replicated. One
+    exchange of a few bytes follows. ``save_pretrained`` and ``save_checkpoint`` do the same before
+    they write, and each training forward does it with one parameter in turn.
 
     Args:
         model: a parallel model, wrapped or not.

@@ -22,17 +22,17 @@ _extensions: list[Callable[[], None]] = []
 
 
 def register_extension(extension: Callable[[], None]) -> None:
-    """Add what each ``px.parallelize`` calls first, to let other packages know parallel models.
+    """Add a function that each ``px.parallelize`` calls first, to extend other packages.
 
     Args:
-        extension: may be called again and again.
+        extension: may be called any number of times.
     """
     if extension not in _extensions:
         _extensions.append(extension)
 
 
 def run_extensions() -> None:
-    """Call what :func:`register_extension` was given."""
+    """Call all functions that :func:`register_extension` was given."""
     for extension in _extensions:
         extension()
 
@@ -63,7 +63,7 @@ def _code_of_extended(*args: Any, **kwargs: Any) -> Any:
 
 
 def call(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an extension; only the code of extended functions calls it."""
+    """Run the extension with a key; only the code of extended functions calls it."""
     _, _, plain, extension = _extended[key]
     return extension(plain, *args, **kwargs)
 
@@ -124,7 +124,7 @@ def restore(function: Callable[..., Any]) -> None:
 
 
 def restore_all() -> None:
-    """Undo every :func:`extend`."""
+    """Undo every :func:`extend` of this process."""
     for function, *_ in list(_extended.values()):
         restore(function)
 

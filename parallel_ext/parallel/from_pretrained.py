@@ -125,7 +125,7 @@ def _check(
     model: transformers.PreTrainedModel,
     vocab_size: int | None,
 ) -> None:
-    """See that the files hold the model, behind whose vocabulary they may hold zeros."""
+    """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
     table = table_for(model)
     vocabulary = [
         f"{path}.{n}" for path in (table.embedding, table.head) for n in ("weight", "bias")
@@ -148,7 +148,7 @@ def _check_complete(model: nn.Module) -> None:
 
 
 def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, torch.Tensor]:
-    """The state dict of the whole, unsharded model; the one gathering call.
+    """Gather the state dict of the full, unsharded model.
 
     Every rank calls it; plain ``model.state_dict()`` holds local shards and communicates nothing.
 

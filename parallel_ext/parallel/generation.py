@@ -115,7 +115,7 @@ def _decode(
     streamer: Any,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """The loop over the tokens, which HuggingFace's ``generate`` calls when all is prepared."""
+    """Run the loop over the tokens, which HuggingFace's ``generate`` calls after preparation."""
     _refuse_options(generation_config)
     filters = _filters(logits_processor)
     state: ParallelState = state_of(model)
@@ -196,7 +196,7 @@ def _refuse_options(config: Any) -> None:
 
 
 def _filters(processors: Any) -> dict[str, Any]:
-    """What HuggingFace would do to the logits, as arguments of ``vocab_sample``."""
+    """Return HuggingFace's logits processors as arguments of ``vocab_sample``, or raise."""
     filters = {}
     for processor in processors:
         name = type(processor).__name__

@@ -1,4 +1,4 @@
-"""The ranks that share a model compare its inputs before they compute.
+"""Compare the inputs of a model over the ranks that share it, before they compute.
 
 One all-gather of 32 bytes per forward. Different inputs, or a bad id on one rank, then raise the
 same error on all of them, instead of training on nonsense, hanging, or aborting inside gloo. In
@@ -40,7 +40,7 @@ def _describe(value: Any) -> str:
 
 
 def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """All tensors of a call by name, those in lists, as of the images of each row, included."""
+    """Return all tensors of a call by name, those in lists (images of each row) included."""
     found: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
@@ -53,7 +53,7 @@ def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class Agreement:
-    """Compares what the tp ranks are about to do with a model.
+    """The comparison of what the tp ranks are about to do with a model.
 
     Args:
         mesh: the ranks.
@@ -181,7 +181,7 @@ class _DeviceContents:
     def settle(
         previous: _DeviceContents | None,
     ) -> tuple[dict[str, str], str | None, Piece | None, int]:
-        """The contents of the previous call, what was wrong with its ids, and its piece."""
+        """Return the previous call's contents, the error of its ids, its piece and its number."""
         if previous is None or previous.numbers is None:
             return {}, None, None, 0
         if previous.arrived is not None:

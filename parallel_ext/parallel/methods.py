@@ -1,4 +1,4 @@
-"""What a parallel model does at run time that its HuggingFace class does not: bound to instances.
+"""Methods of a parallel model at run time, bound to instances in place of its class's own.
 
 Everything here is attached to one model as bound methods, so that ``deepcopy`` rebinds it to the
 copy and no HuggingFace class changes.
@@ -44,7 +44,7 @@ def _signature(cls: type, method: str) -> inspect.Signature:
 
 
 def _arguments(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name, with those of ``**kwargs`` beside the declared ones."""
+    """Return the arguments of a call by name, those of ``**kwargs`` beside the declared ones."""
     signature = _signature(type(model), method)
     arguments = dict(signature.bind(model, *args, **kwargs).arguments)
     del arguments[next(iter(arguments))]  # self
@@ -55,7 +55,7 @@ def _arguments(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[st
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward, between the agreement and the rule for the logits.
+    """Run the class's own forward after the inputs were compared; the loss knows the shards.
 
     With labels the loss is computed from hidden states and head, and ``logits`` is None in
     training. In evaluation, or where ``training_logits`` was asked for, it is computed from sharded
@@ -127,7 +127,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _compare_inputs(
     model: nn.Module, state: ParallelState, arguments: dict[str, Any], makes_logits: bool
 ) -> None:
-    """Raise on all tp ranks unless they are about to do the same."""
+    """Raise on all tp ranks unless they are about to run the same forward."""
     compared, grad = dict(arguments), torch.is_grad_enabled()
     if makes_logits:
         compared["hooks or changes of the output head"] = True
@@ -177,7 +177,7 @@ def _refuse_what_fails(
 
 
 def _bare_head(model: nn.Module, state: ParallelState) -> bool:
-    """Whether nobody looks at the head's logits, or changes them, or its weight for a call.
+    """Return whether no hook or wrapper reads or changes the head's logits or weight.
 
     The wrappers of torch.compile and PEFT hand on the attributes of what they wrap. Those of others
     would take hidden states for logits.
@@ -195,7 +195,7 @@ def _bare_head(model: nn.Module, state: ParallelState) -> bool:
 
 
 def _check_ends(model: nn.Module, state: ParallelState) -> None:
-    """Refuse another embedding or output head than those that know their rows of the vocabulary."""
+    """Raise unless embedding and output head are those that know their rows of the vocabulary."""
     if state.mesh.tp_size == 1:
         return
     ends = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
@@ -211,13 +211,13 @@ def _check_ends(model: nn.Module, state: ParallelState) -> None:
 
 
 def watch_forward(model: nn.Module) -> None:
-    """Let calls of a model, or of a wrapper around one, notice a forward that bypasses ours."""
+    """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours."""
     model.register_forward_pre_hook(_before_forward)
     model.register_forward_hook(_after_forward)
 
 
 def _replaced(model: nn.Module) -> bool:
-    """Whether somebody has put another forward into the instance."""
+    """Return whether another forward than ours was put into the instance."""
     return getattr(model.forward, "__func__", None) is not getattr(model, STATE_NAME).own_forward
 
 
@@ -248,13 +248,13 @@ def _keep_routing(model: nn.Module, state: ParallelState) -> None:
 
 
 def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractContextManager[None]:
-    """Inside, what an evaluation routes stays out of the metrics."""
+    """Let routing inside the context count in the metrics only if it is for training."""
     counter, trains = state.routing_counter, model.training and torch.is_grad_enabled()
     return nullcontext() if counter is None or trains else counter.aside()
 
 
 def _would_train_apart(state: ParallelState) -> bool:
-    """Whether nobody sums the gradients of the dp ranks, so that each would train by itself."""
+    """Return whether nothing sums the gradients of the dp ranks, so that each trains alone."""
     return state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller
 
 
@@ -272,12 +272,12 @@ def _draws_jitter(model: nn.Module, state: ParallelState) -> bool:
 
 
 def _random_state(mesh: Mesh) -> torch.Tensor:
-    """Of the generator that noise is drawn from; nothing waits for a device."""
+    """Return the state of the generator that noise is drawn from, without waiting for a GPU."""
     return torch.cuda.get_rng_state() if mesh.device.type == "cuda" else torch.get_rng_state()
 
 
 def _wants_balance(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> bool:
-    """Whether the class's forward adds a load balancing loss."""
+    """Return whether the class's forward adds a load balancing loss."""
     if not state.routings:
         return False
     asked = arguments.get("output_router_logits")
@@ -295,7 +295,10 @@ class _Nothing:
 
 @contextmanager
 def _balance_aside(model: nn.Module) -> Iterator[None]:
-    """Inside, HuggingFace's load balancing loss, which knows only own tokens, is not added."""
+    """Let forwards inside the context leave out HuggingFace's own load balancing loss.
+
+    It knows only this rank's tokens.
+    """
     coefficient = model.router_aux_loss_coef
     model.router_aux_loss_coef = _Nothing()
     try:
@@ -307,7 +310,7 @@ def _balance_aside(model: nn.Module) -> Iterator[None]:
 def loss_function(
     model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
 ) -> torch.Tensor:
-    """What HuggingFace's forward calls with what the head returned; see ``causal_lm_loss``."""
+    """Compute the loss for HuggingFace's forward by ``causal_lm_loss``, from the head's output."""
     state: ParallelState = getattr(model, STATE_NAME)
     known = ("num_items_in_batch", "ignore_index", "shift_labels")
     options = {name: kwargs[name] for name in known if name in kwargs}
@@ -338,7 +341,7 @@ def loss_function(
 
 @torch._disable_dynamo
 def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
-    """A parameter that the dp ranks hold, which joins their exchange of counts."""
+    """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
     trains = model.training and torch.is_grad_enabled()
     # On a GPU the comparison would wait for the device.
     if not trains or state.mesh.dp_size == 1 or state.mesh.device.type != "cpu":
@@ -347,7 +350,7 @@ def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
 
 
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The class's own ``generate``, with rank 0's random numbers on every tp rank.
+    """Run the class's own ``generate`` with rank 0's random numbers on every tp rank.
 
     Rank 0's generator advances as it would in a single process, and so does that of every rank
     that was in the same state; the others stay as they were. Where dp ranks take part in each
@@ -387,7 +390,10 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
 
 @contextmanager
 def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
-    """``generator`` is ``torch`` or ``torch.cuda``; a rank in another state gets its own back."""
+    """Run the block with the first tp rank's random state on every tp rank.
+
+    ``generator`` is ``torch`` or ``torch.cuda``. A rank in another state gets its own back.
+    """
     own = generator.get_rng_state()
     shared = own.clone()
     group = mesh.process_groups[mesh.tp_control.name]
@@ -462,7 +468,7 @@ def save_pretrained(
 def num_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Count the parameters of the whole model, as HuggingFace does with a whole one.
+    """Count the parameters of the full model, as HuggingFace does on one process.
 
     Args:
         only_trainable: leave out frozen ones.
@@ -478,7 +484,7 @@ def num_parameters(
 
 
 class AskedByDDP:
-    """Stands where DistributedDataParallel looks for the parameters that it shall leave alone.
+    """The list in which DistributedDataParallel looks for parameters to leave alone.
 
     It averages the gradients of what every rank holds whole, as they must be. Shards it would
     overwrite by rank 0's.

@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` is asked for, checked before a file is opened or the hub is called."""
+"""The options of ``from_pretrained``, checked before a file is opened or the hub is called."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _options_of(function: Callable[..., Any]) -> list[str]:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Refuse what is neither None nor a text of at least one character.
+    """Raise unless a value is None or a text of at least one character.
 
     Raises:
         TypeError: it is not; names the option.
@@ -75,7 +75,7 @@ def check_text(name: str, value: Any) -> None:
 
 
 def dtype_of(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
-    """The dtype that is meant by an option and its older name; None where the files decide.
+    """Return the dtype that an option or its older name means; None where the files decide.
 
     Args:
         dtype: a dtype, its name such as ``"bfloat16"``, ``"auto"``, or None.
@@ -110,7 +110,7 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def local_directory(source: str | os.PathLike[str], subfolder: str | None, **hub: Any) -> Path:
-    """The directory itself, or the hub's snapshot, downloaded once a machine.
+    """Return the directory itself, or the hub's snapshot of it, downloaded once a machine.
 
     The other processes of a machine wait in the download's file lock.
 

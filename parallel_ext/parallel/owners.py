@@ -35,7 +35,7 @@ class Owned(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some rank holds only a part of it."""
+        """Return whether some rank holds only a part of the parameter."""
         return not self.layout.is_replicated
 
 

@@ -43,7 +43,7 @@ def parallelize(
     agreement: bool = True,
     allow_different_dropout: bool = False,
 ) -> transformers.PreTrainedModel:
-    """Cut a HuggingFace model that every rank holds in memory over the ranks, in place.
+    """Shard a HuggingFace model that every rank holds in memory over the ranks, in place.
 
     Every rank calls it with the same model. Afterwards each rank holds its heads, its part of each
     MLP or its experts, and its rows of the vocabulary; norms and routers are replicated. Names,
@@ -62,7 +62,7 @@ def parallelize(
             GPUs the values are compared one forward later, without a synchronisation.
         allow_different_dropout: accept ``attention_dropout`` under tp > 1, whose masks are drawn
             per rank and differ from those of a single process. The noise of
-            ``router_jitter_noise`` needs tp ranks that were seeded alike; each forward checks it.
+            ``router_jitter_noise`` needs tp ranks with equal seeds; each forward checks it.
 
     Returns:
         ``model``.
@@ -115,7 +115,7 @@ def plan_of(
     ep_size: int = 1,
     vocab_multiple_of: int = 1,
 ) -> ModelLayout:
-    """The layout of every parameter and persistent buffer of a plain model, also one on meta.
+    """Plan the layout of every parameter and persistent buffer of a model, also one on meta.
 
     Args:
         model: of the architecture that ``table`` describes; nothing of it changes.
@@ -123,7 +123,7 @@ def plan_of(
         tp_size, ep_size, vocab_multiple_of: as of :func:`parallel_ext.models.spec.plan`.
 
     Raises:
-        ValueError: the model cannot be cut so.
+        ValueError: the model cannot be sharded so.
     """
     names: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -171,7 +171,7 @@ def _sizes(
 
 
 def _in_place_of(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A run-time function, with the signature of the method of its name that it stands for."""
+    """Return a run-time function with the signature of the class's method of the same name."""
 
     @wraps(getattr(cls, function.__name__))
     def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

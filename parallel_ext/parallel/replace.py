@@ -1,4 +1,4 @@
-"""Parallel modules in the place of plain ones, and where tensors enter and leave what is cut."""
+"""Parallel modules in the place of plain ones, and where tensors enter and leave regions."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Paramete
 
 
 class _Replacer:
-    """Puts parallel modules in the place of plain ones."""
+    """The replacement of plain modules by parallel ones, in one model."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Replacer:
     def _shards(
         self, path: str, attributes: tuple[str, str] = ("weight", "bias")
     ) -> tuple[nn.Parameter, nn.Parameter | None, dict[str, TensorLayout]]:
-        """Parameters and their layouts of the module at ``path``, cut for this rank."""
+        """Return this rank's shards of the module at ``path``, and their layouts."""
         module = self.model.get_submodule(path)
         layouts: dict[str, TensorLayout] = {}
         cut: list[nn.Parameter | None] = []

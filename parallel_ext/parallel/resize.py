@@ -36,7 +36,7 @@ def resize_token_embeddings(
     mean_resizing: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> VocabParallelEmbedding:
-    """Give a parallel model another number of tokens, as HuggingFace does with a whole one.
+    """Resize the vocabulary of a parallel model, as HuggingFace does for a full model.
 
     Every rank calls it, before ``px.data_parallel``. Rows keep their global id and travel to the
     ranks that hold them in the plan for the new size. New rows are HuggingFace's own: rank 0 draws
@@ -55,7 +55,7 @@ def resize_token_embeddings(
             none: every vocabulary fits every tp.
         mean_resizing: draw new rows around the mean of the old ones, which rank 0 gathers for it,
             one table at a time, in its CPU memory; else as the class initialises its weights.
-        optimizer: goes on with the new parameters: states that have an element for each of a
+        optimizer: continues with the new parameters: states that have an element for each of a
             parameter's, as momentum, keep their rows by id and are 0 for new ones; ``step`` and the
             like stay as they are.
 
@@ -115,12 +115,12 @@ def resize_token_embeddings(
 
 
 def _layouts(*modules: _Rows) -> dict[str, TensorLayout]:
-    """The layouts of their parameters by logical name; a tied one once."""
+    """Return the layouts of modules' parameters by logical name, a tied one once."""
     return {layout.name: layout for module in modules for layout in module.layouts.values()}
 
 
 def _parameters(*modules: _Rows) -> dict[str, nn.Parameter]:
-    """Their parameters, likewise."""
+    """Return the parameters of modules by logical name, a tied one once."""
     return {
         layout.name: getattr(module, attribute)
         for module in modules
@@ -135,7 +135,7 @@ def _check(
     new_num_tokens: int | None,
     pad_to_multiple_of: int | None,
 ) -> int:
-    """The number of rows that is asked for, if this model can have it."""
+    """Return the number of rows that is asked for, or raise if the model cannot have it."""
     numbers = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
     for name, number in numbers.items():
         if number is not None and (type(number) is not int or number < 1):
@@ -171,7 +171,10 @@ def _check(
 
 @contextmanager
 def _in_step(mesh: Mesh) -> Iterator[None]:
-    """Inside only rank 0 draws; a rank that was in its random state is in it afterwards."""
+    """Run the block, in which only rank 0 draws random numbers.
+
+    A rank that was in rank 0's random state before is in it afterwards.
+    """
     own = torch.get_rng_state()
     before = _from_first_rank(own, mesh)
     try:
@@ -194,7 +197,7 @@ def _from_first_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def _resized(
     model: nn.Module, module: _Rows, ranges: Sequence[Range], mean_resizing: bool
 ) -> dict[str, torch.Tensor]:
-    """This rank's shards of a module's parameters with other rows; a head has no tied weight."""
+    """Return this rank's resized shards of a module, without the tied weight of a head."""
     mesh: Mesh = getattr(model, STATE_NAME).mesh
     rows, shards = ranges[-1][1], dict(module.named_parameters())
     if isinstance(module, VocabParallelHead) and module.tied:
@@ -227,7 +230,7 @@ def _added(
     rows: int,
     mean_resizing: bool,
 ) -> dict[str, torch.Tensor]:
-    """The rows that a whole module gets from HuggingFace behind its own; none where it shrinks.
+    """Return the rows that HuggingFace adds to a full module; none where it shrinks.
 
     Args:
         shards: of the parameters that are asked for; their values are not read.
@@ -258,7 +261,7 @@ def _dealt(
     ranges: Sequence[Range],
     mesh: Mesh,
 ) -> torch.Tensor:
-    """This rank's range of a resized tensor.
+    """Return this rank's shard of a resized tensor.
 
     Args:
         shard, layout: of the tensor before.
@@ -294,7 +297,7 @@ def _fetch(
     out: torch.Tensor,
     mesh: Mesh,
 ) -> None:
-    """Fill ``out`` with the rows that are ``wanted`` by this rank; the other ranks get theirs."""
+    """Fill ``out`` with this rank's ``wanted`` rows of a sharded tensor; all ranks call it."""
     row_bytes = math.prod(layout.shape[1:]) * shard.element_size()
     at_once = max(1, STRIPE_BYTES // row_bytes)
     for first in range(0, max(stop - start for start, stop in wanted), at_once):
@@ -307,7 +310,7 @@ def _fetch(
 
 
 def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Range]) -> None:
-    """Let a module hold resized shards; nobody trains the parameters that it held."""
+    """Put resized shards into a module, and mark the parameters that it held as stale."""
     layouts = dict(module.layouts)
     for name, shard in shards.items():
         old, layout = getattr(module, name), layouts[name]
@@ -320,7 +323,7 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
 
 
 class _Entry(NamedTuple):
-    """A state of a parameter, as it is on all ranks.
+    """A value in an optimizer's state of a parameter, as it is on all ranks.
 
     Attributes:
         dtype: of a tensor; None for anything else.
@@ -332,7 +335,7 @@ class _Entry(NamedTuple):
 
 
 class CarriedOptimizer:
-    """What an optimizer holds of some parameters, on its way to those that replace them.
+    """An optimizer's states of some parameters, on their way to those that replace them.
 
     Every rank makes it and calls its methods, in one order.
 
@@ -370,7 +373,7 @@ class CarriedOptimizer:
                 )
 
     def _look(self, what: str) -> tuple[list[str], dict[str, dict[str, _Entry]]]:
-        """The parameters that are held, and the states of those that have elements here.
+        """Return the names that the optimizer holds, and the states of those with elements here.
 
         Of the others torch's optimizers need none.
         """
@@ -397,11 +400,11 @@ class CarriedOptimizer:
         return held, found
 
     def deal(self, name: str, dealt: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take the states of a parameter to the ranks that will have its rows.
+        """Move the states of a parameter to the ranks that will have its rows.
 
         Args:
             name: of the parameter.
-            dealt: makes the new shard of the old one; called alike on all ranks.
+            dealt: makes the new shard of the old one; called on all ranks.
         """
         parameter = self._parameters[name]
         states = self._optimizer.state.get(parameter, {})
@@ -413,7 +416,7 @@ class CarriedOptimizer:
                 self._shards.setdefault(name, {})[key] = dealt(old)
 
     def give(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let the optimizer hold other parameters by the same names, and what was dealt."""
+        """Let the optimizer hold other parameters by the same names, with the moved states."""
         for name, new in parameters.items():
             old = self._parameters[name]
             for group in self._optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What a parallel model knows about how it is spread."""
+"""The state of a parallel model: how it is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ by this name.
 
 
 class ParallelState(nn.Module):
-    """How one model is spread; has no parameters.
+    """The state of one parallel model: mesh, layout and options; has no parameters.
 
     Attributes:
         mesh: the ranks.
@@ -87,7 +87,7 @@ class ParallelState(nn.Module):
         self.forward_ran = False
 
     def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:
-        """Where every parameter lives, and the ids of the tp ranks, from now on."""
+        """Set where every parameter lives, and the vocabulary range of each tp rank."""
         self.layout = layout
         self.vocab_range = vocab_ranges[self.mesh.tp_rank]
         self.vocab_sizes = [stop - start for start, stop in vocab_ranges]
@@ -96,13 +96,13 @@ class ParallelState(nn.Module):
 
     @property
     def experts_span_dp(self) -> bool:
-        """Whether the gradient of an expert has parts on ranks of several dp ranks."""
+        """Return whether the gradient of an expert has parts on several dp ranks."""
         mesh = self.mesh
         return bool(self.routings) and mesh.dp_size > 1 and max(mesh.ep_size, mesh.tp_size) > 1
 
     @property
     def forwards_together(self) -> bool:
-        """Whether a dp rank's forward needs those of the others."""
+        """Return whether a dp rank's forward needs the forwards of the other dp ranks."""
         return self.mesh.dp_size > 1 and (self.mesh.ep_size > 1 or self.zero is not None)
 
     def get_extra_state(self) -> Marker:
@@ -114,14 +114,14 @@ class ParallelState(nn.Module):
         return torch.tensor([*tp, *ep, *dp]).as_subclass(Marker)
 
     def check_marker(self, marker: torch.Tensor, what: str) -> None:
-        """Raise unless shards are this rank's.
+        """Raise unless a marker says that the shards beside it are this rank's.
 
         Args:
             marker: that stands beside them.
             what: they are of, for the error.
 
         Raises:
-            RuntimeError: they are another's.
+            RuntimeError: they are another rank's.
         """
         own = self.get_extra_state()
         if marker.tolist() != own.tolist():
@@ -132,7 +132,7 @@ class ParallelState(nn.Module):
             )
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """Take nothing: :func:`check_state_dict` looks at the marker before anything is loaded."""
+        """Load nothing: :func:`check_state_dict` looks at the marker before anything is loaded."""
 
 
 def _in_words(marker: torch.Tensor) -> str:
@@ -146,7 +146,7 @@ def _in_words(marker: torch.Tensor) -> str:
 def check_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object
 ) -> None:
-    """Refuse a ``state_dict`` that this rank cannot load, before anything of it is loaded.
+    """Raise if this rank cannot load a ``state_dict``, before anything of it is loaded.
 
     A hook for ``register_load_state_dict_pre_hook`` of a parallel model.
 
@@ -174,7 +174,7 @@ _parallel_models: WeakSet[nn.Module] = WeakSet()
 
 
 class Remembered:
-    """Lets :func:`parallel_models` find a model that holds it, and copies of this model.
+    """A mark by which :func:`parallel_models` finds the model that holds it, and its copies.
 
     Args:
         model: a parallel HuggingFace model, which is to hold it as an attribute.
@@ -194,7 +194,7 @@ def parallel_models() -> list[nn.Module]:
 
 
 def model_of(model: nn.Module) -> nn.Module:
-    """The HuggingFace model that was parallelized, also inside wrappers such as PEFT's.
+    """Return the HuggingFace model that was parallelized, also from inside wrappers.
 
     Raises:
         TypeError: the model was not parallelized.
@@ -208,7 +208,7 @@ def model_of(model: nn.Module) -> nn.Module:
 
 
 def state_of(model: nn.Module) -> ParallelState:
-    """How a parallel model is spread, also inside wrappers such as PEFT's.
+    """Return the state of a parallel model, also from inside wrappers such as PEFT's.
 
     Raises:
         TypeError: the model was not parallelized.

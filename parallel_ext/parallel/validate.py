@@ -1,4 +1,4 @@
-"""What is looked at before a model is changed: its names, its state, and that the ranks agree."""
+"""Checks before a model is changed: of its names, its state, and that the ranks agree."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts
 
 
 def table_for(model: nn.Module) -> ModelTable:
-    """The table of a model's class: of ours, HuggingFace's, or one that somebody else publishes.
+    """Return the table of a model's class: ours, HuggingFace's, or one that others publish.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no table for it.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
@@ -50,7 +50,7 @@ def table_for(model: nn.Module) -> ModelTable:
 
 
 def check_plain(model: nn.Module, table: ModelTable) -> None:
-    """The modules to be replaced are torch's own and carry nothing that would be lost."""
+    """Raise unless the modules to replace are plain, with nothing that would be lost."""
     known = {}
     if (mixture := table.mixture) is not None:
         known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
@@ -99,7 +99,7 @@ def _check_embedding(path: str, module: nn.Embedding) -> None:
 
 
 def check_names(model: nn.Module, table: ModelTable) -> None:
-    """One error that lists every name this package relies on and the installed version lacks."""
+    """Raise one error that lists every name that the table needs and the model lacks."""
     cls = type(model).__name__
     if not hasattr(model, table.head) and not cls.endswith("ForCausalLM"):
         raise ValueError(
@@ -181,7 +181,7 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
 
 
 def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bool) -> None:
-    """What a model with a mixture of experts must be, and one without."""
+    """Raise unless mesh and options fit the model's mixture of experts, or its lack of one."""
     mixture, blocks = table.mixture, table.blocks(_parameter_names(model))
     paths = [path for path, block in blocks.items() if isinstance(block, MixtureNames)]
     if mixture is None or not paths:
@@ -216,7 +216,7 @@ def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bo
 
 
 def check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tuple) -> None:
-    """The tp ranks must cut the same model: the same options, and the same weights."""
+    """Raise unless all ranks are to shard the same model: equal options, equal weights."""
     own = {"options": repr(options), "tied": repr(sorted(layout.tied.items()))}
     for name, parameter in model.named_parameters():
         digest = "meta" if parameter.is_meta else content_digest(parameter)
