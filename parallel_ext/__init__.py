@@ -1,7 +1,7 @@
 """Tensor-parallel HuggingFace models whose gradients and files are those of one process.
 
-``parallel_ext.ops`` and ``parallel_ext.nn`` need torch alone. What else stands here is loaded when
-it is first used; importing the package registers nothing with other packages.
+``parallel_ext.ops`` and ``parallel_ext.nn`` need torch alone. Everything else here is loaded
+when it is first used; importing the package registers nothing with other packages.
 """
 
 import importlib
@@ -109,7 +109,7 @@ def __dir__() -> list[str]:
 
 
 def _extend_others() -> None:
-    """Let torch, transformers, accelerate and PEFT know parallel models."""
+    """Extend torch, transformers, accelerate and PEFT so that they know parallel models."""
     from parallel_ext.interplay import serve
 
     serve()

@@ -60,7 +60,7 @@ class Background:
         return self._thread is not None
 
     def leave(self) -> None:
-        """Give the threads' group back, if there is one; every rank calls it, after :meth:`finish`."""
+        """Give the threads' group back, if any; every rank calls it, after :meth:`finish`."""
         if self._ranks is not None:
             self._ranks.leave()
             self._ranks = None

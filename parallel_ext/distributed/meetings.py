@@ -157,14 +157,14 @@ class Meetings:
                 self._store.delete_key(f"{meeting}/{key}")
 
     def close(self) -> None:
-        """Record that this rank has left all meetings; the last rank to do so deletes their keys."""
+        """Record that this rank has left all meetings; the last to do so deletes their keys."""
         if self._store.add("closed", 1) == self._size:
             for number in (self._number - 2, self._number - 1):
                 self._forget(number)
             self._store.delete_key("closed")
 
     def absent(self, prefix: str, ranks: Sequence[int]) -> str:
-        """Return the ranks that left no mark under ``prefix``, in words; empty if there are none."""
+        """Return the ranks that left no mark under ``prefix``, in words; empty if there is none."""
         found = [str(rank) for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
         return f"rank{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
 

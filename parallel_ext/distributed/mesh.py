@@ -213,8 +213,8 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
 
     Args:
         tp: ranks that share one model; consecutive ranks.
-        ep: ranks over which the experts of a mixture are sharded, consecutive ranks; must divide the
-            world size. They may lie within tp groups or span several.
+        ep: ranks over which the experts of a mixture are sharded, consecutive ranks; must divide
+            the world size. They may lie within tp groups or span several.
         dp: replicas of the model; ``world_size / tp`` when None.
         timeout: seconds after which a function that only some ranks call, this one included,
             raises :class:`CollectiveTimeout` on those that did. Also of collectives on the groups

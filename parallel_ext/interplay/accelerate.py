@@ -30,7 +30,7 @@ def extend_accelerator() -> None:
 def get_state_dict(
     plain: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> dict[str, torch.Tensor]:
-    """Extend ``Accelerator.get_state_dict`` to gather full tensors on rank 0; every rank calls it."""
+    """Extend ``Accelerator.get_state_dict`` to gather full tensors on rank 0; all ranks call it."""
     if not any(STATE_NAME in module._modules for module in model.modules()):
         return plain(self, model, *args, **kwargs)
     state = state_of(model)
@@ -54,7 +54,7 @@ def gather_for_metrics(
     """Extend ``Accelerator.gather_for_metrics`` to raise where ranks share their data.
 
     Raises:
-        NotImplementedError: tp ranks share their data, and each sample would be returned several times.
+        NotImplementedError: tp ranks share their data, so samples would be returned several times.
     """
     sizes = {state_of(model).mesh.tp_size for model in parallel_models()}
     if self.num_processes > 1 and max(sizes, default=1) > 1:

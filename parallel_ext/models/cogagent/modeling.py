@@ -311,7 +311,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Return positions, shared by the tokens of an image; generated ones count from the last."""
+        """Return positions; the tokens of an image share one, and generated ones count on."""
         types, mask = model_kwargs.get("token_type_ids"), model_kwargs.get("attention_mask")
         cache = model_kwargs.get("past_key_values")
         past = cache.get_seq_length() if cache is not None else 0

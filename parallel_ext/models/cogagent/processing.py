@@ -49,7 +49,7 @@ class Conversation:
 
 
 class CogAgentProcessor:
-    """Makes the inputs of :class:`CogAgentForCausalLM` from conversations; serves as a collator.
+    """The processor, and collator, that makes inputs of :class:`CogAgentForCausalLM`.
 
     A row is the begin token, the tokens of its image, the prompt and, for training, the answer and
     the end token, at which ``generate()`` stops. Only the answer and the end have labels. Each
