@@ -124,7 +124,10 @@ class VisionExpertAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of every token to the whole high-resolution image of its row; not causal."""
+    """Attention of each token to the whole high-resolution image of its row, without rotary.
+
+    It is not causal.
+    """
 
     def __init__(self, config: CogAgentConfig, layer_index: int) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         )
 
     def towers_run(self, low: bool, high: bool) -> tuple[bool, bool]:
-        """Return whether this forward runs the low and high tower: where it has such images.
+        """Return for each tower, low and high, whether this forward runs it: if it has images.
 
         Data parallelism puts another answer in its place: yes where any rank has them, so that all
         ranks have gradients of the same parameters.
@@ -176,7 +176,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         images: Images | None,
         cross_images: Images | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the embeddings with the images in their places, and those for cross attention."""
+        """Return the embeddings with the images in their places, and the encoded high-resolution ones."""
         config, rows = self.config, len(inputs_embeds)
         sizes = config.vision_config["image_size"], config.cross_image_size
         low, counts = stacked_images("images", images, rows, sizes[0])

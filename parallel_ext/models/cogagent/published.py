@@ -57,7 +57,7 @@ def expert_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute attention with the published masks, which hide keys by the most negative number.
+    """Compute attention with masks that hide keys by the most negative finite number.
 
     A token of padding sees nothing but such keys, all equal. The fused kernels take that for large
     scores, whose softmax they cannot repeat in backward.
