@@ -38,8 +38,8 @@ def from_pretrained(
 ) -> transformers.PreTrainedModel:
     """Build a parallel model of which each rank reads only its own slices from disk.
 
-    Every rank calls it. The model is made on the meta device, cut by :func:`parallelize`, checked
-    name by name and shape by shape against the files, and only then filled.
+    Every rank calls it. The model is made on the meta device, sharded by :func:`parallelize`,
+    checked name by name and shape by shape against the files, and only then filled.
 
     Args:
         source: a HuggingFace directory with safetensors files, or a hub id.

@@ -68,7 +68,8 @@ def parallelize(
         ``model``.
 
     Raises:
-        ValueError: the model cannot be cut so; one error, on all ranks, before anything changes.
+        ValueError: the model cannot be sharded so; one error, on all ranks, before anything
+            changes.
         DisagreementError: the ranks' models or options differ.
         CollectiveTimeout: not all ranks called it.
 
