@@ -25,7 +25,7 @@ class Adafactor(torch.optim.Adafactor):
 
     torch's own takes the means over rows and columns, the norm of a parameter and that of its
     update from what one rank holds. Here they are those of the whole parameter, by two all-gathers
-    a step over tp and two over dp: sums along what is cut, then a number for each parameter.
+    a step over tp and two over dp: sums along what is sharded, then a number for each parameter.
 
     Every rank makes it, after ``px.parallelize`` and ``px.data_parallel``, and steps.
 
@@ -36,7 +36,7 @@ class Adafactor(torch.optim.Adafactor):
         lr, beta2_decay, eps, d, weight_decay, maximize: as of ``torch.optim.Adafactor``.
 
     Attributes:
-        state: of each parameter as in torch. The factor ``row_var`` is cut as the rows are and
+        state: of each parameter as in torch. The factor ``row_var`` is sharded as the rows are and
             ``col_var`` as the columns are; where those are whole, the factor is replicated.
 
     Raises:
@@ -227,7 +227,7 @@ class _Tensor:
         self.trained = have > 0
 
     def update_state(self, state: dict[str, Any]) -> None:
-        """Update the optimizer's state of the parameter, or fill it if it is empty."""
+        """Update the optimizer's state of the parameter; it is filled first if it is empty."""
         layout = self._layout
         by_rows, by_columns = (
             reduced(layout, d) if self._factored else None for d in (_COLUMNS, _ROWS)
