@@ -164,7 +164,7 @@ class Meetings:
             self._store.delete_key("closed")
 
     def absent(self, prefix: str, ranks: Sequence[int]) -> str:
-        """Return the ranks that left no mark under ``prefix``, in words; empty if there is none."""
+        """Return the ranks that left no mark under ``prefix``, in words; empty if all left one."""
         found = [str(rank) for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
         return f"rank{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
 
