@@ -134,7 +134,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
 def _numbered(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the key in a state dict, and the parameter, for all that the optimizer has as well."""
+    """Yield (key in a state dict, parameter) for the parameters that the optimizer holds."""
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         yield from zip(saved["params"], own["params"], strict=False)
 
