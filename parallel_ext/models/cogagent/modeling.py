@@ -176,7 +176,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         images: Images | None,
         cross_images: Images | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the embeddings with the images in their places, and the encoded high-resolution ones."""
+        """Return the embeddings with the images put in, and the encoded high-resolution images."""
         config, rows = self.config, len(inputs_embeds)
         sizes = config.vision_config["image_size"], config.cross_image_size
         low, counts = stacked_images("images", images, rows, sizes[0])
