@@ -108,7 +108,8 @@ from parallel_ext.nn import grad_sync, linear, loss, moe, sharded_module, vocab
 weight = torch.arange(10.0).reshape(5, 2)
 print(px.ops.vocab_embedding(torch.tensor([4, 0]), weight, 5, 0).tolist())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code]  # not beside the sources, which may have no extension
+    result = subprocess.run(command, capture_output=True, text=True, cwd=SOURCE / "tests")
     assert result.stdout.strip() == "[[8.0, 9.0], [0.0, 1.0]]", result.stderr
 
 
