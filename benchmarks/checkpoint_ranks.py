@@ -163,8 +163,7 @@ def main() -> None:
             "growth_mib": {n: harness.slowest(m[:1])[0] for n, m in measured.items()},
             "written_mib": {n: harness.total(m[1:])[0] for n, m in measured.items()},
         }
-    harness.report(answer)
-    dist.destroy_process_group()
+    harness.finish(answer)
 
 
 if __name__ == "__main__":

@@ -321,9 +321,7 @@ def main() -> None:
     if request["ranks"] > 1:
         dist.init_process_group("gloo")
     tasks = {"layers": measure_layers, "alone": measure_one_process, "parts": measure_parts}
-    harness.report(tasks[request["task"]](request))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    harness.finish(tasks[request["task"]](request))
 
 
 if __name__ == "__main__":

@@ -71,8 +71,7 @@ def main() -> None:
         "bytes": {name: gathered_bytes(way, prompts) for name, way in competitors.items()},
         "same": len({str(way(prompts, tokens).tolist()) for way in competitors.values()}) == 1,
     }
-    harness.report(answer)
-    dist.destroy_process_group()
+    harness.finish(answer)
 
 
 if __name__ == "__main__":

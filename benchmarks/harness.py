@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import parallel_ext as px
 
 T = TypeVar("T")
 
@@ -90,10 +92,10 @@ def save_llama(directory: str, **sizes: int) -> LlamaForCausalLM:
 def run_ranks(
     script: Path, arguments: Mapping[str, Any], *, ranks: int, threads: int, malloc: str
 ) -> Any:
-    """Run ``script`` in fresh processes and return what its rank 0 gave to :func:`report`.
+    """Run ``script`` in fresh processes and return what its rank 0 gave to :func:`finish`.
 
     Args:
-        script: a Python file that reads :func:`arguments` and calls :func:`report`.
+        script: a Python file that reads :func:`arguments` and calls :func:`finish`.
         arguments: for the script; anything that JSON can hold.
         ranks: processes, started by torchrun when there are several.
         threads: of each process.
@@ -124,10 +126,18 @@ def arguments() -> Any:
     return json.loads(sys.argv[1])
 
 
-def report(result: Any) -> None:
-    """In a rank process: hand ``result`` back; only that of rank 0 counts."""
+def finish(result: Any) -> NoReturn:
+    """In a rank process: hand ``result`` back, of which only rank 0's counts, and end.
+
+    The process ends without the interpreter's own clean-up: there, a thread of a gloo group that a
+    competitor still holds may abort it, after all is measured.
+    """
     if int(os.environ.get("RANK", 0)) == 0:
         Path(os.environ[_RESULT_VARIABLE]).write_text(json.dumps(result))
+    px.shutdown()  # what the package keeps in /dev/shm and its groups
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def machine() -> str:

@@ -227,7 +227,7 @@ def main() -> None:
     request = harness.arguments()
     torch.manual_seed(0)
     if request["task"] == "linear":
-        harness.report(measure_linears(request))
+        harness.finish(measure_linears(request))
     else:
         train_step_ranks.answer(request, load_adapted)
 

@@ -239,8 +239,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    harness.report(measure(harness.arguments()))
-    dist.destroy_process_group()
+    harness.finish(measure(harness.arguments()))
 
 
 if __name__ == "__main__":

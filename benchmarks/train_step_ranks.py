@@ -119,9 +119,7 @@ def answer(request: Mapping[str, Any], build: Build) -> None:
     """Do what ``train_step.measure`` requests, with the models that ``build`` makes."""
     if request["ranks"] > 1:
         dist.init_process_group("gloo")
-    harness.report({"time": time_steps, "alone": measure_alone}[request["task"]](request, build))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    harness.finish({"time": time_steps, "alone": measure_alone}[request["task"]](request, build))
 
 
 def main() -> None:

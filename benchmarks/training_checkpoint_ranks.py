@@ -396,8 +396,7 @@ def main() -> None:
         names = request["names"]
         jobs = Jobs(request["source"], names)
         answer = Runs(jobs, request["scratch"], names).all(request["repetitions"])
-    harness.report(answer)
-    dist.destroy_process_group()
+    harness.finish(answer)
 
 
 if __name__ == "__main__":

@@ -341,9 +341,7 @@ def main() -> None:
     torch.manual_seed(0)
     parts = {"cross_entropy": cross_entropy, "linear": linear, "embedding": embedding}
     part = parts[request["part"]](request["vocab_size"], getattr(torch, request["dtype"]))
-    harness.report(part.measure(request))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    harness.finish(part.measure(request))
 
 
 if __name__ == "__main__":
