@@ -175,6 +175,23 @@ def test_named_public_functions_exist() -> None:
             assert hasattr(px, name), f"{page.name}: px.{name}"
 
 
+def _sources() -> str:
+    """The texts of the package, literals that are broken over lines joined."""
+    files = [ROOT / "setup.py", *(ROOT / "tests" / "parallel").glob("*.py")]
+    files += [*(ROOT / "parallel_ext").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    return "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
+
+
+def test_errors_of_the_faq_are_raised_somewhere() -> None:
+    sources = _sources()
+    errors = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+    assert len(errors) > 20
+    for error in errors:
+        if not error.startswith("AttributeError"):  # Python's own
+            for words in re.split(r"…", error):
+                assert words.strip(" :;,") in sources, error
+
+
 def _pictures() -> ModuleType:
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
     module = importlib.util.module_from_spec(spec)
