@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose blocks another test runs, and that test.
 RUN_ELSEWHERE = {"operators.md": "nn/test_operators.py"}
+ROOMS = [path.name for path in (ROOT / "parallel_ext").iterdir() if path.is_dir()]
 WIDE = {"interplay.md", "operators.md"}  # with tables of their own
 
 PAGES_WITH_CODE = [
@@ -167,6 +168,14 @@ def test_named_make_targets_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`make ([\w-]+)", page.read_text()):
             assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
+
+
+def test_named_source_files_exist() -> None:
+    folders = ["", "parallel_ext", "csrc", "tests", *(f"parallel_ext/{room}" for room in ROOMS)]
+    for page in PAGES:
+        for name in re.findall(r"`([\w/]+\.(?:py|cpp|cu|h))`", page.read_text()):
+            found = [folder for folder in folders if (ROOT / folder / name).exists()]
+            assert found or name == "own_model.py", f"{page.name}: {name}"
 
 
 def test_named_public_functions_exist() -> None:
