@@ -30,7 +30,7 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.methods import watch_forward
+from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.state import ParallelState
 
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace

@@ -15,7 +15,6 @@ from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import ModelLayout
 
 _MODEL_ATTRIBUTES = (
-    "loss_function",
     "save_pretrained",
     "resize_token_embeddings",
     "_get_resized_embeddings",
