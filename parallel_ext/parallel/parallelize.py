@@ -77,7 +77,7 @@ def parallelize(
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
     check_mesh("parallelize", mesh)
-    mesh.meet("parallelize")
+    mesh.control.barrier("parallelize")
     run_extensions()
 
     def prepare() -> tuple[ModelTable, ModelLayout]:
@@ -89,7 +89,7 @@ def parallelize(
         check_mixture(model, table, mesh, agreement)
         return table, plan_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
 
-    table, layout = mesh.together("parallelize", prepare)
+    table, layout = mesh.control.run_on_all("parallelize", prepare)
     check_equal(model, mesh, layout, (vocab_multiple_of, training_logits, agreement))
     partials, routings = replace_modules(model, table, layout, mesh)
     embedding = layout[f"{table.embedding}.weight"]
