@@ -261,7 +261,7 @@ def main() -> None:
         if mesh.rank == 0 and options.make and not Path(options.model, "config.json").exists():
             make_model(Path(options.model))
 
-    mesh.together("making the model", make)
+    mesh.control.run_on_all("making the model", make)
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer or options.model)
     if options.checkpointing:
@@ -286,7 +286,7 @@ def main() -> None:
         model.save_pretrained(options.merged)
         if mesh.rank == 0:
             tokenizer.save_pretrained(options.merged)
-    report["peak MiB"] = mesh.gather_objects(peak_mib())
+    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
     finish(options, mesh, report)
 
 

@@ -72,7 +72,7 @@ def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
     """
     own = generator.get_rng_state()
     shared = own.clone()
-    group = mesh.process_groups[mesh.tp_control.name]
+    group = mesh.process_group(mesh.tp_control)
     dist.broadcast(shared, src=mesh.dp_rank * mesh.tp_size, group=group)
     generator.set_rng_state(shared)
     try:

@@ -77,7 +77,7 @@ def parallelize(
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
     check_mesh("parallelize", mesh)
-    mesh.meet("parallelize")
+    mesh.control.barrier("parallelize")
     run_extensions()
 
     options = Options(
@@ -95,7 +95,7 @@ def parallelize(
         layout = layout_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
         return Plan(mesh, table, layout, options)
 
-    plan = mesh.together("parallelize", prepare)
+    plan = mesh.control.run_on_all("parallelize", prepare)
     check_equal(model, mesh, plan.layout, plan.options)
     partials, routings = replace_modules(model, plan)
     _attach(model, plan, ParallelState(plan, partials, routings))
