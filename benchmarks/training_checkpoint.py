@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.stream import plan_files, plan_turns
-from parallel_ext.parallel.parallelize import plan_of
+from parallel_ext.parallel.plan import layout_of
 from parallel_ext.parallel.validate import table_for
 from parallel_ext.sharding.layout import ModelLayout
 
@@ -153,7 +153,7 @@ def mixtral_layout(dealt: bool, world_size: int, tp: int = 8, ep: int = 8) -> Mo
     """Mixtral-8x7B on that many ranks; ``dealt`` over the dp ranks, as ZeRO does, or not."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MixtralConfig(dtype="bfloat16"))
-    layout = plan_of(model, table_for(model), tp, ep)
+    layout = layout_of(model, table_for(model), tp, ep)
     if not dealt:
         return layout
     columns = {

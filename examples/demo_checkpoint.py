@@ -125,7 +125,7 @@ def main() -> None:
     first.until(2)
     first.process.send_signal(signal.SIGTERM)
     runs = [("tp = 2", *first.finish())]
-    step = px.verify(px.latest(root))
+    step = px.verify_checkpoint(px.latest_checkpoint(root))
     print(f"it saved step {step} and left")
 
     torn = (step // SAVE_EVERY + 1) * SAVE_EVERY
@@ -136,7 +136,7 @@ def main() -> None:
     second.kill()
     runs.append(("tp = 3", *second.finish()))
     print(f"files it left behind: {', '.join(sorted(p.name for p in root.iterdir()))}")
-    if px.verify(px.latest(root)) != step:
+    if px.verify_checkpoint(px.latest_checkpoint(root)) != step:
         raise SystemExit("the last whole checkpoint should be that of the first job")
 
     third = Job("third job: 2 ranks, dp = 2, ZeRO 2; to the end", 2, model, root)
@@ -152,7 +152,7 @@ def main() -> None:
             worst = max(worst, gap)
             print(f"{number:>6}{expected[number - 1]:>14.6f}{loss:>14.6f}{gap:>12.1e}  {ranks}")
     print(f"\nfiles in the end: {', '.join(sorted(p.name for p in root.iterdir()))}")
-    again = transformers.AutoModelForCausalLM.from_pretrained(px.latest(root))
+    again = transformers.AutoModelForCausalLM.from_pretrained(px.latest_checkpoint(root))
     print(f"plain transformers reads the last: {again.num_parameters():,} parameters")
     shutil.rmtree(root)
     if worst > 1e-4:

@@ -43,7 +43,7 @@ from parallel_ext.models.cogagent import (
     Conversation,
 )
 from parallel_ext.models.cogagent.table import COGAGENT
-from parallel_ext.parallel.parallelize import plan_of
+from parallel_ext.parallel.plan import layout_of
 
 # Not EVA2-CLIP-L, the tower of the high-resolution picture, which is whole on every rank.
 TARGETS = (
@@ -195,9 +195,9 @@ def memory_lines(r: int, targets: Sequence[str]) -> list[str]:
     lines = ["".join(f"{title:>13}" for title in titles)]
     for tp in (1, 2, 4, 8):
         held, factors = dict.fromkeys(parts, 0), 0
-        plan = plan_of(model, COGAGENT, tp)
-        for name, layout in plan.items():
-            if name in plan.buffers:  # of another dtype
+        layouts = layout_of(model, COGAGENT, tp)
+        for name, layout in layouts.items():
+            if name in layouts.buffers:  # of another dtype
                 continue
             local = layout.local_shape(0)
             part = next(part for part, start in parts.items() if name.startswith(start))
@@ -261,7 +261,7 @@ def main() -> None:
         if mesh.rank == 0 and options.make and not Path(options.model, "config.json").exists():
             make_model(Path(options.model))
 
-    mesh.together("making the model", make)
+    mesh.control.run_on_all("making the model", make)
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer or options.model)
     if options.checkpointing:
@@ -286,7 +286,7 @@ def main() -> None:
         model.save_pretrained(options.merged)
         if mesh.rank == 0:
             tokenizer.save_pretrained(options.merged)
-    report["peak MiB"] = mesh.gather_objects(peak_mib())
+    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
     finish(options, mesh, report)
 
 

@@ -140,7 +140,7 @@ def save_and_finish(
         model.save_pretrained(options.out)
         if mesh.rank == 0:
             tokenizer.save_pretrained(options.out)
-    report["peak MiB"] = mesh.gather_objects(peak_mib())
+    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
     report["logits"] = last_logits(model, ids)
     finish(options, mesh, report)
 

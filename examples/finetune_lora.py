@@ -73,7 +73,7 @@ def main() -> None:
     report["tokens after"] = continuation(model, tokenizer, options.prompt)
     if options.out:
         model.save_pretrained(options.out)
-    report["peak MiB"] = mesh.gather_objects(peak_mib())
+    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
 
     ids = data[0]["input_ids"]
     report["logits"] = last_logits(model, ids)

@@ -75,7 +75,7 @@ def own_rows(batch: dict[str, torch.Tensor], mesh: px.Mesh) -> dict[str, torch.T
 
 def loss_of_job(losses: list[float], mesh: px.Mesh) -> list[float]:
     """The mean over the dp ranks, which is the loss of all their rows."""
-    ranks = torch.tensor(mesh.gather_objects(losses), dtype=torch.float64)
+    ranks = torch.tensor(mesh.control.all_gather_object(losses), dtype=torch.float64)
     return ranks.mean(0).tolist()
 
 
@@ -139,7 +139,7 @@ def make_model(options: argparse.Namespace, mesh: px.Mesh) -> None:
                 options.from_dense, out, options.experts, options.top_k, options.layers
             )
 
-    mesh.together("making the Mixtral", make, patient=True)
+    mesh.control.run_on_all("making the Mixtral", make, patient=True)
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ def main() -> None:
     scheduler = learning_rates(optimizer, options.steps)
 
     step, taken = 0, 0
-    if px.latest(options.checkpoints):
+    if px.latest_checkpoint(options.checkpoints):
         resumed = px.load_checkpoint(options.checkpoints, model, optimizer, scheduler)
         step, taken = resumed.step, resumed.data_state["samples"]
         if mesh.rank == 0:
             print(f"goes on after {resumed.path}", flush=True)
     report: dict[str, Any] = {"first": step, "loss": []}
-    leave = px.preempted(model)  # from here on a SIGTERM is heard, and nothing is lost
+    leave = px.stop_requested(model)  # from here on a SIGTERM is heard, and nothing is lost
     while step < options.steps and not leave:
         rows = samples[torch.arange(taken, taken + options.rows) % len(samples)]
         own = rows.chunk(mesh.dp_size)[mesh.dp_rank]  # in order, as masks of dropout count them
@@ -72,7 +72,7 @@ def main() -> None:
         scheduler.step()
         step, taken = step + 1, taken + options.rows
         report["loss"].append(mean_over_dp(loss.detach(), mesh))
-        leave = px.preempted(model)
+        leave = px.stop_requested(model)
         if leave or step % options.save_every == 0 or step == options.steps:
             px.save_checkpoint(
                 options.checkpoints,
@@ -95,7 +95,7 @@ def main() -> None:
 
 def mean_over_dp(loss: torch.Tensor, mesh: px.Mesh) -> float:
     """The loss of the whole batch."""
-    return sum(mesh.gather_objects(loss.item())) / mesh.world_size
+    return sum(mesh.control.all_gather_object(loss.item())) / mesh.world_size
 
 
 if __name__ == "__main__":

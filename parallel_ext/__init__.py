@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         save_checkpoint,
         wait_for_checkpoint,
     )
-    from parallel_ext.checkpoint.steps import latest
-    from parallel_ext.checkpoint.verify import verify
+    from parallel_ext.checkpoint.steps import latest, latest_checkpoint
+    from parallel_ext.checkpoint.verify import verify, verify_checkpoint
     from parallel_ext.distributed.errors import (
         CheckpointError,
         CollectiveTimeout,
@@ -62,15 +62,15 @@ if TYPE_CHECKING:
     from parallel_ext.training.grad_scaler import GradScaler
     from parallel_ext.training.gradient_check import GradientReport, check_gradients
     from parallel_ext.training.gradients import clip_grad_norm_, no_sync
-    from parallel_ext.training.preemption import preempted
+    from parallel_ext.training.preemption import preempted, stop_requested
     from parallel_ext.training.routing_metrics import RoutingMetrics
 
 __version__ = VERSION
 
 _HOMES = {
     "checkpoint.api": ("load_checkpoint", "save_checkpoint", "wait_for_checkpoint"),
-    "checkpoint.steps": ("latest",),
-    "checkpoint.verify": ("verify",),
+    "checkpoint.steps": ("latest", "latest_checkpoint"),
+    "checkpoint.verify": ("verify", "verify_checkpoint"),
     "distributed.errors": ("CheckpointError", "CollectiveTimeout", "DisagreementError"),
     "distributed.mesh": ("Mesh", "init_mesh", "shutdown"),
     "lora.config": ("LoraConfig",),
@@ -85,7 +85,7 @@ _HOMES = {
     "training.grad_scaler": ("GradScaler",),
     "training.gradient_check": ("GradientReport", "check_gradients"),
     "training.gradients": ("clip_grad_norm_", "no_sync"),
-    "training.preemption": ("preempted",),
+    "training.preemption": ("preempted", "stop_requested"),
     "training.routing_metrics": ("RoutingMetrics",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

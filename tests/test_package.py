@@ -100,3 +100,13 @@ def test_importing_the_package_loads_neither_the_compiler_nor_models() -> None:
         "sys.exit(str(sorted(heavy & set(sys.modules)) or 'none'))"
     )
     assert _python(code).strip() == "none"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("latest", "latest_checkpoint"), ("verify", "verify_checkpoint")]
+    + [("preempted", "stop_requested")],
+)
+def test_an_old_name_is_the_same_object(old: str, new: str) -> None:
+    assert getattr(px, old) is getattr(px, new)
+    assert {old, new} <= set(px.__all__)

@@ -109,10 +109,10 @@ def wait_for_checkpoint(model: nn.Module) -> None:
     Example:
         >>> wait_for_checkpoint(model)  # doctest: +SKIP
     """
-    mesh, what = state_of(model).mesh, "wait_for_checkpoint"
-    with one_error(what):
-        mesh.meet(what)
-        mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
+    mesh, op_name = state_of(model).mesh, "wait_for_checkpoint"
+    with one_error(op_name):
+        mesh.control.barrier(op_name)
+        mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
 
 
 def load_checkpoint(

@@ -17,7 +17,7 @@ from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, 
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.source import Contents
-from parallel_ext.checkpoint.steps import latest, manifest_of_step, name_of_step
+from parallel_ext.checkpoint.steps import latest_checkpoint, manifest_of_step, name_of_step
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
@@ -64,19 +64,21 @@ def load_step(
     Raises:
         as ``load_checkpoint``.
     """
-    what = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
+    op_name = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
     given = type(optimizer).__name__, type(scheduler).__name__
-    mesh.meet(f"{what}, into optimizer {given[0]}, scheduler {given[1]}")
-    mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
-    chosen = mesh.together(what, lambda: _choose(Path(root), step, mesh))
-    found, save_id = mesh.gather_objects(chosen)[0]
+    mesh.control.barrier(f"{op_name}, into optimizer {given[0]}, scheduler {given[1]}")
+    mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
+    chosen = mesh.control.run_on_all(op_name, lambda: _choose(Path(root), step, mesh))
+    found, save_id = mesh.control.all_gather_object(chosen)[0]
     path = Path(found)
     with ExitStack() as cleanup:
-        contents = mesh.together(what, contents_of)
-        opened = mesh.together(what, lambda: _Opened(path, save_id, contents, cleanup))
-        wanted, apply = mesh.together(what, lambda: opened.match(optimizer, scheduler, mesh))
-        read_shards(wanted, opened.file_of, mesh, what)
-        mesh.together(what, apply)
+        contents = mesh.control.run_on_all(op_name, contents_of)
+        opened = mesh.control.run_on_all(op_name, lambda: _Opened(path, save_id, contents, cleanup))
+        wanted, apply = mesh.control.run_on_all(
+            op_name, lambda: opened.match(optimizer, scheduler, mesh)
+        )
+        read_shards(wanted, opened.file_of, mesh, op_name)
+        mesh.control.run_on_all(op_name, apply)
     same = opened.states is not None
     return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
 
@@ -87,7 +89,7 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
         return None
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"load_checkpoint: step must be a whole number from 0 on, got {step!r}")
-    path = latest(root) if step is None else root / name_of_step(step)
+    path = latest_checkpoint(root) if step is None else root / name_of_step(step)
     if path is None:
         raise CheckpointError(f"{root} holds no training checkpoint")
     return str(path), manifest_of_step(path).save_id
@@ -134,9 +136,9 @@ class _Opened:
                         f"{shard.dtype}; build the model in the dtype that was trained"
                     )
                 wanted.append((Wanted(part.name, layout[name], part), shard))
-        for what, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if given is not None and self.loop[what] is None:
-                raise CheckpointError(f"{self.path} was saved without the {what}'s state")
+        for op_name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if given is not None and self.loop[op_name] is None:
+                raise CheckpointError(f"{self.path} was saved without the {op_name}'s state")
         apply = [self.contents.dropout_masks_after(self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {

@@ -124,25 +124,25 @@ def _summary(
     return found
 
 
-def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, what: str) -> dict[str, dict[str, Any]]:
+def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, op_name: str) -> dict[str, dict[str, Any]]:
     """Merge the summaries of all ranks, where one without elements of a parameter has no say."""
-    digests = mesh.gather_objects(xxhash.xxh3_128_digest(repr(own).encode()))
+    digests = mesh.control.all_gather_object(xxhash.xxh3_128_digest(repr(own).encode()))
     if len(set(digests)) == 1:
         return own
     merged: dict[str, tuple[int, dict[str, Any]]] = {}
-    for rank, summary in enumerate(mesh.gather_objects(own)):
+    for rank, summary in enumerate(mesh.control.all_gather_object(own)):
         for name, entries in summary.items():
             first, expected = merged.setdefault(name, (rank, entries))
             if entries != expected:
                 raise DisagreementError(
-                    f"{what}: the optimizers differ in the state of {name}: rank {first} has "
+                    f"{op_name}: the optimizers differ in the state of {name}: rank {first} has "
                     f"{expected}, rank {rank} has {entries}"
                 )
     return {name: entries for name, (_, entries) in merged.items()}
 
 
 def collect(
-    optimizer: torch.optim.Optimizer, contents: Contents, mesh: Mesh, what: str
+    optimizer: torch.optim.Optimizer, contents: Contents, mesh: Mesh, op_name: str
 ) -> OptimizerState:
     """Return what an optimizer holds, without a copy; every rank calls it.
 
@@ -150,14 +150,14 @@ def collect(
         optimizer: of the parameters of a model, or of some of them.
         contents: what of the model is saved.
         mesh: the ranks of the model.
-        what: what the ranks are doing, for errors.
+        op_name: what the ranks are doing, for errors.
 
     Raises:
         CheckpointError: there is state that is no part of a logical tensor, on all ranks.
         DisagreementError: the ranks' optimizers differ.
     """
-    names, own = mesh.together(what, lambda: _look(optimizer, contents))
-    summary, layout = _agreed(own, mesh, what), contents.layout
+    names, own = mesh.control.run_on_all(op_name, lambda: _look(optimizer, contents))
+    summary, layout = _agreed(own, mesh, op_name), contents.layout
 
     def take() -> OptimizerState:
         tensors: dict[str, tuple[torch.Tensor, TensorLayout]] = {}
@@ -170,7 +170,7 @@ def collect(
                     tensors.update(_by_file(key, value, layout, name, at, mesh.rank))
         return OptimizerState(tensors, _description(optimizer, names, layout, summary))
 
-    return mesh.together(what, take)
+    return mesh.control.run_on_all(op_name, take)
 
 
 def _look(

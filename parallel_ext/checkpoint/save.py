@@ -33,7 +33,7 @@ from parallel_ext.checkpoint.steps import (
     publish_step,
     remove_leftovers,
 )
-from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io import disk
@@ -85,19 +85,21 @@ def save_step(
     Raises:
         as ``save_checkpoint``.
     """
-    what = f"save_checkpoint of step {step} to {os.fspath(root)}"
+    op_name = f"save_checkpoint of step {step} to {os.fspath(root)}"
     given = type(optimizer).__name__, type(scheduler).__name__, asynchronous
-    mesh.meet(f"{what}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}")
-    mesh.together(what, mesh.background.finish, patient=mesh.background.busy)
+    mesh.control.barrier(
+        f"{op_name}, with optimizer {given[0]}, scheduler {given[1]}, asynchronous {given[2]}"
+    )
+    mesh.control.run_on_all(op_name, mesh.background.finish, patient=mesh.background.busy)
 
     def look() -> tuple[Path, Contents, Any]:
         at = _check(root, step, keep_last, keep_every)
         return at, contents_of(), None if scheduler is None else describe(scheduler)
 
-    at, contents, rates = mesh.together(what, look)
+    at, contents, rates = mesh.control.run_on_all(op_name, look)
     kept = OptimizerState({}, {})
     if optimizer is not None:
-        kept = collect(optimizer, contents, mesh, what)
+        kept = collect(optimizer, contents, mesh, op_name)
 
     def prepare() -> tuple[dict[str, Any], _Plan, _Prepared]:
         loop = {
@@ -112,13 +114,13 @@ def save_step(
         own = _Prepared(given, digest_of(plan.files), rng.capture(mesh))
         return loop, plan, own
 
-    loop, plan, own = mesh.together(what, prepare)
-    prepared = mesh.gather_objects(own, _Prepared)
-    _agree(prepared, what)
-    compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, what)
+    loop, plan, own = mesh.control.run_on_all(op_name, prepare)
+    prepared = mesh.control.all_gather_object(own, _Prepared)
+    _agree(prepared, op_name)
+    compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, op_name)
     if asynchronous:
         mesh.background.connect()
-        mesh.together(what, lambda: plan.copy_values(mesh))
+        mesh.control.run_on_all(op_name, lambda: plan.copy_values(mesh))
     with ExitStack() as cleanup:
 
         def begin() -> tuple[Path, dict[str, str], Manifest] | None:
@@ -137,14 +139,14 @@ def save_step(
             manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
             return temporary, metadata, manifest
 
-        begun = mesh.together(what, begin, patient=True)
-        name, metadata = mesh.gather_objects(begun and (begun[0].name, begun[1]))[0]
+        begun = mesh.control.run_on_all(op_name, begin, patient=True)
+        name, metadata = mesh.control.all_gather_object(begun and (begun[0].name, begun[1]))[0]
         keep = (keep_last, keep_every)
-        save = _Save(what, at, keep, at / name, metadata, plan, begun and begun[2])
+        save = _Save(op_name, at, keep, at / name, metadata, plan, begun and begun[2])
         if asynchronous:
-            mesh.background.start(what, partial(save.run, cleanup.pop_all()))
+            mesh.background.start(op_name, partial(save.run, cleanup.pop_all()))
         else:
-            save.run(cleanup, mesh)
+            save.run(cleanup, mesh.control)
     return Path(root) / name_of_step(step)
 
 
@@ -181,18 +183,18 @@ def _digests(given: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _agree(prepared: Sequence[_Prepared], what: str) -> None:
+def _agree(prepared: Sequence[_Prepared], op_name: str) -> None:
     """Raise unless all ranks were given the same, and have planned the same files."""
     first, *others = prepared
     for rank, other in enumerate(others, start=1):
         if differing := [n for n, digest in other.given.items() if digest != first.given[n]]:
             raise DisagreementError(
-                f"{what}: {', '.join(differing)} must be the same on all ranks, but rank {rank} "
+                f"{op_name}: {', '.join(differing)} must be the same on all ranks, but rank {rank} "
                 "was given another than rank 0"
             )
         if other.plan != first.plan:
             raise DisagreementError(
-                f"{what}: rank {rank} has other tensors to save than rank 0, in name, dtype or "
+                f"{op_name}: rank {rank} has other tensors to save than rank 0, in name, dtype or "
                 "shape; the model must be the same on all ranks"
             )
 
@@ -248,7 +250,7 @@ class _Save:
     """A save of which only the tensors are missing.
 
     Attributes:
-        what: what the ranks are doing, for errors.
+        op_name: what the ranks are doing, for errors.
         root: where the checkpoints of the job are.
         keep: how many of them stay, and every which.
         temporary: the directory that is being filled.
@@ -257,7 +259,7 @@ class _Save:
         manifest: of the other files; None but on rank 0.
     """
 
-    what: str
+    op_name: str
     root: Path
     keep: tuple[int | None, int | None]
     temporary: Path
@@ -265,21 +267,21 @@ class _Save:
     plan: _Plan
     manifest: Manifest | None
 
-    def run(self, cleanup: ExitStack, ranks: Ranks) -> None:
+    def run(self, cleanup: ExitStack, control: ControlPlane) -> None:
         """Write the tensors and publish the directory; every rank runs it, on any thread.
 
         Args:
             cleanup: what is to be done in the end, successful or not.
-            ranks: all of them, as this thread may use them.
+            control: of the ranks, as this thread may use it.
         """
-        with one_error(self.what), cleanup:  # which another call may raise
-            stream = TensorStream(self.plan.values, ranks, hashed=True)
+        with one_error(self.op_name), cleanup:  # which another call may raise
+            stream = TensorStream(self.plan.values, control, hashed=True)
             stream.write(
-                self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.what
+                self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.op_name
             )
-            written = ranks.gather_objects((stream.records(), stream.non_finite), FileRecord)
-            ranks.together(self.what, lambda: self._publish(written), patient=True)
-        warn_of_non_finite([counts for _, counts in written], self.what, ranks)
+            written = control.all_gather_object((stream.records(), stream.non_finite), FileRecord)
+            control.run_on_all(self.op_name, lambda: self._publish(written), patient=True)
+        warn_of_non_finite([counts for _, counts in written], self.op_name, control)
 
     def _publish(self, written: Sequence[tuple[dict[str, FileRecord], Counter[str]]]) -> None:
         if self.manifest is None:

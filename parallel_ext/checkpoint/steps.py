@@ -87,7 +87,7 @@ def manifest_of_step(path: Path) -> Manifest:
     return manifest
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """Return the last complete checkpoint saved under ``root``; any process may ask at any time.
 
     It is the one that ``root/LATEST`` names. Without that file, as after a first save that was
@@ -103,7 +103,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         CheckpointError: ``LATEST``, or the commit or manifest of that checkpoint, is damaged.
 
     Example:
-        >>> latest("a/directory/that/is/not/there") is None
+        >>> latest_checkpoint("a/directory/that/is/not/there") is None
         True
     """
     root = Path(root)
@@ -120,6 +120,9 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     path = steps[_last_saved(steps)]
     manifest_of_step(path)
     return path
+
+
+latest = latest_checkpoint  # its name before
 
 
 def _found(root: Path, name: str, save_id: str) -> Path:

@@ -56,7 +56,7 @@ def _check_index(index: dict[str, Any], path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path}: weight_map is not that of the manifest")
 
 
-def verify(path: str | os.PathLike[str]) -> int:
+def verify_checkpoint(path: str | os.PathLike[str]) -> int:
     """Read every byte of a training checkpoint and compare it with what was written.
 
     Needs neither a model nor other ranks.
@@ -72,7 +72,7 @@ def verify(path: str | os.PathLike[str]) -> int:
             the bytes and the tensors in them, and the hashes.
 
     Example:
-        >>> verify(latest("ckpts"))  # doctest: +SKIP
+        >>> verify_checkpoint(latest_checkpoint("ckpts"))  # doctest: +SKIP
         1200
     """
     path = Path(path)
@@ -85,3 +85,6 @@ def verify(path: str | os.PathLike[str]) -> int:
                     rng.check_kinds(file)
                 file.check_all()
     return manifest.step
+
+
+verify = verify_checkpoint  # its name before

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 
-from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.control import ControlPlane
 
 _NICE = 10  # of 19: training comes first where there are fewer cores than threads
 
@@ -15,8 +15,8 @@ _NICE = 10  # of 19: training comes first where there are fewer cores than threa
 class Background:
     """One piece of work at a time, which every rank of the job does on a thread of its own.
 
-    The threads meet over a group and a store connection of their own, so that they are in nobody's
-    way. The process does not end before its thread.
+    The threads communicate over a group and a store connection of their own, so that they are in
+    nobody's way. The process does not end before its thread.
 
     Args:
         timeout: seconds after which the thread of another rank that does not come is reported.
@@ -24,33 +24,33 @@ class Background:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._ranks: Ranks | None = None
+        self._control: ControlPlane | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def connect(self) -> None:
         """Make the group of the threads; every rank calls it, before :meth:`start`."""
-        if self._ranks is None:
-            self._ranks = Ranks(self._timeout, "an asynchronous save", own_connection=True)
+        if self._control is None:
+            self._control = ControlPlane(self._timeout, "an asynchronous save", own_connection=True)
 
-    def start(self, what: str, work: Callable[[Ranks], None]) -> None:
+    def start(self, op_name: str, work: Callable[[ControlPlane], None]) -> None:
         """Start work on this rank's thread; every rank calls it, after :meth:`finish`.
 
         Args:
-            what: what the ranks do; the name of the thread.
-            work: gets the ranks as it may use them. When it fails, its error is a warning at once.
+            op_name: what the ranks do; the name of the thread.
+            work: gets the threads' control plane. When it fails, its error is a warning at once.
         """
 
         def run() -> None:
             try:
                 own = threading.get_native_id()  # in Linux the thread alone
                 os.setpriority(os.PRIO_PROCESS, own, _NICE)
-                work(self._ranks)
+                work(self._control)
             except Exception as error:
                 self._failure = error
                 warnings.warn(f"in the background: {error}", stacklevel=2)
 
-        thread = threading.Thread(target=run, name=what)
+        thread = threading.Thread(target=run, name=op_name)
         thread.start()
         self._thread = thread
 
@@ -59,11 +59,17 @@ class Background:
         """Return whether work was started that nobody has waited for; equal on all ranks."""
         return self._thread is not None
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Give the threads' group back, if any; every rank calls it, after :meth:`finish`."""
-        if self._ranks is not None:
-            self._ranks.leave()
-            self._ranks = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def destroy(self) -> None:
+        """Wait until no work runs, and destroy the threads' group, whatever other ranks do."""
+        self.join()
+        if self._control is not None:
+            self._control.destroy()
 
     def join(self) -> None:
         """Wait until no work runs, without raising its error."""

@@ -1,25 +1,24 @@
-"""All ranks of a job: how they meet, exchange small things, and fail together."""
+"""The control plane of a job: its ranks wait for each other, send small things, fail together."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from parallel_ext import _C
 from parallel_ext.distributed import messages
+from parallel_ext.distributed.barrier import GRACE_S, MonitoredBarrier, forget, hint, long_step
 from parallel_ext.distributed.errors import (
     CollectiveTimeout,
     PeerLostError,
     class_of_name,
     shared_class,
 )
-from parallel_ext.distributed.meetings import GRACE_S, Meetings, forget, hint, long_step
 from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
@@ -44,60 +43,71 @@ def _new_groups(ranks_of: Sequence[Sequence[int]], **options: Any) -> dist.Proce
     return own
 
 
-class Ranks:
-    """All ranks of a job, over a gloo group and a store of their own.
+class ControlPlane:
+    """What all ranks of a job do beside training, over a gloo group and a store of their own.
 
     Args:
         timeout: seconds after which a rank that does not come is reported.
-        what: the function that every rank must call for it, for errors.
+        op_name: the function that every rank must call for it, for errors.
         own_connection: to the store, for another thread than the one that uses the first.
 
     Attributes:
         rank, world_size: of the whole job.
         timeout: as given.
-        control: the group.
+        group: all ranks of the job.
         process_groups: all groups that were made, by name.
+        members: the ranks of a group in words, for errors; "every rank" where there are none.
 
     Raises:
         CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
     """
 
     _made = 0
-    live: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
-    def __init__(self, timeout: float, what: str, own_connection: bool = False) -> None:
+    def __init__(self, timeout: float, op_name: str, own_connection: bool = False) -> None:
         self.rank, self.world_size = world()
         self.timeout = timeout
-        self.control = ALONE
+        self.group = ALONE
         self.process_groups: dict[str, dist.ProcessGroup] = {}  # by group name; keeps them alive
+        self.members: dict[Group, str] = {}
         self._long_steps = self._connections = 0
         self._calls: Counter[str] = Counter()  # on a control group, by its name
         self._store: dist.Store | None = None
-        self._meetings: Meetings | None = None
-        self._what = what
-        self._wait = timedelta(seconds=timeout)
-        Ranks._made += 1
-        Ranks.live.add(self)
+        self._barrier: MonitoredBarrier | None = None
+        self._op_name = op_name
+        ControlPlane._made += 1
         if self.world_size == 1:
             return
         store = dist.group.WORLD.get_group_store()
         if own_connection:
             store = store.clone()  # while one waits in it, another cannot ask
-        self._store = dist.PrefixStore(f"parallel_ext/{Ranks._made}", store)
-        self._meetings = Meetings(self._store, self.rank, self.world_size, timeout)
-        self.meet(what)  # torch would name nobody who is missing when groups are made
+        self._store = dist.PrefixStore(f"parallel_ext/{ControlPlane._made}", store)
+        self._barrier = MonitoredBarrier(self._store, self.rank, self.world_size, timeout)
+        self.barrier(op_name)  # torch would name nobody who is missing when groups are made
         everyone = list(range(self.world_size))
-        self.control = self._group([everyone], backend="gloo", timeout=self._wait)
+        self.group = self.new_group([everyone], backend="gloo")
 
-    def _group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
+    def new_group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
+        """Create groups, and return the one that holds this rank; ``ALONE`` if none does.
+
+        Every rank of the job calls it.
+
+        Args:
+            ranks_of: the ranks of each group.
+            options: as of ``torch.distributed.new_group``.
+
+        Raises:
+            CollectiveTimeout: ranks did not connect within ``timeout`` seconds; names them.
+        """
         self._connections += 1
         try:
-            process_group = _new_groups(ranks_of, **options)
+            wait = timedelta(seconds=self.timeout)
+            process_group = _new_groups(ranks_of, timeout=wait, **options)
         except RuntimeError as error:
             own = next(ranks for ranks in ranks_of if self.rank in ranks)  # who connect
-            missing = self._meetings.lost(f"connection {self._connections}", self.rank, own)
+            missing = self._barrier.lost(f"connection {self._connections}", self.rank, own)
             raise CollectiveTimeout(
-                f"{self._what}: ranks {', '.join(map(str, own))} must connect, but {missing} "
+                f"{self._op_name}: ranks {', '.join(map(str, own))} must connect, but {missing} "
                 f"within {self.timeout:g} s{hint(error)}"
             ) from error
         if process_group is None:  # this rank is in none of them
@@ -106,7 +116,7 @@ class Ranks:
         self.process_groups[group.name] = process_group
         return group
 
-    def release(self) -> None:
+    def destroy(self) -> None:
         """Destroy this rank's groups, whatever the others do; nothing can use them afterwards."""
         groups, self.process_groups = self.process_groups, {}
         for process_group in groups.values():
@@ -115,7 +125,7 @@ class Ranks:
             except (AssertionError, ValueError):  # torch's words for a group that is gone already
                 continue
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Give the groups and the keys in the store back, once every rank has called it.
 
         Raises:
@@ -123,32 +133,23 @@ class Ranks:
         """
         try:
             if self._store is not None and self.process_groups:
-                self.meet("Mesh.close")
+                self.barrier("Mesh.close")
                 forget(self._store, self._long_steps, self.rank)
-                self._meetings.close()
+                self._barrier.close()
         finally:
-            self.release()
+            self.destroy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self  # copies of a model live on the same ranks
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a parallel model cannot be pickled, since it holds the groups of the job; "
-            "model.save_pretrained, px.save_checkpoint and model.state_dict() serve for files"
-        )
-
-    def meet(self, what: str) -> None:
-        """Wait until every rank of the job is about to do ``what``.
+    def barrier(self, op_name: str) -> None:
+        """Wait until every rank of the job is about to do ``op_name``.
 
         Raises:
             CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
             DisagreementError: all came, but to different things; names who is where.
         """
-        if self._meetings is not None:
-            self._meetings.meet(what)
+        if self._barrier is not None:
+            self._barrier.wait(op_name)
 
-    def communicate(self, group: Group, what: str, call: Callable[[], T]) -> T:
+    def run_collective(self, group: Group, op_name: str, call: Callable[[], T]) -> T:
         """Run a collective of a group, and raise with the missing ranks if it fails.
 
         Every rank of the group runs the same ones, in order.
@@ -161,57 +162,69 @@ class Ranks:
             return call()
         except ValueError as error:  # the group is not there
             raise RuntimeError(
-                f"{what}: the process group of the job was destroyed before; end a job with "
+                f"{op_name}: the process group of the job was destroyed before; end a job with "
                 "px.wait_for_checkpoint if it saves asynchronously"
             ) from error
         except RuntimeError as error:
             failed = f"{group.name}/{self._calls[group.name]}"
-            missing = self._meetings.lost(failed, group.rank, range(group.size))
+            missing = self._barrier.lost(failed, group.rank, range(group.size))
             raise CollectiveTimeout(
-                f"{what}: {self._members(group)} must call it and stay in step, but {missing} "
-                f"within {self.timeout:g} s"
+                f"{op_name}: {self.members.get(group, 'every rank')} must call it and stay in "
+                f"step, but {missing} within {self.timeout:g} s"
             ) from error
 
-    def _members(self, group: Group) -> str:
-        """Return in words who must take part in a collective of a control group."""
-        return "every rank"
-
-    def _exchange(self, group: Group, record: bytes, what: str, timeout: float) -> list[bytes]:
-        return self.communicate(
-            group, what, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
+    def _all_gather(self, group: Group, record: bytes, op_name: str, timeout: float) -> list[bytes]:
+        return self.run_collective(
+            group, op_name, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
         )
 
-    def exchange(self, record: bytes, what: str) -> list[bytes]:
-        """All-gather records of one size over all ranks of the job, in rank order.
+    def all_gather_bytes(
+        self, record: bytes, op_name: str, group: Group | None = None
+    ) -> list[bytes]:
+        """All-gather records of one size over a group, in rank order.
+
+        Args:
+            record: of this rank.
+            op_name: the call, for errors.
+            group: a gloo group made here; all ranks of the job when None.
 
         Raises:
             CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
         """
-        return self._exchange(self.control, record, what, self.timeout)
+        return self._all_gather(group or self.group, record, op_name, self.timeout)
 
-    def _gather(self, group: Group, value: Any, what: str, records: Sequence[type] = ()) -> list:
-        if group.size == 1:
-            return [value]
-        own = messages.encode(value, records)
-        start = own[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
-        sent = self._exchange(group, len(own).to_bytes(8, "little") + start, what, self.timeout)
-        lengths = [int.from_bytes(record[:8], "little") for record in sent]
-        contents = [record[8:] for record in sent]
-        if max(lengths) > _SHORT_BYTES:
-            contents = self._exchange(group, own.ljust(max(lengths), b"\0"), what, self.timeout)
-        pairs = zip(contents, lengths, strict=True)
-        return [messages.decode(each[:n], records) for each, n in pairs]
-
-    def gather_objects(self, value: Any, *records: type) -> list[Any]:
-        """Gather ``value`` of every rank of the job on each rank, in rank order.
+    def all_gather_object(
+        self,
+        value: Any,
+        *records: type,
+        op_name: str = "all_gather_object",
+        group: Group | None = None,
+    ) -> list[Any]:
+        """All-gather ``value`` of every rank of a group, in rank order.
 
         Args:
             value: as :func:`messages.encode` takes it; nothing is pickled.
             records: the dataclasses and named tuples that may be in it.
-        """
-        return self._gather(self.control, value, "an exchange of objects", records)
+            op_name: the call, for errors.
+            group: a gloo group made here; all ranks of the job when None.
 
-    def swap(
+        Raises:
+            CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
+        """
+        group = group or self.group
+        if group.size == 1:
+            return [value]
+        own = messages.encode(value, records)
+        start = own[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
+        sent = self.all_gather_bytes(len(own).to_bytes(8, "little") + start, op_name, group)
+        lengths = [int.from_bytes(record[:8], "little") for record in sent]
+        contents = [record[8:] for record in sent]
+        if max(lengths) > _SHORT_BYTES:
+            contents = self.all_gather_bytes(own.ljust(max(lengths), b"\0"), op_name, group)
+        pairs = zip(contents, lengths, strict=True)
+        return [messages.decode(each[:n], records) for each, n in pairs]
+
+    def all_to_all_bytes(
         self,
         outgoing: Sequence[tuple[int, memoryview]],
         incoming: Sequence[tuple[int, memoryview]],
@@ -226,9 +239,9 @@ class Ranks:
 
         Raises:
             PeerLostError: one of them did not do its part within half of ``timeout``, so that
-                :meth:`together`, in which this belongs, can name it within the other half.
+                :meth:`run_on_all`, in which this belongs, can name it within the other half.
         """
-        group = self.control
+        group = self.group
         if group.size == 1:
             return
 
@@ -249,21 +262,21 @@ class Ranks:
         self._long_steps += 1
         return long_step(self._store, self._long_steps, self.rank, self.world_size, self.timeout)
 
-    def together(self, what: str, action: Callable[[], T], *, patient: bool = False) -> T:
-        """Run ``action`` on every rank of the job; if it raises on one, raise on all.
+    def run_on_all(self, op_name: str, fn: Callable[[], T], *, patient: bool = False) -> T:
+        """Run ``fn`` on every rank of the job; if it raises on one, raise on all.
 
         Args:
-            what: what the ranks are doing, for the error of those that did not fail themselves.
-            action: must not communicate in a way that its failure on one rank breaks.
+            op_name: what the ranks are doing, for the error of those that did not fail themselves.
+            fn: must not communicate in a way that its failure on one rank breaks.
             patient: a rank may take long as long as it lives; else each must be through within
                 ``timeout`` seconds of the first.
 
         Returns:
-            What ``action`` returned, each rank its own.
+            What ``fn`` returned, each rank its own.
 
         Raises:
             CollectiveTimeout: ranks were killed or stopped, or did not come in time; names them.
-            Exception: what ``action`` raised, on every rank: the error itself where it failed, an
+            Exception: what ``fn`` raised, on every rank: the error itself where it failed, an
                 error of the same class that quotes it on the others. Of an error that is neither
                 Python's nor this package's, the class is the nearest base that is, or else
                 RuntimeError. Where ranks failed by different classes, it is the first rank's.
@@ -274,21 +287,21 @@ class Ranks:
         try:
             with self._long_step() if long else nullcontext():
                 try:
-                    result = action()
+                    result = fn()
                 except Exception as error:
                     failure = error
         except TimeoutError as error:
-            raise CollectiveTimeout(f"{what}: {error}") from failure
+            raise CollectiveTimeout(f"{op_name}: {error}") from failure
         peer_lost = isinstance(failure, PeerLostError)
         wait = self.timeout
         if peer_lost:
             wait = min(wait, 2 * GRACE_S)  # half of the time has gone already
         text = failure and f"{type(failure).__name__}: {failure}"
         try:
-            if b"0" not in self._exchange(self.control, b"0" if failure else b"1", what, wait):
+            if b"0" not in self._all_gather(self.group, b"0" if failure else b"1", op_name, wait):
                 return result
             kind = failure and shared_class(failure)
-            outcomes = self._gather(self.control, (text, kind, peer_lost), what)
+            outcomes = self.all_gather_object((text, kind, peer_lost), op_name=op_name)
         except CollectiveTimeout as error:
             if failure is None:
                 raise
@@ -298,9 +311,9 @@ class Ranks:
             for own in (False, True)
         )
         if not causes:
-            told = "; ".join(where for where, _ in broken)
-            raise CollectiveTimeout(f"{what}: {told}") from failure
+            seen = "; ".join(where for where, _ in broken)
+            raise CollectiveTimeout(f"{op_name}: {seen}") from failure
         shared = class_of_name(causes[0][1])
         if isinstance(failure, shared) and not peer_lost:
             raise failure
-        raise shared(f"{what} failed on {'; '.join(where for where, _ in causes)}") from failure
+        raise shared(f"{op_name} failed on {'; '.join(where for where, _ in causes)}") from failure

@@ -10,7 +10,7 @@ class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
 
 
 class PeerLostError(RuntimeError):
-    """A transfer between two ranks broke off; ``Ranks.together`` finds out who is missing."""
+    """A transfer between two ranks broke off; ``ControlPlane.run_on_all`` finds who is missing."""
 
 
 class DisagreementError(RuntimeError):
@@ -30,7 +30,7 @@ class CheckpointError(RuntimeError):
 
 # Of Python's own: too wide to be caught, and those that cannot be made of a text.
 _NOT_SHARED = {"Exception", "ExceptionGroup"} | {
-    f"Unicode{what}Error" for what in ("Decode", "Encode", "Translate")
+    f"Unicode{op_name}Error" for op_name in ("Decode", "Encode", "Translate")
 }
 _SHARED: dict[str, type[Exception]] = {
     error.__name__: error

@@ -5,17 +5,19 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import weakref
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ext.distributed.background import Background
-from parallel_ext.distributed.control import Ranks, world
+from parallel_ext.distributed.barrier import join_job
+from parallel_ext.distributed.control import ControlPlane, world
 from parallel_ext.distributed.errors import DisagreementError
-from parallel_ext.distributed.meetings import join_job
 from parallel_ext.ops import ALONE, Group
 
 
@@ -25,24 +27,30 @@ def _grid(size: int, inner: int) -> tuple[list[list[int]], list[list[int]]]:
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
-class Mesh(Ranks):
+class Mesh:
     """The ranks of a job as a grid ``(dp, tp)``, tp innermost, made by :func:`init_mesh`.
 
     The experts of a mixture see the same ranks as a grid ``(edp, ep)``, ep innermost.
 
     Attributes:
-        rank, world_size, timeout: as of :class:`Ranks`.
+        rank, world_size: of the whole job.
+        timeout: seconds after which a rank that does not come is reported.
         tp_rank, tp_size: position among the ranks that share a model; they get the same batch.
         dp_rank, dp_size: which replica of the model this is; feed them to a sampler.
         ep_rank, ep_size: position among the ranks over which the experts are sharded.
         edp_rank, edp_size: which replica of the experts this is.
         tp, dp, ep, edp: the groups as the ops take them.
         device: where the parameters of this rank live.
+        control: how this package lets the ranks of the job wait for and talk to each other.
         background: what the ranks do behind training.
     """
 
+    live: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
     def __init__(self, tp: int, ep: int, dp: int, timeout: float, device: torch.device) -> None:
-        super().__init__(timeout, "init_mesh")
+        self.control = ControlPlane(timeout, "init_mesh")
+        Mesh.live.add(self)
+        self.rank, self.world_size, self.timeout = *world(), timeout
         self.tp_size, self.dp_size, self.ep_size = tp, dp, ep
         self.dp_rank, self.tp_rank = divmod(self.rank, tp)
         self.edp_size = self.world_size // ep
@@ -53,7 +61,7 @@ class Mesh(Ranks):
         self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
         if self.world_size == 1:
             return
-        asked = self.gather_objects(f"tp={tp}, ep={ep}, dp={dp}, timeout={timeout:g}")
+        asked = self.control.all_gather_object(f"tp={tp}, ep={ep}, dp={dp}, timeout={timeout:g}")
         if len(set(asked)) > 1:
             seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
             raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
@@ -62,7 +70,12 @@ class Mesh(Ranks):
         self.tp, self.dp = self._group_of(tp_rows), self._group_of(dp_columns)
         self.ep, self.edp = self._group_of(ep_rows), self._group_of(edp_columns)
         if tp > 1:
-            self.tp_control = self._group(tp_rows, backend="gloo", timeout=self._wait)
+            self.tp_control = self.control.new_group(tp_rows, backend="gloo")
+        self.control.members = {
+            self.edp: f"every edp rank of ep_rank {self.ep_rank}",
+            self.dp: f"every dp rank of tp_rank {self.tp_rank}",  # perhaps the same group
+            self.tp_control: f"every tp rank of dp_rank {self.dp_rank}",
+        }
 
     def _group_of(self, ranks_of: list[list[int]]) -> Group:
         """Return this rank's group of ``ranks_of``; one that communicates nothing for one rank."""
@@ -72,7 +85,7 @@ class Mesh(Ranks):
         """Return this rank's group of ``ranks_of``, made once for the same lists of ranks."""
         key = str(ranks_of)
         if key not in self._made_of:
-            self._made_of[key] = self._group(ranks_of, timeout=self._wait)
+            self._made_of[key] = self.control.new_group(ranks_of)
         return self._made_of[key]
 
     def close(self) -> None:
@@ -91,12 +104,22 @@ class Mesh(Ranks):
         try:
             self.background.finish()
         finally:
-            self.background.leave()
-            self.leave()
+            self.background.close()
+            self.control.close()
 
-    def release(self) -> None:
-        self.background.join()
-        super().release()
+    def destroy(self) -> None:
+        """Destroy this rank's groups after its asynchronous save, whatever other ranks do."""
+        self.background.destroy()
+        self.control.destroy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # copies of a model live on the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a parallel model cannot be pickled, since it holds the groups of the job; "
+            "model.save_pretrained, px.save_checkpoint and model.state_dict() serve for files"
+        )
 
     def __repr__(self) -> str:
         return (
@@ -127,33 +150,47 @@ class Mesh(Ranks):
             [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]
         )
 
-    def _members(self, group: Group) -> str:
-        if group == self.tp_control:
-            return f"every tp rank of dp_rank {self.dp_rank}"
-        if group == self.dp:
-            return f"every dp rank of tp_rank {self.tp_rank}"
-        if group == self.edp:
-            return f"every edp rank of ep_rank {self.ep_rank}"
-        return super()._members(group)
+    def process_group(self, group: Group) -> dist.ProcessGroup:
+        """Return the process group behind one of the mesh's groups, such as ``mesh.dp``."""
+        return self.control.process_groups[group.name]
 
-    def exchange_on_tp(self, record: bytes, what: str) -> list[bytes]:
-        """All-gather 32-byte records over the tp ranks, in rank order.
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """Return torch's view of the mesh: all ranks of the job as ``("dp", "tp")``, tp innermost.
+
+        ``mesh.device_mesh["dp"]`` holds the ranks with this ``tp_rank``, ``mesh.device_mesh["tp"]``
+        those with this ``dp_rank``; their groups are ``mesh.dp`` and ``mesh.tp``. It is made when
+        it is first read, without communication, so that no other rank needs to read it too.
 
         Raises:
-            CollectiveTimeout: a tp rank did not come within ``timeout`` seconds; names it.
+            RuntimeError: ``torch.distributed`` is not initialised, as in a job of one process that
+                was started without torchrun.
+
+        Example:
+            >>> init_mesh(tp=2).device_mesh["dp"].size()  # doctest: +SKIP
+            1
         """
-        return self._exchange(self.tp_control, record, what, self.timeout)
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "mesh.device_mesh needs torch.distributed; start the job with torchrun, or call "
+                "torch.distributed.init_process_group before px.init_mesh"
+            )
+        groups = [self._process_group_or_alone(group) for group in (self.dp, self.tp)]
+        ranks, names = _grid(self.world_size, self.tp_size)[0], ("dp", "tp")
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
-    def gather_objects_on_tp(self, value: Any) -> list[Any]:
-        """Gather ``value`` of every tp rank on each, in rank order, for the words of an error."""
-        return self._gather(self.tp_control, value, "an exchange of objects")
+    def _process_group_or_alone(self, group: Group) -> dist.ProcessGroup:
+        if group != ALONE:
+            return self.process_group(group)
+        own = dist.new_group([self.rank], use_local_synchronization=True)  # which needs no other
+        return self.control.process_groups.setdefault(own.group_name, own)
 
 
-def check_mesh(what: str, mesh: Any) -> None:
+def check_mesh(op_name: str, mesh: Any) -> None:
     """Raise unless ``mesh`` is a :class:`Mesh`.
 
     Args:
-        what: which function was given it, for the error.
+        op_name: which function was given it, for the error.
         mesh: what it was given.
 
     Raises:
@@ -162,8 +199,8 @@ def check_mesh(what: str, mesh: Any) -> None:
     if not isinstance(mesh, Mesh):
         got = "none" if mesh is None else f"a {type(mesh).__name__}"
         raise TypeError(
-            f"{what} needs the mesh that px.init_mesh makes, as in mesh = px.init_mesh(tp=2), but "
-            f"was given {got}"
+            f"{op_name} needs the mesh that px.init_mesh makes, as in mesh = px.init_mesh(tp=2), "
+            f"but was given {got}"
         )
 
 
@@ -181,8 +218,8 @@ def shutdown() -> None:
     Example:
         >>> shutdown()
     """
-    for ranks in list(Ranks.live):
-        ranks.release()
+    for mesh in list(Mesh.live):
+        mesh.destroy()
     # A thread of gloo that lets go of a tensor while the interpreter ends aborts the process. Those
     # of a destroyed group have ended here; of one that is still held, as by FSDP, they wait for the
     # interpreter to do so, and get it now.

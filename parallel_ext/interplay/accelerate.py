@@ -61,7 +61,7 @@ def gather_for_metrics(
         raise NotImplementedError(
             f"Accelerator.gather_for_metrics would return every sample {max(sizes)} times, since "
             "tp ranks share their data; gather over the dp ranks: "
-            "torch.distributed.all_gather(..., group=mesh.process_groups[mesh.dp.name])"
+            "torch.distributed.all_gather(..., group=mesh.process_group(mesh.dp))"
         )
     return plain(self, *args, **kwargs)
 

@@ -26,7 +26,7 @@ def _norm(
     owners: dict[int, Owned],
     norm_type: float,
     error_if_nonfinite: bool,
-    what: str,
+    op_name: str,
 ) -> torch.Tensor:
     laid_out: dict[Mesh, list[LaidOut]] = {owned.mesh: [] for owned in owners.values()}
     beside = []
@@ -35,7 +35,7 @@ def _norm(
             laid_out[owned.mesh].append((local_part(tensor.detach()), owned.layout))
         else:
             beside.append(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
-    return total_norm(laid_out, beside, norm_type, error_if_nonfinite, what)
+    return total_norm(laid_out, beside, norm_type, error_if_nonfinite, op_name)
 
 
 def get_total_norm(

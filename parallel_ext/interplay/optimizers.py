@@ -180,12 +180,12 @@ def load_state_dict(
     Raises:
         RuntimeError: shards are another rank's, or of unknown origin; on every rank.
     """
-    owners, what = _owners(self), f"{type(self).__name__}.load_state_dict"
+    owners, op_name = _owners(self), f"{type(self).__name__}.load_state_dict"
     sharded = [owned for owned in owners.values() if owned.is_sharded]
     if not sharded:
         if STATE_NAME in state_dict:
             raise RuntimeError(
-                f"{what}: this state holds the shards of one rank of a parallel model, but the "
+                f"{op_name}: this state holds the shards of one rank of a parallel model, but the "
                 "optimizer has whole parameters; load a checkpoint of px.save_checkpoint"
             )
         plain(self, state_dict)
@@ -205,7 +205,7 @@ def load_state_dict(
                 }
         return {**state_dict, "state": state}
 
-    plain(self, state_of(model).mesh.together(what, convert))
+    plain(self, state_of(model).mesh.control.run_on_all(op_name, convert))
 
 
 def _local(

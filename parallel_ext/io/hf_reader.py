@@ -288,7 +288,7 @@ class HFDirectory:
         model: nn.Module,
         mesh: Mesh,
         layout: ModelLayout,
-        what: str,
+        op_name: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -303,7 +303,7 @@ class HFDirectory:
                 Its buffers keep their dtypes.
             mesh: the ranks; each parameter takes the shape of this rank's shard.
             layout: of the model; says under which names the files hold its tensors.
-            what: what the ranks are doing, for errors.
+            op_name: what the ranks are doing, for errors.
             dtype: of the floating-point parameters; None keeps that of the file.
             device: of the new parameters; ``mesh.device`` when None.
 
@@ -341,7 +341,7 @@ class HFDirectory:
                     )
             return room
 
-        shards = mesh.together(what, make_room)
+        shards = mesh.control.run_on_all(op_name, make_room)
         with tqdm(
             desc="Loading shards",
             unit="B",
@@ -353,7 +353,7 @@ class HFDirectory:
                 [(each, shards[each.whole.name]) for each in parts],
                 self.file_of,
                 mesh,
-                what,
+                op_name,
                 progress.update,
             )
         for name, buffer in buffers.items():

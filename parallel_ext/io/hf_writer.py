@@ -24,7 +24,7 @@ from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import (
     PlannedFile,
     TensorStream,
-    meet_on,
+    barrier_on_files,
     plan_files,
     warn_of_non_finite,
 )
@@ -110,8 +110,8 @@ def write_directory(
         CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise the same class;
             the previous directory stays whole.
     """
-    what = f"save_pretrained to {os.fspath(directory)}"
-    mesh.meet(what)
+    op_name = f"save_pretrained to {os.fspath(directory)}"
+    mesh.control.barrier(op_name)
     in_files = layout.in_files()
 
     def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
@@ -126,8 +126,8 @@ def write_directory(
                 disk.write_file(publication.temporary / name, content)
             publication.publish()
 
-    values, files = mesh.together(what, plan)
-    meet_on(files, mesh, what)
+    values, files = mesh.control.run_on_all(op_name, plan)
+    barrier_on_files(files, mesh.control, op_name)
     with ExitStack() as cleanup:
 
         def begin() -> Publication | None:
@@ -137,13 +137,15 @@ def write_directory(
             cleanup.callback(publication.discard)
             return publication
 
-        publication = mesh.together(what, begin)
-        temporary = Path(mesh.gather_objects(publication and str(publication.temporary))[0])
+        publication = mesh.control.run_on_all(op_name, begin)
+        made = publication and str(publication.temporary)
+        temporary = Path(mesh.control.all_gather_object(made)[0])
         metadata = {"parallel_ext": json.dumps(note)} if note else {}
-        stream = TensorStream(values, mesh)
-        stream.write(files, in_files, temporary, metadata, what)
-        mesh.together(what, finish, patient=True)
-    warn_of_non_finite(mesh.gather_objects(stream.non_finite), what, mesh)
+        stream = TensorStream(values, mesh.control)
+        stream.write(files, in_files, temporary, metadata, op_name)
+        mesh.control.run_on_all(op_name, finish, patient=True)
+    non_finite = mesh.control.all_gather_object(stream.non_finite)
+    warn_of_non_finite(non_finite, op_name, mesh.control)
 
 
 def json_files(

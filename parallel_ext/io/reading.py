@@ -72,7 +72,7 @@ def read_shards(
     wanted: Sequence[tuple[Wanted, torch.Tensor]],
     files: Mapping[str, SafetensorsFile],
     mesh: Mesh,
-    what: str,
+    op_name: str,
     progress: Callable[[int], object] = lambda num_bytes: None,
 ) -> None:
     """Read this rank's boxes of many tensors; every rank calls it with the same tensors.
@@ -84,7 +84,7 @@ def read_shards(
         wanted: what, and this rank's shard of ``whole``, to be filled.
         files: that hold them, by name of the tensor.
         mesh: the ranks.
-        what: what the ranks are doing, for errors.
+        op_name: what the ranks are doing, for errors.
         progress: called with the number of bytes that this rank has read.
 
     Raises:
@@ -107,7 +107,7 @@ def read_shards(
             read_shard(before, each, shards[each.name], mesh.rank)
 
     for step in steps_of(sorted((each for each, _ in wanted), key=place), files):
-        mesh.together(what, partial(read, step))
+        mesh.control.run_on_all(op_name, partial(read, step))
         progress(sum(bytes_here(each, files, mesh.rank) for each in step))
 
 

@@ -86,14 +86,14 @@ class CheckpointDisagreement(CheckpointError, DisagreementError):  # noqa: N818
 
 
 @contextmanager
-def one_error(what: str) -> Iterator[None]:
+def one_error(op_name: str) -> Iterator[None]:
     """Let every error that leaves the block be a :class:`CheckpointError`.
 
     A rank that handles the error of a save, and continues, can then be sure that the others do,
     too: they would not if one of them had an ``OSError`` where the others hear of it.
 
     Args:
-        what: what the ranks are doing, where the error does not say so.
+        op_name: what the ranks are doing, where the error does not say so.
 
     Raises:
         CheckpointError: what was raised inside, if it was one, else with that as its cause.
@@ -103,14 +103,14 @@ def one_error(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except CollectiveTimeout as error:
-        raise CheckpointTimeout(_with(what, error)) from error
+        raise CheckpointTimeout(_with(op_name, error)) from error
     except DisagreementError as error:
-        raise CheckpointDisagreement(_with(what, error)) from error
+        raise CheckpointDisagreement(_with(op_name, error)) from error
     except RuntimeError as error:  # also that of a rank which tells of another's
-        raise CheckpointError(_with(what, error)) from error
+        raise CheckpointError(_with(op_name, error)) from error
     except Exception as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{op_name}: {type(error).__name__}: {error}") from error
 
 
-def _with(what: str, error: Exception) -> str:
-    return str(error) if what in str(error) else f"{what}: {error}"
+def _with(op_name: str, error: Exception) -> str:
+    return str(error) if op_name in str(error) else f"{op_name}: {error}"

@@ -75,7 +75,7 @@ def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: 
 def gather_in_step(
     shards: Mapping[str, tuple[torch.Tensor, TensorLayout]],
     mesh: Mesh,
-    what: str,
+    op_name: str,
     writer_only: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Gather full tensors one by one; every rank calls it, and if one fails, all raise.
@@ -83,7 +83,7 @@ def gather_in_step(
     Args:
         shards: by name this rank's shard and its layout; the same names in one order on all ranks.
         mesh: the ranks.
-        what: what the ranks are doing, for errors.
+        op_name: what the ranks are doing, for errors.
         writer_only: only rank 0 receives the tensors, else every rank of the job does.
 
     Returns:
@@ -103,8 +103,10 @@ def gather_in_step(
 
     full: dict[str, torch.Tensor] = {}
     for name in shards:
-        out = mesh.together(what, partial(room_for, name))  # where a large model may not fit
-        mesh.together(what, partial(gather, name, out))
+        out = mesh.control.run_on_all(
+            op_name, partial(room_for, name)
+        )  # where a large model may not fit
+        mesh.control.run_on_all(op_name, partial(gather, name, out))
         if out is not None:
             full[name] = out
     return full
@@ -135,11 +137,11 @@ def gather_state_dict(
     Example:
         >>> state = gather_state_dict(model, mesh, layout)  # doctest: +SKIP
     """
-    what = "full_state_dict" if writer_only else "full_state_dict on all ranks"
-    mesh.meet(what)
-    values = mesh.together(what, lambda: local_values(model, layout, mesh.rank))
+    op_name = "full_state_dict" if writer_only else "full_state_dict on all ranks"
+    mesh.control.barrier(op_name)
+    values = mesh.control.run_on_all(op_name, lambda: local_values(model, layout, mesh.rank))
     shards = {name: (value, layout[name]) for name, value in values.items()}
-    state = gather_in_step(shards, mesh, what, writer_only)
+    state = gather_in_step(shards, mesh, op_name, writer_only)
     for alias, name in layout.tied.items():
         if name in state:
             state[alias] = state[name]

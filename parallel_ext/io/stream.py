@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
@@ -128,14 +128,14 @@ def digest_of(files: Sequence[PlannedFile]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(files).encode())
 
 
-def meet_on(files: Sequence[PlannedFile], mesh: Ranks, what: str) -> None:
+def barrier_on_files(files: Sequence[PlannedFile], control: ControlPlane, op_name: str) -> None:
     """Raise unless all ranks have planned the same files, before any of them is made.
 
     Raises:
         DisagreementError: they have not.
         CollectiveTimeout: not all ranks are there.
     """
-    mesh.meet(f"{what} as {len(files)} files, plan {digest_of(files)}")
+    control.barrier(f"{op_name} as {len(files)} files, plan {digest_of(files)}")
 
 
 class TensorStream:
@@ -143,7 +143,7 @@ class TensorStream:
 
     Args:
         values: this rank's shard of every tensor that is written, by its name in the files.
-        mesh: the ranks; each makes a stream.
+        control: of the ranks; each makes a stream.
         hashed: hash what is written, for ``records()``.
 
     Attributes:
@@ -151,9 +151,9 @@ class TensorStream:
     """
 
     def __init__(
-        self, values: Mapping[str, torch.Tensor], mesh: Ranks, hashed: bool = False
+        self, values: Mapping[str, torch.Tensor], control: ControlPlane, hashed: bool = False
     ) -> None:
-        self._values, self._mesh, self._hashed = values, mesh, hashed
+        self._values, self._control, self._hashed = values, control, hashed
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._writers: dict[str, SafetensorsWriter] = {}
         self._own: Turn | None = None  # of the turn that was prepared last
@@ -167,7 +167,7 @@ class TensorStream:
         layouts: Mapping[str, TensorLayout],
         directory: Path,
         metadata: Mapping[str, str],
-        what: str,
+        op_name: str,
     ) -> None:
         """Write all files; every rank calls it with the same arguments.
 
@@ -176,18 +176,18 @@ class TensorStream:
             layouts: where their tensors live, by name.
             directory: where to; the names of the files are relative to it.
             metadata: of the header of every file.
-            what: what the ranks are doing, for errors.
+            op_name: what the ranks are doing, for errors.
 
         Raises:
             CollectiveTimeout: a rank was killed or stopped.
             CheckpointError, OSError: on the rank that failed; a RuntimeError on the others.
         """
-        mesh = self._mesh
+        control = self._control
         try:
-            mesh.together(what, lambda: self._open(files, metadata, directory))
-            for turn in (*plan_turns(files, layouts, mesh.world_size), ()):
-                mesh.together(what, partial(self._take_and_prepare, turn))
-            mesh.together(what, self._close, patient=True)  # disks may be slow
+            control.run_on_all(op_name, lambda: self._open(files, metadata, directory))
+            for turn in (*plan_turns(files, layouts, control.world_size), ()):
+                control.run_on_all(op_name, partial(self._take_and_prepare, turn))
+            control.run_on_all(op_name, self._close, patient=True)  # disks may be slow
         finally:
             for writer in self._writers.values():
                 writer.abandon()
@@ -201,7 +201,7 @@ class TensorStream:
     ) -> None:
         """Make all files of this rank, so that a full disk is found before any work."""
         for file in files:
-            if file.owner == self._mesh.rank:
+            if file.owner == self._control.rank:
                 path = directory / file.name
                 self._writers[file.name] = SafetensorsWriter(
                     path, file.tensors, metadata, self._hashed
@@ -214,9 +214,9 @@ class TensorStream:
         """
         self._take()
         wanted = [[] if part is None else part.blocks for part in turn]
-        self._own = turn[self._mesh.rank] if self._mesh.rank < len(turn) else None
+        self._own = turn[self._control.rank] if self._control.rank < len(turn) else None
         self._rows = self._room_for([] if self._own is None else self._own.blocks)
-        self._swap = Swap(self._values, wanted, self._rows, self._mesh)
+        self._swap = Swap(self._values, wanted, self._rows, self._control)
 
     def _take(self) -> None:
         """Bring every owner its rows, then let all of them write at the same time."""
@@ -260,12 +260,12 @@ class TensorStream:
             writer.close()
 
 
-def warn_of_non_finite(counts: Sequence[Counter[str]], what: str, mesh: Ranks) -> None:
+def warn_of_non_finite(counts: Sequence[Counter[str]], op_name: str, control: ControlPlane) -> None:
     """Warn on rank 0 which tensors hold how many values that are NaN or infinite."""
     found = sum(counts, Counter())
-    if mesh.rank == 0 and found:
+    if control.rank == 0 and found:
         shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
         more = f" and {len(found) - 8} more tensors" if len(found) > 8 else ""
         warnings.warn(
-            f"{what}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=3
+            f"{op_name}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=3
         )

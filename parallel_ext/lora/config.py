@@ -39,7 +39,7 @@ class LoraConfig(peft.LoraConfig):
         return cls(**{name: getattr(config, name) for name in fields})
 
 
-def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
+def refuse_unsupported(config: peft.PeftConfig, op_name: str) -> None:
     """Raise unless a parallel model can serve ``config``.
 
     Raises:
@@ -48,7 +48,7 @@ def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
     """
     if not isinstance(config, peft.LoraConfig) or config.peft_type != peft.PeftType.LORA:
         raise NotImplementedError(
-            f"{what}: only LoRA is supported on a parallel model, not {type(config).__name__}"
+            f"{op_name}: only LoRA is supported on a parallel model, not {type(config).__name__}"
         )
     default = peft.LoraConfig()
 
@@ -65,12 +65,12 @@ def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
         given.append(f"init_lora_weights={config.init_lora_weights!r}")
     if given:
         raise NotImplementedError(
-            f"{what}: LoRA on a parallel model does not support {', '.join(given)}"
+            f"{op_name}: LoRA on a parallel model does not support {', '.join(given)}"
         )
     for name, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
         if type(rank) is not int or rank < 1:
             raise ValueError(
-                f"{what}: the rank must be an integer of at least 1, got {name}={rank!r}"
+                f"{op_name}: the rank must be an integer of at least 1, got {name}={rank!r}"
             )
     for name, alpha in {"lora_alpha": config.lora_alpha, **(config.alpha_pattern or {})}.items():
         if (
@@ -78,7 +78,7 @@ def refuse_unsupported(config: peft.PeftConfig, what: str) -> None:
             or not isinstance(alpha, (int, float))
             or not math.isfinite(alpha)
         ):
-            raise ValueError(f"{what}: lora_alpha must be a finite number, got {name}={alpha!r}")
+            raise ValueError(f"{op_name}: lora_alpha must be a finite number, got {name}={alpha!r}")
     p = config.lora_dropout
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
-        raise ValueError(f"{what}: lora_dropout must be in [0, 1], got {p!r}")
+        raise ValueError(f"{op_name}: lora_dropout must be in [0, 1], got {p!r}")

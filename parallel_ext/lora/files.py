@@ -38,14 +38,14 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
         return None
 
 
-def check_adapters(model: nn.Module, state: ParallelState, what: str) -> None:
+def check_adapters(model: nn.Module, state: ParallelState, op_name: str) -> None:
     """Raise unless replicated parts of an adapter are equal bit for bit; all ranks call it."""
     trained = {
         name: (parameter, layout)
         for name, parameter, layout in named_shards(model)
         if set(name.split(".")) & {*LoraLayer.adapter_layer_names, "modules_to_save"}
     }
-    compare(trained, state.mesh, what)
+    compare(trained, state.mesh, op_name)
 
 
 _PICKLE = "adapter_model.bin"
@@ -115,33 +115,33 @@ def save_pretrained(
     if state is None:
         plain(self, save_directory, *args, **kwargs)
         return
-    mesh, what = state.mesh, f"save_pretrained of an adapter to {save_directory}"
-    mesh.meet(what)
+    mesh, op_name = state.mesh, f"save_pretrained of an adapter to {save_directory}"
+    mesh.control.barrier(op_name)
     kwargs.pop("is_main_process", None)
     options = {k: kwargs[k] for k in ("save_embedding_layers",) if k in kwargs}
 
     def choose() -> dict[str, tuple[torch.Tensor, TensorLayout]]:
         for refused in ("state_dict", "path_initial_model_for_weight_conversion"):
             if kwargs.get(refused) is not None:
-                raise NotImplementedError(f"{what}: {refused} is not supported here")
+                raise NotImplementedError(f"{op_name}: {refused} is not supported here")
         adapters = kwargs.get("selected_adapters") or list(self.peft_config)
         unknown = set(adapters) - self.peft_config.keys()
         if unknown:
-            raise ValueError(f"{what}: there is no adapter {', '.join(sorted(unknown))}")
+            raise ValueError(f"{op_name}: there is no adapter {', '.join(sorted(unknown))}")
         wanted = {n for a in adapters for n in saved_tensors(self, a, **options).values()}
         return {name: at for name, at in layouts_of(self).items() if name in wanted}
 
-    chosen = mesh.together(what, choose)
-    check_adapters(self, state, what)
-    if len({tuple(names) for names in mesh.gather_objects(list(chosen))}) > 1:
-        raise DisagreementError(f"{what}: the ranks want to save different tensors")
-    full = gather_in_step(chosen, mesh, what)
+    chosen = mesh.control.run_on_all(op_name, choose)
+    check_adapters(self, state, op_name)
+    if len({tuple(names) for names in mesh.control.all_gather_object(list(chosen))}) > 1:
+        raise DisagreementError(f"{op_name}: the ranks want to save different tensors")
+    full = gather_in_step(chosen, mesh, op_name)
 
     def write() -> None:
         if mesh.rank == 0:
             plain(self, save_directory, *args, state_dict=full, **kwargs)
 
-    mesh.together(what, write)
+    mesh.control.run_on_all(op_name, write)
 
 
 def load_adapter(
@@ -154,13 +154,13 @@ def load_adapter(
     state = parallel_state(self)
     if state is None:
         return plain(self, model_id, *args, **kwargs)
-    what = f"load_adapter of {model_id}"
+    op_name = f"load_adapter of {model_id}"
     if kwargs.get("ignore_mismatched_sizes"):
         raise NotImplementedError(
-            f"{what}: ignore_mismatched_sizes on a parallel model would ignore every factor that "
-            "is cut; load an adapter of the right sizes"
+            f"{op_name}: ignore_mismatched_sizes on a parallel model would ignore every factor "
+            "that is cut; load an adapter of the right sizes"
         )
-    state.mesh.meet(what)
+    state.mesh.control.barrier(op_name)
 
     def look() -> None:
         folder = Path(model_id, kwargs.get("subfolder") or "")
@@ -169,7 +169,7 @@ def load_adapter(
         elif folder.is_dir() and not (folder / _PICKLE).exists():  # else PEFT looks on the hub
             raise CheckpointError(f"{folder} holds no {ADAPTER_NAME}")
 
-    state.mesh.together(what, look)
+    state.mesh.control.run_on_all(op_name, look)
     return plain(self, model_id, *args, **kwargs)
 
 
@@ -187,8 +187,8 @@ def set_state_dict(
     state = parallel_state(model)
     if state is None:
         return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
-    what = f"loading adapter {adapter_name!r}"
-    _check_read(state_dict, state, what)
+    op_name = f"loading adapter {adapter_name!r}"
+    _check_read(state_dict, state, op_name)
 
     def load() -> Any:
         # PEFT does it later too: experts as transformers 4 named them become those of the model.
@@ -205,22 +205,22 @@ def set_state_dict(
             raise ValueError(f"adapter {adapter_name!r} does not fit the model: {problems}")
         return plain(model, tensors, adapter_name=adapter_name, **kwargs)
 
-    result = state.mesh.together(what, load)
-    check_adapters(model, state, what)
+    result = state.mesh.control.run_on_all(op_name, load)
+    check_adapters(model, state, op_name)
     return result
 
 
-def _check_read(state_dict: Mapping[str, torch.Tensor], state: ParallelState, what: str) -> None:
+def _check_read(state_dict: Mapping[str, torch.Tensor], state: ParallelState, op_name: str) -> None:
     """Raise on every rank unless all have read the same tensors."""
     digest = xxhash.xxh3_128()
     for name in sorted(state_dict):
         digest.update(name.encode())
         digest.update(content_digest(state_dict[name]).encode())
-    found = state.mesh.gather_objects(digest.hexdigest())
+    found = state.mesh.control.all_gather_object(digest.hexdigest())
     if len(set(found)) > 1:
         other = next(rank for rank, each in enumerate(found) if each != found[0])
         raise DisagreementError(
-            f"{what}: ranks 0 and {other} read different tensors; give all ranks the same files"
+            f"{op_name}: ranks 0 and {other} read different tensors; give all ranks the same files"
         )
 
 
@@ -241,22 +241,24 @@ def swap_state_dict(
     if state is None:
         plain(model, state_dict, adapter_name, config, *args, **kwargs)
         return
-    what = f"hotswap_adapter of {adapter_name!r}"
-    state.mesh.meet(what)
-    _check_read(state_dict, state, what)
+    op_name = f"hotswap_adapter of {adapter_name!r}"
+    state.mesh.control.barrier(op_name)
+    _check_read(state_dict, state, op_name)
 
     def shards() -> dict[str, torch.Tensor]:
-        refuse_unsupported(config, what)
+        refuse_unsupported(config, op_name)
         layouts = {name: layout for name, (_, layout) in layouts_of(model).items()}
         found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
         known = {name: layouts[name].shape for name in found if name in layouts}
         if problems := misfits(found, known, state.mesh.tp_size):
-            raise ValueError(f"{what}: {problems}; load it as another adapter by load_adapter")
+            raise ValueError(f"{op_name}: {problems}; load it as another adapter by load_adapter")
         rank = state.mesh.rank
         return {name: take(tensor, layouts[name], rank) for name, tensor in state_dict.items()}
 
-    plain(model, state.mesh.together(what, shards), adapter_name, config, *args, **kwargs)
-    check_adapters(model, state, what)
+    plain(
+        model, state.mesh.control.run_on_all(op_name, shards), adapter_name, config, *args, **kwargs
+    )
+    check_adapters(model, state, op_name)
 
 
 def misfits(

@@ -30,7 +30,7 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.methods import watch_forward
+from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.state import ParallelState
 
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
@@ -52,7 +52,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
 
 
 def refuse_mixture(
-    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
+    model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
     """Raise if an adapter is on a module of an MoE block, which PEFT would wrap on its own.
 
@@ -66,13 +66,13 @@ def refuse_mixture(
     for path, _ in model.named_modules():
         if path.endswith(tuple(parts)) and check_target_module_exists(config, path):
             raise NotImplementedError(
-                f"{what}: an adapter on {path} is not supported; target attention and head, and "
+                f"{op_name}: an adapter on {path} is not supported; target attention and head, and "
                 f"experts by target_parameters={experts_tensors(model)}"
             )
 
 
 def refuse_whole(
-    model: nn.Module, config: peft.LoraConfig, what: str, state: ParallelState
+    model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
     """Raise if an adapter is on a module that every rank holds whole.
 
@@ -89,7 +89,7 @@ def refuse_whole(
             reasons = state.table.unadapted.items()
             why = [reason for beginning, reason in reasons if path.startswith(beginning)]
             raise NotImplementedError(
-                f"{what}: an adapter on {path} is not supported: "
+                f"{op_name}: an adapter on {path} is not supported: "
                 + (why[0] if why else "it is whole on every rank, and adapters are cut with a base")
                 + '; target others, or "all-linear" for all that are cut'
             )
@@ -109,7 +109,7 @@ def _tensors_of_experts(model: nn.Module) -> list[str]:
     ]
 
 
-def refuse_parameters(model: nn.Module, config: peft.LoraConfig, what: str) -> None:
+def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
     """Raise unless ``target_parameters`` are tensors of experts, without dropout or bias.
 
     Raises:
@@ -121,7 +121,7 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, what: str) -> N
     served, wanted = set(_tensors_of_experts(model)), sorted(config.target_parameters)
     if not served:
         raise NotImplementedError(
-            f"{what}: LoRA on a parallel model without experts does not support "
+            f"{op_name}: LoRA on a parallel model without experts does not support "
             f"target_parameters={wanted}; use target_modules"
         )
     everything = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
@@ -130,20 +130,20 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, what: str) -> N
         others = [name for name in found if name not in served]
         if others:
             raise NotImplementedError(
-                f"{what}: an adapter on {others[0]} is not supported; of all parameters only the "
-                f"tensors of experts take one: target_parameters={experts_tensors(model)}"
+                f"{op_name}: an adapter on {others[0]} is not supported; of all parameters only "
+                f"the tensors of experts take one: target_parameters={experts_tensors(model)}"
             )
         if not found:
             raise ValueError(
-                f"{what}: the model has no parameter {target}; its experts are reached by "
+                f"{op_name}: the model has no parameter {target}; its experts are reached by "
                 f"target_parameters={experts_tensors(model)}"
             )
     for option in ("lora_dropout", "lora_bias"):
         value = getattr(config, option)
         if value:
             raise ValueError(
-                f"{what}: {option}={value!r} does not go with target_parameters={wanted}, in PEFT "
-                "neither: the adapter is added to the experts' weight; leave it out"
+                f"{op_name}: {option}={value!r} does not go with target_parameters={wanted}, in "
+                "PEFT neither: the adapter is added to the experts' weight; leave it out"
             )
 
 
@@ -214,20 +214,20 @@ def inject_adapter(
     if state is None:
         plain(self, model, adapter_name, *args, **kwargs)
         return
-    what = f"adding adapter {adapter_name!r}"
-    state.mesh.meet(what)
+    op_name = f"adding adapter {adapter_name!r}"
+    state.mesh.control.barrier(op_name)
 
     def check() -> None:
-        refuse_unsupported(config, what)
+        refuse_unsupported(config, op_name)
         if state.zero is not None and state.mesh.dp_size > 1:
-            raise RuntimeError(f"{what}: add adapters before px.data_parallel shards the model")
+            raise RuntimeError(f"{op_name}: add adapters before px.data_parallel shards the model")
         resolve_targets(model, config)
-        refuse_mixture(model, config, what, state)
-        refuse_parameters(model, config, what)
-        refuse_whole(model, config, what, state)
+        refuse_mixture(model, config, op_name, state)
+        refuse_parameters(model, config, op_name)
+        refuse_whole(model, config, op_name, state)
 
-    state.mesh.together(what, check)
-    seed = _agree_on(config, what, state)
+    state.mesh.control.run_on_all(op_name, check)
+    seed = _agree_on(config, op_name, state)
     config._register_custom_module(LAYERS)
     with seeded_by(seed):
         plain(self, model, adapter_name, *args, **kwargs)
@@ -235,20 +235,20 @@ def inject_adapter(
     _refuse_both_ends(model, adapter_name)
 
 
-def _agree_on(config: peft.LoraConfig, what: str, state: ParallelState) -> int:
+def _agree_on(config: peft.LoraConfig, op_name: str, state: ParallelState) -> int:
     """Raise unless the ranks' configurations are equal, and return rank 0's seed for all."""
     own = {
         name: repr(sorted(value) if isinstance(value, set) else value)
         for name, value in config.to_dict().items()
         if name not in ("base_model_name_or_path", "revision")  # may differ from host to host
     }
-    everyone = state.mesh.gather_objects((own, torch.initial_seed()))
+    everyone = state.mesh.control.all_gather_object((own, torch.initial_seed()))
     configs, seeds = zip(*everyone, strict=True)
     for rank, other in enumerate(configs):
         for name in own:
             if other[name] != configs[0][name]:
                 raise DisagreementError(
-                    f"{what}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
+                    f"{op_name}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
                     f"{rank}; all ranks must be given the same configuration"
                 )
     return seeds[0]

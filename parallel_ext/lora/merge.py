@@ -153,9 +153,9 @@ def _merging(
     **kwargs: Any,
 ) -> Any:
     """Merge after a check on all ranks of whatever may speak against it, before any change."""
-    state, what = parallel_state(self.model), "merging adapters"
+    state, op_name = parallel_state(self.model), "merging adapters"
     if state is not None:
-        state.mesh.meet(what)
+        state.mesh.control.barrier(op_name)
 
         def check() -> None:
             for path, module in self.model.named_modules():
@@ -164,8 +164,8 @@ def _merging(
                 elif isinstance(module, ModulesToSaveWrapper):
                     _refuse_kept_end(path, module)
 
-        state.mesh.together(what, check)
-        check_adapters(self.model, state, what)
+        state.mesh.control.run_on_all(op_name, check)
+        check_adapters(self.model, state, op_name)
     return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs)
 
 

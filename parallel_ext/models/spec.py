@@ -28,8 +28,8 @@ class ModelTable:
         skips: path of a method of the model that may skip some of its modules: called with whether
             a batch needs each of them, it returns whether they run. Equal on all dp ranks.
         unadapted: beginning of a path -> why no adapter goes on a module there, for errors.
-        own_loss: whether the class computes the loss itself, of whole logits; labels are then kept
-            from it.
+        changes_logits: whether the class changes what the output head returns, as into fp32; the
+            loss is then not fused.
     """
 
     model_type: str
@@ -44,7 +44,7 @@ class ModelTable:
     towers: tuple[str, ...] = ()
     skips: str | None = None
     unadapted: Mapping[str, str] = field(default_factory=dict)
-    own_loss: bool = False
+    changes_logits: bool = False
 
     def blocks(self, names: Collection[str]) -> dict[str, Block]:
         """Map the path of every block of a model to the names of its modules.

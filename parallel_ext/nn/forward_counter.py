@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import torch
 
-REMEMBERED = 128  # forwards of a layer that a backward may still recompute
+_REMEMBERED = 128  # forwards of a layer that a backward may still recompute
 
 
 class ForwardCounter:
@@ -45,6 +45,6 @@ class ForwardCounter:
                 )
             self.count += 1
             self._number_of[drawn] = self.count
-            if len(self._number_of) > REMEMBERED:
+            if len(self._number_of) > _REMEMBERED:
                 self._number_of.popitem(last=False)
         return self._number_of[drawn]

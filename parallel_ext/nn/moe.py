@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
-from parallel_ext.nn.forward_counter import REMEMBERED, ForwardCounter
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
@@ -41,19 +39,18 @@ class Routing:
     """The choice of experts of one layer: of equal scores the lower id, the same when recomputed.
 
     Attributes:
-        saves: whether choices are kept for a backward that recomputes the layer.
+        kept: the choices of all layers in the forward that is running, or whose backward is, which
+            recomputes the layers; None where they are not kept.
         choice: that of the forward that is running, if it is kept.
         select: (scores [T, E], top_k) -> [T, top_k]; ``force_routing`` puts another one here.
         observer: gets the choices for each expert and the rows of this rank's own experts.
     """
 
     def __init__(self) -> None:
-        self.saves = False
+        self.kept: Kept | None = None
         self.choice: _Choice | None = None
         self.select: Callable[[torch.Tensor, int], torch.Tensor] = top_k_lowest
         self.observer: Callable[[Sequence[int], int], None] | None = None
-        self._forwards = ForwardCounter()
-        self._choices: OrderedDict[int, list[_Choice]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
         copy = Routing()
@@ -72,22 +69,11 @@ class Routing:
 
     def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
         self.choice = None
-        if not self.saves:
+        if self.kept is None:
             return self.select(scores, top_k)
-        number = self._forwards.number("the choice of experts")
-        kept = self._choices.setdefault(number, [])
-        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
-            self.choice = _nearest(kept, scores)
-        if self.choice is None:
-            self.choice = _Choice(self.select(scores, top_k))
-            kept.append(self.choice)
-            del kept[:-REMEMBERED]
-        else:
-            kept.remove(self.choice)
-        if not kept:
-            del self._choices[number]
-        elif len(self._choices) > REMEMBERED:
-            self._choices.popitem(last=False)
+        if torch._C._current_graph_task_id() == -1:  # else recomputed in backward
+            self.kept[self] = _Choice(self.select(scores, top_k))
+        self.choice = self.kept[self]
         return self.choice.expert_ids
 
     def planned(self, plan: ExchangePlan, rank: int) -> None:
@@ -98,15 +84,8 @@ class Routing:
             self.observer(plan.choices_per_expert(), sum(plan.rows_per_expert(rank)))
 
 
-def _nearest(choices: Sequence[_Choice], scores: torch.Tensor) -> _Choice | None:
-    """Return the choice made by these scores, or by scores that differ in rounding, or None.
-
-    There are several where torch had the same seed for several forwards.
-    """
-    fitting = [choice for choice in choices if len(choice.expert_ids) == len(scores)]
-    if len(fitting) < 2:
-        return fitting[0] if fitting else None
-    return max(fitting, key=lambda one: scores.detach().gather(-1, one.expert_ids).sum().item())
+Kept = dict[Routing, _Choice]
+"""The choices of one forward, which live as long as the graph of its backward."""
 
 
 def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -44,14 +44,16 @@ def first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
     return _first_holders(replace(layout, name=""), world_size)  # most layouts differ by name only
 
 
-def compare(shards: Mapping[str, tuple[torch.Tensor, TensorLayout]], mesh: Mesh, what: str) -> None:
+def compare(
+    shards: Mapping[str, tuple[torch.Tensor, TensorLayout]], mesh: Mesh, op_name: str
+) -> None:
     """Raise unless shards are equal on all ranks that hold the same one; every rank calls it.
 
     Args:
         shards: by name what this rank holds, and where the full tensor lies; the same names in one
             order on all ranks.
         mesh: the ranks.
-        what: what the ranks are doing, for errors.
+        op_name: what the ranks are doing, for errors.
 
     Raises:
         DisagreementError: there are different values; on every rank, with the name.
@@ -64,18 +66,18 @@ def compare(shards: Mapping[str, tuple[torch.Tensor, TensorLayout]], mesh: Mesh,
             digests[name] = content_digest(shard)
             of_classes.setdefault(holders, xxhash.xxh3_128()).update(digests[name].encode())
     own = {str(number): each.hexdigest() for number, each in enumerate(of_classes.values())}
-    everyone = mesh.gather_objects(own)
+    everyone = mesh.control.all_gather_object(own)
     for number, holders in enumerate(of_classes):
         found = [each[str(number)] for each in everyone]
         if any(found[rank] != found[first] for rank, first in enumerate(holders)):
-            _raise(mesh.gather_objects(digests), shards, mesh, what)
+            _raise(mesh.control.all_gather_object(digests), shards, mesh, op_name)
 
 
 def _raise(
     everyone: list[dict[str, str]],
     shards: Mapping[str, tuple[torch.Tensor, TensorLayout]],
     mesh: Mesh,
-    what: str,
+    op_name: str,
 ) -> None:
     differing = [
         (name, first, rank)
@@ -86,7 +88,7 @@ def _raise(
     names = list(dict.fromkeys(name for name, _, _ in differing))
     more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
     name, first, rank = differing[0]
-    raise DisagreementError(f"{what}: {drift(name, first, rank)}{more}")
+    raise DisagreementError(f"{op_name}: {drift(name, first, rank)}{more}")
 
 
 def drift(name: str, first: int, rank: int) -> str:
@@ -116,12 +118,12 @@ class Piece(NamedTuple):
         """Return a number of 64 bits that changes with the values; it waits for a device."""
         return int(content_digest(self.values), 16)
 
-    def check(self, numbers: Sequence[object], what: str) -> None:
+    def check(self, numbers: Sequence[object], op_name: str) -> None:
         """Raise if ranks that must hold equal values have different numbers of them.
 
         Args:
             numbers: of each rank of the group, what it has made of :meth:`number`.
-            what: the ranks are doing, for the error.
+            op_name: what the ranks are doing, for the error.
 
         Raises:
             DisagreementError: the values of two such ranks differ.
@@ -129,7 +131,7 @@ class Piece(NamedTuple):
         for place, first in enumerate(self.holders):
             if numbers[place] != numbers[first]:
                 ranks = self.ranks[first], self.ranks[place]
-                raise DisagreementError(f"{what}: {drift(self.name, *ranks)}")
+                raise DisagreementError(f"{op_name}: {drift(self.name, *ranks)}")
 
 
 class Turn:

@@ -22,7 +22,7 @@ def _traffic() -> tuple[int, int]:
     """Return the bytes that this process has sent in exchanges of rows, and their microseconds."""
     counts = _C.collective_counts()
     return tuple(
-        sum(counts.get(f"{op}/{what}", 0) for op in _EXCHANGES) for what in ("bytes", "us")
+        sum(counts.get(f"{op}/{op_name}", 0) for op in _EXCHANGES) for op_name in ("bytes", "us")
     )
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group
@@ -20,58 +17,6 @@ from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import TensorLayout, cut, split
 
 _LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
-
-_keep_logits_sharded: ContextVar[bool] = ContextVar("keep_logits_sharded", default=False)
-_loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
-
-
-@contextmanager
-def sharded_logits(keep: bool) -> Iterator[None]:
-    """Let a :class:`VocabParallelHead` return its own columns, ungathered, inside the context.
-
-    A property of the call and not of the head: wrappers copy heads. With ``keep=False`` it
-    changes nothing.
-    """
-    token = _keep_logits_sharded.set(keep or _keep_logits_sharded.get())
-    try:
-        yield
-    finally:
-        _keep_logits_sharded.reset(token)
-
-
-@dataclass
-class LossCall:
-    """The message from a forward with labels to its head and its loss.
-
-    Attributes:
-        fused: whether a :class:`VocabParallelHead` shall return the hidden states, for the loss to
-            multiply. An adapted head does not: it is no one product.
-        options: of the loss.
-        head: the one that has done so.
-        hidden: what it returned.
-        computed: whether the loss was.
-    """
-
-    fused: bool
-    options: dict[str, Any]
-    head: VocabParallelHead | None = None
-    hidden: torch.Tensor | None = None
-    computed: bool = False
-
-
-@contextmanager
-def loss_call(call: LossCall) -> Iterator[None]:
-    """Let :func:`current_loss_call` return ``call`` inside the context."""
-    token = _loss_call.set(call)
-    try:
-        yield
-    finally:
-        _loss_call.reset(token)
-
-
-def current_loss_call() -> LossCall | None:
-    """Return the :class:`LossCall` of the forward that is running, or None."""
-    return _loss_call.get()
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -153,13 +98,12 @@ class VocabParallelHead(ShardedModule):
         tied: whether the weight is the embedding's too.
 
     ``out_features`` is the true vocabulary size. Called with replicated hidden states [..., H] it
-    returns the replicated logits [..., V], this rank's columns [..., R] inside
-    ``sharded_logits(True)``, or the hidden states inside a fused
-    ``loss_call``.
+    returns the replicated logits [..., V]; inside a :class:`LossCall` this rank's columns [..., R],
+    or the hidden states where that is fused.
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
-    makes_logits = True  # which wrappers that change nothing hand on, as parallel/methods.py asks
+    makes_logits = True  # which wrappers that change nothing hand on, as why_not_fused asks
 
     def __init__(
         self,
@@ -215,8 +159,8 @@ class VocabParallelHead(ShardedModule):
         return input if self.partials is None else self.partials.open_with(input)
 
     def leave(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits gathered over the ranks, or as they are in ``sharded_logits(True)``."""
-        if _keep_logits_sharded.get():
+        """Return the logits gathered over the ranks, or as they are inside a :class:`LossCall`."""
+        if current_loss_call() is not None:
             return logits
         return ops.gather_from_region(logits, self.sizes, self.group)
 
@@ -246,8 +190,7 @@ class VocabParallelHead(ShardedModule):
         hidden = self.enter(input)
         call = current_loss_call()
         if call is not None and call.fused:
-            call.head, call.hidden = self, hidden
-            return hidden
+            return call.hand_over(self, hidden)
         rows = self.sizes[self.group.rank]
         logits = ops.column_linear(
             hidden,

@@ -30,7 +30,7 @@ def check_replicas(model: nn.Module) -> None:
         >>> check_replicas(model)  # doctest: +SKIP
     """
     mesh = state_of(model).mesh
-    mesh.meet("check_replicas")
+    mesh.control.barrier("check_replicas")
     to_shards(model)
     shards = {name: (local_part(p), layout) for name, p, layout in named_shards(model)}
     compare(shards, mesh, "check_replicas")

@@ -74,8 +74,8 @@ def from_pretrained(
         >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
     """
     check_mesh("from_pretrained", mesh)
-    mesh.meet("from_pretrained")
-    what = f"from_pretrained({str(source)!r})"
+    mesh.control.barrier("from_pretrained")
+    op_name = f"from_pretrained({str(source)!r})"
 
     def check() -> tuple[dict[str, Any], torch.dtype | None]:
         for name, value in {
@@ -88,30 +88,32 @@ def from_pretrained(
             raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
         return check_options(from_pretrained, parallelize, options), dtype_of(dtype, torch_dtype)
 
-    options, dtype = mesh.together(what, check)
+    options, dtype = mesh.control.run_on_all(op_name, check)
     hub = {
         "revision": revision,
         "token": token,
         "cache_dir": cache_dir,
         "local_files_only": local_files_only,
     }
-    local = mesh.together(  # the hub may be slow
-        what, lambda: local_directory(source, subfolder, **hub), patient=True
+    local = mesh.control.run_on_all(  # the hub may be slow
+        op_name, lambda: local_directory(source, subfolder, **hub), patient=True
     )
     device = mesh.device if device is None else torch.device(device)
-    with mesh.together(what, lambda: HFDirectory(local)) as directory:
-        config, generation_config = mesh.together(
-            what, lambda: configurations(directory, vocab_size)
+    with mesh.control.run_on_all(op_name, lambda: HFDirectory(local)) as directory:
+        config, generation_config = mesh.control.run_on_all(
+            op_name, lambda: configurations(directory, vocab_size)
         )
-        model = mesh.together(what, lambda: build_on_meta(directory, config, attn_implementation))
+        model = mesh.control.run_on_all(
+            op_name, lambda: build_on_meta(directory, config, attn_implementation)
+        )
         parallelize(model, mesh, **options)
 
-        mesh.together(what, lambda: _check(directory, model, vocab_size))
+        mesh.control.run_on_all(op_name, lambda: _check(directory, model, vocab_size))
         layout = state_of(model).layout
         if dtype is None:
             dtype = _dtype_of(model, directory)
-        directory.load_into(model, mesh, layout, what, dtype, device)
-        mesh.together(what, lambda: _check_complete(model))
+        directory.load_into(model, mesh, layout, op_name, dtype, device)
+        mesh.control.run_on_all(op_name, lambda: _check_complete(model))
     model.to(device)  # the buffers
     model.config.dtype = model.dtype
     model.config.name_or_path = model.name_or_path = str(source)

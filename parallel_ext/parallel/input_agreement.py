@@ -70,12 +70,16 @@ class Agreement:
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this package
     def check(
-        self, what: str, arguments: Mapping[str, Any], mode: str, trained: nn.Module | None = None
+        self,
+        op_name: str,
+        arguments: Mapping[str, Any],
+        mode: str,
+        trained: nn.Module | None = None,
     ) -> None:
         """Raise the same error on all tp ranks unless they agree and their ids are valid.
 
         Args:
-            what: the call, for messages.
+            op_name: the call, for messages.
             arguments: its arguments by name; tensors are compared by dtype, shape and values.
             mode: whatever else must be equal, for example "train, grad".
             trained: a model of whose parameters one more is compared in each call.
@@ -101,15 +105,17 @@ class Agreement:
             contents = {name: content_digest(tensor) for name, tensor in tensors.items()}
             error = self._out_of_vocabulary(tensors, ignore_index)
             number = 0 if piece is None else piece.number()
-        digest = xxhash.xxh3_128_digest(repr((what, fields, contents)).encode())
+        digest = xxhash.xxh3_128_digest(repr((op_name, fields, contents)).encode())
         record = digest + (b"error" if error else b"").ljust(8, b"\0")
-        everyone = self.mesh.exchange_on_tp(record + (number % 2**64).to_bytes(8, "little"), what)
+        record_and_number = record + (number % 2**64).to_bytes(8, "little")
+        control, tp = self.mesh.control, self.mesh.tp_control
+        everyone = control.all_gather_bytes(record_and_number, op_name, tp)
         if error or any(other[:24] != record for other in everyone):
-            self._raise(what, self.mesh.gather_objects_on_tp((fields, contents, error)))
+            self._raise(op_name, control.all_gather_object((fields, contents, error), group=tp))
         if trained is not None:
             self._turn.done()
         if piece is not None:
-            piece.check([other[24:] for other in everyone], what)
+            piece.check([other[24:] for other in everyone], op_name)
 
     def _out_of_vocabulary(
         self, tensors: Mapping[str, torch.Tensor], ignore_index: int
@@ -130,10 +136,12 @@ class Agreement:
         return None
 
     @staticmethod
-    def _raise(what: str, ranks: list[tuple[dict[str, str], dict[str, str], str | None]]) -> None:
+    def _raise(
+        op_name: str, ranks: list[tuple[dict[str, str], dict[str, str], str | None]]
+    ) -> None:
         errors = [f"tp rank {rank}: {error}" for rank, (_, _, error) in enumerate(ranks) if error]
         if errors:
-            raise IndexError(f"{what}: " + "; ".join(errors))
+            raise IndexError(f"{op_name}: " + "; ".join(errors))
         differing = []
         names = {name: None for fields, contents, _ in ranks for name in (*fields, *contents)}
         for name in names:
@@ -144,7 +152,7 @@ class Agreement:
             elif len({contents.get(name) for _, contents, _ in ranks}) > 1:
                 differing.append(f"{name} (other values, {seen[0]})")
         raise DisagreementError(
-            f"{what}: the tp ranks must be given the same batch, but they differ in "
+            f"{op_name}: the tp ranks must be given the same batch, but they differ in "
             + "; ".join(differing or ["which call they are at"])
         )
 

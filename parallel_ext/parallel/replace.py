@@ -11,13 +11,13 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
-from parallel_ext.models.spec import ModelTable
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts, Routing
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
+from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.slices import take
 
@@ -61,18 +61,16 @@ class SumOutput:
         return ops.reduce_from_region(output, self.group)
 
 
-def replace_modules(
-    model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh
-) -> tuple[PartialGradients | None, list[Routing]]:
-    """Replace all modules that the table names, each old weight freed before the next.
+def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | None, list[Routing]]:
+    """Replace all modules that the plan's table names, each old weight freed before the next.
 
     Returns:
         What sums the partial gradients, if there are several ranks, and the layers' routings.
     """
-    partials = PartialGradients() if mesh.world_size > 1 else None
-    replace = _Replacer(model, layout, mesh, partials)
+    table, partials = plan.table, PartialGradients() if plan.mesh.world_size > 1 else None
+    replace = _Replacer(model, plan.layout, plan.mesh, partials)
     replace.embedding(table.embedding)
-    for path, block in table.blocks(layout).items():
+    for path, block in table.blocks(plan.layout).items():
         if isinstance(block, AttentionNames):
             replace.attention(path, block)
         elif isinstance(block, RegionNames):
@@ -83,14 +81,15 @@ def replace_modules(
     return partials, replace.routings
 
 
-def enter_and_leave(model: nn.Module, table: ModelTable, layout: ModelLayout, mesh: Mesh) -> None:
+def enter_and_leave(model: nn.Module, plan: Plan) -> None:
     """Let hidden states enter the parallel parts, and leave them where these do not sum."""
-    if mesh.tp_size == 1:
+    table, tp = plan.table, plan.mesh.tp
+    if tp.size == 1:
         return
-    copy_input, copy_output = CopyInput(mesh.tp), CopyOutput(mesh.tp)
+    copy_input, copy_output = CopyInput(tp), CopyOutput(tp)
     for path in table.shared:
         model.get_submodule(path).register_forward_hook(copy_output)
-    for path, block in table.blocks(layout).items():
+    for path, block in table.blocks(plan.layout).items():
         # A mixture takes its slice of the tokens itself; its router sees all on every rank.
         if isinstance(block, MixtureNames):
             continue
@@ -100,7 +99,7 @@ def enter_and_leave(model: nn.Module, table: ModelTable, layout: ModelLayout, me
         else:
             module.register_forward_pre_hook(copy_input, with_kwargs=True)
         if isinstance(block, RegionNames) and block.merges:
-            module.register_forward_hook(SumOutput(mesh.tp))
+            module.register_forward_hook(SumOutput(tp))
 
 
 def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter:

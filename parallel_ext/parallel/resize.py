@@ -23,7 +23,7 @@ from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding.layout import TensorLayout, box_shape, cut, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowBlock, Swap
 
-_WHAT = "resize_token_embeddings"
+_OP_NAME = "resize_token_embeddings"
 
 _Rows = VocabParallelEmbedding | VocabParallelHead
 
@@ -75,25 +75,25 @@ def resize_token_embeddings(
     """
     state: ParallelState = getattr(model, STATE_NAME)
     mesh = state.mesh
-    mesh.meet(_WHAT)
+    mesh.control.barrier(_OP_NAME)
     goes_on = None if optimizer is None else type(optimizer).__name__
     asked = (new_num_tokens, pad_to_multiple_of, mean_resizing, goes_on)
-    everyone = mesh.gather_objects(repr(asked))
+    everyone = mesh.control.all_gather_object(repr(asked))
     if len(set(everyone)) > 1:
         seen = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
         raise DisagreementError(
-            f"{_WHAT}: the ranks ask for different (new_num_tokens, pad_to_multiple_of, "
+            f"{_OP_NAME}: the ranks ask for different (new_num_tokens, pad_to_multiple_of, "
             f"mean_resizing, optimizer): {seen}"
         )
     embedding = model.get_submodule(state.table.embedding)
     head = model.get_submodule(state.table.head)
-    rows = mesh.together(_WHAT, lambda: _check(state, embedding, head, *asked[:2]))
+    rows = mesh.control.run_on_all(_OP_NAME, lambda: _check(state, embedding, head, *asked[:2]))
     if rows == embedding.num_embeddings:
         return embedding
 
     ranges = split(rows, mesh.tp_size, state.vocab_multiple_of)
     if optimizer is not None:
-        carried = CarriedOptimizer(optimizer, _parameters(embedding, head), mesh, _WHAT)
+        carried = CarriedOptimizer(optimizer, _parameters(embedding, head), mesh, _OP_NAME)
         for name, layout in _layouts(embedding, head).items():
             carried.deal(name, lambda old, layout=layout: _dealt(old, layout, None, ranges, mesh))
     with _in_step(mesh):  # in HuggingFace's order
@@ -139,28 +139,28 @@ def _check(
     numbers = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
     for name, number in numbers.items():
         if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{_WHAT}: {name} must be an integer of at least 1, got {number!r}")
+            raise ValueError(f"{_OP_NAME}: {name} must be an integer of at least 1, got {number!r}")
     if state.zero is not None and state.mesh.dp_size > 1:
         raise RuntimeError(
-            f"{_WHAT}: px.data_parallel has dealt the rows to the dp ranks; resize before it"
+            f"{_OP_NAME}: px.data_parallel has dealt the rows to the dp ranks; resize before it"
         )
     kinds = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
     for (path, kind), module in zip(kinds.items(), (embedding, head), strict=True):
         if type(module) is not kind:
             raise RuntimeError(
-                f"{_WHAT}: {path} is a {type(module).__name__}; resize before an adapter is added "
-                "to it, or after it was merged"
+                f"{_OP_NAME}: {path} is a {type(module).__name__}; resize before an adapter is "
+                "added to it, or after it was merged"
             )
         for attribute, parameter in module.named_parameters():
             if parameter.grad is not None and parameter.grad.any():
                 raise RuntimeError(
-                    f"{_WHAT}: {path}.{attribute} has a gradient, which would be lost; call "
+                    f"{_OP_NAME}: {path}.{attribute} has a gradient, which would be lost; call "
                     "optimizer.step() and optimizer.zero_grad() before"
                 )
     if (embedding.weight is head.weight) != head.tied:
         tied, now = ("tied", "not") if head.tied else ("not tied", "they are")
         raise RuntimeError(
-            f"{_WHAT}: embedding and head were {tied} when the model was made parallel, but now "
+            f"{_OP_NAME}: embedding and head were {tied} when the model was made parallel, but now "
             f"{now}; call model.tie_weights() or set tie_word_embeddings before px.parallelize"
         )
     old = embedding.num_embeddings
@@ -190,7 +190,7 @@ def _in_step(mesh: Mesh) -> Iterator[None]:
 def _from_first_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     received = tensor.clone()
     if mesh.world_size > 1:
-        dist.broadcast(received, src=0, group=mesh.process_groups[mesh.control.name])
+        dist.broadcast(received, src=0, group=mesh.process_group(mesh.control.group))
     return received
 
 
@@ -205,7 +205,9 @@ def _resized(
     layouts = {name: module.layouts[name] for name in shards}
     old = {}
     if mean_resizing and rows > module.layouts["weight"].shape[0]:
-        old = gather_in_step({name: (shards[name], layouts[name]) for name in shards}, mesh, _WHAT)
+        old = gather_in_step(
+            {name: (shards[name], layouts[name]) for name in shards}, mesh, _OP_NAME
+        )
 
     def draw() -> dict[str, torch.Tensor]:
         if mesh.rank == 0:
@@ -215,7 +217,7 @@ def _resized(
             for name, shard in shards.items()
         }
 
-    added = mesh.together(_WHAT, draw, patient=True)
+    added = mesh.control.run_on_all(_OP_NAME, draw, patient=True)
     return {
         name: _dealt(shard, layouts[name], added.pop(name), ranges, mesh)
         for name, shard in shards.items()
@@ -275,7 +277,7 @@ def _dealt(
     added_of = [(max(start, kept) - kept, max(stop, kept) - kept) for start, stop in of_ranks]
     start, stop = of_ranks[mesh.rank]
     room = partial(torch.zeros, (stop - start, *shard.shape[1:]), dtype=shard.dtype)
-    out = mesh.together(_WHAT, room)  # where a table may not fit
+    out = mesh.control.run_on_all(_OP_NAME, room)  # where a table may not fit
     own = kept_of[mesh.rank][1] - kept_of[mesh.rank][0]
 
     def fill() -> None:
@@ -286,7 +288,7 @@ def _dealt(
             of_first_rank = TensorLayout(layout.name, box_shape(whole), 0, held)
             _fetch(added, of_first_rank, added_of, out[own:], mesh)
 
-    mesh.together(_WHAT, fill)
+    mesh.control.run_on_all(_OP_NAME, fill)
     return out.to(shard.device)
 
 
@@ -306,7 +308,7 @@ def _fetch(
             for start, stop in wanted
         ]
         piece = out[first : first + at_once]
-        Swap({layout.name: shard}, [[block] for block in blocks], [piece], mesh).run()
+        Swap({layout.name: shard}, [[block] for block in blocks], [piece], mesh.control).run()
 
 
 def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Range]) -> None:
@@ -318,7 +320,7 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
         if not isinstance(shard, nn.Parameter):
             shard = nn.Parameter(shard, requires_grad=old.requires_grad)
         setattr(module, name, shard)
-        remember(old, layout.name, replaced_by(_WHAT))
+        remember(old, layout.name, replaced_by(_OP_NAME))
     module.set_layouts(layouts)
 
 
@@ -343,7 +345,7 @@ class CarriedOptimizer:
         optimizer: of these parameters, of some of them, or of none.
         parameters: those to be replaced, by logical name; this rank's shards.
         mesh: the ranks.
-        what: what the ranks are doing, for errors.
+        op_name: what the ranks are doing, for errors.
 
     Raises:
         RuntimeError: a state has neither an element for each of its parameter's nor one for all, as
@@ -356,23 +358,23 @@ class CarriedOptimizer:
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
-        what: str,
+        op_name: str,
     ) -> None:
         self._optimizer, self._parameters = optimizer, parameters
         self._shards: dict[str, dict[str, torch.Tensor]] = {}
-        held, own = mesh.together(what, lambda: self._look(what))
+        held, own = mesh.control.run_on_all(op_name, lambda: self._look(op_name))
         self._entries: dict[str, dict[str, _Entry]] = {}
-        everyone = mesh.gather_objects((held, own), _Entry)
+        everyone = mesh.control.all_gather_object((held, own), _Entry)
         first = everyone[0][0]
         for rank, (holds, found) in enumerate(everyone):
             known = {name: self._entries.setdefault(name, found[name]) for name in found}
             if holds != first or found != known:
                 raise DisagreementError(
-                    f"{what}: the optimizers differ: that of rank 0 holds {first}, that of rank "
+                    f"{op_name}: the optimizers differ: that of rank 0 holds {first}, that of rank "
                     f"{rank} {holds}; its states are {found}, those of lower ranks {known}"
                 )
 
-    def _look(self, what: str) -> tuple[list[str], dict[str, dict[str, _Entry]]]:
+    def _look(self, op_name: str) -> tuple[list[str], dict[str, dict[str, _Entry]]]:
         """Return the names that the optimizer holds, and the states of those with elements here.
 
         Of the others torch's optimizers need none.
@@ -393,7 +395,7 @@ class CarriedOptimizer:
                     found[name][key] = _Entry(state.dtype, None)
                 else:
                     raise RuntimeError(
-                        f"{what}: {type(self._optimizer).__name__} holds {key} of {name} in the "
+                        f"{op_name}: {type(self._optimizer).__name__} holds {key} of {name} in the "
                         f"shape {tuple(state.shape)}, of which no row belongs to a token; build "
                         "another optimizer afterwards"
                     )

@@ -10,8 +10,6 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.spec import ModelTable
 from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.moe import Routing
@@ -19,6 +17,7 @@ from parallel_ext.nn.replicas import Turn
 from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.input_agreement import Agreement
+from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.shards import LocalShard, Marker
 
@@ -42,6 +41,8 @@ class ParallelState(nn.Module):
         vocab_multiple_of: boundaries between their rows are multiples of this.
         agreement: compares inputs before a forward; None when switched off or not needed.
         training_logits: whether training with labels returns logits.
+        fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
+            logits.
         partials: sums the partial gradients of replicated parameters; None with one rank.
         routings: those of the layers with a mixture of experts.
         routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
@@ -58,21 +59,20 @@ class ParallelState(nn.Module):
 
     def __init__(
         self,
-        mesh: Mesh,
-        table: ModelTable,
-        layout: ModelLayout,
-        vocab_ranges: tuple[Range, ...],
-        vocab_multiple_of: int,
-        agreement: Agreement | None,
-        training_logits: bool,
+        plan: Plan,
         partials: PartialGradients | None,
         routings: list[Routing],
     ) -> None:
         super().__init__()
-        self.mesh, self.table = mesh, table
-        self.vocab_multiple_of = vocab_multiple_of
-        self.agreement, self.training_logits = agreement, training_logits
-        self.set_vocabulary(layout, vocab_ranges)
+        mesh, options = plan.mesh, plan.options
+        self.mesh, self.table = mesh, plan.table
+        self.vocab_multiple_of = options.vocab_multiple_of
+        self.training_logits, self.fused_loss = options.training_logits, options.fused_loss
+        self.agreement: Agreement | None = None
+        if options.agreement and mesh.tp_size > 1:
+            vocab_size = plan.vocab_ranges[-1][1]
+            self.agreement = Agreement(mesh, vocab_size, deferred=mesh.device.type != "cpu")
+        self.set_vocabulary(plan.layout, plan.vocab_ranges)
         self.partials, self.routings = partials, routings
         self.routing_counter: RoutingCounter | None = None
         self.adapted = False

@@ -15,7 +15,6 @@ from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import ModelLayout
 
 _MODEL_ATTRIBUTES = (
-    "loss_function",
     "save_pretrained",
     "resize_token_embeddings",
     "_get_resized_embeddings",
@@ -221,7 +220,7 @@ def check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tupl
     for name, parameter in model.named_parameters():
         digest = "meta" if parameter.is_meta else content_digest(parameter)
         own[name] = f"{layout[name].shape} {parameter.dtype} {parameter.requires_grad} {digest}"
-    everyone = mesh.gather_objects(own)
+    everyone = mesh.control.all_gather_object(own)
     for rank, other in enumerate(everyone):
         differing = [n for n in {**everyone[0], **other} if other.get(n) != everyone[0].get(n)]
         if differing:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import Box, Part, TensorLayout
@@ -123,7 +123,8 @@ class Swap:
     """An exchange that brings rows of logical tensors to the ranks that want them.
 
     Making it takes memory and may fail; :meth:`run` communicates. A rank that failed before the
-    others run would leave them waiting, so :meth:`Ranks.together` belongs around each of the two.
+    others run would leave them waiting, so :meth:`ControlPlane.run_on_all` belongs around each
+    of the two.
 
     Every rank of the job makes and runs it with the same ``wanted``. Each element is sent once, or
     not at all where the rank that wants it holds it.
@@ -132,7 +133,7 @@ class Swap:
         values: this rank's shard of every tensor that is wanted, by name; any device.
         wanted: for each rank its blocks; ranks behind the last want nothing.
         out: contiguous CPU tensors of the shapes of this rank's blocks, to be filled.
-        mesh: the ranks.
+        control: of the ranks.
     """
 
     def __init__(
@@ -140,31 +141,31 @@ class Swap:
         values: Mapping[str, torch.Tensor],
         wanted: Sequence[Sequence[RowBlock]],
         out: Sequence[torch.Tensor],
-        mesh: Ranks,
+        control: ControlPlane,
     ) -> None:
-        self._mesh = mesh
+        self._control = control
         self._outgoing: list[tuple[int, memoryview]] = []
         self._incoming: list[tuple[int, memoryview]] = []
         self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         for receiver, blocks in enumerate(wanted):
             for index, block in enumerate(blocks):
                 shard = values[block.layout.name]
-                if receiver == mesh.rank:
+                if receiver == control.rank:
                     self._take_own(block, shard, out[index])
                     self._expect(block, out[index])
                 else:
                     self._send(block, shard, receiver)
 
     def _take_own(self, block: RowBlock, shard: torch.Tensor, out: torch.Tensor) -> None:
-        for box, view in shard_views(shard, block.layout, self._mesh.rank):
+        for box, view in shard_views(shard, block.layout, self._control.rank):
             if (rows := _rows_in(block, box, view)) is not None:
                 _place(block, box, out).copy_(rows)
 
     def _send(self, block: RowBlock, shard: torch.Tensor, receiver: int) -> None:
-        boxes = _sent(block.layout, self._mesh.rank, receiver)
+        boxes = _sent(block.layout, self._control.rank, receiver)
         if not boxes:
             return
-        for box, view in shard_views(shard, block.layout, self._mesh.rank):
+        for box, view in shard_views(shard, block.layout, self._control.rank):
             if box in boxes and (rows := _rows_in(block, box, view)) is not None:
                 self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
 
@@ -172,7 +173,7 @@ class Swap:
         owners = block.layout.owners.items()
         senders = dict.fromkeys(rank for box, rank in owners if block.overlap(box) is not None)
         for sender in senders:
-            for box in _sent(block.layout, sender, self._mesh.rank):
+            for box in _sent(block.layout, sender, self._control.rank):
                 if (place := _place(block, box, out)) is None:
                     continue
                 received = place if place.is_contiguous() else place.new_empty(place.shape)
@@ -184,9 +185,9 @@ class Swap:
         """Exchange the rows; ``out`` is filled afterwards.
 
         Raises:
-            PeerLostError: a rank did not do its part; see :meth:`Ranks.swap`.
+            PeerLostError: a rank did not do its part; see :meth:`ControlPlane.all_to_all_bytes`.
         """
-        self._mesh.swap(self._outgoing, self._incoming)
+        self._control.all_to_all_bytes(self._outgoing, self._incoming)
         for place, received in self._strided:
             place.copy_(received)
 
@@ -221,5 +222,5 @@ def gather_tensor(
     for block in row_blocks(layout, shard.element_size()):
         wanted = [[block] if rank in receivers else [] for rank in range(mesh.world_size)]
         rows = [] if full is None else [full[block.start : block.stop] if layout.shape else full]
-        Swap({layout.name: shard}, wanted, rows, mesh).run()
+        Swap({layout.name: shard}, wanted, rows, mesh.control).run()
     return full

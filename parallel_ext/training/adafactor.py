@@ -109,7 +109,7 @@ class Adafactor(torch.optim.Adafactor):
         tensors = list(self._tensors(mesh.rank))
         parts = [tensor.parts() for tensor in tensors]
         length = sum(part.numel() for own in parts for part in own)
-        mesh.meet(f"Adafactor.step of {len(tensors)} parameters with {length} sums")
+        mesh.control.barrier(f"Adafactor.step of {len(tensors)} parameters with {length} sums")
         sums = iter(_over_ranks([part for own in parts for part in own], mesh))
         for tensor, own in zip(tensors, parts, strict=True):
             tensor.take_sums([next(sums) for _ in own])

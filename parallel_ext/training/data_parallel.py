@@ -58,7 +58,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     Example:
         >>> model = data_parallel(model, mesh, zero=3)  # doctest: +SKIP
     """
-    mesh.meet("data_parallel")
+    mesh.control.barrier("data_parallel")
 
     def prepare() -> tuple[nn.Module, ParallelState]:
         _check_torch()
@@ -73,7 +73,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
         return own, state
 
-    own, state = mesh.together("data_parallel", prepare)
+    own, state = mesh.control.run_on_all("data_parallel", prepare)
     if mesh.dp_size > 1:
         with called_by_this_package():
             _shard(own, state, zero)
@@ -111,13 +111,13 @@ def no_data_parallel(model: M) -> M:
         >>> model = no_data_parallel(model)  # doctest: +SKIP
     """
     state = state_of(model)
-    mesh, what = state.mesh, "no_data_parallel"
-    mesh.meet(what)
+    mesh, op_name = state.mesh, "no_data_parallel"
+    mesh.control.barrier(op_name)
     if state.zero is not None:
-        raise ValueError(f"{what}: px.data_parallel was called on this model")
+        raise ValueError(f"{op_name}: px.data_parallel was called on this model")
     if state.experts_span_dp:
         raise ValueError(
-            f"{what}: at dp={mesh.dp_size}, tp={mesh.tp_size}, ep={mesh.ep_size} gradients of "
+            f"{op_name}: at dp={mesh.dp_size}, tp={mesh.tp_size}, ep={mesh.ep_size} gradients of "
             "experts have parts on several dp ranks; use px.data_parallel(model, mesh)"
         )
     state.reduced_by_caller = True
@@ -289,7 +289,7 @@ class RunsOnAny:
 
 def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
     """Return the ranks that hold equal shards, if ``inner`` consecutive ranks hold one copy."""
-    process_group = mesh.process_groups[mesh.group_of_columns(inner).name]
+    process_group = mesh.process_group(mesh.group_of_columns(inner))
     return DeviceMesh.from_group(process_group, mesh.device.type)
 
 
@@ -317,7 +317,7 @@ class _Collective:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> dist.Work | None:
-        return self._mesh.communicate(
+        return self._mesh.control.run_collective(
             self._group,
             "training with data_parallel",
             lambda: self._plain(output_tensor, input_tensor, **options),

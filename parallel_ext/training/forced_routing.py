@@ -89,7 +89,7 @@ def force_routing(model: nn.Module, rule: str | None) -> None:
         >>> force_routing(model, "skewed")  # doctest: +SKIP
     """
     state = state_of(model)
-    state.mesh.meet(f"force_routing({rule!r})")
+    state.mesh.control.barrier(f"force_routing({rule!r})")
     if not state.routings:
         raise ValueError(f"force_routing: {type(model).__name__} has no experts")
     if rule is not None and rule not in _RULES:

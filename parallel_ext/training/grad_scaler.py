@@ -103,7 +103,7 @@ def unscale_on_all_ranks(
         )
     for gradients in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-    mesh.meet("GradScaler.unscale_")
+    mesh.control.barrier("GradScaler.unscale_")
     own = torch.stack([found_inf, scaler._scale, -scaler._scale])
     for group in (mesh.tp, mesh.dp):
         own = ops.gather_from_region(own, [3] * group.size, group).view(-1, 3).amax(0)

@@ -95,7 +95,7 @@ def check_gradients(
             "has no such option; leave it out"
         )
     mesh = state.mesh
-    mesh.meet("check_gradients")
+    mesh.control.barrier("check_gradients")
     to_shards(own)
     with _first_layers(own, layers), _own_gradients_aside(own, state):
         loss = own(**batch).loss
@@ -108,15 +108,15 @@ def check_gradients(
             size = 2 * needed * next(own.parameters()).element_size() / 2**30
             _log.warning("check_gradients: rank 0 needs %.1f GiB for the whole model", size)
         weights = _gather(own, state, lambda parameter: local_part(parameter.detach()))
-        batches = mesh.gather_objects(dict(batch) if mesh.tp_rank == 0 else None)
+        batches = mesh.control.all_gather_object(dict(batch) if mesh.tp_rank == 0 else None)
 
         def compare() -> GradientReport | None:
             if mesh.rank != 0:
                 return None
             return _compare(own, weights, [one for one in batches if one is not None], ours, loss)
 
-        report = mesh.together("check_gradients", compare, patient=True)
-    return mesh.gather_objects(report, GradientReport)[0]
+        report = mesh.control.run_on_all("check_gradients", compare, patient=True)
+    return mesh.control.all_gather_object(report, GradientReport)[0]
 
 
 def _compare(

@@ -87,8 +87,8 @@ def clip_grad_norm_(
         for _, parameter, layout in named_shards(model)
         if parameter.grad is not None
     ]
-    mesh, what = state_of(model).mesh, "clip_grad_norm_"
-    norm = total_norm({mesh: gradients}, [], norm_type, error_if_nonfinite, what)
+    mesh, op_name = state_of(model).mesh, "clip_grad_norm_"
+    norm = total_norm({mesh: gradients}, [], norm_type, error_if_nonfinite, op_name)
     scale_to_norm([gradient for gradient, _ in gradients], max_norm, norm)
     return norm
 
@@ -99,7 +99,7 @@ def total_norm(
     beside: Sequence[torch.Tensor],
     norm_type: float,
     error_if_nonfinite: bool,
-    what: str,
+    op_name: str,
 ) -> torch.Tensor:
     """Compute the norm of full tensors of which each rank holds its shards; every rank calls it.
 
@@ -108,7 +108,7 @@ def total_norm(
         beside: tensors of no parallel model, which all ranks hold equal.
         norm_type: its order, a positive number or ``inf``.
         error_if_nonfinite: raise where it is not finite.
-        what: the call, for errors.
+        op_name: the call, for errors.
 
     Returns:
         A scalar in fp32, in fp64 where a tensor is; the same bits on every rank.
@@ -121,7 +121,7 @@ def total_norm(
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
-        raise ValueError(f"{what}: norm_type must be a positive number or inf, got {norm_type}")
+        raise ValueError(f"{op_name}: norm_type must be a positive number or inf, got {norm_type}")
     infinite = norm_type == float("inf")
 
     def power_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def total_norm(
 
     powers, everything = [], list(beside)
     for mesh, held in tensors.items():
-        mesh.meet(what)
+        mesh.control.barrier(op_name)
         everything += [tensor for tensor, _ in held]
         own = [t for t, layout in held if t.numel() > 0 and layout.owned(mesh.rank)]
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -145,8 +145,9 @@ def total_norm(
             bits = ranks[:, 1].contiguous().view(torch.int64)  # NaN equals itself
             if beside and (bits != bits[0]).any():
                 raise DisagreementError(
-                    f"{what}: the gradients of parameters that belong to no parallel model differ "
-                    "between the ranks, so that each would clip by another norm; average them first"
+                    f"{op_name}: the gradients of parameters that belong to no parallel model "
+                    "differ between the ranks, so that each would clip by another norm; "
+                    "average them first"
                 )
             of_rank = torch.stack([joined(ranks[:, 0]), ranks[0, 1]])
         powers.append(joined(of_rank))
@@ -157,7 +158,7 @@ def total_norm(
     norm = norm.to(torch.float64 if wide else torch.float32)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"{what}: the gradients' norm of order {norm_type} is {norm.item()}; pass "
+            f"{op_name}: the gradients' norm of order {norm_type} is {norm.item()}; pass "
             "error_if_nonfinite=False to scale by it all the same"
         )
     return norm

@@ -34,12 +34,12 @@ def _listen() -> None:
         signal.signal(signal.SIGTERM, tell)
     except ValueError:
         raise RuntimeError(
-            "preempted: only the main thread of a process can listen to signals; call it there"
+            "stop_requested: only the main thread of a process can listen to signals; call it there"
         ) from None
     _listening = True
 
 
-def preempted(model: nn.Module) -> bool:
+def stop_requested(model: nn.Module) -> bool:
     """Return whether any rank has been sent a SIGTERM; the answer is equal on every rank.
 
     Every rank calls it at the end of each step: one exchange of a byte. From the first call on a
@@ -58,11 +58,14 @@ def preempted(model: nn.Module) -> bool:
         RuntimeError: called on another thread than the main one.
 
     Example:
-        >>> if preempted(model):  # doctest: +SKIP
+        >>> if stop_requested(model):  # doctest: +SKIP
         ...     save_checkpoint("ckpts", step, model, optimizer)
         ...     break
     """
     if not _listening:
         _listen()
     mesh = state_of(model).mesh
-    return b"1" in mesh.exchange(b"1" if _told else b"0", "preempted")
+    return b"1" in mesh.control.all_gather_bytes(b"1" if _told else b"0", "stop_requested")
+
+
+preempted = stop_requested  # its name before

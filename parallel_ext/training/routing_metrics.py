@@ -60,7 +60,7 @@ class RoutingMetrics:
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
         self._state = state_of(model)
         mesh = self._state.mesh
-        mesh.meet("RoutingMetrics")
+        mesh.control.barrier("RoutingMetrics")
 
         def prepare() -> TextIO | None:
             if not self._state.routings:
@@ -75,7 +75,7 @@ class RoutingMetrics:
                 return None
             return open(path, "a", encoding="utf-8")  # noqa: SIM115 (until close)
 
-        self._file = mesh.together("RoutingMetrics", prepare)
+        self._file = mesh.control.run_on_all("RoutingMetrics", prepare)
         num_layers = len(self._state.routings)
         num_experts = getattr(model_of(model).config, self._state.table.mixture.num_experts)
         self._counter = RoutingCounter(num_layers, num_experts)
@@ -122,25 +122,27 @@ class RoutingMetrics:
             OSError: rank 0 cannot write the line; on every rank.
             CollectiveTimeout, DisagreementError: not all ranks called it with this number.
         """
-        what, mesh = f"RoutingMetrics.step({step})", self._state.mesh
-        mesh.meet(what)
-        return mesh.together(what, lambda: self._report(step, what))
+        op_name, mesh = f"RoutingMetrics.step({step})", self._state.mesh
+        mesh.control.barrier(op_name)
+        return mesh.control.run_on_all(op_name, lambda: self._report(step, op_name))
 
-    def _report(self, step: int, what: str) -> dict[str, float]:
+    def _report(self, step: int, op_name: str) -> dict[str, float]:
         mesh, num_layers = self._state.mesh, len(self._ever_chosen)
         record = torch.tensor([int(self._closed), *self._counter.take()])
         sizes = [record.numel()] * mesh.world_size
-        records = ops.gather_from_region(record, sizes, mesh.control).view(mesh.world_size, -1)
+        records = ops.gather_from_region(record, sizes, mesh.control.group).view(
+            mesh.world_size, -1
+        )
         closed, most_rows, sent, microseconds = records[:, :4].unbind(1)
         rows, choices = records[:, 4:].split([num_layers, self._ever_chosen.numel()], dim=1)
         choices = choices.sum(0).view_as(self._ever_chosen)
         if closed.any():
             ranks = ", ".join(map(str, closed.nonzero().flatten().tolist()))
-            raise RuntimeError(f"{what}: closed on rank {ranks}; make a new RoutingMetrics")
+            raise RuntimeError(f"{op_name}: closed on rank {ranks}; make a new RoutingMetrics")
         if not choices.any(1).all():
             raise RuntimeError(
-                f"{what}: layer {choices.any(1).int().argmin()} has routed nothing since the last "
-                "step; call it after a forward of the model in training mode with gradients"
+                f"{op_name}: layer {choices.any(1).int().argmin()} has routed nothing since the "
+                "last step; call it after a forward of the model in training mode with gradients"
             )
         of_expert, of_rank = _overload(choices), _overload(rows.T)
         self._ever_chosen |= choices > 0

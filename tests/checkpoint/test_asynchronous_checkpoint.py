@@ -76,7 +76,7 @@ def _save_both_ways(job: Job, root: Path) -> None:
         assert not path.exists()
         gate.set()
         px.wait_for_checkpoint(model)
-    assert px.verify(path) == 2
+    assert px.verify_checkpoint(path) == 2
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
@@ -103,9 +103,9 @@ def _train_while_it_saves(root: Path) -> list[float]:
 def test_training_is_the_same_whether_it_is_saved_or_not(tmp_path: Path) -> None:
     saved = pool(2).run(_train_while_it_saves, tmp_path / "saves")
     assert saved == pool(2).run(_train_while_it_saves, tmp_path / "none")
-    assert px.latest(tmp_path / "saves").name == "step-00000003"
+    assert px.latest_checkpoint(tmp_path / "saves").name == "step-00000003"
     for step in (1, 2, 3):
-        assert px.verify(tmp_path / "saves" / f"step-0000000{step}") == step
+        assert px.verify_checkpoint(tmp_path / "saves" / f"step-0000000{step}") == step
     assert not list((tmp_path / "saves").glob(".tmp*"))
 
 
@@ -146,7 +146,7 @@ def test_the_next_call_raises_what_went_wrong_once(tmp_path: Path, guilty: int, 
         assert "No space left" in warned
         assert is_its_own == (rank == guilty)
         assert rank == guilty or f"rank {guilty}" in error
-    assert px.latest(tmp_path).name == "step-00000003"
+    assert px.latest_checkpoint(tmp_path).name == "step-00000003"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000003"]
 
 
@@ -185,7 +185,7 @@ def _go_elsewhere(root: Path) -> Path:
 
 def test_the_root_is_where_it_was_when_it_was_named(tmp_path: Path) -> None:
     assert pool(2).run(_go_elsewhere, tmp_path) == [Path("ckpts/step-00000001")] * 2
-    assert px.verify(px.latest(tmp_path / "ckpts")) == 1
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path / "ckpts")) == 1
     assert not list((tmp_path / "ckpts").glob(".*"))
 
 
@@ -223,7 +223,7 @@ def _save_while_one_is_slow(root: Path) -> bool:
 
 def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
     assert pool(2).run(_save_while_one_is_slow, tmp_path) == [True, True]
-    assert px.latest(tmp_path).name == "step-00000002"
+    assert px.latest_checkpoint(tmp_path).name == "step-00000002"
 
 
 def _copied(job: Job, root: Path) -> tuple[int, int]:

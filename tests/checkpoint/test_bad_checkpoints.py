@@ -539,7 +539,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         step = px.save_checkpoint(root, 1, model, optimizer, scheduler, {"samples": 4})
     assert {path.name for path in (step / STATE).iterdir()} >= {Path(OPTIM).name}
     assert (step / MODEL).exists()
-    assert px.verify(step) == 1
+    assert px.verify_checkpoint(step) == 1
     return root
 
 
@@ -612,7 +612,7 @@ WITHOUT = [n for n in CORPUS if "training" not in n or not any(w in n for w in N
 def test_it_is_refused_without_a_model(name: str, root: Path) -> None:
     CORPUS[name][0](root / STEP)
     with no_waiting(), pytest.raises(px.CheckpointError) as raised:
-        px.verify(px.latest(root))
+        px.verify_checkpoint(px.latest_checkpoint(root))
     assert CORPUS[name][1] in str(raised.value)
 
 

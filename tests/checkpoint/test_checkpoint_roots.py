@@ -222,8 +222,8 @@ def test_old_steps_are_removed_and_the_last_never(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()  # no checkpoint
     job.save(tmp_path, 8, 8, keep_last=1)
     assert _steps(tmp_path) == [1, 3, 8]
-    assert px.verify(elsewhere / "three") == 3
-    assert px.verify(px.latest(tmp_path)) == 8
+    assert px.verify_checkpoint(elsewhere / "three") == 3
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == 8
 
 
 def test_what_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def test_a_process_that_looks_on_never_finds_a_step_that_was_just_removed(tmp_pa
         return manifest_of_step(path)
 
     with mock.patch.object(steps, "manifest_of_step", meanwhile):
-        assert px.latest(tmp_path).name == "step-00000002"
-    assert px.verify(tmp_path / "step-00000002") == 2
+        assert px.latest_checkpoint(tmp_path).name == "step-00000002"
+    assert px.verify_checkpoint(tmp_path / "step-00000002") == 2
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> Non
         mock.patch.object(Manifest, "check_names", meanwhile),
         pytest.raises(px.CheckpointError, match="step-00000001: cannot be read: .*No such file"),
     ):
-        px.verify(path)
+        px.verify_checkpoint(path)
 
 
 def test_a_last_checkpoint_that_was_removed_is_named(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_last_checkpoint_that_was_removed_is_named(tmp_path: Path) -> None:
     disk.remove_tree(tmp_path / "step-00000002")
     message = "LATEST names step-00000002, but there is no such directory; load a step by its"
     with pytest.raises(px.CheckpointError, match=message):
-        px.latest(tmp_path)
+        px.latest_checkpoint(tmp_path)
     job.save(tmp_path, 2, 22)
     assert job.load(tmp_path) == (2, 22)
 

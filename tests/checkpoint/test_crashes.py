@@ -28,7 +28,7 @@ def used_root(root: Path, job: SmallJob) -> None:
     for step in (1, 2):
         job.save(root, step, step)
     last = (root / "LATEST").read_bytes()
-    job.mesh.gather_objects(None)
+    job.mesh.control.all_gather_object(None)
     job.save(root, 3, 33)
     if job.mesh.rank != 0:
         return
@@ -51,17 +51,17 @@ def _names(root: Path) -> set[str]:
 
 def _check_then_go_on(job: SmallJob, root: Path, used: bool, case: str) -> tuple[int, int] | None:
     """The last checkpoint, which must be whole; then a restarted job saves there as usual."""
-    last = px.latest(root)
+    last = px.latest_checkpoint(root)
     found = None
     if last is not None:
-        px.verify(last)
+        px.verify_checkpoint(last)
         found = job.load(root)
     assert found in ([(2, 2), (3, NEW)] if used else [None, (3, NEW)]), (case, found)
     following = 4 if found == (3, NEW) else 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         job.save(root, following, 40, keep_last=2)
-    assert px.verify(px.latest(root)) == following
+    assert px.verify_checkpoint(px.latest_checkpoint(root)) == following
     kept = {f"step-{step:08}" for step in ({following} if found is None else {found[0], following})}
     assert _names(root) == kept | {"LATEST"} | (FOREIGN if used else set()), case
     return found
@@ -232,7 +232,7 @@ def _killed_at_random_times(root: Path, times: int) -> list[int]:
         time.sleep(choose.uniform(0, 6) * seconds)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the job failed by itself"
-        step = px.verify(px.latest(root))
+        step = px.verify_checkpoint(px.latest_checkpoint(root))
         assert job.load(root) == (step, step)
         last.append(step)
     return last

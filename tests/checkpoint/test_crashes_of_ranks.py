@@ -39,7 +39,9 @@ def _fail_everywhere(root: Path) -> list[int]:
         job.save(root, 3, 3, keep_last=2)
     own = [(mesh.rank, number) for number, _ in different(operations)]
     last, found = 3, []
-    for guilty, number in [case for of_rank in mesh.gather_objects(own) for case in of_rank]:
+    for guilty, number in [
+        case for of_rank in mesh.control.all_gather_object(own) for case in of_rank
+    ]:
         case = f"operation {number} of rank {guilty}"
         action, sticky = (full, False) if number % 2 else (broken, True)
         raised: Exception | None = None
@@ -52,14 +54,14 @@ def _fail_everywhere(root: Path) -> list[int]:
                 raised = error
         if raised is not None and mesh.rank != guilty:
             assert f"failed on rank {guilty}: OSError" in str(raised), case
-        assert len(set(mesh.gather_objects(raised is None))) == 1, case
+        assert len(set(mesh.control.all_gather_object(raised is None))) == 1, case
         step, values = job.load(root)
         assert step == values, case
         assert step == last + 1 or (raised is not None and step == last), case
         last = step
         found.append(last)
     job.save(root, last + 1, last + 1, keep_last=2)
-    px.verify(root / f"step-{last + 1:08}")
+    px.verify_checkpoint(root / f"step-{last + 1:08}")
     dist.barrier()  # rank 0 gives the lock back after the save, for which the others do not wait
     names = {path.name for path in root.iterdir()}
     assert names == {"LATEST", f"step-{last + 1:08}", f"step-{last:08}"}, names

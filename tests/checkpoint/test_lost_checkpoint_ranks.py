@@ -20,11 +20,11 @@ from reference import parallel
 from reference_training import LLAMA, optimizer_of, scheduler_of
 
 import parallel_ext as px
-from parallel_ext.distributed.control import Ranks
+from parallel_ext.distributed.control import ControlPlane
 
 TIMEOUT_S = 3.0
 LOST = 1
-CALLS = ("meet", "together", "gather_objects")  # what a save or load exchanges by
+CALLS = ("barrier", "run_on_all", "all_gather_object")  # what a save or load exchanges by
 
 
 def _raise() -> None:
@@ -52,7 +52,9 @@ def _at_exchange(number: int, action: Callable[[], Any]) -> Iterator[list[str]]:
 
         return call
 
-    patches = [mock.patch.object(Ranks, n, counting(n, getattr(Ranks, n))) for n in CALLS]
+    patches = [
+        mock.patch.object(ControlPlane, n, counting(n, getattr(ControlPlane, n))) for n in CALLS
+    ]
     for patch in patches:
         patch.start()
     try:
@@ -113,7 +115,7 @@ def _check_lost(what: str, number: int, end: str, lost: int, root: Path) -> None
     for error in errors:
         assert isinstance(error, str), error
         assert f"rank {lost}" in error or f"ranks {lost}" in error, error
-    assert px.verify(px.latest(root)) in (1, 2)
+    assert px.verify_checkpoint(px.latest_checkpoint(root)) in (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def _stay_away(what: str, root: Path) -> str:
 def test_an_absent_rank_is_named(what: str, tmp_path: Path) -> None:
     for error in pool(2).run(_stay_away, what, tmp_path)[:LOST]:
         assert f"every rank must call it, but rank {LOST} did not within" in error
-    pool(2).close()  # their meetings are out of step
+    pool(2).close()  # their barriers are out of step
 
 
 # Ranks that disagree ------------------------------------------------------------------------------

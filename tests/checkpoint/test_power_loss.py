@@ -25,9 +25,9 @@ def _record(root: Path, used: bool) -> tuple[list[Operation], Any]:
     job = SmallJob(px.init_mesh(tp=2))
     if used:
         used_root(root, job)
-    job.mesh.gather_objects(None)
+    job.mesh.control.all_gather_object(None)
     before = power_loss.read(root.parent)
-    job.mesh.gather_objects(None)
+    job.mesh.control.all_gather_object(None)
     with recording() as log:
         job.save(root, 3, NEW, keep_last=2)
     return log, before
@@ -43,17 +43,17 @@ def _problem(root: Path, last: Any, new: Any, others: list[Any]) -> str | None:
         others: what other directories of steps may hold.
     """
     try:
-        found = px.latest(root)
+        found = px.latest_checkpoint(root)
         if found is None:
             return "no checkpoint is found" if last else None
-        px.verify(found)
+        px.verify_checkpoint(found)
     except px.CheckpointError as error:
         return f"an error is raised: {error}"
     if power_loss.read(found) not in (last, new):
         return f"{found} is found, which is neither the last nor the new one"
     for path in root.glob("step-*"):
         try:
-            px.verify(path)
+            px.verify_checkpoint(path)
         except px.CheckpointError:
             continue
         if power_loss.read(path) not in (last, new, *others):

@@ -156,17 +156,17 @@ def _flips(files: list[Path], count: int) -> Iterator[Path]:
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     step = _plain_checkpoint(tmp_path)
     files = sorted(path for path in step.rglob("*") if path.is_file())
-    assert px.verify(step) == 1
+    assert px.verify_checkpoint(step) == 1
     for path in _flips(files, 200):
         with pytest.raises(px.CheckpointError) as raised:
-            px.verify(step)
+            px.verify_checkpoint(step)
         assert path.name in str(raised.value), path
         assert "bytes [" in str(raised.value) or path.name == "COMMIT"
     for path in _flips([tmp_path / "LATEST"], 40):
         with pytest.raises(px.CheckpointError) as raised:
-            px.latest(tmp_path)
+            px.latest_checkpoint(tmp_path)
         assert path.name in str(raised.value) or "step-" in str(raised.value)
-    assert px.verify(px.latest(tmp_path)) == 1
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == 1
 
 
 def test_a_flipped_bit_is_found_while_loading(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_damaged_chunk_is_named_with_its_tensors(
     for module in ("io.hashing", "io.safetensors_reader", "checkpoint.manifest"):
         monkeypatch.setattr(f"parallel_ext.{module}.CHUNK_BYTES", 1000)
     step = _plain_checkpoint(tmp_path)
-    assert px.verify(step) == 1
+    assert px.verify_checkpoint(step) == 1
     path = step / "parallel_state" / "optim-00001-of-00001.safetensors"
     with SafetensorsFile(path) as file:
         name = "exp_avg_sq/lm_head.weight"
@@ -196,7 +196,7 @@ def test_a_damaged_chunk_is_named_with_its_tensors(
     content[start] ^= 4
     path.write_bytes(content)
     with pytest.raises(px.CheckpointError) as raised:
-        px.verify(step)
+        px.verify_checkpoint(step)
     chunk = start // 1000 * 1000
     assert re.search(
         rf"{path.name}: the bytes \[{chunk}, {chunk + 1000}\) of .*{name}.* are damaged: "
@@ -218,12 +218,12 @@ def test_truncated_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     for change, message in cases:
         change(step / name)
         with pytest.raises(px.CheckpointError, match=message) as raised:
-            px.verify(step)
+            px.verify_checkpoint(step)
         assert name in str(raised.value)
         (step / name).write_bytes(content)
     (step / "COMMIT").unlink()
     with pytest.raises(px.CheckpointError, match="has no file COMMIT"):
-        px.verify(step)
+        px.verify_checkpoint(step)
 
 
 def test_a_file_of_another_save_is_told_by_its_id(tmp_path: Path) -> None:
@@ -238,12 +238,12 @@ def test_a_file_of_another_save_is_told_by_its_id(tmp_path: Path) -> None:
 
 
 def test_the_last_complete_step_is_found(tmp_path: Path) -> None:
-    assert px.latest(tmp_path) is None
+    assert px.latest_checkpoint(tmp_path) is None
     step = _plain_checkpoint(tmp_path)
     (tmp_path / "step-00000009").mkdir()  # no checkpoint
-    assert px.latest(tmp_path) == step
+    assert px.latest_checkpoint(tmp_path) == step
     (tmp_path / "LATEST").unlink()
-    assert px.latest(tmp_path) == step
+    assert px.latest_checkpoint(tmp_path) == step
 
 
 def test_a_rate_below_zero_can_be_resumed_from(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_all_raise_what_one_rank_raises(what: str, name: str, tmp_path: Path) ->
     assert all(isinstance(raised, Raised) for raised in results), results
     assert all("No space left on device" in raised.text for raised in results), results
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
-    assert px.verify(px.latest(tmp_path)) == 2
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == 2
 
 
 def _lose(root: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_killed_rank_is_named_and_the_step_before_stays(tmp_path: Path) -> Non
         assert {"CheckpointError", "CollectiveTimeout"} <= set(survivor.classes), survivor
         assert "save_checkpoint of step 3" in survivor.text
         assert "rank 1" in survivor.text
-    assert px.verify(px.latest(tmp_path)) == 2
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
 
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks(case: str, tmp_path: Path) 
     for raised in pool(2).run_raising(_refused, case, tmp_path):
         assert isinstance(raised, Raised), case
         assert REFUSED[case] in raised.text
-    assert px.verify(px.latest(tmp_path)) == 1
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000001"]
 
 

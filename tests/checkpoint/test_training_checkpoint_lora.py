@@ -246,7 +246,7 @@ def test_peft_reads_the_directory_which_is_that_of_save_pretrained(
     job = KINDS[kind].on(Layout(2, 2, 2) if kind == "experts" else Layout(2, 2, 1), 3)
     logits = pool(4).run(_save_both, job, tmp_path)[0]
     step, saved = tmp_path / "step-00000001", tmp_path / "plain"
-    assert px.verify(step) == 1
+    assert px.verify_checkpoint(step) == 1
     names = {FILE, "adapter_config.json", "parallel_state", "COMMIT"}
     assert {path.name for path in step.iterdir()} == names
     found, expected = load_file(step / FILE), load_file(saved / FILE)
@@ -353,4 +353,4 @@ def test_what_does_not_fit_is_refused_on_all_ranks(case: str, tmp_path: Path) ->
     for raised in pool(2).run_raising(_refused, case, tmp_path):
         assert isinstance(raised, Raised), case
         assert REFUSED[case] in raised.text
-    assert px.verify(px.latest(tmp_path)) == 1
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == 1

@@ -165,9 +165,9 @@ def _fail_by(name: str) -> None:
             raise own
 
     try:
-        mesh.together("a step", act)
+        mesh.control.run_on_all("a step", act)
     finally:
-        mesh.together("the next step", lambda: None)  # the ranks can still work together
+        mesh.control.run_on_all("the next step", lambda: None)  # the ranks can still work together
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -198,6 +198,8 @@ def test_what_a_rank_failed_by_is_told_when_others_are_lost_meanwhile() -> None:
     def fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    lost = mock.patch.object(mesh, "_exchange", side_effect=px.CollectiveTimeout("rank 1 is lost"))
+    lost = mock.patch.object(
+        mesh.control, "_all_gather", side_effect=px.CollectiveTimeout("rank 1 is lost")
+    )
     with lost, pytest.raises(px.CollectiveTimeout, match=r"rank 1 is lost.*No space left"):
-        mesh.together("a save", fail)
+        mesh.control.run_on_all("a save", fail)

@@ -108,7 +108,7 @@ def _meet_a_hostile_peer(path: Path) -> None:
     mesh = px.init_mesh(tp=2)
     sent = pickle.dumps(_Hostile(path)) if mesh.rank == 1 else messages.encode(None)
     with mock.patch.object(messages, "encode", return_value=sent):
-        mesh.gather_objects(None)
+        mesh.control.all_gather_object(None)
 
 
 def test_a_peer_runs_nothing_here(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from reference import Tiny, batch, parallel
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.distributed.meetings import hint, long_step
+from parallel_ext.distributed.barrier import hint, long_step
 
 Jobs = dict[str, list[list[tuple[int, str]]]]
 
@@ -99,7 +99,7 @@ def _meshes(closing: bool) -> list[tuple[int, int]]:
         ops.reduce_from_region(torch.ones(3), mesh.tp)
         if number % 5 == 0:
             mesh.background.connect()
-        mesh.together("a long step", lambda: None, patient=True)
+        mesh.control.run_on_all("a long step", lambda: None, patient=True)
         if closing:
             mesh.close()
         del mesh
@@ -120,7 +120,7 @@ def _close_twice_then_use() -> None:
     mesh = px.init_mesh(tp=2, timeout=60)
     mesh.close()
     mesh.close()
-    mesh.gather_objects(1)
+    mesh.control.all_gather_object(1)
 
 
 def test_a_closed_mesh_says_that_it_is_gone() -> None:

@@ -46,7 +46,7 @@ def adapter(trial: Trial, name: str, seed: int, targets: list[str], **options: A
     model = peft.get_peft_model(trial.tiny.model(), config)
     if trial.mesh.rank == 0:
         model.save_pretrained(path)
-    trial.mesh.meet(name)
+    trial.mesh.control.barrier(name)
     return path
 
 
@@ -77,7 +77,9 @@ def lora(trial: Trial) -> None:
     path = adapter(trial, "one", 5, ALL)
     ours, theirs = adapted(trial, path)
     flops = [interplay_torch.counted(model, trial.whole) for model in (ours, theirs)]
-    close(sum(trial.mesh.gather_objects(flops[0])) / flops[1], 1.0, 0.1)  # both multiply A
+    close(
+        sum(trial.mesh.control.all_gather_object(flops[0])) / flops[1], 1.0, 0.1
+    )  # both multiply A
     for model in (ours, theirs):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         for _ in range(2):
@@ -244,7 +246,7 @@ def hotswapped_rank(trial: Trial) -> None:
     other = peft.get_peft_model(trial.tiny.model(), peft.LoraConfig(r=3, target_modules=["q_proj"]))
     if trial.mesh.rank == 0:
         other.save_pretrained(trial.folder / "other")
-    trial.mesh.meet("other")
+    trial.mesh.control.barrier("other")
     try:
         hotswap.hotswap_adapter(ours, str(trial.folder / "other"), "default", torch_device="cpu")
     finally:

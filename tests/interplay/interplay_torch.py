@@ -94,7 +94,7 @@ def load_state_dict(trial: Trial) -> None:
 )
 def foreign_state_dict(trial: Trial) -> None:
     torch.save(trial.model.state_dict(), trial.folder / f"{trial.mesh.rank}.pt")
-    trial.mesh.meet("saved")
+    trial.mesh.control.barrier("saved")
     trial.model.load_state_dict(torch.load(trial.folder / f"{1 - trial.mesh.rank}.pt"))
 
 
@@ -483,7 +483,7 @@ def foreign_optimizer_state(trial: Trial) -> None:
     optimizer = torch.optim.AdamW(trial.model.parameters(), lr=0.0, weight_decay=0.0)
     step(trial.model, optimizer, trial.own)
     torch.save(optimizer.state_dict(), trial.folder / f"{trial.mesh.rank}.pt")
-    trial.mesh.meet("saved")
+    trial.mesh.control.barrier("saved")
     optimizer.load_state_dict(torch.load(trial.folder / "0.pt"))
 
 
@@ -549,7 +549,7 @@ def autocast(trial: Trial) -> None:
 )
 def flops(trial: Trial) -> None:
     ours, theirs = (counted(m, trial.whole) for m in (trial.model, trial.reference))
-    close(sum(trial.mesh.gather_objects(ours)), theirs)
+    close(sum(trial.mesh.control.all_gather_object(ours)), theirs)
 
 
 def counted(model: nn.Module, batch: dict[str, Any]) -> int:

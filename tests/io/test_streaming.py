@@ -275,7 +275,7 @@ def test_values_that_are_not_finite_are_counted_and_kept(tmp_path: Path) -> None
 
 
 def test_values_of_every_floating_dtype_are_counted() -> None:
-    stream = TensorStream({}, px.init_mesh())
+    stream = TensorStream({}, px.init_mesh().control)
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         values = torch.tensor([1.0, float("nan"), 2.0, float("nan")]).to(dtype)
         stream._count_non_finite(str(dtype), values)

@@ -14,6 +14,7 @@ from reference_mixtral import (
     TinyMixtral,
     batches,
     errors_in,
+    forget_choices,
     layouts_of,
     training_differences,
 )
@@ -171,7 +172,8 @@ def _rerouted(reentrant: bool, kept: bool) -> float:
         for layer in model.model.layers:
             if disturbed:
                 layer.mlp.gate.skew = torch.tensor([0.0, 0, 0, 0, 60], dtype=torch.float64)
-            layer.mlp.experts.routing.saves &= kept
+        if not kept:
+            forget_choices(model, loss)
         loss.backward()
         gradient = model.model.layers[0].mlp.experts.down_proj.grad.full_tensor()
         trained.append(gradient.flatten(1).any(dim=1))
@@ -185,6 +187,22 @@ def test_a_recomputed_layer_keeps_its_choice_of_experts(reentrant: bool) -> None
 
 def test_the_test_above_notices_a_choice_that_is_not_kept() -> None:
     assert max(pool(2).run(_rerouted, True, False)) > 0
+
+
+def _random_numbers_of_a_step(reentrant: bool) -> bool:
+    """Return whether a step leaves torch's generator as the plain model leaves it."""
+    tiny, states = TinyMixtral(num_experts=5), []
+    for model in (tiny.model(), parallel(tiny.model(), Layout(1, 2, 2).mesh())):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(1)
+        model(**batches(tiny, 1)[0]).loss.backward()
+        states.append(torch.get_rng_state())
+    return torch.equal(*states)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_recomputed_mixture_draws_nothing_from_the_users_generator(reentrant: bool) -> None:
+    assert pool(2).run(_random_numbers_of_a_step, reentrant) == [True, True]
 
 
 def _tied_scores() -> list[list[int]]:

@@ -180,7 +180,7 @@ def _watched_on_one_rank() -> None:
 def test_a_head_that_is_watched_on_one_rank_only_raises_on_all() -> None:
     for raised in pool(2).run_raising(_watched_on_one_rank):
         assert raised.type == "DisagreementError"
-        words = "hooks or changes of the output head (tp rank 0: True, tp rank 1: absent)"
+        words = "loss of logits, since (tp rank 0: 'the output head has a hook on a VocabPara"
         assert words in raised.text
 
 
@@ -224,9 +224,10 @@ def test_a_hook_on_all_modules_sees_logits() -> None:
 class _Tempered(transformers.LlamaForCausalLM):
     """A class of a user, whose forward goes on with the logits."""
 
-    def forward(self, input_ids: Any, labels: Any, **kwargs: Any) -> Any:
-        logits = self.lm_head(self.model(input_ids).last_hidden_state) / 2
-        loss = self.loss_function(logits, labels, self.config.vocab_size)
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        logits, loss = self.lm_head(self.model(input_ids).last_hidden_state) / 2, None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -242,11 +243,10 @@ def _loss_of_a_class_that_changes_logits(how: dict[str, Any]) -> tuple[float, fl
 def test_a_class_that_changes_logits_needs_them() -> None:
     for raised in pool(2).run_raising(_loss_of_a_class_that_changes_logits, {}):
         assert raised.type == "RuntimeError"
-        assert "_Tempered changes what its output head returns" in raised.text
-    for ours, expected in pool(2).run(
-        _loss_of_a_class_that_changes_logits, {"training_logits": True}
-    ):
-        assert ours == pytest.approx(expected, rel=1e-9)
+        assert "class changes what the output head returns" in raised.text
+    for how in ({"training_logits": True}, {"fused_loss": False}):
+        for ours, expected in pool(2).run(_loss_of_a_class_that_changes_logits, how):
+            assert ours == pytest.approx(expected, rel=1e-9)
 
 
 def _misused(case: str) -> None:
@@ -272,5 +272,38 @@ def _misused(case: str) -> None:
 )
 def test_what_would_be_ignored_is_refused_on_all_ranks(case: str, words: str) -> None:
     for raised in pool(2).run_raising(_misused, case):
+        assert raised.type == "ValueError"
+        assert words in raised.text
+
+
+def _forced(how: str, fused_loss: object) -> bool:
+    """Return whether a step with a changed head, or a plain one, has fused head and loss."""
+    model = parallel(Tiny().model(), mesh_of(), fused_loss=fused_loss)
+    if how != "plain":
+        _change(model, how)
+    fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
+    with mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
+        model(**batch(101))
+    return fused.call_count == 1
+
+
+def test_fused_loss_is_a_switch() -> None:
+    for how, fused_loss, expected in [
+        *[("plain", "auto", True), ("a hook", "auto", False)],
+        *[("plain", True, True), ("plain", False, False)],
+    ]:
+        assert pool(2).run(_forced, how, fused_loss) == [expected, expected], (how, fused_loss)
+
+
+@pytest.mark.parametrize(
+    ("how", "fused_loss", "words"),
+    [
+        ("a hook", True, "fused_loss=True, but the output head has a hook on a VocabParallelHead"),
+        ("a wrapper", True, "fused_loss=True, but the output head is in a _Capped"),
+        ("plain", "yes", "fused_loss must be 'auto', True or False, got 'yes'"),
+    ],
+)
+def test_a_fused_loss_that_cannot_be_is_refused(how: str, fused_loss: object, words: str) -> None:
+    for raised in pool(2).run_raising(_forced, how, fused_loss):
         assert raised.type == "ValueError"
         assert words in raised.text

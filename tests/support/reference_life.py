@@ -83,7 +83,7 @@ def _saved(model: Any, reference: Any, folder: Path, mesh: px.Mesh) -> dict[str,
     model.save_pretrained(folder / "ours")
     if mesh.rank == 0:
         reference.save_pretrained(folder / "theirs")
-    mesh.meet("reading what was saved")
+    mesh.control.barrier("reading what was saved")
     ours, theirs = _tensors(folder / "ours"), _tensors(folder / "theirs")
     found = {name: difference(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
     found["names"] = float(ours.keys() != theirs.keys())

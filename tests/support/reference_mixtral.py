@@ -345,3 +345,13 @@ def assert_refused(module: str, case: str) -> None:
     for raised in pool(ranks).run_raising(_refused, module, case, timeout_s=60):
         assert isinstance(raised, Raised), case
         assert message in raised.text
+
+
+def forget_choices(model: nn.Module, loss: torch.Tensor) -> None:
+    """Let the backward from ``loss`` choose the experts again where it recomputes a layer."""
+
+    def forget(grad: torch.Tensor) -> None:
+        for layer in model.model.layers:
+            layer.mlp.experts.routing.kept = None
+
+    loss.register_hook(forget)  # runs after the hook that finds the choices

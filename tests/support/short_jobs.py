@@ -41,7 +41,7 @@ def _last_words() -> None:
 def _communicate(mesh: px.Mesh) -> None:
     for size in (3, 100_000):
         ops.reduce_from_region(torch.ones(size), mesh.tp)
-    mesh.gather_objects(mesh.rank)
+    mesh.control.all_gather_object(mesh.rank)
     for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(4)]:
         work.wait()
 

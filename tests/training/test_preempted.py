@@ -31,11 +31,11 @@ def _told(rank_told: int) -> list[bool]:
             mock.patch.object(preemption, "_told", False),
             mock.patch.object(preemption, "_listening", False),
         ):
-            answers = [px.preempted(model)]
+            answers = [px.stop_requested(model)]
             if mesh.rank == rank_told:
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert seen == [signal.SIGTERM], "the handler of before was dropped"
-            answers += [px.preempted(model), px.preempted(model)]
+            answers += [px.stop_requested(model), px.stop_requested(model)]
     finally:
         signal.signal(signal.SIGTERM, before)
     return answers
@@ -62,12 +62,12 @@ def _told_again_and_again() -> list[bool]:
             mock.patch.object(preemption, "_told", False),
             mock.patch.object(preemption, "_listening", False),
         ):
-            answers = [px.preempted(model)]
+            answers = [px.stop_requested(model)]
             handler = signal.getsignal(signal.SIGTERM)
             sys.settrace(trace)
             handler(signal.SIGTERM, None)
             sys.settrace(None)
-            return [*answers, len(sent) > 1, px.preempted(model)]
+            return [*answers, len(sent) > 1, px.stop_requested(model)]
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGTERM, before)
@@ -85,7 +85,7 @@ def _fork_and_end() -> int:
             mock.patch.object(preemption, "_told", False),
             mock.patch.object(preemption, "_listening", False),
         ):
-            px.preempted(model)
+            px.stop_requested(model)
             child = os.fork()
             if child == 0:
                 time.sleep(30)
@@ -107,7 +107,7 @@ def _on_another_thread() -> str:
 
     def ask() -> None:
         try:
-            px.preempted(model)
+            px.stop_requested(model)
         except RuntimeError as error:
             errors.append(error)
 
@@ -133,13 +133,13 @@ import parallel_ext as px
 root = {root!r}
 torch.distributed.init_process_group("gloo")  # which Layout asks for
 model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 2, 1)))
-px.preempted(model)
+px.stop_requested(model)
 for step in range(1, 10_000):
     train(model, optimizer, scheduler, mesh, range(step, step + 1))
     if step % 3 == 0:
         px.save_checkpoint(root, step, model, optimizer, scheduler, asynchronous=True)
         open(root + f"/saved-by-{{mesh.rank}}", "w").close()
-    if px.preempted(model):
+    if px.stop_requested(model):
         px.wait_for_checkpoint(model)
         if step % 3:
             px.save_checkpoint(root, step, model, optimizer, scheduler)
@@ -173,4 +173,4 @@ def test_a_job_under_torchrun_saves_one_step_when_it_is_told_to_end(tmp_path: Pa
     ended = [int(path.read_text()) for path in tmp_path.glob("ended-*")]
     assert len(ended) == 2, errors
     assert ended[0] == ended[1]
-    assert px.verify(px.latest(tmp_path)) == ended[0]
+    assert px.verify_checkpoint(px.latest_checkpoint(tmp_path)) == ended[0]

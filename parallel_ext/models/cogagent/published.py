@@ -84,5 +84,5 @@ PUBLISHED_COGAGENT = replace(
     COGAGENT,
     regions=tuple(replace(each, **_DIFFERENT.get(each.name, {})) for each in COGAGENT.regions),
     skips=None,  # without an image it fails in any case
-    own_loss=True,
+    changes_logits=True,
 )

@@ -91,11 +91,11 @@ def forget(store: Store, number: int, rank: int) -> None:
 GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
 
-class Meetings:
-    """Points that every rank must come to, in order, with marks in a store that all reach.
+class MonitoredBarrier:
+    """A barrier of all ranks that names who is absent, by marks in a store that all reach.
 
     Args:
-        store: its keys are of these meetings alone.
+        store: its keys are of this barrier alone.
         rank, size: of the job.
         timeout: seconds after which a rank that does not come is reported.
     """
@@ -104,60 +104,61 @@ class Meetings:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._number = 0
 
-    def meet(self, what: str) -> None:
-        """Wait until every rank of the job is about to do ``what``.
+    def wait(self, op_name: str) -> None:
+        """Wait until every rank of the job is about to do ``op_name``.
 
         Raises:
             CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
             DisagreementError: all came, but to different things; names who is where.
         """
         try:
-            self._meet(what)
+            self._wait(op_name)
         except (CollectiveTimeout, DisagreementError):
             raise
         except RuntimeError as error:
             raise CollectiveTimeout(
-                f"{what}: every rank must call it, but the store of the job cannot be reached; the "
-                f"process that kept it may have died: {error}"
+                f"{op_name}: every rank must call it, but the store of the job cannot be reached; "
+                f"the process that kept it may have died: {error}"
             ) from error
 
-    def _meet(self, what: str) -> None:
-        meeting = f"meeting/{self._number}"
+    def _wait(self, op_name: str) -> None:
+        marks = f"barrier/{self._number}"
         self._number += 1
-        self._store.set(f"{meeting}/{self._rank}", what)
-        self._store.add(f"{meeting}/to {what}", 1)
-        if self._store.add(f"{meeting}/arrived", 1) == self._size:
+        self._store.set(f"{marks}/{self._rank}", op_name)
+        self._store.add(f"{marks}/to {op_name}", 1)
+        if self._store.add(f"{marks}/arrived", 1) == self._size:
             self._forget(self._number - 2)
-            self._store.set(f"{meeting}/all_here", "1")
+            self._store.set(f"{marks}/all_here", "1")
         try:
-            self._store.wait([f"{meeting}/all_here"], timedelta(seconds=self._timeout))
+            self._store.wait([f"{marks}/all_here"], timedelta(seconds=self._timeout))
         except RuntimeError as error:  # a TCPStore raises DistStoreError, a FileStore its base
-            self._store.set(f"{meeting}/given_up", "1")
-            missing = self.absent(meeting, range(self._size)) or "a rank that died"
+            self._store.set(f"{marks}/given_up", "1")
+            missing = self.absent(marks, range(self._size)) or "a rank that died"
             raise CollectiveTimeout(
-                f"{what}: every rank must call it, but {missing} did not within {self._timeout:g} s"
+                f"{op_name}: every rank must call it, but {missing} did not within "
+                f"{self._timeout:g} s"
             ) from error
-        if self._store.check([f"{meeting}/given_up"]):
+        if self._store.check([f"{marks}/given_up"]):
             raise CollectiveTimeout(
-                f"{what}: rank {self._rank} came later than {self._timeout:g} s after the others, "
-                "who have given up waiting"
+                f"{op_name}: rank {self._rank} came later than {self._timeout:g} s after the "
+                "others, who have given up waiting"
             )
-        if self._store.add(f"{meeting}/to {what}", 0) != self._size:
-            places = (self._store.get(f"{meeting}/{r}").decode() for r in range(self._size))
+        if self._store.add(f"{marks}/to {op_name}", 0) != self._size:
+            places = (self._store.get(f"{marks}/{r}").decode() for r in range(self._size))
             seen = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise DisagreementError(f"the ranks are about to do different things: {seen}")
 
     def _forget(self, number: int) -> None:
-        """Delete the keys of a meeting that every rank has left, so that the store stays small."""
-        meeting = f"meeting/{number}"
-        if self._store.check([f"{meeting}/0"]):
-            whats = {self._store.get(f"{meeting}/{r}").decode() for r in range(self._size)}
-            keys = [f"to {what}" for what in whats] + [str(r) for r in range(self._size)]
+        """Delete the keys of a barrier that every rank has passed; the store stays small."""
+        marks = f"barrier/{number}"
+        if self._store.check([f"{marks}/0"]):
+            names = {self._store.get(f"{marks}/{r}").decode() for r in range(self._size)}
+            keys = [f"to {op_name}" for op_name in names] + [str(r) for r in range(self._size)]
             for key in (*keys, "arrived", "all_here", "given_up"):
-                self._store.delete_key(f"{meeting}/{key}")
+                self._store.delete_key(f"{marks}/{key}")
 
     def close(self) -> None:
-        """Record that this rank has left all meetings; the last to do so deletes their keys."""
+        """Record that this rank has passed its last barrier; the last rank deletes the keys."""
         if self._store.add("closed", 1) == self._size:
             for number in (self._number - 2, self._number - 1):
                 self._forget(number)
@@ -220,14 +221,14 @@ def join_job(backend: str, timeout: float) -> None:
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
-    meetings = Meetings(dist.PrefixStore("parallel_ext/start", store), rank, size, timeout)
-    meetings.meet("init_mesh")
+    barrier = MonitoredBarrier(dist.PrefixStore("parallel_ext/start", store), rank, size, timeout)
+    barrier.wait("init_mesh")
     try:
         dist.init_process_group(
             *(backend, None, limit, size, rank, dist.PrefixStore("default_pg", store))
         )
     except RuntimeError as error:
         raise CollectiveTimeout(
-            f"init_mesh: every rank must come, but {meetings.lost('start', rank, range(size))} "
+            f"init_mesh: every rank must come, but {barrier.lost('start', rank, range(size))} "
             f"within {timeout:g} s{hint(error)}"
         ) from error

@@ -1,0 +1,115 @@
+"""The fused loss: the output head hands over hidden states, and the loss multiplies them itself.
+
+What a forward with labels does, from the ids to the loss::
+
+    methods.forward ── LossCall(fused) ─────────────────────────────┐
+      class's own forward, without labels                           │
+        VocabParallelHead: hidden [..., H] ── fused ──> LossCall.hand_over: head, hidden
+                           │  else                                  │
+                           └─ logits [..., R], this rank's columns ─┤
+                                                                    v
+                                              LossCall.loss: causal_lm_loss of
+                                                fused: hidden, head.weight, head.bias
+                                                else:  logits
+
+Fused, no rank ever holds its logits: ``linear_vocab_cross_entropy`` makes them tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.loss import causal_lm_loss
+from parallel_ext.ops.group import Range
+
+if TYPE_CHECKING:
+    from parallel_ext.nn.vocab import VocabParallelHead
+
+_call: ContextVar[LossCall | None] = ContextVar("parallel_ext_loss_call", default=None)
+
+
+class LossCall:
+    """What the output head returns inside one forward, and the loss of that.
+
+    A property of the call and not of the head, which wrappers copy.
+
+    Args:
+        fused: whether a :class:`VocabParallelHead` returns the hidden states that it is called
+            with; it returns its own columns of the logits otherwise.
+        why_not: why it is not fused although nobody has asked for logits.
+    """
+
+    def __init__(self, fused: bool, why_not: str | None = None) -> None:
+        self.fused, self.why_not = fused, why_not
+        self._head: VocabParallelHead | None = None
+        self._hidden: torch.Tensor | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let :func:`current_loss_call` return this call inside the context."""
+        token = _call.set(self)
+        try:
+            yield
+        finally:
+            _call.reset(token)
+
+    def hand_over(self, head: VocabParallelHead, hidden: torch.Tensor) -> torch.Tensor:
+        """Keep a head and its hidden states for the loss, and return the latter."""
+        self._head, self._hidden = head, hidden
+        return hidden
+
+    def loss(
+        self,
+        output: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        vocab_range: Range,
+        mesh: Mesh,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Compute :func:`causal_lm_loss` from what a model has returned as its logits.
+
+        Raises:
+            RuntimeError: that is not what the head has handed over.
+        """
+        head = None
+        if self._head is not None:
+            head = self._head.weight, self._head.bias
+            if output is not self._hidden:
+                raise RuntimeError(
+                    "the forward of this model's class changes what the output head returns, which "
+                    "in training are hidden states; parallelize(..., fused_loss=False) gives it "
+                    "logits"
+                )
+        return causal_lm_loss(output, labels, vocab_size, vocab_range, mesh, head=head, **options)
+
+
+def current_loss_call() -> LossCall | None:
+    """Return the :class:`LossCall` of the forward that is running, or None."""
+    return _call.get()
+
+
+def why_not_fused(head: nn.Module) -> str | None:
+    """Return what reads or changes the logits or the weight of an output head, or None.
+
+    The wrappers of torch.compile and PEFT hand on the attributes of what they wrap. Those of others
+    would take hidden states for logits.
+    """
+    if not getattr(head, "makes_logits", False):
+        return f"the output head is in a {type(head).__name__}"
+    if _has_any_global_hook():
+        return "there is a hook on all modules"
+    for module in head.modules():
+        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return f"the output head has a hook on a {type(module).__name__}"
+        if "forward" in vars(module) and not hasattr(module, "_orig_mod"):  # unless compiled
+            return f"the forward of a {type(module).__name__} in the output head was replaced"
+    return None

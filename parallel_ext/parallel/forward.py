@@ -1,0 +1,293 @@
+"""The forward of a parallel model, bound to the instance in place of its class's own."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from parallel_ext import ops
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io.safe_open import shown
+from parallel_ext.nn.fused_loss import LossCall, why_not_fused
+from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss
+from parallel_ext.nn.moe import Kept
+from parallel_ext.nn.replicas import Piece
+from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
+
+_OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
+
+
+@lru_cache
+def _signature(cls: type, method: str) -> inspect.Signature:
+    return inspect.signature(getattr(cls, method))
+
+
+def arguments_of(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, those of ``**kwargs`` beside the declared ones."""
+    signature = _signature(type(model), method)
+    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+    del arguments[next(iter(arguments))]  # self
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(parameter.name, {}))
+    return arguments
+
+
+def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward after the inputs were compared, then compute the loss.
+
+    The class is not given the labels, since its loss would take shards for full logits. With labels
+    the loss is computed from hidden states and head, and ``logits`` is None in training
+    (``nn/fused_loss.py``). In evaluation, or where ``training_logits`` was asked for, it is
+    computed from sharded logits, and these are gathered, replicated, over the true V. Loss and load
+    balancing loss are then this dp rank's shares of those of all batches; without labels the latter
+    is that of the rank's own tokens, as in HuggingFace.
+    """
+    state: ParallelState = getattr(model, STATE_NAME)
+    # Not for the class, whose attention may know an option by the same name.
+    options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
+    inputs = arguments_of(model, "forward", args, kwargs)
+    arguments = inputs | options
+    labels, want_dict = inputs.pop("labels", None), inputs.pop("return_dict", None)
+    if want_dict is None:
+        want_dict = model.config.return_dict
+    state.forward_ran = True
+    _check_ends(model, state)
+    call = None if labels is None else _loss_call(model, state)
+    if state.agreement is not None:
+        _compare_inputs(model, state, arguments, call)
+    trains_apart = torch.is_grad_enabled() and _would_train_apart(state)
+    _refuse_what_fails(model, state, arguments, call)
+    if trains_apart and model.training:
+        _refuse_training_apart(state)
+    kept = _keep_choices(model, state)
+    with nullcontext() if call is None else call.running(), _counted_if_trained(model, state):
+        output = type(model).forward(model, **inputs, return_dict=True)
+    if call is not None:
+        output = _with_loss(model, state, call, output, labels, arguments, options)
+    _watch_backward(state, output, kept, trains_apart)
+    return output if want_dict else output.to_tuple()
+
+
+def _loss_call(model: nn.Module, state: ParallelState) -> LossCall:
+    """Return how the forward that begins is to compute its loss."""
+    if state.training_logits or not model.training:
+        return LossCall(fused=False)
+    why_not = "fused_loss is False"
+    if state.fused_loss is not False:
+        why_not = why_not_fused(model.get_submodule(state.table.head))
+        if why_not is None and state.table.changes_logits:
+            why_not = f"{type(model).__name__} changes its logits"
+    return LossCall(fused=why_not is None, why_not=why_not)
+
+
+def _with_loss(
+    model: nn.Module,
+    state: ParallelState,
+    call: LossCall,
+    output: Any,
+    labels: torch.Tensor,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    """Return the output of a forward with its loss, and with full logits or none."""
+    fields = dict(output.items())
+    logits = fields.pop("logits")
+    compared = _compared_over_dp(model, state)
+    loss = call.loss(
+        *(logits, labels, model.config.vocab_size, state.vocab_range, state.mesh),
+        compared=compared,
+        **options,
+    )
+    if compared is not None:
+        state.turn_over_dp.done()
+    if _wants_balance(model, state, arguments):
+        if state.mesh.dp_size > 1:  # HuggingFace knows only this rank's tokens
+            fields["aux_loss"] = balance_loss(
+                *(output.router_logits, model.num_experts_per_tok),
+                *(arguments.get("attention_mask"), state.mesh),
+            )
+        loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
+    fields["loss"] = loss
+    if state.training_logits or not model.training:
+        fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
+    return type(output)(**fields)
+
+
+def _compare_inputs(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any], call: LossCall | None
+) -> None:
+    """Raise on all tp ranks unless they are about to run the same forward."""
+    compared, grad = dict(arguments), torch.is_grad_enabled()
+    if call is not None and call.why_not is not None:
+        compared["loss of logits, since"] = call.why_not
+    mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
+    if grad:  # it decides which sums a backward has
+        compared["requires_grad"] = [p.requires_grad for p in model.parameters()]
+    if state.adapted:
+        compared["adapters"] = [
+            module.for_agreement() for module in model.modules() if hasattr(module, "for_agreement")
+        ]
+    if _draws_jitter(model, state):  # the tp ranks must draw the same noise
+        compared["random state"] = _random_state(state.mesh)
+    trained = model if model.training and grad else None
+    state.agreement.check(f"{type(model).__name__}.forward", compared, mode, trained)
+
+
+def _refuse_what_fails(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any], call: LossCall | None
+) -> None:
+    ids = arguments.get("input_ids")
+    if ids is not None and ids.numel() == 0:
+        raise ValueError(
+            f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
+            "cannot take; pass a row of padding whose labels are all -100 instead"
+        )
+    options = [name for name in LOSS_OPTIONS if name in arguments]
+    if call is None and options:
+        raise ValueError(f"{', '.join(options)}: options of the loss, but there are no labels")
+    if options := [name for name in OPTIONS_OF_THE_OP if name in arguments]:
+        raise ValueError(
+            f"{', '.join(options)}: not an option of a model's loss; compute your own from the "
+            "logits of a call without labels"
+        )
+    if call is not None and "_loss_function" in vars(model):
+        raise ValueError(
+            "loss_function was replaced on this parallel model, which computes its loss from "
+            "hidden states or shards; compute your own from the logits of a call without labels"
+        )
+    if call is not None and call.why_not is not None and state.fused_loss is True:
+        raise ValueError(f"fused_loss=True, but {call.why_not}; undo that, or pass 'auto'")
+    if state.mesh.tp_size > 1 and (
+        arguments.get("output_attentions") or model.config.output_attentions
+    ):
+        raise NotImplementedError(
+            "output_attentions under tp is not supported: a rank computes only its own heads"
+        )
+
+
+def _check_ends(model: nn.Module, state: ParallelState) -> None:
+    """Raise unless embedding and output head are those that know their rows of the vocabulary."""
+    if state.mesh.tp_size == 1:
+        return
+    ends = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
+    for path, kind in ends.items():
+        module = model.get_submodule(path)
+        if isinstance(module, kind) or any(isinstance(each, kind) for each in module.modules()):
+            continue  # perhaps inside a wrapper
+        raise RuntimeError(
+            f"{path} was replaced by a {type(module).__name__}, but must be what px.parallelize "
+            "has put there; model.resize_token_embeddings changes the size of embedding and head, "
+            "model.load_state_dict their values"
+        )
+
+
+def watch_forward(model: nn.Module) -> None:
+    """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours."""
+    model.register_forward_pre_hook(_before_forward)
+    model.register_forward_hook(_after_forward)
+
+
+def _replaced(model: nn.Module) -> bool:
+    """Return whether another forward than ours was put into the instance."""
+    return getattr(model.forward, "__func__", None) is not getattr(model, STATE_NAME).own_forward
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    model = model_of(module)
+    if _replaced(model):
+        getattr(model, STATE_NAME).forward_ran = False
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    model = model_of(module)
+    if _replaced(model) and not getattr(model, STATE_NAME).forward_ran:
+        raise RuntimeError(
+            f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}, which "
+            "does not call the one that px.parallelize has put there, but takes shards for full "
+            "tensors, as TRL's and Liger's fused losses do; undo that"
+        )
+
+
+def _keep_choices(model: nn.Module, state: ParallelState) -> Kept | None:
+    """Let layers keep their choices of experts in this forward if a backward recomputes them."""
+    kept: Kept | None = None
+    if state.routings and model.training:
+        layers = model.get_submodule(state.table.layers)
+        if any(layer.gradient_checkpointing for layer in layers):
+            kept = {}
+    for routing in state.routings:
+        routing.kept = kept
+    return kept
+
+
+def _watch_backward(
+    state: ParallelState, output: Any, kept: Kept | None, trains_apart: bool
+) -> None:
+    """Let a backward from what a forward returns find its choices, or be refused."""
+    if kept is None and not trains_apart:
+        return
+
+    def before_backward(grad: torch.Tensor) -> None:
+        if trains_apart:  # an evaluation, unless somebody goes backward from it
+            _refuse_training_apart(state)
+        for routing in state.routings:
+            routing.kept = kept
+
+    for tensor in tree_leaves(dict(output.items())):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(before_backward)
+
+
+def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractContextManager[None]:
+    """Let routing inside the context count in the metrics only if it is for training."""
+    counter, trains = state.routing_counter, model.training and torch.is_grad_enabled()
+    return nullcontext() if counter is None or trains else counter.aside()
+
+
+def _would_train_apart(state: ParallelState) -> bool:
+    """Return whether nothing sums the gradients of the dp ranks, so that each trains alone."""
+    return state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller
+
+
+def _refuse_training_apart(state: ParallelState) -> NoReturn:
+    raise RuntimeError(
+        f"training at dp={state.mesh.dp_size} needs px.data_parallel(model, mesh): nobody sums the "
+        "gradients of the dp ranks, so each would train a model of its own; "
+        "px.no_data_parallel(model) says that you do"
+    )
+
+
+def _draws_jitter(model: nn.Module, state: ParallelState) -> bool:
+    noise = state.table.mixture.jitter_of(model.config) if state.routings else 0.0
+    return model.training and noise > 0
+
+
+def _random_state(mesh: Mesh) -> torch.Tensor:
+    """Return the state of the generator that noise is drawn from, without waiting for a GPU."""
+    return torch.cuda.get_rng_state() if mesh.device.type == "cuda" else torch.get_rng_state()
+
+
+def _wants_balance(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> bool:
+    """Return whether the class's forward adds a load balancing loss."""
+    if not state.routings:
+        return False
+    asked = arguments.get("output_router_logits")
+    return bool(model.config.output_router_logits if asked is None else asked)
+
+
+@torch._disable_dynamo
+def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
+    """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
+    trains = model.training and torch.is_grad_enabled()
+    # On a GPU the comparison would wait for the device.
+    if not trains or state.mesh.dp_size == 1 or state.mesh.device.type != "cpu":
+        return None
+    return state.turn_over_dp.now(model)

@@ -1,0 +1,128 @@
+"""The plan of ``parallelize``: all that it decides before anything changes, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.models.blocks import RegionNames
+from parallel_ext.models.spec import ModelSizes, ModelTable, plan
+from parallel_ext.nn.sharded_module import persistent_buffers
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.layout import ModelLayout
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``parallelize``, which says what they mean; equal on all ranks."""
+
+    vocab_multiple_of: int = 1
+    training_logits: bool = False
+    fused_loss: bool | Literal["auto"] = "auto"
+    agreement: bool = True
+    allow_different_dropout: bool = False
+
+    def check(self) -> None:
+        """Raise unless the options are such that they can be meant together.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if self.fused_loss not in (True, False, "auto"):
+            raise ValueError(
+                f"parallelize: fused_loss must be 'auto', True or False, got {self.fused_loss!r}"
+            )
+        if self.fused_loss is True and self.training_logits:
+            raise ValueError(
+                "parallelize: fused_loss=True makes no logits, but training_logits=True asks for "
+                "them"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one model is sharded over the ranks of a mesh.
+
+    Attributes:
+        mesh: the ranks.
+        table: the names of the model's modules.
+        layout: where every parameter and persistent buffer lives.
+        options: of the call.
+    """
+
+    mesh: Mesh
+    table: ModelTable
+    layout: ModelLayout
+    options: Options = Options()
+
+    @property
+    def vocab_ranges(self) -> tuple[Range, ...]:
+        """The ids of every tp rank."""
+        rows = self.layout[f"{self.table.embedding}.weight"]
+        return tuple(rows.ranges(rank)[0] for rank in range(self.mesh.tp_size))
+
+
+def layout_of(
+    model: nn.Module,
+    table: ModelTable,
+    tp_size: int,
+    ep_size: int = 1,
+    vocab_multiple_of: int = 1,
+) -> ModelLayout:
+    """Compute the layout of every parameter and persistent buffer of a model, also one on meta.
+
+    Args:
+        model: of the architecture that ``table`` describes; nothing of it changes.
+        table: the architecture.
+        tp_size, ep_size, vocab_multiple_of: as of :func:`parallel_ext.models.spec.plan`.
+
+    Raises:
+        ValueError: the model cannot be sharded so.
+    """
+    names: dict[int, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            tied[name] = names[id(parameter)]
+        else:
+            names[id(parameter)] = name
+            shapes[name] = tuple(parameter.shape)
+    config = model.config
+    embedding, rows = f"{table.embedding}.weight", config.vocab_size
+    for name in (embedding, f"{table.head}.weight"):
+        shape = shapes[tied.get(name, name)]
+        if shape[0] != rows:
+            raise ValueError(
+                f"parallelize: {name} has the shape {shape}, but config.vocab_size is {rows}; "
+                f"expected ({rows}, {shape[1]})"
+            )
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
+    sizes = _sizes(model, table, shapes)
+    layout = plan(table, {**shapes, **buffers}, tied, sizes, tp_size, ep_size, vocab_multiple_of)
+    return replace(layout, buffers=frozenset(buffers))
+
+
+def _sizes(
+    model: nn.Module, table: ModelTable, shapes: Mapping[str, tuple[int, ...]]
+) -> ModelSizes:
+    config, blocks = model.config, table.blocks(shapes)
+    heads_of = {
+        path: getattr(model.get_submodule(path), block.heads)
+        for path, block in blocks.items()
+        if isinstance(block, RegionNames) and block.heads is not None
+    }
+    if table.attention is None:
+        return ModelSizes(config.vocab_size, heads_of=heads_of)
+    attention = next((path for path, block in blocks.items() if block is table.attention), None)
+    return ModelSizes(
+        config.vocab_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        1 if attention is None else model.get_submodule(attention).head_dim,
+        heads_of,
+    )

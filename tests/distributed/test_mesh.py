@@ -1,0 +1,75 @@
+"""The mesh as a grid: torch's view of it, copies of it, and what a job of one process lacks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import pool
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import parallel_ext as px
+
+
+def _view(tp: int) -> dict[str, Any]:
+    mesh = px.init_mesh(tp=tp, timeout=60)
+    view = mesh.device_mesh
+    rows = distribute_tensor(torch.arange(8.0), view["tp"], [Shard(0)], src_data_rank=None)
+    summed = {}
+    for name in ("dp", "tp"):
+        one = torch.tensor([float(mesh.rank)])
+        dist.all_reduce(one, group=view[name].get_group())
+        summed[name] = one.item()
+    try:
+        return {
+            "ranks": view.mesh.tolist(),
+            "place": (view.get_local_rank("dp"), view.get_local_rank("tp")),
+            "rows": rows.to_local().tolist(),
+            "sums": summed,
+            "once": mesh.device_mesh is view,
+        }
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_device_mesh_names_the_ranks_of_each_dimension(tp: int) -> None:
+    size = 4
+    rows = [list(range(first, first + tp)) for first in range(0, size, tp)]
+    for rank, seen in enumerate(pool(size).run(_view, tp)):
+        dp_rank, tp_rank = divmod(rank, tp)
+        each = 8 // tp
+        assert seen == {
+            "ranks": rows,
+            "place": (dp_rank, tp_rank),
+            "rows": list(range(tp_rank * each, (tp_rank + 1) * each)),
+            "sums": {"dp": sum(row[tp_rank] for row in rows), "tp": sum(rows[dp_rank])},
+            "once": True,
+        }
+
+
+def _on_rank_0() -> list[int] | None:
+    mesh = px.init_mesh(tp=2, timeout=60)
+    found = mesh.device_mesh.mesh.tolist() if mesh.rank == 0 else None
+    mesh.close()
+    return found
+
+
+def test_device_mesh_of_one_rank_needs_no_other() -> None:
+    assert pool(2).run(_on_rank_0) == [[[0, 1]], None]
+
+
+def test_device_mesh_of_a_job_without_torch_distributed_says_what_it_needs() -> None:
+    with pytest.raises(RuntimeError, match="start the job with torchrun"):
+        px.init_mesh().device_mesh  # noqa: B018
+
+
+def test_a_mesh_is_shared_by_copies_and_is_not_pickled() -> None:
+    mesh = px.init_mesh()
+    assert copy.deepcopy(mesh) is mesh
+    with pytest.raises(TypeError, match=r"model\.save_pretrained, px\.save_checkpoint"):
+        pickle.dumps(mesh)
