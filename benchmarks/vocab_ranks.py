@@ -145,7 +145,7 @@ def _our_loss(vocab_size: int, **options: bool) -> Loss:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         columns = _columns(vocab_size)
         return ops.vocab_cross_entropy(
-            logits, labels, vocab_size, columns, group=_group(), **options
+            logits, labels, vocab_size, columns, group=_group(), options=ops.LossOptions(**options)
         )
 
     return loss

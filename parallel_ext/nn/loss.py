@@ -15,10 +15,10 @@ from parallel_ext.nn.replicas import Piece
 from parallel_ext.ops.group import Range
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
-"""Of :func:`ops.vocab_cross_entropy`, that a call of a model may give beside its labels."""
+"""Those of :class:`ops.LossOptions` that a call of a model may give beside its labels."""
 
 OPTIONS_OF_THE_OP = ("weight", "reduction")
-"""Those that it may not: a model's loss is a mean over the tokens of all batches."""
+"""Those that a call may not give: a model's loss is a mean over the tokens of all batches."""
 
 
 def causal_lm_loss(
@@ -65,16 +65,13 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    options |= {"ignore_index": ignore_index, "reduction": "sum", "group": mesh.tp}
+    how = ops.LossOptions(ignore_index=ignore_index, reduction="sum", **options)
+    inputs, asked = logits.flatten(0, -2), (targets, vocab_size, vocab_range, how)
     if head is None:
-        local_sum = ops.vocab_cross_entropy(
-            logits.flatten(0, -2), targets, vocab_size, vocab_range, **options
-        )
+        local_sum = ops.vocab_cross_entropy(inputs, *asked, group=mesh.tp)
     else:
         weight, bias = head
-        local_sum = ops.linear_vocab_cross_entropy(
-            logits.flatten(0, -2), weight, targets, vocab_size, vocab_range, bias=bias, **options
-        )
+        local_sum = ops.linear_vocab_cross_entropy(inputs, weight, *asked, bias=bias, group=mesh.tp)
     count: Any = num_items_in_batch
     if count is None or compared is not None:
         counted = _count_over_dp(targets != ignore_index, mesh, compared)

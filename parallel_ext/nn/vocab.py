@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +10,7 @@ from parallel_ext import ops
 from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
-from parallel_ext.ops import Group
+from parallel_ext.ops import Group, LossOptions
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import TensorLayout, cut, split
 
@@ -164,13 +162,18 @@ class VocabParallelHead(ShardedModule):
             return logits
         return ops.gather_from_region(logits, self.sizes, self.group)
 
-    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        options: LossOptions | None = None,
+    ) -> torch.Tensor:
         """Return the cross entropy of the logits, which no rank ever holds.
 
         Args:
             hidden: [T, H], replicated.
             labels: [T], replicated; they belong to the rows of ``hidden`` (nothing is shifted).
-            options: of :func:`parallel_ext.ops.linear_vocab_cross_entropy`.
+            options: of the loss; None for the mean over the labels that are not -100.
 
         Returns:
             The loss, replicated.
@@ -181,9 +184,9 @@ class VocabParallelHead(ShardedModule):
             labels,
             self.out_features,
             self.vocab_range,
+            options or LossOptions(),
             bias=self.bias,
             group=self.group,
-            **options,
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from parallel_ext.ops.moe import (
 from parallel_ext.ops.region import copy_to_region, gather_from_region, reduce_from_region
 from parallel_ext.ops.vocab import vocab_argmax, vocab_embedding, vocab_sample
 from parallel_ext.ops.vocab_loss import (
+    LossOptions,
     VocabStatistics,
     linear_vocab_cross_entropy,
     linear_vocab_cross_entropy_statistics,
@@ -34,6 +35,7 @@ __all__ = [
     "Dropout",
     "ExchangePlan",
     "Group",
+    "LossOptions",
     "RoutePlan",
     "VocabStatistics",
     "column_linear",

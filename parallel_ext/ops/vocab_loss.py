@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from parallel_ext.ops.arguments import check_group, check_tensors
 from parallel_ext.ops.group import ALONE, Group, Range
+
+
+@dataclass(frozen=True, eq=False)
+class LossOptions:
+    """Options of the vocabulary's cross entropy, equal on all ranks.
+
+    All is computed of ``z = softcap * tanh(logit_scale * logits / softcap)``, the options that
+    torch has as torch computes them.
+
+    Attributes:
+        weight: [V], floating point, replicated: of each class, finite and not negative; or None.
+        ignore_index: label of tokens that count neither in the loss nor in its mean.
+        reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the
+            weights of the labels of the tokens not ignored; NaN when there are none, as in torch).
+        label_smoothing: in [0, 1): this share of the loss is that of the uniform distribution over
+            the V classes.
+        z_loss: not negative; ``z_loss * log_sum_exp**2`` is added to each token's loss. Class
+            weights do not touch it: "mean" averages it over the tokens not ignored.
+        softcap: positive, or None for no cap.
+        logit_scale: finite.
+
+    Source: z-loss: ST-MoE (arXiv 2202.08906), section 3; softcap: Gemma 2 (arXiv 2408.00118),
+    section 2.
+
+    Example:
+        >>> LossOptions(label_smoothing=0.1).reduction
+        'mean'
+    """
+
+    weight: torch.Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+_DEFAULT = LossOptions()
+_NO_STATISTICS = (False, False, False)
 
 
 class VocabStatistics(NamedTuple):
@@ -19,9 +60,30 @@ class VocabStatistics(NamedTuple):
     argmax: torch.Tensor | None
 
 
-def _check_reduction(op: str, reduction: str) -> None:
-    if not isinstance(reduction, str):  # which strings there are is for the op to say
-        raise TypeError(f"{op}: reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+def _in_order(
+    op_name: str, options: LossOptions, group: Group, vocab_size: int, vocab_range: Range
+) -> tuple[Any, ...]:
+    """Return the last arguments of the loss ops in the order of their schemas, checked."""
+    check_group(op_name, group)
+    if not isinstance(options, LossOptions):
+        raise TypeError(f"{op_name}: options must be LossOptions, got {options!r}")
+    if not isinstance(options.reduction, str):  # which strings there are is for the op to say
+        raise TypeError(
+            f"{op_name}: reduction must be 'none', 'sum' or 'mean', got {options.reduction!r}"
+        )
+    return (
+        group.size,
+        group.name,
+        options.weight,
+        vocab_size,
+        *vocab_range,
+        options.ignore_index,
+        options.reduction,
+        options.label_smoothing,
+        options.z_loss,
+        options.softcap,
+        options.logit_scale,
+    )
 
 
 def _statistics(outputs: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]) -> VocabStatistics:
@@ -36,21 +98,12 @@ def vocab_cross_entropy(
     labels: torch.Tensor,
     vocab_size: int,
     vocab_range: Range,
+    options: LossOptions = _DEFAULT,
     *,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     consume_logits: bool = False,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Compute the cross entropy of logits sharded by vocabulary, without gathering logits.
-
-    All is computed of ``z = softcap * tanh(logit_scale * logits / softcap)``, the names that torch
-    has as torch computes them.
 
     Args:
         logits: [T, stop - start], this rank's columns, floating point; rows may lie further apart
@@ -58,16 +111,7 @@ def vocab_cross_entropy(
         labels: [T], int64, replicated; in ``[0, vocab_size)`` or ``ignore_index``.
         vocab_size: V.
         vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
-        weight: [V], floating point, replicated: of each class, finite and not negative; or None.
-        ignore_index: label of tokens that count neither in the loss nor in its mean.
-        reduction: "none" ([T], 0 where ignored, whatever the logits are), "sum" or "mean" (over the
-            weights of the labels of the tokens not ignored; NaN when there are none, as in torch).
-        label_smoothing: in [0, 1): this share of the loss is that of the uniform distribution over
-            the V classes.
-        z_loss: not negative; ``z_loss * log_sum_exp**2`` is added to each token's loss. Class
-            weights do not touch it: "mean" averages it over the tokens not ignored.
-        softcap: positive, or None for no cap.
-        logit_scale: finite.
+        options: of the loss.
         consume_logits: the logits are the loss's own: backward writes their gradient over them and
             takes no memory. It runs once, and who else uses the logits in a backward gets torch's
             error for tensors that were modified in place.
@@ -86,32 +130,17 @@ def vocab_cross_entropy(
             or not finite (on the CPU); ``consume_logits`` for a leaf, which the user keeps, or for
             rows that overlap.
 
-    Source: log-sum-exp by (maximum, sum) pairs, Milakov and Gimelshein (arXiv 1805.02867), eq. 4;
-    z-loss: ST-MoE (arXiv 2202.08906), section 3; softcap: Gemma 2 (arXiv 2408.00118), section 2.
+    Source: log-sum-exp by (maximum, sum) pairs, Milakov and Gimelshein (arXiv 1805.02867), eq. 4.
 
     Example:
         >>> vocab_cross_entropy(torch.zeros(1, 4), torch.tensor([2]), 4, (0, 4))
         tensor(1.3863)
     """
-    check_group("vocab_cross_entropy", group)
-    check_tensors("vocab_cross_entropy", logits=logits, labels=labels)
-    _check_reduction("vocab_cross_entropy", reduction)
+    op_name = "vocab_cross_entropy"
+    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    check_tensors(op_name, logits=logits, labels=labels)
     return torch.ops.parallel_ext.vocab_cross_entropy(
-        logits,
-        labels,
-        (False, False, False),
-        consume_logits,
-        group.size,
-        group.name,
-        weight,
-        vocab_size,
-        *vocab_range,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        logit_scale,
+        logits, labels, _NO_STATISTICS, consume_logits, *last
     )[0]
 
 
@@ -120,17 +149,11 @@ def vocab_cross_entropy_statistics(
     labels: torch.Tensor,
     vocab_size: int,
     vocab_range: Range,
+    options: LossOptions = _DEFAULT,
     *,
     log_sum_exp: bool = False,
     entropy: bool = False,
     argmax: bool = False,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> VocabStatistics:
     """Compute :func:`vocab_cross_entropy` and statistics of each token in the same exchange.
@@ -153,27 +176,10 @@ def vocab_cross_entropy_statistics(
         >>> vocab_cross_entropy_statistics(logits, torch.tensor([0]), 3, (0, 3), argmax=True).argmax
         tensor([1])
     """
-    wanted = (log_sum_exp, entropy, argmax)
-    check_group("vocab_cross_entropy_statistics", group)
-    check_tensors("vocab_cross_entropy_statistics", logits=logits, labels=labels)
-    _check_reduction("vocab_cross_entropy_statistics", reduction)
-    outputs = torch.ops.parallel_ext.vocab_cross_entropy(
-        logits,
-        labels,
-        wanted,
-        False,
-        group.size,
-        group.name,
-        weight,
-        vocab_size,
-        *vocab_range,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        logit_scale,
-    )
+    op_name, wanted = "vocab_cross_entropy_statistics", (log_sum_exp, entropy, argmax)
+    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    check_tensors(op_name, logits=logits, labels=labels)
+    outputs = torch.ops.parallel_ext.vocab_cross_entropy(logits, labels, wanted, False, *last)
     return _statistics(outputs, wanted)
 
 
@@ -183,15 +189,9 @@ def linear_vocab_cross_entropy(
     labels: torch.Tensor,
     vocab_size: int,
     vocab_range: Range,
+    options: LossOptions = _DEFAULT,
     *,
     bias: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Compute output head and :func:`vocab_cross_entropy` in one; only a tile of logits exists.
@@ -202,9 +202,9 @@ def linear_vocab_cross_entropy(
         labels: [T], int64, replicated; in ``[0, vocab_size)`` or ``ignore_index``.
         vocab_size: V.
         vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
+        options: of the loss.
         bias: [stop - start], of this rank's ids, or None.
-
-    The others are those of :func:`vocab_cross_entropy`, and so are the errors.
+        group: the tensor-parallel group.
 
     Returns:
         The loss, replicated, the same bits on every rank; fp32 (fp64 for fp64) whatever the dtype.
@@ -223,6 +223,9 @@ def linear_vocab_cross_entropy(
         Memory beyond gradients: a tile, [T, H] numbers in fp32, and for a trained head in bf16 or
         fp16 its gradient in fp32, in which it is summed.
 
+    Raises:
+        IndexError, TypeError, ValueError: as :func:`vocab_cross_entropy`.
+
     Source: rescaled sums over tiles of ids as in FlashAttention (arXiv 2205.14135), algorithm 1,
     with the head's rows for keys and values.
 
@@ -231,26 +234,11 @@ def linear_vocab_cross_entropy(
         >>> linear_vocab_cross_entropy(hidden, head, torch.tensor([2]), 4, (0, 4))
         tensor(1.3863)
     """
-    check_group("linear_vocab_cross_entropy", group)
-    check_tensors("linear_vocab_cross_entropy", input=input, head_weight=head_weight, labels=labels)
-    _check_reduction("linear_vocab_cross_entropy", reduction)
+    op_name = "linear_vocab_cross_entropy"
+    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
     return torch.ops.parallel_ext.linear_vocab_cross_entropy(
-        input,
-        head_weight,
-        bias,
-        labels,
-        (False, False, False),
-        group.size,
-        group.name,
-        weight,
-        vocab_size,
-        *vocab_range,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        logit_scale,
+        input, head_weight, bias, labels, _NO_STATISTICS, *last
     )[0]
 
 
@@ -260,26 +248,18 @@ def linear_vocab_cross_entropy_statistics(
     labels: torch.Tensor,
     vocab_size: int,
     vocab_range: Range,
+    options: LossOptions = _DEFAULT,
     *,
     bias: torch.Tensor | None = None,
     log_sum_exp: bool = False,
     entropy: bool = False,
     argmax: bool = False,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     group: Group = ALONE,
 ) -> VocabStatistics:
     """Compute :func:`linear_vocab_cross_entropy` and statistics of each token.
 
     The statistics, and their arguments and returns, are those of
-    :func:`vocab_cross_entropy_statistics`.
-
-    A backward from a statistic makes the logits again.
+    :func:`vocab_cross_entropy_statistics`. A backward from a statistic makes the logits again.
 
     Example:
         >>> hidden, head = torch.zeros(1, 3), torch.eye(4, 3)
@@ -288,28 +268,10 @@ def linear_vocab_cross_entropy_statistics(
         ... ).argmax
         tensor([0])
     """
-    wanted = (log_sum_exp, entropy, argmax)
-    check_group("linear_vocab_cross_entropy_statistics", group)
-    check_tensors(
-        "linear_vocab_cross_entropy_statistics", input=input, head_weight=head_weight, labels=labels
-    )
-    _check_reduction("linear_vocab_cross_entropy_statistics", reduction)
+    op_name, wanted = "linear_vocab_cross_entropy_statistics", (log_sum_exp, entropy, argmax)
+    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
     outputs = torch.ops.parallel_ext.linear_vocab_cross_entropy(
-        input,
-        head_weight,
-        bias,
-        labels,
-        wanted,
-        group.size,
-        group.name,
-        weight,
-        vocab_size,
-        *vocab_range,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        logit_scale,
+        input, head_weight, bias, labels, wanted, *last
     )
     return _statistics(outputs, wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional
 
 from parallel_ext.ops import (
     Group,
+    LossOptions,
     column_linear,
     linear_vocab_cross_entropy,
     vocab_cross_entropy,
@@ -32,22 +32,26 @@ def _of_torch(table: torch.Tensor, inner: torch.Tensor, head: torch.Tensor) -> t
     return functional.cross_entropy(hidden @ head.T, LABELS, label_smoothing=0.1)
 
 
-def _two_ops(hidden: torch.Tensor, head: torch.Tensor, ids: Range, **options: Any) -> torch.Tensor:
-    logits = column_linear(hidden, head, group=options["group"])
-    return vocab_cross_entropy(logits, LABELS, VOCAB_SIZE, ids, **options)
+def _two_ops(
+    hidden: torch.Tensor, head: torch.Tensor, ids: Range, options: LossOptions, group: Group
+) -> torch.Tensor:
+    logits = column_linear(hidden, head, group=group)
+    return vocab_cross_entropy(logits, LABELS, VOCAB_SIZE, ids, options, group=group)
 
 
 def _statistics(
-    hidden: torch.Tensor, head: torch.Tensor, ids: Range, **options: Any
+    hidden: torch.Tensor, head: torch.Tensor, ids: Range, options: LossOptions, group: Group
 ) -> torch.Tensor:
-    logits = column_linear(hidden, head, group=options["group"])
+    logits = column_linear(hidden, head, group=group)
     return vocab_cross_entropy_statistics(
-        logits, LABELS, VOCAB_SIZE, ids, entropy=True, **options
+        logits, LABELS, VOCAB_SIZE, ids, options, entropy=True, group=group
     ).loss
 
 
-def _fused(hidden: torch.Tensor, head: torch.Tensor, ids: Range, **options: Any) -> torch.Tensor:
-    return linear_vocab_cross_entropy(hidden, head, LABELS, VOCAB_SIZE, ids, **options)
+def _fused(
+    hidden: torch.Tensor, head: torch.Tensor, ids: Range, options: LossOptions, group: Group
+) -> torch.Tensor:
+    return linear_vocab_cross_entropy(hidden, head, LABELS, VOCAB_SIZE, ids, options, group=group)
 
 
 LOSSES = {"two ops": _two_ops, "statistics": _statistics, "fused": _fused}
@@ -60,7 +64,7 @@ def _model(multiple_of: int, group: Group, loss: str) -> Model:
     def model(table: torch.Tensor, inner: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         embedded = vocab_embedding(IDS, table, VOCAB_SIZE, ids[0], sizes=sizes, group=group)
         hidden = embedded.tanh() @ inner
-        return LOSSES[loss](hidden, head, ids, label_smoothing=0.1, group=group)
+        return LOSSES[loss](hidden, head, ids, LossOptions(label_smoothing=0.1), group)
 
     return model
 

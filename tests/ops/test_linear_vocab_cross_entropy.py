@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from torch.nn import functional
 from parallel_ext import _C, release_workspaces
 from parallel_ext.ops import (
     Group,
+    LossOptions,
     linear_vocab_cross_entropy,
     linear_vocab_cross_entropy_statistics,
 )
@@ -268,9 +270,8 @@ def _gradcheck(group: Group, name: str, reduction: str) -> None:
             5,
             own_range(5, group),
             bias=share_of(bias, 0, group),
-            reduction=reduction,
+            options=LossOptions(reduction=reduction, **options_named(name, 5)),
             group=group,
-            **options_named(name, 5),
         )
 
     assert torch.autograd.gradcheck(loss, operands)
@@ -294,7 +295,7 @@ def _loss(group: Group, trained: bool, **options: Any) -> torch.Tensor:
         10,
         (start, stop),
         group=group,
-        **options,
+        options=LossOptions(**options),
     )
 
 
@@ -414,7 +415,13 @@ def test_a_compiled_head_and_loss_equal_eager(reduction, trained, aten):
 
     def model(input: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return 3 * linear_vocab_cross_entropy(
-            input.tanh(), head, labels, 5, (0, 5), bias=bias, reduction=reduction
+            input.tanh(),
+            head,
+            labels,
+            5,
+            (0, 5),
+            bias=bias,
+            options=LossOptions(reduction=reduction),
         )
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -450,7 +457,9 @@ def _misused(group: Group, changed: dict[str, Any]) -> torch.Tensor:
         "vocab_range": (start, stop),
         **changed,
     }
-    return linear_vocab_cross_entropy(**arguments, group=group)
+    names = [each.name for each in fields(LossOptions)]
+    options = {name: arguments.pop(name) for name in names if name in arguments}
+    return linear_vocab_cross_entropy(**arguments, options=LossOptions(**options), group=group)
 
 
 @pytest.mark.parametrize(

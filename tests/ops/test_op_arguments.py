@@ -285,7 +285,9 @@ REFUSALS = {
         "head_weight is on meta but input is on cpu; move one of them",
     ),
     "no reduction": (
-        lambda: ops.vocab_cross_entropy(ONES(4, 5), INTS, 5, (0, 5), reduction=None),
+        lambda: ops.vocab_cross_entropy(
+            ONES(4, 5), INTS, 5, (0, 5), ops.LossOptions(reduction=None)
+        ),
         TypeError,
         "vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got None",
     ),

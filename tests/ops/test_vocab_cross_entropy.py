@@ -25,7 +25,7 @@ from reference_ops import (
 )
 from torch.nn import functional
 
-from parallel_ext.ops import Group, vocab_cross_entropy
+from parallel_ext.ops import Group, LossOptions, vocab_cross_entropy
 from parallel_ext.sharding.layout import split
 
 
@@ -61,8 +61,7 @@ def _errors_of_one_loss(
             labels,
             logits.size(1),
             own,
-            reduction=reduction,
-            ignore_index=ignore_index,
+            options=LossOptions(reduction=reduction, ignore_index=ignore_index),
             group=op_group,
         ),
         [logits[:, slice(*split(logits.size(1), group.size)[rank])]],
@@ -168,8 +167,8 @@ def test_ignored_tokens_are_as_in_torch(ignore_index, size, aten):
 
 def test_nothing_but_ignored_tokens_gives_nan_as_mean_and_zero_as_sum():
     logits, labels = torch.randn(3, 4), torch.full((3,), IGNORED)
-    assert vocab_cross_entropy(logits, labels, 4, (0, 4), reduction="mean").isnan()
-    assert vocab_cross_entropy(logits, labels, 4, (0, 4), reduction="sum") == 0
+    assert vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction="mean")).isnan()
+    assert vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction="sum")) == 0
 
 
 def _errors_of_special_logits(group: Group, dtype: torch.dtype) -> dict[str, float]:
@@ -286,7 +285,7 @@ def _bits_with_threads(
     with threads(count):
         results = with_gradients(
             lambda columns: vocab_cross_entropy(
-                columns, labels, shape[1], (0, shape[1]), reduction=reduction
+                columns, labels, shape[1], (0, shape[1]), options=LossOptions(reduction=reduction)
             ),
             [logits],
             torch.ones(()),
@@ -321,7 +320,7 @@ def _gradcheck(group: Group, reduction: str) -> None:
             labels,
             5,
             own_range(5, group),
-            reduction=reduction,
+            options=LossOptions(reduction=reduction),
             group=group,
         ),
         [logits],
@@ -341,7 +340,7 @@ def test_the_loss_may_be_changed_in_place(reduction, aten):
     """HuggingFace models add to it."""
     logits, labels = torch.randn(3, 4, dtype=FP64, requires_grad=True), torch.tensor([0, 3, 1])
     with aten_path(aten):
-        loss = vocab_cross_entropy(logits, labels, 4, (0, 4), reduction=reduction)
+        loss = vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction=reduction))
         loss += 5
         loss.sum().backward()
     expected = functional.cross_entropy(logits, labels, reduction=reduction).sum()

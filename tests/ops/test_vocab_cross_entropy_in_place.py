@@ -11,7 +11,7 @@ from reference_memory import allocated
 from reference_ops import ALL_SIZES, BOTH_PATHS, aten_path, on_ranks, own_range
 
 from parallel_ext import release_workspaces
-from parallel_ext.ops import Group, vocab_cross_entropy
+from parallel_ext.ops import Group, LossOptions, vocab_cross_entropy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,7 +32,7 @@ def _gradients(
             (start, stop),
             consume_logits=consume,
             group=group,
-            **options,
+            options=LossOptions(**options),
         )
         loss.backward(torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view_as(loss))
         found.append(factor.grad)
@@ -53,7 +53,9 @@ def test_each_option_has_the_same_bits_as_the_form_that_keeps_its_logits(name, s
 def _logits_and_loss(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.randn(4, 7, requires_grad=True) * 2
     labels = torch.tensor([0, 3, 6, -100])
-    return logits, vocab_cross_entropy(logits, labels, 7, (0, 7), consume_logits=True, **options)
+    return logits, vocab_cross_entropy(
+        logits, labels, 7, (0, 7), LossOptions(**options), consume_logits=True
+    )
 
 
 def test_the_gradient_lies_where_the_logits_were():

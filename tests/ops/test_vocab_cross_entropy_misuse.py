@@ -28,6 +28,7 @@ from torch.nn import functional
 from parallel_ext import _C, release_workspaces
 from parallel_ext.ops import (
     Group,
+    LossOptions,
     column_linear,
     vocab_cross_entropy,
     vocab_cross_entropy_statistics,
@@ -57,9 +58,8 @@ def _loss(
         torch.tensor(labels, dtype=label_dtype),
         10,
         own_range(10, group) if vocab_range is None else vocab_range,
-        reduction=reduction,
+        options=LossOptions(reduction=reduction, **options),
         group=group,
-        **options,
     )
 
 
@@ -219,7 +219,7 @@ def _smoothed(group: Group) -> dict[str, float]:
     )
     actual = with_gradients(
         lambda columns: vocab_cross_entropy(
-            columns, labels, 8, own, label_smoothing=0.1, group=group
+            columns, labels, 8, own, LossOptions(label_smoothing=0.1), group=group
         ),
         [logits[:, slice(*own)]],
         torch.ones(()),
@@ -276,7 +276,7 @@ def _weight_gradient(group: Group, layout: str) -> dict[str, float]:
             labels,
             10,
             (start, stop),
-            reduction="none",
+            options=LossOptions(reduction="none"),
             group=group,
         ),
         [hidden, head[start:stop]],
@@ -312,7 +312,13 @@ def test_nothing_is_written_to_and_backward_may_run_again(dtype, aten):
     before = [data_bytes(tensor) for tensor in seen]
     with aten_path(aten):
         loss, *statistics = vocab_cross_entropy_statistics(
-            logits, labels, 101, (0, 101), log_sum_exp=True, entropy=True, **options
+            logits,
+            labels,
+            101,
+            (0, 101),
+            log_sum_exp=True,
+            entropy=True,
+            options=LossOptions(**options),
         )
         total = loss + statistics[0].sum() + statistics[1].sum()
         first, second = (torch.autograd.grad(total, logits, retain_graph=True) for _ in range(2))
@@ -324,7 +330,7 @@ def test_nothing_is_written_to_and_backward_may_run_again(dtype, aten):
 
 def test_a_second_derivative_is_refused_by_name():
     logits = torch.randn(2, 3, requires_grad=True)
-    loss = vocab_cross_entropy(logits, torch.tensor([0, 1]), 3, (0, 3), z_loss=0.1)
+    loss = vocab_cross_entropy(logits, torch.tensor([0, 1]), 3, (0, 3), LossOptions(z_loss=0.1))
     with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
         torch.autograd.grad(loss, logits, create_graph=True)
 
@@ -366,7 +372,7 @@ def _message_bytes(group: Group, asked: dict[str, bool], options: dict[str, Any]
     logits = torch.randn(len(labels), stop - start, requires_grad=True)
     _C.reset_collective_counts()
     result = vocab_cross_entropy_statistics(
-        logits, labels, 10, (start, stop), group=group, **asked, **options
+        logits, labels, 10, (start, stop), LossOptions(**options), group=group, **asked
     )
     result.loss.backward()
     return _C.collective_counts()
@@ -405,7 +411,7 @@ def test_memory_is_one_gradient_and_what_a_token_has(how):
     release_workspaces()
 
     def gradient() -> None:
-        loss = vocab_cross_entropy(logits, labels, 1024, (0, 1024), **options)
+        loss = vocab_cross_entropy(logits, labels, 1024, (0, 1024), LossOptions(**options))
         torch.autograd.grad(loss, logits)  # a leaf would copy it to have its own strides
 
     assert 16 <= allocated(gradient) <= 17

@@ -35,7 +35,7 @@ from reference_ops import (
     worst,
 )
 
-from parallel_ext.ops import Group, vocab_cross_entropy_statistics
+from parallel_ext.ops import Group, LossOptions, vocab_cross_entropy_statistics
 
 # Two busy cores make no promises about time, and a test leaves no files in the checkout.
 settings.register_profile("parallel_ext", deadline=None, database=None)
@@ -119,7 +119,7 @@ def _loss_errors_of_scale(group: Group, dtype: torch.dtype, scale: float) -> dic
                 (start, stop),
                 log_sum_exp=True,
                 group=group,
-                **options,
+                options=LossOptions(**options),
             )
             for value, reference, of in zip(actual[:2], expected[:2], ("loss", "lse"), strict=True):
                 errors[f"{name} {reduction}: {of}"] = relative_error(value, reference)
@@ -174,7 +174,14 @@ def _errors_of_special_logits(
         columns = logits[None, slice(*own)].detach().requires_grad_()
         expected = dense_statistics(whole, label[None], **options)
         actual = vocab_cross_entropy_statistics(
-            columns, label[None], 10, own, log_sum_exp=True, argmax=True, group=group, **options
+            columns,
+            label[None],
+            10,
+            own,
+            log_sum_exp=True,
+            argmax=True,
+            group=group,
+            options=LossOptions(**options),
         )
         (expected_grad,) = torch.autograd.grad(expected.loss, whole)
         (grad,) = torch.autograd.grad(actual.loss, columns)
@@ -230,9 +237,8 @@ def _gradcheck(group: Group, name: str, reduction: str) -> None:
             own_range(5, group),
             log_sum_exp=True,
             entropy=True,
-            reduction=reduction,
+            options=LossOptions(reduction=reduction, **options_named(name, 5)),
             group=group,
-            **options_named(name, 5),
         )[:3],
         [logits],
     )
@@ -266,8 +272,7 @@ def test_compiled_options_equal_eager(aten):
             log_sum_exp=True,
             entropy=True,
             argmax=True,
-            weight=weight,
-            **options,
+            options=LossOptions(weight=weight, **options),
         )
 
     logits, weight = torch.randn(len(labels), 7, requires_grad=True), torch.rand(7)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from parallel_ext.ops import (
     Group,
+    LossOptions,
     VocabStatistics,
     linear_vocab_cross_entropy_statistics,
     vocab_cross_entropy_statistics,
@@ -183,7 +184,7 @@ def statistics_errors(
         entropy=True,
         argmax=True,
         group=op_group,
-        **options,
+        options=LossOptions(**options),
     )
     wide = FP64 if logits.dtype == FP64 else torch.float32
     assert [value.dtype for value in actual] == [wide] * 3 + [torch.int64]
@@ -261,7 +262,7 @@ def linear_errors(
         entropy=statistics,
         argmax=statistics,
         group=op_group,
-        **options,
+        options=LossOptions(**options),
     )
     outputs = [value for value in actual[:count]]
     wanted = [each for each, want in zip(ours, needed, strict=True) if want]
