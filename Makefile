@@ -84,8 +84,8 @@ docs: $(VENV)/installed
 	$(ENV) $(PY) docs/build_api.py docs/api
 
 lint: $(VENV)/installed
-	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks docs setup.py
-	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks docs setup.py
+	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks docs/*.py setup.py
+	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks docs/*.py setup.py
 	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc -type f)
 
 bench: $(VENV)/installed $(WORK)/smollm2/config.json
