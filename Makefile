@@ -7,6 +7,7 @@
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-oldest  the suite with the oldest supported transformers
+#   make docs    pages of all public names, into docs/api
 #   make interplay-page   the table of docs/interplay.md, from its cases
 #   make test-interplay  docs/interplay.md with the newest releases of others, pre-releases too
 VENV ?= .venv
@@ -23,7 +24,7 @@ ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-checkpoint test test-oldest test-interplay
-.PHONY: test-slow interplay-page lint bench clean
+.PHONY: test-slow interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -79,9 +80,12 @@ interplay-page: $(VENV)/installed
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
 
+docs: $(VENV)/installed
+	$(ENV) $(PY) docs/build_api.py docs/api
+
 lint: $(VENV)/installed
-	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks setup.py
-	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks setup.py
+	$(VENV)/bin/ruff check parallel_ext tests examples benchmarks docs/*.py setup.py
+	$(VENV)/bin/ruff format --check parallel_ext tests examples benchmarks docs/*.py setup.py
 	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc -type f)
 
 bench: $(VENV)/installed $(WORK)/smollm2/config.json

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
 
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
@@ -15,6 +15,12 @@ except ImportError:
     sys.exit(
         "parallel_ext compiles against the torch that will run it, and torch is not importable "
         f"here. Install torch first, then run: {INSTALL_COMMAND}"
+    )
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # torch 2.11 is content with 65
+    sys.exit(
+        f"parallel_ext is built by setuptools 77 or later, and {setuptools.__version__} is "
+        f"installed. Run: pip install 'setuptools>=77', then: {INSTALL_COMMAND}"
     )
 
 ROOT = Path(__file__).parent
@@ -47,7 +53,7 @@ def csrc(ending: str) -> list[str]:
 
 CUDA = with_cuda()
 
-setup(
+setuptools.setup(
     ext_modules=[
         (CUDAExtension if CUDA else CppExtension)(
             "parallel_ext._C",

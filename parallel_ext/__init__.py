@@ -17,10 +17,10 @@ try:
 except ImportError as error:
     if importlib.util.find_spec("parallel_ext._C") is None:
         raise ImportError(
-            f"the extension of parallel_ext is not built in {__path__[0]}; if the package is "
-            "installed elsewhere, leave the directory that hides it, else build it here with: "
-            "pip install --no-build-isolation -e ."
-        ) from error
+            f"parallel_ext is imported from {__path__[0]}, where its extension is not built. If "
+            "the package is installed, run Python from another folder, since this one hides it; "
+            "else build it, in the root of the sources: pip install --no-build-isolation -e ."
+        ) from None
     raise ImportError(
         f"parallel_ext was compiled for another torch than the running {torch.__version__}; "
         f"rebuild it with: {_REBUILD}"

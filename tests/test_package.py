@@ -43,7 +43,7 @@ def test_another_torch_is_answered_with_the_rebuild_command() -> None:
     assert "pip install --no-build-isolation" in error
 
 
-def test_a_clone_without_the_extension_is_told_so(tmp_path: Path) -> None:
+def test_sources_without_the_extension_say_so(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("_C*", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "parallel_ext", ignore=ignored)
     code = (
@@ -52,7 +52,8 @@ def test_a_clone_without_the_extension_is_told_so(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(tmp_path)!r}); import parallel_ext"
     )
     error = _python(code)
-    assert f"is not built in {tmp_path / 'parallel_ext'}" in error
+    assert f"from {tmp_path / 'parallel_ext'}, where its extension is not built" in error
+    assert "pip install --no-build-isolation -e ." in error
     assert "another torch" not in error
     (tmp_path / "parallel_ext" / "_C.so").write_bytes(b"of another torch")
     assert "was compiled for another torch" in _python(code)
@@ -62,6 +63,17 @@ def test_setup_without_torch_prints_the_command() -> None:
     script = SOURCE / "setup.py"
     code = f"import sys, runpy; sys.modules['torch'] = None; runpy.run_path({str(script)!r})"
     assert "Install torch first, then run: pip install --no-build-isolation ." in _python(code)
+
+
+def test_setup_with_an_old_setuptools_prints_the_command() -> None:
+    script = SOURCE / "setup.py"
+    code = (
+        "import setuptools, runpy; setuptools.__version__ = '65.5.0'; "
+        f"runpy.run_path({str(script)!r})"
+    )
+    error = _python(code)
+    assert "setuptools 77 or later, and 65.5.0 is installed" in error
+    assert "pip install 'setuptools>=77'" in error
 
 
 def _trainer_losses(model: transformers.PreTrainedModel, folder: Path) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal  # noqa: F401  Literal is in annotations of the inherited __init__
 
 from transformers import GenerationConfig, PreTrainedConfig
 
