@@ -112,6 +112,6 @@ def drawn_linear(module: Module, device: torch.device | str | None) -> Module:
     )
 
 
-def linear_weight(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
+def linear_weight(rows: torch.Tensor) -> None:
     """Fill rows of the weight of a linear layer as ``nn.Linear`` does."""
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+    nn.init.kaiming_uniform_(rows, a=math.sqrt(5))

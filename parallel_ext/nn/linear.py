@@ -23,12 +23,15 @@ class ColumnParallelLinear(ShardedModule):
         layouts: of ``weight`` and, if there is one, ``bias``.
         group: the tensor-parallel group.
         replicas: the ranks that hold the same rows, when several do; their gradients are summed.
-        partials: does that sum, and those of adapters; required with ``replicas``.
+        partials: does that sum, and those of adapters, at the end of a backward; without it each
+            is taken where the gradient arises.
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with a replicated
     [..., K] it returns this rank's [..., F]. The gradient of the input is partial: the input must
     have come through :func:`parallel_ext.ops.copy_to_region`, once for all layers that read it.
     """
+
+    summed_over = ops.ALONE  # each rank has features of its own
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class RowParallelLinear(ShardedModule):
         bias: [F], replicated, or None.
         layouts: of ``weight``.
         group: the tensor-parallel group.
-        partials: sums the partial gradients of adapters.
+        partials: sums the partial gradients of adapters at the end of a backward.
         sums: whether it sums its output over the ranks. False, without a bias, where a module that
             joins several such outputs sums them once.
 
@@ -182,5 +185,9 @@ class RowParallelLinear(ShardedModule):
         plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
         return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
 
+    def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias for a forward."""
+        return self.weight, self.bias
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.row_linear(input, self.weight, self.bias, group=self.summed_over)
+        return ops.row_linear(input, *self.for_use(), group=self.summed_over)
