@@ -162,7 +162,8 @@ class LoraLinear(nn.Module):
 
     The factors are in fp32 on a 16-bit base, as PEFT's, else in the base's dtype. The state dict
     has ``base_layer.weight``, ``lora_A.weight`` and ``lora_B.weight``; it is loaded from full
-    tensors or from this rank's shards.
+    tensors or from this rank's shards. It does not have the state of the dropout masks: see
+    :meth:`dropout_masks`.
 
     Attributes:
         merged: whether the base contains the adapter, after :meth:`merge`.
@@ -246,6 +247,15 @@ class LoraLinear(nn.Module):
             dropout=dropout,
             group=base.summed_over,
         )
+
+    def dropout_masks(self) -> dict[str, int]:
+        """Return what the next forward's masks depend on, to be saved for a job that resumes."""
+        return {"key": self._mask_key, "forwards": self._forwards.count}
+
+    def restore_dropout_masks(self, key: int, forwards: int) -> None:
+        """Let the next forward draw the masks that follow a saved :meth:`dropout_masks`."""
+        self._mask_key = key
+        self._forwards.restart(forwards)
 
     def merge(self) -> None:
         """Add the adapter to this rank's part of the base, of which a copy is kept.

@@ -303,6 +303,19 @@ def test_evaluation_drops_nothing_and_a_new_draw_has_other_masks() -> None:
     assert not layer.lora_B.weight.any()
 
 
+def test_a_layer_that_resumes_draws_the_masks_that_would_have_followed() -> None:
+    layer = LoraLinear(_alone(), r=2, lora_dropout=0.5)
+    nn.init.ones_(layer.lora_B.weight)
+    x, resumed = torch.ones(4, 3), copy.deepcopy(layer)
+    layer(x)
+    masks, following = layer.dropout_masks(), layer(x)
+    resumed.reset_parameters()
+    resumed.load_state_dict(layer.state_dict())
+    assert not torch.equal(resumed(x), following)
+    resumed.restore_dropout_masks(**masks)
+    assert torch.equal(resumed(x), following)
+
+
 def test_a_layer_on_the_meta_device_draws_its_values_later() -> None:
     base = ColumnParallelLinear.from_sizes(3, 7, ops.ALONE, device="meta")
     layer = LoraLinear(base, r=2)
