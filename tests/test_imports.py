@@ -105,13 +105,24 @@ import sys
 for name in {[*PACKAGES, "tqdm"]}:
     sys.modules[name] = None
 import torch, parallel_ext as px
+from parallel_ext import nn, ops
 from parallel_ext.nn import grad_sync, linear, loss, moe, sharded_module, vocab
 weight = torch.arange(10.0).reshape(5, 2)
 print(px.ops.vocab_embedding(torch.tensor([4, 0]), weight, 5, 0).tolist())
+nn.VocabParallelEmbedding.from_plain(torch.nn.Embedding(5, 2), ops.ALONE)
+hidden = nn.VocabParallelEmbedding.from_sizes(5, 2, ops.ALONE)(torch.tensor([4, 0]))
+for kind in (nn.ColumnParallelLinear, nn.RowParallelLinear):
+    layer = nn.LoraLinear(kind.from_sizes(2, 2, ops.ALONE), r=3, lora_dropout=0.5)
+    hidden = layer(hidden)
+experts = nn.ExpertParallelExperts.from_sizes(3, 2, 4, ops.ALONE)
+hidden = experts(hidden, torch.tensor([[0], [2]]), torch.ones(2, 1))
+head = nn.VocabParallelHead.from_sizes(2, 5, ops.ALONE)
+head.loss(hidden, torch.tensor([1, 4])).backward()
+print(layer.lora_B.weight.grad.abs().sum().item() > 0)
 """
     command = [sys.executable, "-c", code]  # not beside the sources, which may have no extension
     result = subprocess.run(command, capture_output=True, text=True, cwd=SOURCE / "tests")
-    assert result.stdout.strip() == "[[8.0, 9.0], [0.0, 1.0]]", result.stderr
+    assert result.stdout.splitlines() == ["[[8.0, 9.0], [0.0, 1.0]]", "True"], result.stderr
 
 
 def test_public_names_are_those_that_type_checkers_see() -> None:

@@ -10,8 +10,8 @@ import torch
 from peft.tuners.lora import layer
 from torch import nn
 
-from parallel_ext.lora.factors import Factor
 from parallel_ext.lora.layers import Adapted
+from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import LowRank
 from parallel_ext.sharding.layout import TensorLayout, cut_ranges
 

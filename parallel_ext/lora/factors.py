@@ -5,33 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import xxhash
 from torch import nn
 
+from parallel_ext.nn.initial_values import draw
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout
-from parallel_ext.sharding.slices import take
 
 _seed: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
-
-
-class Factor(ShardedModule):
-    """One factor of a linear adapter: a weight [out, in], and perhaps a bias [out]; zeros at first.
-
-    Args:
-        weight: layout of the weight.
-        bias: layout of the bias, or None.
-        group: the ranks that the base is sharded over.
-    """
-
-    def __init__(self, weight: TensorLayout, bias: TensorLayout | None, group: Group) -> None:
-        super().__init__({"weight": weight} | ({"bias": bias} if bias else {}), group)
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(torch.zeros(weight.local_shape(group.rank)))
-        self.bias = nn.Parameter(torch.zeros(bias.local_shape(group.rank))) if bias else None
 
 
 class EmbeddingFactors(ShardedModule, nn.ParameterDict):
@@ -66,8 +51,7 @@ def key_of(name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
 
 
-@torch.no_grad()
-def draw(
+def draw_by_name(
     parameter: nn.Parameter, layout: TensorLayout, rank: int, spread: tuple[str, float]
 ) -> None:
     """Fill a shard with its part of random numbers that depend on seed and name alone.
@@ -79,9 +63,9 @@ def draw(
         spread: ("uniform", bound) or ("normal", standard deviation).
     """
     generator = torch.Generator().manual_seed(key_of(layout.name))
-    full, (distribution, size) = torch.empty(layout.shape), spread
+    distribution, size = spread
     if distribution == "uniform":
-        full.uniform_(-size, size, generator=generator)
+        init = partial(nn.init.uniform_, a=-size, b=size, generator=generator)
     else:
-        full.normal_(0.0, size, generator=generator)
-    parameter.copy_(take(full, layout, rank))
+        init = partial(nn.init.normal_, std=size, generator=generator)
+    draw(parameter, layout, rank, init)

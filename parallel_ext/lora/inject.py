@@ -19,12 +19,7 @@ from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.lora.factors import seeded_by
 from parallel_ext.lora.files import parallel_state
-from parallel_ext.lora.layers import (
-    LoraColumnLinear,
-    LoraRowLinear,
-    LoraVocabEmbedding,
-    LoraVocabHead,
-)
+from parallel_ext.lora.layers import AdaptedLinear, LoraVocabEmbedding, LoraVocabHead
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
@@ -148,8 +143,8 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -
 
 
 LAYERS = {
-    ColumnParallelLinear: LoraColumnLinear,
-    RowParallelLinear: LoraRowLinear,
+    ColumnParallelLinear: AdaptedLinear,
+    RowParallelLinear: AdaptedLinear,
     VocabParallelHead: LoraVocabHead,
     VocabParallelEmbedding: LoraVocabEmbedding,
     ExpertParallelExperts: ParamWrapper,

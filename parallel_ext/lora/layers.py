@@ -8,14 +8,14 @@ from typing import Any
 
 import peft
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.lora.factors import EmbeddingFactors, Factor, draw, key_of
+from parallel_ext.lora.factors import EmbeddingFactors, draw_by_name, key_of
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
+from parallel_ext.nn.lora import Factor, factor_layouts, factors_for_use, input_dropout
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, cut, cut_like
@@ -86,7 +86,7 @@ class Adapted(Mergeable):
             drawn += [(factor_b, attribute, spread_b) for attribute in factor_b.layouts]
         for factor, attribute, spread in drawn:
             layout = factor.layouts[attribute]
-            draw(getattr(factor, attribute), layout, factor.group.rank, spread)
+            draw_by_name(getattr(factor, attribute), layout, factor.group.rank, spread)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         out_features, in_features = module.layouts["weight"].shape
@@ -132,18 +132,13 @@ class Adapted(Mergeable):
         raise NotImplementedError
 
 
-class _LoraLinear(Adapted):
-    """An adapter in the product of a linear layer."""
-
-    def _factor_layouts(
-        self, name_a: str, name_b: str, r: int
-    ) -> tuple[TensorLayout, TensorLayout]:
-        raise NotImplementedError
+class AdaptedLinear(Adapted):
+    """An adapter in the product of a linear layer, sharded by output or by input features."""
 
     def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
         base = self.get_base_layer()
-        layout_a, layout_b = self._factor_layouts(
-            f"{target}.lora_A.{adapter}.weight", f"{target}.lora_B.{adapter}.weight", r
+        layout_a, layout_b = factor_layouts(
+            base, f"{target}.lora_A.{adapter}.weight", f"{target}.lora_B.{adapter}.weight", r
         )
         bias = None
         if config.lora_bias:
@@ -157,22 +152,17 @@ class _LoraLinear(Adapted):
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)
         self._draw_factors(config, r, (factor_a, factor_b))
 
-    def _dropout(self, adapter: str, x: torch.Tensor, feature: int) -> ops.Dropout | None:
+    def _dropout(self, adapter: str, x: torch.Tensor) -> ops.Dropout | None:
         """Return the dropout of the adapter's input in the current forward; None without one."""
         layer = self.lora_dropout[adapter]
         if not isinstance(layer, nn.Dropout) or not layer.training:
             return None
-        # The tokens of a dp rank come after those of the lower ones.
-        replica = (
-            dist.get_rank() // self.get_base_layer().group.size if dist.is_initialized() else 0
-        )
-        token = replica * (x.numel() // x.size(-1) if x.size(-1) else 0)
-        key, step = self._mask_keys[adapter], self._forwards.number("lora_dropout")
-        return ops.Dropout(layer.p, key, step, token, feature)
+        step = self._forwards.number("lora_dropout")
+        return input_dropout(self.get_base_layer(), x, layer.p, self._mask_keys[adapter], step)
 
-    def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return A, B and the bias of B, whose gradients are summed where they are partial."""
-        raise NotImplementedError
+    def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
+        base = self.get_base_layer()
+        return self._product(x, *base.for_use(), active, base.summed_over)
 
     def _product(
         self,
@@ -181,15 +171,17 @@ class _LoraLinear(Adapted):
         bias: torch.Tensor | None,
         active: list[str],
         group: Group = ops.ALONE,
-        feature: int = 0,
     ) -> torch.Tensor:
         """Compute the product of the base plus those of the active adapters."""
-        factors = {name: self._for_use(name) for name in active}
+        base = self.get_base_layer()
+        factors = {
+            name: factors_for_use(base, self.lora_A[name], self.lora_B[name]) for name in active
+        }
         for name, (_, _, lora_bias) in factors.items():
             if lora_bias is not None:
                 added = (lora_bias * self.scaling[name]).to(weight.dtype)
                 bias = added if bias is None else bias + added
-        dropouts = {name: self._dropout(name, x, feature) for name in active}
+        dropouts = {name: self._dropout(name, x) for name in active}
         if len(active) == 1:
             (factor_a, factor_b, _), scale = factors[active[0]], self.scaling[active[0]]
         elif any(dropouts.values()):
@@ -213,34 +205,7 @@ class _LoraLinear(Adapted):
         )
 
 
-class LoraColumnLinear(_LoraLinear):
-    """An adapter on a base sharded by output features: A is replicated, B sharded like the base."""
-
-    def _factor_layouts(
-        self, name_a: str, name_b: str, r: int
-    ) -> tuple[TensorLayout, TensorLayout]:
-        base = self.get_base_layer()
-        like_base = cut_like(base.layouts["weight"], name_b, (base.out_features, r))
-        return TensorLayout(name_a, (r, base.in_features)), like_base
-
-    def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        factor_a, factor_b = self.lora_A[adapter], self.lora_B[adapter]
-        base = self.get_base_layer()
-        everyone, replicas = base.group, base.replicas
-        bias = factor_b.bias
-        if bias is not None:
-            bias = self._caught(bias, factor_b.layouts["bias"].name, replicas)
-        return (
-            self._caught(factor_a.weight, factor_a.layouts["weight"].name, everyone),
-            self._caught(factor_b.weight, factor_b.layouts["weight"].name, replicas),
-            bias,
-        )
-
-    def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
-        return self._product(x, *self.get_base_layer().for_use(), active)
-
-
-class LoraVocabHead(LoraColumnLinear):
+class LoraVocabHead(AdaptedLinear):
     """An adapter on the output head: A is replicated, B sharded by vocabulary."""
 
     makes_logits = True
@@ -249,32 +214,6 @@ class LoraVocabHead(LoraColumnLinear):
         base = self.get_base_layer()
         x = ops.copy_to_region(base.enter(x), base.group)
         return base.leave(self._product(x, base.weight, base.bias, active))
-
-
-class LoraRowLinear(_LoraLinear):
-    """An adapter on a base sharded by input features: A is sharded like it, B replicated."""
-
-    def _factor_layouts(
-        self, name_a: str, name_b: str, r: int
-    ) -> tuple[TensorLayout, TensorLayout]:
-        base = self.get_base_layer()
-        like_base = cut_like(base.layouts["weight"], name_a, (r, base.in_features))
-        return like_base, TensorLayout(name_b, (base.out_features, r))
-
-    def _for_use(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        factor_a, factor_b = self.lora_A[adapter], self.lora_B[adapter]
-        base = self.get_base_layer()
-        group = base.group
-        factor_b_weight = self._caught(factor_b.weight, factor_b.layouts["weight"].name, group)
-        bias = factor_b.bias
-        if bias is not None and base.summed_over.size < group.size and group.rank:
-            bias = bias - bias.detach()  # rank 0 adds it; every rank has its gradient
-        return factor_a.weight, factor_b_weight, bias
-
-    def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
-        base = self.get_base_layer()
-        ((feature, _),) = base.layouts["weight"].ranges(base.group.rank)
-        return self._product(x, base.weight, base.bias, active, base.summed_over, feature)
 
 
 class LoraVocabEmbedding(Adapted):
@@ -309,7 +248,7 @@ class LoraVocabEmbedding(Adapted):
         if config.init_lora_weights is False:
             factors.append((self.lora_embedding_A[adapter], columns))
         for parameter, layout in factors:
-            draw(parameter, layout, base.group.rank, ("normal", 1.0))
+            draw_by_name(parameter, layout, base.group.rank, ("normal", 1.0))
 
     def _factor_pair(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self.lora_embedding_A[adapter], self.lora_embedding_B[adapter]

@@ -14,6 +14,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from parallel_ext.lora.files import check_adapters, parallel_state
+from parallel_ext.nn.lora import KeptParameters, low_rank_product
 
 
 class Mergeable(nn.Module, LoraLayer):
@@ -28,8 +29,7 @@ class Mergeable(nn.Module, LoraLayer):
     def __init__(self, base_layer: nn.Module) -> None:
         nn.Module.__init__(self)
         LoraLayer.__init__(self, base_layer)
-        self._unmerged: dict[str, torch.Tensor] = {}  # parameters of the base as they were
-        self._versions: dict[str, int] = {}  # of those parameters after the merge
+        self._kept = KeptParameters()
 
     def here(self, names: list[str]) -> list[str]:
         """Return those of the named adapters that this module has."""
@@ -41,9 +41,7 @@ class Mergeable(nn.Module, LoraLayer):
 
     def _delta(self, adapter: str) -> torch.Tensor:
         """Compute what the adapter adds to this rank's part of the base, in fp32 or wider."""
-        factor_a, factor_b = self._factor_pair(adapter)
-        wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
-        return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * self.scaling[adapter]
+        return low_rank_product(*self._factor_pair(adapter), self.scaling[adapter])
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """Return what merging adds to the base weight, where one rank holds all of it.
@@ -104,12 +102,7 @@ class Mergeable(nn.Module, LoraLayer):
         names = self.here(check_adapters_to_merge(self, adapter_names))
         if not names:
             return
-        for name, value in self._merged(names, safe_merge).items():
-            parameter = getattr(self.get_base_layer(), name)
-            if keep and name not in self._unmerged:
-                self._unmerged[name] = parameter.detach().clone()
-            parameter.data.copy_(value)
-            self._versions[name] = parameter._version
+        self._kept.replace(self.get_base_layer(), self._merged(names, safe_merge), keep)
         self.merged_adapters += names
 
     def unmerge(self) -> None:
@@ -118,18 +111,9 @@ class Mergeable(nn.Module, LoraLayer):
         Raises:
             RuntimeError: the base was changed since it was merged, which would be lost.
         """
-        base = self.get_base_layer()
         if not self.merged:
             warnings.warn("unmerge: nothing is merged", stacklevel=2)
-        for name in self._unmerged:
-            if getattr(base, name)._version != self._versions[name]:
-                raise RuntimeError(
-                    f"unmerge: {base.layouts[name].name} was changed after the merge, and putting "
-                    "it back would lose that; change the base before merging"
-                )
-        for name, value in self._unmerged.items():
-            getattr(base, name).data.copy_(value)
-        self._unmerged, self._versions = {}, {}
+        self._kept.put_back(self.get_base_layer())
         self.merged_adapters.clear()
 
     def unload_and_optionally_merge_module(

@@ -230,9 +230,15 @@ class PartialGradients:
 def for_use(
     parameter: nn.Parameter, name: str, group: Group, partials: PartialGradients | None
 ) -> torch.Tensor:
-    """Return a parameter for a forward; its gradient, if any, is partial over ``group``."""
-    if group.size == 1 or partials is None or not parameter.requires_grad:
+    """Return a parameter for a forward; its gradient, if any, is partial over ``group``.
+
+    Without ``partials`` the gradient is summed where it arises, so that everything which listens to
+    gradients finds the sum: hooks, DDP and FSDP of a training loop that is not ours.
+    """
+    if group.size == 1 or not parameter.requires_grad:
         return parameter
+    if partials is None:
+        return ops.copy_to_region(parameter, group)
     return partials.catch(parameter, name, group)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
+from parallel_ext.nn.initial_values import drawn_linear
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, cut, split
@@ -22,12 +23,15 @@ class ColumnParallelLinear(ShardedModule):
         layouts: of ``weight`` and, if there is one, ``bias``.
         group: the tensor-parallel group.
         replicas: the ranks that hold the same rows, when several do; their gradients are summed.
-        partials: does that sum, and those of adapters; required with ``replicas``.
+        partials: does that sum, and those of adapters, at the end of a backward; without it each
+            is taken where the gradient arises.
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with a replicated
     [..., K] it returns this rank's [..., F]. The gradient of the input is partial: the input must
     have come through :func:`parallel_ext.ops.copy_to_region`, once for all layers that read it.
     """
+
+    summed_over = ops.ALONE  # each rank has features of its own
 
     def __init__(
         self,
@@ -64,6 +68,39 @@ class ColumnParallelLinear(ShardedModule):
             bias = shard_of(plain.bias, layouts["bias"], group)
         return cls(shard_of(plain.weight, layouts["weight"], group), bias, layouts, group)
 
+    @classmethod
+    def from_sizes(
+        cls,
+        in_features: int,
+        out_features: int,
+        group: Group | dist.ProcessGroup,
+        bias: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ColumnParallelLinear:
+        """Build this rank's shard with the initial values of ``nn.Linear(...)`` in one process.
+
+        Every rank of the group draws the values of the whole layer, with one state of torch's
+        generator, and keeps its own; on the CPU in blocks of 4 MiB, so that no rank holds the
+        whole weight. On a GPU one copy of it is made for the time of the call.
+
+        Args:
+            in_features: of the whole layer.
+            out_features: of the whole layer.
+            group: of consecutive ranks.
+            bias: whether there is one.
+            multiple_of: boundaries between the ranks' features are multiples of this.
+            device: of the parameters, with whose generator they are drawn; on ``"meta"`` none is.
+            dtype: of the parameters.
+
+        Example:
+            >>> ColumnParallelLinear.from_sizes(3, 7, ops.ALONE).weight.shape
+            torch.Size([7, 3])
+        """
+        plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
+
     def _for_use(self, attribute: str) -> torch.Tensor | None:
         parameter = getattr(self, attribute)
         if parameter is None:
@@ -86,7 +123,7 @@ class RowParallelLinear(ShardedModule):
         bias: [F], replicated, or None.
         layouts: of ``weight``.
         group: the tensor-parallel group.
-        partials: sums the partial gradients of adapters.
+        partials: sums the partial gradients of adapters at the end of a backward.
         sums: whether it sums its output over the ranks. False, without a bias, where a module that
             joins several such outputs sums them once.
 
@@ -125,5 +162,32 @@ class RowParallelLinear(ShardedModule):
         layout = cut("weight", tuple(plain.weight.shape), 1, ranges)
         return cls(shard_of(plain.weight, layout, group), plain.bias, {"weight": layout}, group)
 
+    @classmethod
+    def from_sizes(
+        cls,
+        in_features: int,
+        out_features: int,
+        group: Group | dist.ProcessGroup,
+        bias: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> RowParallelLinear:
+        """Build this rank's shard with the initial values of ``nn.Linear(...)`` in one process.
+
+        Arguments and memory are those of :meth:`ColumnParallelLinear.from_sizes`; the bias is
+        replicated.
+
+        Example:
+            >>> RowParallelLinear.from_sizes(7, 3, ops.ALONE).weight.shape
+            torch.Size([3, 7])
+        """
+        plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
+
+    def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias for a forward."""
+        return self.weight, self.bias
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.row_linear(input, self.weight, self.bias, group=self.summed_over)
+        return ops.row_linear(input, *self.for_use(), group=self.summed_over)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
+from parallel_ext.nn.initial_values import drawn
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.layout import TensorLayout, cut, split
@@ -224,6 +226,46 @@ class ExpertParallelExperts(ShardedModule):
             layouts[name] = cut(name, tuple(full.shape), 0, ranges)
             shards.append(shard_of(full, layouts[name], group))
         return cls(*shards, layouts, act_fn or plain.act_fn, group)
+
+    @classmethod
+    def from_sizes(
+        cls,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        group: Group | dist.ProcessGroup,
+        act_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ExpertParallelExperts:
+        """Build this rank's experts with the initial values of all experts in one process.
+
+        These are HuggingFace's: ``gate_up_proj`` [E, 2 I, H] and then ``down_proj`` [E, H, I] from
+        a normal distribution. Every rank of the group draws all of them, with one state of torch's
+        generator, and keeps its own; on the CPU in blocks of 4 MiB, on a GPU with one copy of a
+        tensor of all experts for the time of the call.
+
+        Args:
+            num_experts: E, of the whole layer.
+            hidden_size: H.
+            intermediate_size: I.
+            group: of consecutive ranks, each with tokens of its own.
+            act_fn: the activation; ``nn.SiLU()`` by default.
+            std: standard deviation, HuggingFace's ``initializer_range``.
+            device: of the experts, with whose generator they are drawn; on ``"meta"`` none is.
+            dtype: of the experts.
+
+        Example:
+            >>> ExpertParallelExperts.from_sizes(5, 4, 3, ops.ALONE).down_proj.shape
+            torch.Size([5, 4, 3])
+        """
+        plain, empty = nn.Module(), partial(torch.empty, device="meta", dtype=dtype)
+        plain.gate_up_proj = nn.Parameter(empty(num_experts, 2 * intermediate_size, hidden_size))
+        plain.down_proj = nn.Parameter(empty(num_experts, hidden_size, intermediate_size))
+        init = partial(nn.init.normal_, std=std)
+        own = cls.from_plain(plain, group, act_fn or nn.SiLU())
+        return drawn(own, device, gate_up_proj=init, down_proj=init)
 
     def forward(
         self,

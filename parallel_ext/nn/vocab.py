@@ -9,6 +9,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.initial_values import drawn, drawn_linear
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group, LossOptions
 from parallel_ext.ops.group import Range
@@ -62,6 +63,43 @@ class VocabParallelEmbedding(ShardedModule):
         ranges = split(plain.num_embeddings, group.size, vocab_multiple_of)
         layout = cut("weight", tuple(plain.weight.shape), 0, ranges)
         return cls(shard_of(plain.weight, layout, group), layout, plain.padding_idx, group)
+
+    @classmethod
+    def from_sizes(
+        cls,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: Group | dist.ProcessGroup,
+        padding_idx: int | None = None,
+        vocab_multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> VocabParallelEmbedding:
+        """Build this rank's rows with the initial values of ``nn.Embedding(...)`` in one process.
+
+        Every rank of the group draws the whole table, with one state of torch's generator, and
+        keeps its rows; on the CPU in blocks of 4 MiB, on a GPU with one copy of the table for the
+        time of the call.
+
+        Args:
+            num_embeddings: rows of the whole table.
+            embedding_dim: H.
+            group: of consecutive ranks.
+            padding_idx: global id whose row is zeros and gets no gradient, or None.
+            vocab_multiple_of: boundaries between the ranks' rows are multiples of this.
+            device: of the rows, with whose generator they are drawn; on ``"meta"`` none is.
+            dtype: of the rows.
+
+        Example:
+            >>> VocabParallelEmbedding.from_sizes(7, 3, ops.ALONE).weight.shape
+            torch.Size([7, 3])
+        """
+        plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype)
+        own = drawn(cls.from_plain(plain, group, vocab_multiple_of), device, weight=nn.init.normal_)
+        start, stop = own.vocab_range
+        if own.padding_idx is not None and start <= own.padding_idx < stop:
+            own.weight.data[own.padding_idx - start] = 0
+        return own
 
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
         """Take the sizes of the embedding from ``layouts``; ``weight`` is this rank's shard."""
@@ -143,6 +181,29 @@ class VocabParallelHead(ShardedModule):
         tied = weight is not None
         weight = weight if tied else shard_of(plain.weight, layouts["weight"], group)
         return cls(weight, bias, layouts, group, None, tied)
+
+    @classmethod
+    def from_sizes(
+        cls,
+        in_features: int,
+        out_features: int,
+        group: Group | dist.ProcessGroup,
+        bias: bool = True,
+        vocab_multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> VocabParallelHead:
+        """Build this rank's rows with the initial values of ``nn.Linear(...)`` in one process.
+
+        Arguments and memory are those of
+        :meth:`parallel_ext.nn.ColumnParallelLinear.from_sizes`; ``out_features`` is the vocabulary.
+
+        Example:
+            >>> VocabParallelHead.from_sizes(3, 7, ops.ALONE, bias=False).weight.shape
+            torch.Size([7, 3])
+        """
+        plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        return drawn_linear(cls.from_plain(plain, group, vocab_multiple_of), device)
 
     def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
         """Take the sizes of the head from ``layouts``; ``weight`` is this rank's shard."""

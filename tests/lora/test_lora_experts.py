@@ -209,7 +209,7 @@ def _broken(directory: Path, layout: Layout, what: str) -> float:
     state, kept = state_of(model), ParamWrapper._per_expert
     for module in model.modules():
         if isinstance(module, ParamWrapper) and what == "no sum over replicas":
-            module.get_base_layer().partials = None
+            module.get_base_layer().replicas = px.ops.ALONE
         elif isinstance(module, ParamWrapper) and what == "no scale of gradients":
             module.get_base_layer().grad_scale = 1.0
     if what == "a mean over other ranks":

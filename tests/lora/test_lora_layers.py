@@ -15,7 +15,7 @@ from reference_lora import config
 from torch import nn
 
 from parallel_ext import _C
-from parallel_ext.lora.layers import LoraColumnLinear, LoraRowLinear
+from parallel_ext.lora.layers import AdaptedLinear
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.ops import Group, copy_to_region
@@ -47,7 +47,7 @@ def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, 
     partials = PartialGradients() if group.size > 1 else None
     base = ColumnParallelLinear(weight, bias, layouts, group, partials=partials)
     options = config(r=R, lora_bias=True)
-    ours = LoraColumnLinear(base, "default", options, R, 4, target_name="fused")
+    ours = AdaptedLinear(base, "default", options, R, 4, target_name="fused")
     theirs = PeftLinear(whole, "default", options, R, 4).double()
     held = layouts["weight"].ranges(group.rank)
     factor = ours.lora_B["default"]
@@ -128,9 +128,9 @@ def _cross_attention(tp: int, rank: int) -> dict[str, tuple[int, ...]]:
     key_value = cut_blocks("key_value.weight", fused, 0, (CROSS_HIDDEN,) * 2, tp, 32)
     dense = cut("dense.weight", (HIDDEN, CROSS_HIDDEN), 1, split(CROSS_HIDDEN, tp, 32))
     return {
-        "query": built(ColumnParallelLinear, LoraColumnLinear, query),
-        "key_value": built(ColumnParallelLinear, LoraColumnLinear, key_value),
-        "dense": built(RowParallelLinear, LoraRowLinear, dense),
+        "query": built(ColumnParallelLinear, AdaptedLinear, query),
+        "key_value": built(ColumnParallelLinear, AdaptedLinear, key_value),
+        "dense": built(RowParallelLinear, AdaptedLinear, dense),
     }
 
 
@@ -149,7 +149,7 @@ def test_a_factor_of_a_shard_is_refused_with_module_sizes_and_tp(tp: int) -> Non
     layout = cut("cross.dense.weight", (64, 32), 1, split(32, tp))
     weight = nn.Parameter(torch.zeros(layout.local_shape(1)))
     base = RowParallelLinear(weight, None, {"weight": layout}, Group("", tp, 1))
-    layer = LoraRowLinear(base, "default", peft.LoraConfig(r=4), 4, 4, target_name="cross.dense")
+    layer = AdaptedLinear(base, "default", peft.LoraConfig(r=4), 4, 4, target_name="cross.dense")
     state = {
         "lora_A.default.weight": torch.zeros(4, 3),
         "lora_B.default.weight": torch.zeros(64, 4),

@@ -128,10 +128,13 @@ def test_a_group_of_ranks_that_are_not_consecutive_is_refused() -> None:
         group_of_shards(strided)
 
 
-def test_the_example_of_the_page_prints_the_loss_of_one_process(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    script = tmp_path / "own_model.py"
-    script.write_text(code)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_script_of_the_page_prints_the_number_of_one_process(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BLOCKS[number])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
         [*command, str(script)],
@@ -140,5 +143,6 @@ def test_the_example_of_the_page_prints_the_loss_of_one_process(tmp_path: Path) 
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    assert result.returncode == 0, result.stderr
     plain, own = result.stdout.split()
     assert plain == own, result.stderr

@@ -14,7 +14,7 @@ from reference import Tiny, exact, mesh_of, parallel
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.lora.layers import _LoraLinear
+from parallel_ext.lora.layers import AdaptedLinear
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.sharding.slices import take
 
@@ -66,7 +66,7 @@ def share_masks(reference: nn.Module, model: nn.Module) -> list[int]:
     """Give ``reference`` the masks of ``model``; returns the cell that holds its step."""
     step = [0]
     for path, module in model.named_modules():
-        if isinstance(module, _LoraLinear):
+        if isinstance(module, AdaptedLinear):
             dropouts = reference.get_submodule(path).lora_dropout
             for adapter, layer in dropouts.items():
                 if isinstance(layer, nn.Dropout):
