@@ -61,6 +61,11 @@ class LossCall:
         finally:
             _call.reset(token)
 
+    @property
+    def handed_over(self) -> bool:
+        """Return whether the head has returned hidden states, as one with an adapter does not."""
+        return self._head is not None
+
     def hand_over(self, head: VocabParallelHead, hidden: torch.Tensor) -> torch.Tensor:
         """Keep a head and its hidden states for the loss, and return the latter."""
         self._head, self._hidden = head, hidden

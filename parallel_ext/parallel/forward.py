@@ -100,6 +100,8 @@ def _with_loss(
     """Return the output of a forward with its loss, and with full logits or none."""
     fields = dict(output.items())
     logits = fields.pop("logits")
+    if call.fused and state.fused_loss is True and not call.handed_over:
+        raise ValueError("fused_loss=True, but an adapter on the output head makes logits")
     compared = _compared_over_dp(model, state)
     loss = call.loss(
         *(logits, labels, model.config.vocab_size, state.vocab_range, state.mesh),

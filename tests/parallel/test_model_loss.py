@@ -279,7 +279,9 @@ def test_what_would_be_ignored_is_refused_on_all_ranks(case: str, words: str) ->
 def _forced(how: str, fused_loss: object) -> bool:
     """Return whether a step with a changed head, or a plain one, has fused head and loss."""
     model = parallel(Tiny().model(), mesh_of(), fused_loss=fused_loss)
-    if how != "plain":
+    if how == "an adapter":
+        model = peft.get_peft_model(model, px.LoraConfig(target_modules=["lm_head"]))
+    elif how != "plain":
         _change(model, how)
     fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
     with mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
@@ -300,6 +302,7 @@ def test_fused_loss_is_a_switch() -> None:
     [
         ("a hook", True, "fused_loss=True, but the output head has a hook on a VocabParallelHead"),
         ("a wrapper", True, "fused_loss=True, but the output head is in a _Capped"),
+        ("an adapter", True, "fused_loss=True, but an adapter on the output head makes logits"),
         ("plain", "yes", "fused_loss must be 'auto', True or False, got 'yes'"),
     ],
 )
