@@ -14,7 +14,7 @@ from peft.utils.transformers_weight_conversion import (
 )
 from torch import nn
 
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.lora.factors import seeded_by
@@ -242,16 +242,9 @@ def _agree_on(config: peft.LoraConfig, op_name: str, state: ParallelState) -> in
         for name, value in config.to_dict().items()
         if name not in ("base_model_name_or_path", "revision")  # may differ from host to host
     }
-    everyone = state.mesh.control.all_gather_object((own, torch.initial_seed()))
-    configs, seeds = zip(*everyone, strict=True)
-    for rank, other in enumerate(configs):
-        for name in own:
-            if other[name] != configs[0][name]:
-                raise DisagreementError(
-                    f"{op_name}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
-                    f"{rank}; all ranks must be given the same configuration"
-                )
-    return seeds[0]
+    advice = "give all ranks the same configuration"
+    require_equal(state.mesh.control, op_name, own, advice=advice)
+    return state.mesh.control.all_gather_object(torch.initial_seed())[0]
 
 
 def _refuse_both_ends(model: nn.Module, adapter: str) -> None:

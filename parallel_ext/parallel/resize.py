@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.nn.stale_parameters import remember, replaced_by
@@ -76,18 +76,18 @@ def resize_token_embeddings(
     state: ParallelState = getattr(model, STATE_NAME)
     mesh = state.mesh
     mesh.control.barrier(_OP_NAME)
-    goes_on = None if optimizer is None else type(optimizer).__name__
-    asked = (new_num_tokens, pad_to_multiple_of, mean_resizing, goes_on)
-    everyone = mesh.control.all_gather_object(repr(asked))
-    if len(set(everyone)) > 1:
-        seen = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
-        raise DisagreementError(
-            f"{_OP_NAME}: the ranks ask for different (new_num_tokens, pad_to_multiple_of, "
-            f"mean_resizing, optimizer): {seen}"
-        )
+    asked = {
+        "new_num_tokens": new_num_tokens,
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "mean_resizing": mean_resizing,
+        "the class of optimizer": None if optimizer is None else type(optimizer).__name__,
+    }
+    require_equal(mesh.control, _OP_NAME, {name: repr(value) for name, value in asked.items()})
     embedding = model.get_submodule(state.table.embedding)
     head = model.get_submodule(state.table.head)
-    rows = mesh.control.run_on_all(_OP_NAME, lambda: _check(state, embedding, head, *asked[:2]))
+    rows = mesh.control.run_on_all(
+        _OP_NAME, lambda: _check(state, embedding, head, new_num_tokens, pad_to_multiple_of)
+    )
     if rows == embedding.num_embeddings:
         return embedding
 
@@ -363,16 +363,11 @@ class CarriedOptimizer:
         self._optimizer, self._parameters = optimizer, parameters
         self._shards: dict[str, dict[str, torch.Tensor]] = {}
         held, own = mesh.control.run_on_all(op_name, lambda: self._look(op_name))
-        self._entries: dict[str, dict[str, _Entry]] = {}
-        everyone = mesh.control.all_gather_object((held, own), _Entry)
-        first = everyone[0][0]
-        for rank, (holds, found) in enumerate(everyone):
-            known = {name: self._entries.setdefault(name, found[name]) for name in found}
-            if holds != first or found != known:
-                raise DisagreementError(
-                    f"{op_name}: the optimizers differ: that of rank 0 holds {first}, that of rank "
-                    f"{rank} {holds}; its states are {found}, those of lower ranks {known}"
-                )
+        require_equal(mesh.control, op_name, dict.fromkeys(held, "in the optimizer"))
+        noun = "the optimizer's state of "
+        self._entries: dict[str, dict[str, _Entry]] = require_equal(
+            mesh.control, op_name, own, _Entry, partial=True, noun=noun
+        )
 
     def _look(self, op_name: str) -> tuple[list[str], dict[str, dict[str, _Entry]]]:
         """Return the names that the optimizer holds, and the states of those with elements here.
