@@ -157,7 +157,7 @@ def load_adapter(
     if kwargs.get("ignore_mismatched_sizes"):
         raise NotImplementedError(
             f"{op_name}: ignore_mismatched_sizes on a parallel model would ignore every factor "
-            "that is cut; load an adapter of the right sizes"
+            "that is sharded; load an adapter of the right sizes"
         )
     state.mesh.control.barrier(op_name)
 
@@ -270,8 +270,8 @@ def misfits(
     problems = [f"it lacks {name}" for name in sorted(lacked)]
     problems += [f"it holds {name}, unknown here" for name in sorted(found.keys() - known.keys())]
     problems += [
-        f"{name} has the shape {found[name]}, but that of the model, cut over tp={tp_size}, has "
-        f"the whole shape {known[name]}"
+        f"{name} has the shape {found[name]}, but that of the model, sharded over tp={tp_size}, "
+        f"has the whole shape {known[name]}"
         for name in sorted(known.keys() & found.keys())
         if found[name] != known[name]
     ]

@@ -90,8 +90,8 @@ def refuse_whole(
             why = [reason for beginning, reason in reasons if path.startswith(beginning)]
             raise NotImplementedError(
                 f"{op_name}: an adapter on {path} is not supported: "
-                + (why[0] if why else "it is whole on every rank, and adapters are cut with a base")
-                + '; target others, or "all-linear" for all that are cut'
+                + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
+                + '; target others, or "all-linear" for all that are sharded'
             )
 
 

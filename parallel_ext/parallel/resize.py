@@ -95,7 +95,9 @@ def resize_token_embeddings(
     if optimizer is not None:
         carried = CarriedOptimizer(optimizer, _parameters(embedding, head), mesh, _OP_NAME)
         for name, layout in _layouts(embedding, head).items():
-            carried.deal(name, lambda old, layout=layout: _dealt(old, layout, None, ranges, mesh))
+            carried.reshard(
+                name, lambda old, layout=layout: _resharded(old, layout, None, ranges, mesh)
+            )
     with _in_step(mesh):  # in HuggingFace's order
         of_embedding = _resized(model, embedding, ranges, mean_resizing)
         of_head = _resized(model, head, ranges, mean_resizing)
@@ -142,7 +144,7 @@ def _check(
             raise ValueError(f"{_OP_NAME}: {name} must be an integer of at least 1, got {number!r}")
     if state.zero is not None and state.mesh.dp_size > 1:
         raise RuntimeError(
-            f"{_OP_NAME}: px.data_parallel has dealt the rows to the dp ranks; resize before it"
+            f"{_OP_NAME}: px.data_parallel has sharded the rows over the dp ranks; resize before it"
         )
     kinds = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
     for (path, kind), module in zip(kinds.items(), (embedding, head), strict=True):
@@ -219,7 +221,7 @@ def _resized(
 
     added = mesh.control.run_on_all(_OP_NAME, draw, patient=True)
     return {
-        name: _dealt(shard, layouts[name], added.pop(name), ranges, mesh)
+        name: _resharded(shard, layouts[name], added.pop(name), ranges, mesh)
         for name, shard in shards.items()
     }
 
@@ -256,7 +258,7 @@ def _added(
     return {name: parameter.data[old_rows:] for name, parameter in plain.named_parameters()}
 
 
-def _dealt(
+def _resharded(
     shard: torch.Tensor,
     layout: TensorLayout,
     added: torch.Tensor | None,
@@ -396,12 +398,12 @@ class CarriedOptimizer:
                     )
         return held, found
 
-    def deal(self, name: str, dealt: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def reshard(self, name: str, resharded: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move the states of a parameter to the ranks that will have its rows.
 
         Args:
             name: of the parameter.
-            dealt: makes the new shard of the old one; called on all ranks.
+            resharded: makes the new shard of the old one; called on all ranks.
         """
         parameter = self._parameters[name]
         states = self._optimizer.state.get(parameter, {})
@@ -410,7 +412,7 @@ class CarriedOptimizer:
                 old = states.get(key)
                 if old is None:
                     old = torch.empty_like(parameter, dtype=entry.dtype)
-                self._shards.setdefault(name, {})[key] = dealt(old)
+                self._shards.setdefault(name, {})[key] = resharded(old)
 
     def give(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let the optimizer hold other parameters by the same names, with the moved states."""

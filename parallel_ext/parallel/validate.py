@@ -69,7 +69,7 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
         if type(module) not in (nn.Linear, nn.Embedding):
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
-                "can be cut, whose forward is known"
+                "can be sharded, whose forward is known"
             )
         _check_bare(path, module)
         if isinstance(module, nn.Embedding):

@@ -251,7 +251,7 @@ REFUSED = {
     _gradient_on_one_rank: ("RuntimeError", "lm_head.weight has a gradient, which would be lost"),
     _untied: ("RuntimeError", "embedding and head were tied when the model was made parallel"),
     _adapter_on_the_head: ("RuntimeError", "lm_head is a LoraVocabHead; resize before an adapter"),
-    _data_parallel: ("RuntimeError", "px.data_parallel has dealt the rows to the dp ranks"),
+    _data_parallel: ("RuntimeError", "px.data_parallel has sharded the rows over the dp ranks"),
     _id_that_is_gone: ("IndexError", "id 67 at position 0 is outside the vocabulary [0, 67)"),
     _old_optimizer: ("RuntimeError", "was built before resize_token_embeddings and still holds"),
 }
