@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
@@ -235,8 +235,7 @@ class _BeforeForward:
 
     def __call__(self, model: nn.Module, args: object) -> None:
         if self._state.held.backward_broke_off():
-            model.reset_iter_state()
-            self._state.held.drop()
+            self._state.held.reset()
 
 
 class _AfterForward:
@@ -258,17 +257,22 @@ class _AfterForward:
                     remember(parameter, name, reason)
         if not torch.is_grad_enabled() and not self._state.generates:
             to_shards(model)
-        for tensor in output if isinstance(output, tuple) else output.values():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
-        self._state.held.drop_if_forgotten()
         self._state.partials.open()
-        # after FSDP's own callback, which it has queued by now
-        torch.autograd.Variable._execution_engine.queue_callback(
-            self._state.held.check_end_of_backward
-        )
+        self._state.held.begin_backward()
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a model's output, such as those of ``hidden_states``."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (tuple, list, Mapping)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
 
 
 class RunsOnAny:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.sharded_module import named_shards, to_shards
-from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.slices import local_part
 
@@ -38,20 +38,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ...     model(**first_half).loss.backward()
         >>> model(**second_half).loss.backward()  # doctest: +SKIP
     """
-    state, own = state_of(model), model_of(model)
-    with nullcontext() if state.partials is None else state.partials.no_sync():
-        if state.held is None:
-            yield
-            return
-        own.set_requires_gradient_sync(False)
-        try:
-            yield
-            state.held.anchor()
-        except BaseException:
-            state.held.drop()
-            raise
-        finally:
-            own.set_requires_gradient_sync(True)
+    state = state_of(model)
+    with ExitStack() as stack:
+        for waiting in (state.partials, state.held):
+            if waiting is not None:
+                stack.enter_context(waiting.no_sync())
+        yield
 
 
 def clip_grad_norm_(
