@@ -1,4 +1,4 @@
-"""Fine-tune CogAgent with LoRA on pictures and questions, its layers cut over tp ranks.
+"""Fine-tune CogAgent with LoRA on pictures and questions, its layers sharded over tp ranks.
 
     torchrun --nproc_per_node 2 examples/finetune_cogagent_lora.py MODEL --make --tp 2 --out ADAPTER
 

@@ -1,4 +1,4 @@
-"""Fine-tune any HuggingFace Llama with LoRA on any text file, its layers cut over tp ranks.
+"""Fine-tune any HuggingFace Llama with LoRA on any text file, its layers sharded over tp ranks.
 
     torchrun --nproc_per_node 2 examples/finetune_lora.py MODEL --tp 2 --out ADAPTER
     torchrun --nproc_per_node 3 examples/finetune_lora.py MODEL --tp 3 --adapter ADAPTER --out MORE

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from parallel_ext.checkpoint.saved_optimizer import (
@@ -18,7 +17,8 @@ from parallel_ext.checkpoint.saved_optimizer import (
     read_options,
 )
 from parallel_ext.checkpoint.source import Contents
-from parallel_ext.distributed.errors import CheckpointError, DisagreementError
+from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted
 from parallel_ext.io.safe_open import shown
@@ -124,21 +124,10 @@ def _summary(
     return found
 
 
-def _agreed(own: dict[str, dict[str, Any]], mesh: Mesh, op_name: str) -> dict[str, dict[str, Any]]:
-    """Merge the summaries of all ranks, where one without elements of a parameter has no say."""
-    digests = mesh.control.all_gather_object(xxhash.xxh3_128_digest(repr(own).encode()))
-    if len(set(digests)) == 1:
-        return own
-    merged: dict[str, tuple[int, dict[str, Any]]] = {}
-    for rank, summary in enumerate(mesh.control.all_gather_object(own)):
-        for name, entries in summary.items():
-            first, expected = merged.setdefault(name, (rank, entries))
-            if entries != expected:
-                raise DisagreementError(
-                    f"{op_name}: the optimizers differ in the state of {name}: rank {first} has "
-                    f"{expected}, rank {rank} has {entries}"
-                )
-    return {name: entries for name, (_, entries) in merged.items()}
+def _merged(own: dict[str, dict[str, Any]], mesh: Mesh, op_name: str) -> dict[str, dict[str, Any]]:
+    """Merge the summaries of all ranks; one without elements of a parameter adds nothing."""
+    noun = "the optimizer's state of "
+    return require_equal(mesh.control, op_name, own, partial=True, noun=noun)
 
 
 def collect(
@@ -157,7 +146,7 @@ def collect(
         DisagreementError: the ranks' optimizers differ.
     """
     names, own = mesh.control.run_on_all(op_name, lambda: _look(optimizer, contents))
-    summary, layout = _agreed(own, mesh, op_name), contents.layout
+    summary, layout = _merged(own, mesh, op_name), contents.layout
 
     def take() -> OptimizerState:
         tensors: dict[str, tuple[torch.Tensor, TensorLayout]] = {}

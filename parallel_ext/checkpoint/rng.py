@@ -84,16 +84,16 @@ def layout_of(mesh: Mesh) -> dict[str, Any]:
 def describe(states_of: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh) -> dict[str, Any]:
     """Return the entry of ``loop.json`` on random numbers, given the states of all ranks.
 
-    ``alike_in_tp`` tells whether the ranks that share a model draw the same numbers, as router
-    jitter needs it; they shall then do so on another mesh as well.
+    ``equal_in_tp`` is whether the ranks that share a model draw the same numbers, as router jitter
+    needs it; after a resume on another mesh they shall then do so as well.
     """
-    alike = all(
+    equal = all(
         torch.equal(states[name], states_of[rank - rank % mesh.tp_size][name])
         for rank, states in enumerate(states_of)
         for name in ("torch", "cuda")
         if name in states
     )
-    return {"mesh": layout_of(mesh), "seed": torch.initial_seed(), "alike_in_tp": alike}
+    return {"mesh": layout_of(mesh), "seed": torch.initial_seed(), "equal_in_tp": equal}
 
 
 def write(
@@ -163,7 +163,7 @@ def seed_of(saved: Mapping[str, Any], step: int, mesh: Mesh) -> int:
 
     Where the ranks of one model drew the same numbers, the first of them counts.
     """
-    rank = mesh.dp_rank * mesh.tp_size if saved["alike_in_tp"] else mesh.rank
+    rank = mesh.dp_rank * mesh.tp_size if saved["equal_in_tp"] else mesh.rank
     text = f"{saved['seed']} {step} {rank}".encode()
     return xxhash.xxh3_64_intdigest(text) >> 1  # torch takes 63 bits
 
@@ -177,7 +177,7 @@ def reseed(saved: Mapping[str, Any], step: int, mesh: Mesh) -> None:
     if mesh.rank == 0:
         warnings.warn(
             f"the checkpoint was saved on {saved['mesh']} and is loaded on {layout_of(mesh)}: "
-            "random numbers cannot go on where they were, so every rank was seeded anew from the "
+            "the random numbers cannot be resumed, so every rank was seeded again from the "
             "saved seed, the step and its rank",
             stacklevel=3,
         )

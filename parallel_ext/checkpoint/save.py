@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections import Counter
@@ -11,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import xxhash
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.lock import one_writer
@@ -33,8 +33,7 @@ from parallel_ext.checkpoint.steps import (
     publish_step,
     remove_leftovers,
 )
-from parallel_ext.distributed.control import ControlPlane
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import ControlPlane, require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io import disk
 from parallel_ext.io.hashing import FileRecord
@@ -101,7 +100,7 @@ def save_step(
     if optimizer is not None:
         kept = collect(optimizer, contents, mesh, op_name)
 
-    def prepare() -> tuple[dict[str, Any], _Plan, _Prepared]:
+    def prepare() -> tuple[dict[str, Any], _Plan, dict[str, str], dict[str, torch.Tensor]]:
         loop = {
             "step": step,
             "optimizer": kept.description or None,
@@ -110,13 +109,14 @@ def save_step(
             "dropout_masks": contents.dropout_masks(),
         }
         plan = _Plan(contents, mesh, kept)
-        given = _digests({**loop, "keep_last": keep_last, "keep_every": keep_every})
-        own = _Prepared(given, digest_of(plan.files), rng.capture(mesh))
-        return loop, plan, own
+        given = {**loop, "keep_last": keep_last, "keep_every": keep_every}
+        to_json(given, "what to save")  # refuses what JSON cannot hold
+        texts = {name: json.dumps(each, sort_keys=True) for name, each in given.items()}
+        return loop, plan, {**texts, **plan.in_words()}, rng.capture(mesh)
 
-    loop, plan, own = mesh.control.run_on_all(op_name, prepare)
-    prepared = mesh.control.all_gather_object(own, _Prepared)
-    _agree(prepared, op_name)
+    loop, plan, given, random_state = mesh.control.run_on_all(op_name, prepare)
+    require_equal(mesh.control, op_name, given)
+    states_of = mesh.control.all_gather_object(random_state)
     compare({n: (value, plan.layouts[n]) for n, value in plan.values.items()}, mesh, op_name)
     if asynchronous:
         mesh.background.connect()
@@ -129,7 +129,6 @@ def save_step(
                 return None
             temporary, save_id = _begin(at, step, cleanup)
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
-            states_of = [each.random for each in prepared]
             described = {**loop, "random": rng.describe(states_of, mesh)}
             records = _write_model_json(temporary, contents, plan.files)
             records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
@@ -162,43 +161,6 @@ def _check(
     return Path(root).absolute()
 
 
-class _Prepared(NamedTuple):
-    """A rank's account of its save, which it sends to the others before anything is written.
-
-    Attributes:
-        given: digest of each thing that must be the same on all ranks, by its name.
-        plan: digest of the files.
-        random: the state of its generators.
-    """
-
-    given: dict[str, str]
-    plan: str
-    random: dict[str, torch.Tensor]
-
-
-def _digests(given: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        name: xxhash.xxh3_128_hexdigest(to_json({name: value}, "what to save"))
-        for name, value in given.items()
-    }
-
-
-def _agree(prepared: Sequence[_Prepared], op_name: str) -> None:
-    """Raise unless all ranks were given the same, and have planned the same files."""
-    first, *others = prepared
-    for rank, other in enumerate(others, start=1):
-        if differing := [n for n, digest in other.given.items() if digest != first.given[n]]:
-            raise DisagreementError(
-                f"{op_name}: {', '.join(differing)} must be the same on all ranks, but rank {rank} "
-                "was given another than rank 0"
-            )
-        if other.plan != first.plan:
-            raise DisagreementError(
-                f"{op_name}: rank {rank} has other tensors to save than rank 0, in name, dtype or "
-                "shape; the model must be the same on all ranks"
-            )
-
-
 class _Plan:
     """The files of a save and the tensors in them; equal on every rank but for ``values``."""
 
@@ -225,6 +187,14 @@ class _Plan:
         self.tensors = {
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
+
+    def in_words(self) -> dict[str, str]:
+        """Return what must be equal on all ranks, by its name in errors."""
+        words = {
+            f"the tensor {name}": f"of {spec.dtype} and shape {spec.shape} in {file}"
+            for name, (file, spec) in self.tensors.items()
+        }
+        return {**words, "the tensors' order in files": f"of digest {digest_of(self.files)}"}
 
     def copy_values(self, mesh: Mesh) -> None:
         """Copy what this rank will send or write to memory of its own, and drop the rest.

@@ -151,10 +151,10 @@ def parse_loop(content: bytes, path: Path, step: int) -> dict[str, Any]:
         of_module.number("key")
         of_module.number("forwards")
     random = fields.of("random")
-    random.exactly("mesh", "seed", "alike_in_tp")
+    random.exactly("mesh", "seed", "equal_in_tp")
     random.object("mesh")
     random.number("seed", below=2**64)
-    random.truth("alike_in_tp")
+    random.truth("equal_in_tp")
     return loop
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+import xxhash
 
 from parallel_ext import _C
 from parallel_ext.distributed import messages
 from parallel_ext.distributed.barrier import GRACE_S, MonitoredBarrier, forget, hint, long_step
 from parallel_ext.distributed.errors import (
     CollectiveTimeout,
+    DisagreementError,
     PeerLostError,
     class_of_name,
     shared_class,
@@ -23,6 +25,7 @@ from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
 
+_LONGEST_SHOWN = 200  # characters of a value in an error
 _SHORT_BYTES = 504  # an object of so many travels in one message with its length
 
 
@@ -317,3 +320,72 @@ class ControlPlane:
         if isinstance(failure, shared) and not peer_lost:
             raise failure
         raise shared(f"{op_name} failed on {'; '.join(where for where, _ in causes)}") from failure
+
+
+def require_equal(
+    control: ControlPlane,
+    op_name: str,
+    values: Mapping[str, Any],
+    *records: type,
+    partial: bool = False,
+    noun: str = "",
+    advice: str = "",
+) -> dict[str, Any]:
+    """Raise on every rank of the job unless all of them have equal values; every rank calls it.
+
+    While they are equal it costs one short all-gather.
+
+    Args:
+        control: of the ranks.
+        op_name: the call, for errors.
+        values: this rank's, by the names that errors use; of the types of :func:`messages.encode`,
+            and equal where their ``repr`` is.
+        records: the dataclasses and named tuples that may be in them.
+        partial: leave a rank that lacks a name out of the comparison; else it lacks the value.
+        noun: what a name names, before it in the error.
+        advice: what to do about a difference, for the error.
+
+    Returns:
+        The values; where ``partial``, those of all ranks.
+
+    Raises:
+        DisagreementError: says which ranks have which value of the first name that differs.
+        CollectiveTimeout: a rank did not come.
+    """
+    digest = xxhash.xxh3_128_digest(repr(sorted(values.items())).encode(errors="surrogatepass"))
+    if len(set(control.all_gather_object(digest, op_name=op_name))) == 1:
+        return dict(values)
+    everyone = control.all_gather_object(dict(values), *records, op_name=op_name)
+    merged: dict[str, Any] = {}
+    for of_rank in everyone:
+        merged = {**of_rank, **merged}
+    differing = []
+    for name in sorted(merged):
+        ranks_with: dict[str, list[str]] = {}
+        for rank, of_rank in enumerate(everyone):
+            if name in of_rank or not partial:
+                value = _shown(of_rank[name]) if name in of_rank else "absent"
+                ranks_with.setdefault(value, []).append(str(rank))
+        if len(ranks_with) > 1:
+            differing.append((name, ranks_with))
+    if not differing:
+        return merged
+    name, ranks_with = differing[0]
+    seen = " and ".join(
+        f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        for value, ranks in ranks_with.items()
+    )
+    more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+    raise DisagreementError(
+        f"{op_name}: {noun}{name} must be equal on all ranks, but is {seen}{more}"
+        + (f"; {advice}" if advice else "")
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return the text of a value for an error; of a long one its beginning and a digest."""
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    digest = xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
+    return f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters of digest {digest})"

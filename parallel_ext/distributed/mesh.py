@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ext.distributed.background import Background
 from parallel_ext.distributed.barrier import join_job
-from parallel_ext.distributed.control import ControlPlane, world
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import ControlPlane, require_equal, world
 from parallel_ext.ops import ALONE, Group
 
 
@@ -61,10 +60,8 @@ class Mesh:
         self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
         if self.world_size == 1:
             return
-        asked = self.control.all_gather_object(f"tp={tp}, ep={ep}, dp={dp}, timeout={timeout:g}")
-        if len(set(asked)) > 1:
-            seen = "; ".join(f"rank {rank}: {sizes}" for rank, sizes in enumerate(asked))
-            raise DisagreementError(f"init_mesh: the ranks ask for different meshes: {seen}")
+        asked = {"tp": tp, "ep": ep, "dp": dp, "timeout": timeout}
+        require_equal(self.control, "init_mesh", asked)
         tp_rows, dp_columns = _grid(self.world_size, tp)
         ep_rows, edp_columns = _grid(self.world_size, ep)
         self.tp, self.dp = self._group_of(tp_rows), self._group_of(dp_columns)

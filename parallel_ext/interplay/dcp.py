@@ -99,7 +99,7 @@ def set_model_state_dict(
 ) -> Any:
     """Extend ``set_model_state_dict`` to refuse full tensors after ``px.data_parallel``."""
     state: ParallelState | None = model._modules.get(STATE_NAME)
-    if state is not None and state.dealt and _wants_full(kwargs):
+    if state is not None and state.fsdp_sharded and _wants_full(kwargs):
         instead = "load them before px.data_parallel, or a checkpoint by px.load_checkpoint"
         refuse(Refusal(f"{_MODULE}:set_model_state_dict of full tensors", instead), model)
     return plain(model, model_state_dict, **kwargs)

@@ -156,7 +156,7 @@ class HFDirectory:
 
         Args:
             layout: of the model that shall be loaded.
-            vocabulary: names of the tensors with a row for each id, to tell other numbers of rows
+            vocabulary: names of the tensors with a row for each id, to find other numbers of rows
                 that other systems are known to write.
 
         Raises:
@@ -218,7 +218,7 @@ class HFDirectory:
             by = " by ColossalAI or Megatron" if rows % 64 == 0 else ""
             hint = (
                 f"All rows from {true_rows} on are zero, so this looks like a vocabulary padded"
-                f"{by}: to cut the padding off, pass vocab_size={true_rows} to px.from_pretrained"
+                f"{by}: to drop the padding, pass vocab_size={true_rows} to px.from_pretrained"
             )
         return hint
 

@@ -16,7 +16,7 @@ _KINDS = {"d": "directory", "p": "FIFO", "s": "socket"}  # by the letter of ``ls
 _shorten = reprlib.Repr()  # the repr of a hostile value may be larger than memory
 _shorten.maxstring = _shorten.maxother = _shorten.maxlong = 200
 shown = _shorten.repr
-"""The ``repr`` of any value, cut to a length that fits into a message."""
+"""The ``repr`` of any value, shortened to a length that fits into a message."""
 
 
 def open_file(path: Path, links: bool = True) -> FileIO:
@@ -106,7 +106,7 @@ def one_error(op_name: str) -> Iterator[None]:
         raise CheckpointTimeout(_with(op_name, error)) from error
     except DisagreementError as error:
         raise CheckpointDisagreement(_with(op_name, error)) from error
-    except RuntimeError as error:  # also that of a rank which tells of another's
+    except RuntimeError as error:  # also that of a rank which quotes another's
         raise CheckpointError(_with(op_name, error)) from error
     except Exception as error:
         raise CheckpointError(f"{op_name}: {type(error).__name__}: {error}") from error

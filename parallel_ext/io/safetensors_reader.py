@@ -203,7 +203,7 @@ class SafetensorsFile:
     ) -> None:
         """Raise unless the tensors fill the file: no hole, no overlap, nothing behind the last."""
         end, before = data_start, "the header"
-        cut = None
+        truncated = None
         for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if entry.start != end:
                 kind = "overlaps" if entry.start < end else "leaves a hole behind"
@@ -212,10 +212,11 @@ class SafetensorsFile:
                     f"{before}"
                 )
             end, before = entry.stop, name
-            if cut is None and end > size:
-                cut = name
+            if truncated is None and end > size:
+                truncated = name
         if end != size:
-            kind = f"it is truncated, from {cut} on" if cut else f"something is behind {before}"
+            at_end = f"something is behind {before}"
+            kind = at_end if truncated is None else f"it is truncated, from {truncated} on"
             raise CheckpointError(
                 f"{self.path}: by its header the file has {end} bytes, but it has {size}; {kind}"
             )

@@ -203,26 +203,25 @@ class Fields:
                 f"{shown(sorted(self._value))}"
             )
 
+    def fits(self, name: str, fits: Callable[[Any], bool], expected: str) -> Any:
+        """Return the field ``name``, a value for which ``fits`` is true."""
+        value = self._value.get(name)
+        if not fits(value):
+            raise self.wrong(name, expected)
+        return value
+
     def number(self, name: str, below: int = 2**63) -> int:
         """Return the field ``name``, a whole number from 0 to ``below - 1``."""
-        value = self._value.get(name)
-        if type(value) is not int or not 0 <= value < below:
-            raise self.wrong(name, "a whole number of at least 0")
-        return value
+        expected = "a whole number of at least 0"
+        return self.fits(name, lambda value: type(value) is int and 0 <= value < below, expected)
 
     def truth(self, name: str) -> bool:
         """Return the field ``name``, which is true or false."""
-        value = self._value.get(name)
-        if type(value) is not bool:
-            raise self.wrong(name, "true or false")
-        return value
+        return self.fits(name, lambda value: type(value) is bool, "true or false")
 
     def object(self, name: str) -> dict[str, Any]:
         """Return the field ``name``, an object, as it was parsed."""
-        value = self._value.get(name)
-        if not isinstance(value, dict):
-            raise self.wrong(name, "a JSON object")
-        return value
+        return self.fits(name, lambda value: isinstance(value, dict), "a JSON object")
 
     def of(self, name: str) -> Fields:
         """Return the fields of the object in the field ``name``."""
@@ -240,13 +239,6 @@ class Fields:
         value = self._value.get(name)
         if not isinstance(value, str) or value not in known:
             raise self.wrong(name, f"one of {shown(sorted(known))}")
-        return value
-
-    def fits(self, name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-        """Return the field ``name``, a value for which ``fits`` is true."""
-        value = self._value.get(name)
-        if not fits(value):
-            raise self.wrong(name, expected)
         return value
 
     def list_of(self, name: str, fits: Callable[[Any], bool], expected: str) -> list[Any]:

@@ -32,7 +32,7 @@ from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.slices import local_part
 
 _CONFIG_NAME = "adapter_config.json"
-# What of a configuration decides which function the factors are; names and shapes tell the rest.
+# What of a configuration decides which function the factors are; names and shapes decide the rest.
 _FUNCTION = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 

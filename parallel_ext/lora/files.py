@@ -9,7 +9,6 @@ from typing import Any
 
 import peft
 import torch
-import xxhash
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers,
@@ -17,7 +16,8 @@ from peft.utils.transformers_weight_conversion import (
 from torch import nn
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
-from parallel_ext.distributed.errors import CheckpointError, DisagreementError
+from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.lora.config import refuse_unsupported
@@ -133,8 +133,7 @@ def save_pretrained(
 
     chosen = mesh.control.run_on_all(op_name, choose)
     check_adapters(self, state, op_name)
-    if len({tuple(names) for names in mesh.control.all_gather_object(list(chosen))}) > 1:
-        raise DisagreementError(f"{op_name}: the ranks want to save different tensors")
+    require_equal(mesh.control, op_name, dict.fromkeys(chosen, "to be saved"))
     full = gather_in_step(chosen, mesh, op_name)
 
     def write() -> None:
@@ -158,7 +157,7 @@ def load_adapter(
     if kwargs.get("ignore_mismatched_sizes"):
         raise NotImplementedError(
             f"{op_name}: ignore_mismatched_sizes on a parallel model would ignore every factor "
-            "that is cut; load an adapter of the right sizes"
+            "that is sharded; load an adapter of the right sizes"
         )
     state.mesh.control.barrier(op_name)
 
@@ -212,16 +211,8 @@ def set_state_dict(
 
 def _check_read(state_dict: Mapping[str, torch.Tensor], state: ParallelState, op_name: str) -> None:
     """Raise on every rank unless all have read the same tensors."""
-    digest = xxhash.xxh3_128()
-    for name in sorted(state_dict):
-        digest.update(name.encode())
-        digest.update(content_digest(state_dict[name]).encode())
-    found = state.mesh.control.all_gather_object(digest.hexdigest())
-    if len(set(found)) > 1:
-        other = next(rank for rank, each in enumerate(found) if each != found[0])
-        raise DisagreementError(
-            f"{op_name}: ranks 0 and {other} read different tensors; give all ranks the same files"
-        )
+    digests = {name: f"of digest {content_digest(each)}" for name, each in state_dict.items()}
+    require_equal(state.mesh.control, op_name, digests, advice="give all ranks the same files")
 
 
 def swap_state_dict(
@@ -279,8 +270,8 @@ def misfits(
     problems = [f"it lacks {name}" for name in sorted(lacked)]
     problems += [f"it holds {name}, unknown here" for name in sorted(found.keys() - known.keys())]
     problems += [
-        f"{name} has the shape {found[name]}, but that of the model, cut over tp={tp_size}, has "
-        f"the whole shape {known[name]}"
+        f"{name} has the shape {found[name]}, but that of the model, sharded over tp={tp_size}, "
+        f"has the whole shape {known[name]}"
         for name in sorted(known.keys() & found.keys())
         if found[name] != known[name]
     ]

@@ -14,7 +14,7 @@ from peft.utils.transformers_weight_conversion import (
 )
 from torch import nn
 
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.lora.factors import seeded_by
@@ -85,8 +85,8 @@ def refuse_whole(
             why = [reason for beginning, reason in reasons if path.startswith(beginning)]
             raise NotImplementedError(
                 f"{op_name}: an adapter on {path} is not supported: "
-                + (why[0] if why else "it is whole on every rank, and adapters are cut with a base")
-                + '; target others, or "all-linear" for all that are cut'
+                + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
+                + '; target others, or "all-linear" for all that are sharded'
             )
 
 
@@ -237,16 +237,9 @@ def _agree_on(config: peft.LoraConfig, op_name: str, state: ParallelState) -> in
         for name, value in config.to_dict().items()
         if name not in ("base_model_name_or_path", "revision")  # may differ from host to host
     }
-    everyone = state.mesh.control.all_gather_object((own, torch.initial_seed()))
-    configs, seeds = zip(*everyone, strict=True)
-    for rank, other in enumerate(configs):
-        for name in own:
-            if other[name] != configs[0][name]:
-                raise DisagreementError(
-                    f"{op_name}: {name} is {configs[0][name]} on rank 0 and {other[name]} on rank "
-                    f"{rank}; all ranks must be given the same configuration"
-                )
-    return seeds[0]
+    advice = "give all ranks the same configuration"
+    require_equal(state.mesh.control, op_name, own, advice=advice)
+    return state.mesh.control.all_gather_object(torch.initial_seed())[0]
 
 
 def _refuse_both_ends(model: nn.Module, adapter: str) -> None:

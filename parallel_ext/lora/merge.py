@@ -62,7 +62,7 @@ class Mergeable(nn.Module, LoraLayer):
         base = self.get_base_layer()
         if names and hasattr(getattr(base, self.parameter_name), "to_local"):
             raise NotImplementedError(
-                "merging after px.data_parallel is not supported: the base is dealt to the dp "
+                "merging after px.data_parallel is not supported: the base is sharded over the dp "
                 "ranks; save the adapter, and merge it into a model that is not"
             )
         if names and getattr(base, "tied", False):
@@ -125,7 +125,7 @@ class Mergeable(nn.Module, LoraLayer):
         return self.get_base_layer()
 
 
-# Of a whole model.
+# Merging in a whole model.
 
 
 def _merging(
@@ -157,8 +157,8 @@ def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:
     if getattr(module.original_module, "tied", False):
         raise NotImplementedError(
             f"merging adapters: {path} was trained whole (modules_to_save), while embedding and "
-            "head shared one weight when the model was cut; save the adapter and merge it with "
-            "PEFT in one process"
+            "head shared one weight when the model was made parallel; save the adapter and merge "
+            "it with PEFT in one process"
         )
 
 

@@ -60,7 +60,7 @@ class AttentionNames:
             if shapes.get(name) != (head_dim,):
                 raise ValueError(
                     f"{name} has the shape {shapes.get(name)}, but a norm of single heads has "
-                    f"({head_dim},); a norm over all heads cannot be cut with them"
+                    f"({head_dim},); a norm over all heads cannot be sharded with them"
                 )
         return {
             **cut_rows(f"{path}.{self.query}", shapes, query),

@@ -27,7 +27,7 @@ class ModelTable:
         towers: paths of further lists of layers, which data parallelism shards one by one.
         skips: path of a method of the model that may skip some of its modules: called with whether
             a batch needs each of them, it returns whether they run. Equal on all dp ranks.
-        unadapted: beginning of a path -> why no adapter goes on a module there, for errors.
+        unadapted: beginning of a path -> why a module there takes no adapter, for errors.
         changes_logits: whether the class changes what the output head returns, as into fp32; the
             loss is then not fused.
     """

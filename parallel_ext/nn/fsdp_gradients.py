@@ -21,18 +21,37 @@ class HeldGradients:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # torch has no public way to what a parameter has accumulated.
-        self._groups: list[Any] = [
-            group
+        self._model = model
+        # torch 2.13 has no public way to what a parameter has accumulated: ``reset_iter_state``
+        # leaves it, against its documentation, and ``unshard`` shows it in the gathered dtype only.
+        self._parameters: list[Any] = [
+            parameter
             for module in model.modules()
             if hasattr(module, "reset_iter_state")
             for group in module._get_fsdp_state()._fsdp_param_groups
+            for parameter in group.fsdp_params
         ]
-        self._parameters = [p for group in self._groups for p in group.fsdp_params]
-        self._root = model._get_fsdp_state()
         self._anchors: list[tuple[Any, torch.Tensor]] = []
+        self._syncs, self._running = True, False
 
-    def anchor(self) -> None:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards inside the context hold their gradients back; drop them if it raises."""
+        self._set_sync(False)
+        try:
+            yield
+            self._anchor()
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, syncs: bool) -> None:
+        self._syncs = syncs
+        self._model.set_requires_gradient_sync(syncs)
+
+    def _anchor(self) -> None:
         """Tie the held gradients to the ``.grad`` of their shards, made where there is none."""
         self._anchors = []
         for parameter in self._parameters:
@@ -42,12 +61,23 @@ class HeldGradients:
                     shard.grad = torch.zeros_like(shard)
                 self._anchors.append((parameter, shard.grad))
 
-    def drop_if_forgotten(self) -> None:
-        """Drop the held gradients whose ``.grad`` was set to None since they were anchored."""
+    def begin_backward(self) -> None:
+        """Drop the held gradients whose ``.grad`` was set to None since they were anchored.
+
+        Called in a backward, after FSDP has queued its own end of it.
+        """
+        self._running = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         for parameter, gradient in self._anchors:
             if parameter.sharded_param.grad is not gradient:
                 _put(parameter, (None, None))
         self._anchors = []
+
+    def reset(self) -> None:
+        """Let FSDP and this object forget a backward that has raised, and all held gradients."""
+        self._running = False
+        self._model.reset_iter_state()
+        self.drop()
 
     def drop(self) -> None:
         """Drop all held gradients."""
@@ -59,20 +89,18 @@ class HeldGradients:
     def aside(self) -> Iterator[None]:
         """Let backwards find no held gradients, and hold none back, inside the context."""
         kept, anchors = [_take(parameter) for parameter in self._parameters], self._anchors
-        reduces = [(group.reduce_grads, group.all_reduce_grads) for group in self._groups]
+        syncs = self._syncs
         self.drop()
-        for group in self._groups:
-            group.reduce_grads = group.all_reduce_grads = True
+        self._set_sync(True)
         try:
             yield
         finally:
             for parameter, gradients in zip(self._parameters, kept, strict=True):
                 _put(parameter, gradients)
-            for group, (one, other) in zip(self._groups, reduces, strict=True):
-                group.reduce_grads, group.all_reduce_grads = one, other
+            self._set_sync(syncs)
             self._anchors = anchors
 
-    def check_end_of_backward(self) -> None:
+    def _end_backward(self) -> None:
         """Raise if FSDP has left gradients of this backward unsummed.
 
         FSDP loses count of a module that reentrant checkpointing recomputes twice in one backward.
@@ -80,8 +108,8 @@ class HeldGradients:
         Raises:
             RuntimeError: gradients were left, which the optimizer would miss.
         """
-        summing = all(group.reduce_grads for group in self._groups)
-        if summing and any(g is not None for p in self._parameters for g in _take(p)):
+        self._running = False
+        if self._syncs and any(g is not None for p in self._parameters for g in _take(p)):
             self.drop()
             raise RuntimeError(
                 "FSDP has left gradients of this backward unsummed, as it does when several "
@@ -91,8 +119,7 @@ class HeldGradients:
 
     def backward_broke_off(self) -> bool:
         """Return whether an earlier backward has raised, after which FSDP would finish no other."""
-        queued = self._root._state_ctx.post_backward_final_callback_queued
-        return queued and torch._C._current_graph_task_id() == -1
+        return self._running and torch._C._current_graph_task_id() == -1
 
 
 def _take(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -32,7 +32,7 @@ class ShardedModule(nn.Module):
 
     def places(self) -> dict[str, TensorLayout]:
         """Return each parameter's current layout by attribute name, FSDP's sharding included."""
-        return self.layouts | vars(self).get("dealt_layouts", {})
+        return self.layouts | vars(self).get("fsdp_layouts", {})
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -136,7 +136,7 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
     """
     seen: set[int] = set()
     for path, module in model.named_modules():
-        layouts = vars(module).get("dealt_layouts", {})
+        layouts = vars(module).get("fsdp_layouts", {})
         if isinstance(module, ShardedModule):
             layouts = module.places()
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.nn.stale_parameters import remember, replaced_by
@@ -76,18 +76,18 @@ def resize_token_embeddings(
     state: ParallelState = getattr(model, STATE_NAME)
     mesh = state.mesh
     mesh.control.barrier(_OP_NAME)
-    goes_on = None if optimizer is None else type(optimizer).__name__
-    asked = (new_num_tokens, pad_to_multiple_of, mean_resizing, goes_on)
-    everyone = mesh.control.all_gather_object(repr(asked))
-    if len(set(everyone)) > 1:
-        seen = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
-        raise DisagreementError(
-            f"{_OP_NAME}: the ranks ask for different (new_num_tokens, pad_to_multiple_of, "
-            f"mean_resizing, optimizer): {seen}"
-        )
+    asked = {
+        "new_num_tokens": new_num_tokens,
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "mean_resizing": mean_resizing,
+        "the class of optimizer": None if optimizer is None else type(optimizer).__name__,
+    }
+    require_equal(mesh.control, _OP_NAME, {name: repr(value) for name, value in asked.items()})
     embedding = model.get_submodule(state.table.embedding)
     head = model.get_submodule(state.table.head)
-    rows = mesh.control.run_on_all(_OP_NAME, lambda: _check(state, embedding, head, *asked[:2]))
+    rows = mesh.control.run_on_all(
+        _OP_NAME, lambda: _check(state, embedding, head, new_num_tokens, pad_to_multiple_of)
+    )
     if rows == embedding.num_embeddings:
         return embedding
 
@@ -95,7 +95,9 @@ def resize_token_embeddings(
     if optimizer is not None:
         carried = CarriedOptimizer(optimizer, _parameters(embedding, head), mesh, _OP_NAME)
         for name, layout in _layouts(embedding, head).items():
-            carried.deal(name, lambda old, layout=layout: _dealt(old, layout, None, ranges, mesh))
+            carried.reshard(
+                name, lambda old, layout=layout: _resharded(old, layout, None, ranges, mesh)
+            )
     with _in_step(mesh):  # in HuggingFace's order
         of_embedding = _resized(model, embedding, ranges, mean_resizing)
         of_head = _resized(model, head, ranges, mean_resizing)
@@ -142,7 +144,7 @@ def _check(
             raise ValueError(f"{_OP_NAME}: {name} must be an integer of at least 1, got {number!r}")
     if state.zero is not None and state.mesh.dp_size > 1:
         raise RuntimeError(
-            f"{_OP_NAME}: px.data_parallel has dealt the rows to the dp ranks; resize before it"
+            f"{_OP_NAME}: px.data_parallel has sharded the rows over the dp ranks; resize before it"
         )
     kinds = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
     for (path, kind), module in zip(kinds.items(), (embedding, head), strict=True):
@@ -219,7 +221,7 @@ def _resized(
 
     added = mesh.control.run_on_all(_OP_NAME, draw, patient=True)
     return {
-        name: _dealt(shard, layouts[name], added.pop(name), ranges, mesh)
+        name: _resharded(shard, layouts[name], added.pop(name), ranges, mesh)
         for name, shard in shards.items()
     }
 
@@ -256,7 +258,7 @@ def _added(
     return {name: parameter.data[old_rows:] for name, parameter in plain.named_parameters()}
 
 
-def _dealt(
+def _resharded(
     shard: torch.Tensor,
     layout: TensorLayout,
     added: torch.Tensor | None,
@@ -363,16 +365,11 @@ class CarriedOptimizer:
         self._optimizer, self._parameters = optimizer, parameters
         self._shards: dict[str, dict[str, torch.Tensor]] = {}
         held, own = mesh.control.run_on_all(op_name, lambda: self._look(op_name))
-        self._entries: dict[str, dict[str, _Entry]] = {}
-        everyone = mesh.control.all_gather_object((held, own), _Entry)
-        first = everyone[0][0]
-        for rank, (holds, found) in enumerate(everyone):
-            known = {name: self._entries.setdefault(name, found[name]) for name in found}
-            if holds != first or found != known:
-                raise DisagreementError(
-                    f"{op_name}: the optimizers differ: that of rank 0 holds {first}, that of rank "
-                    f"{rank} {holds}; its states are {found}, those of lower ranks {known}"
-                )
+        require_equal(mesh.control, op_name, dict.fromkeys(held, "in the optimizer"))
+        noun = "the optimizer's state of "
+        self._entries: dict[str, dict[str, _Entry]] = require_equal(
+            mesh.control, op_name, own, _Entry, partial=True, noun=noun
+        )
 
     def _look(self, op_name: str) -> tuple[list[str], dict[str, dict[str, _Entry]]]:
         """Return the names that the optimizer holds, and the states of those with elements here.
@@ -401,12 +398,12 @@ class CarriedOptimizer:
                     )
         return held, found
 
-    def deal(self, name: str, dealt: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def reshard(self, name: str, resharded: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move the states of a parameter to the ranks that will have its rows.
 
         Args:
             name: of the parameter.
-            dealt: makes the new shard of the old one; called on all ranks.
+            resharded: makes the new shard of the old one; called on all ranks.
         """
         parameter = self._parameters[name]
         states = self._optimizer.state.get(parameter, {})
@@ -415,7 +412,7 @@ class CarriedOptimizer:
                 old = states.get(key)
                 if old is None:
                     old = torch.empty_like(parameter, dtype=entry.dtype)
-                self._shards.setdefault(name, {})[key] = dealt(old)
+                self._shards.setdefault(name, {})[key] = resharded(old)
 
     def give(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let the optimizer hold other parameters by the same names, with the moved states."""

@@ -49,7 +49,7 @@ class ParallelState(nn.Module):
         adapted: whether LoRA was added; its modules then join the agreement.
         zero: the stage that ``data_parallel`` was given; None before.
         reduced_by_caller: whether ``no_data_parallel`` was called.
-        dealt: names of the parameters that it has sharded over dp ranks.
+        fsdp_sharded: names of the parameters that it has sharded over dp ranks.
         held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
         turn_over_dp: which parameter the dp ranks compare next.
@@ -78,7 +78,7 @@ class ParallelState(nn.Module):
         self.adapted = False
         self.zero: int | None = None
         self.reduced_by_caller = False
-        self.dealt: frozenset[str] = frozenset()
+        self.fsdp_sharded: frozenset[str] = frozenset()
         self.held: HeldGradients | None = None
         self.generates = False
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
@@ -110,7 +110,7 @@ class ParallelState(nn.Module):
         mesh = self.mesh
         tp = mesh.tp_rank, mesh.tp_size
         ep = (mesh.ep_rank, mesh.ep_size) if self.routings else (0, 1)
-        dp = (mesh.dp_rank, mesh.dp_size) if self.dealt else (0, 1)
+        dp = (mesh.dp_rank, mesh.dp_size) if self.fsdp_sharded else (0, 1)
         return torch.tensor([*tp, *ep, *dp]).as_subclass(Marker)
 
     def check_marker(self, marker: torch.Tensor, what: str) -> None:
@@ -159,7 +159,7 @@ def check_state_dict(
         state.check_marker(marker, "state_dict")
     full = [
         name
-        for name in sorted(state.dealt)
+        for name in sorted(state.fsdp_sharded)
         if isinstance(value := state_dict.get(prefix + name), torch.Tensor)
         and not (isinstance(value, LocalShard) or hasattr(value, "device_mesh"))
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers
 from torch import nn
 
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, TABLES, learn
 from parallel_ext.models.blocks import MixtureNames
@@ -68,7 +68,7 @@ def check_plain(model: nn.Module, table: ModelTable) -> None:
         if type(module) not in (nn.Linear, nn.Embedding):
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
-                "can be cut, whose forward is known"
+                "can be sharded, whose forward is known"
             )
         _check_bare(path, module)
         if isinstance(module, nn.Embedding):
@@ -219,15 +219,9 @@ def check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tupl
     own = {"options": repr(options), "tied": repr(sorted(layout.tied.items()))}
     for name, parameter in model.named_parameters():
         digest = "meta" if parameter.is_meta else content_digest(parameter)
-        own[name] = f"{layout[name].shape} {parameter.dtype} {parameter.requires_grad} {digest}"
-    everyone = mesh.control.all_gather_object(own)
-    for rank, other in enumerate(everyone):
-        differing = [n for n in {**everyone[0], **other} if other.get(n) != everyone[0].get(n)]
-        if differing:
-            name = differing[0]
-            raise DisagreementError(
-                f"parallelize: rank 0 and rank {rank} hold different models: {name} is "
-                f"{everyone[0].get(name)} on rank 0 and {other.get(name)} on rank {rank} (shape, "
-                f"dtype, requires_grad, digest); {len(differing)} differ in all. Load the same "
-                "weights, or seed equally, on every rank"
-            )
+        own[name] = (
+            f"of shape {layout[name].shape}, {parameter.dtype}, "
+            f"requires_grad={parameter.requires_grad}, digest {digest}"
+        )
+    advice = "load the same weights, or seed equally, on every rank"
+    require_equal(mesh.control, "parallelize", own, advice=advice)

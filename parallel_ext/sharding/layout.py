@@ -150,7 +150,7 @@ class TensorLayout:
         pieces = ", ".join(f"[{start}, {stop})" for start, stop in self.ranges(rank))
         return f"dimension {self.dim} {pieces or 'nothing'} of {self.shape}"
 
-    def cut_rows_again(self, groups: Sequence[Sequence[int]]) -> TensorLayout:
+    def shard_rows_further(self, groups: Sequence[Sequence[int]]) -> TensorLayout:
         """Return the layout in which the ranks that hold a shard replicated share out its rows.
 
         They do so as ``torch.chunk``, and FSDP by it: rows are indices of the shard's dimension 0,
@@ -160,7 +160,7 @@ class TensorLayout:
             groups: ranks of the job that share out one shard, in order; every rank once.
         """
         nameless = replace(self, name="")  # so that equal layouts of layers are computed once
-        held = _cut_again(nameless, tuple(map(tuple, groups)))
+        held = _shard_further(nameless, tuple(map(tuple, groups)))
         return TensorLayout(self.name, self.shape, self.dim or 0, held)
 
     def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
@@ -179,18 +179,18 @@ class TensorLayout:
 
 
 @lru_cache(maxsize=64)
-def _cut_again(
+def _shard_further(
     layout: TensorLayout, groups: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Box, ...], ...]:
-    """Return the boxes that each rank holds after :meth:`TensorLayout.cut_rows_again`."""
-    cut: dict[int, tuple[Box, ...]] = {}
+    """Return the boxes that each rank holds after :meth:`TensorLayout.shard_rows_further`."""
+    held: dict[int, tuple[Box, ...]] = {}
     for ranks in groups:
         rows = layout.local_shape(ranks[0])[0]
         at_once = -(-rows // len(ranks))
         for number, rank in enumerate(ranks):
             start, stop = (min(n * at_once, rows) for n in (number, number + 1))
-            cut[rank] = layout._rows_of(rank, start, stop)
-    return tuple(cut[rank] for rank in sorted(cut))
+            held[rank] = layout._rows_of(rank, start, stop)
+    return tuple(held[rank] for rank in sorted(held))
 
 
 def cut_ranges(

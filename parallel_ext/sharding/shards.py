@@ -60,8 +60,8 @@ class _InStateDict(torch.Tensor):
             return None
         tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 0]
         first = tensors[0]
-        alike = all(isinstance(t, cls) and vars(t) == vars(first) for t in tensors)
-        return vars(first) if alike else None
+        equal = all(isinstance(t, cls) and vars(t) == vars(first) for t in tensors)
+        return vars(first) if equal else None
 
     def plain(self) -> torch.Tensor:
         """Return this tensor as an ordinary one, of the same memory."""

@@ -48,7 +48,7 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
     return torch.cat(pieces, layout.dim).contiguous()
 
 
-def is_cut_along(layout: TensorLayout, dim: int) -> bool:
+def is_sharded_along(layout: TensorLayout, dim: int) -> bool:
     """Return whether some rank holds only a part of dimension ``dim``."""
     return any(box[dim] != (0, layout.shape[dim]) for boxes in layout.held for box in boxes)
 

@@ -15,7 +15,7 @@ from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import Box, TensorLayout
 from parallel_ext.sharding.shards import shard_views
-from parallel_ext.sharding.slices import is_cut_along, local_part, reduced, take
+from parallel_ext.sharding.slices import is_sharded_along, local_part, reduced, take
 
 _ROWS, _COLUMNS = -2, -1  # dimensions of a matrix, or of the matrices of a stack
 
@@ -194,8 +194,8 @@ class _Tensor:
         if self._gradient is None and not holds:
             self._gradient = torch.zeros_like(self._shard)
         self._factored = len(layout.shape) > 1
-        self._rows_cut = self._factored and is_cut_along(layout, _ROWS)
-        self._columns_cut = self._factored and is_cut_along(layout, _COLUMNS)
+        self._rows_sharded = self._factored and is_sharded_along(layout, _ROWS)
+        self._columns_sharded = self._factored and is_sharded_along(layout, _COLUMNS)
 
     def parts(self) -> list[torch.Tensor]:
         """Return this rank's addends of the sums over all ranks; their shapes are equal on all."""
@@ -203,11 +203,11 @@ class _Tensor:
         numbers = torch.tensor(votes, dtype=self._wide).to(self._shard.device)
         numbers[2] = self._size(self._shard)
         parts = [numbers]
-        if self._rows_cut:
+        if self._rows_sharded:
             parts.append(self._at_places(self._gradient, self._layout, _ROWS, self._squares))
             by_rows = reduced(self._layout, _COLUMNS)
             parts.append(self._at_places(self._row_factor, by_rows, _ROWS, self._plain))
-        if self._columns_cut:
+        if self._columns_sharded:
             parts.append(self._at_places(self._gradient, self._layout, _COLUMNS, self._squares))
         return parts
 
@@ -247,12 +247,12 @@ class _Tensor:
             return
         num_rows, num_columns = layout.shape[-2:]
         sums, own = iter(self._sums), {}
-        if self._rows_cut:
+        if self._rows_sharded:
             own[_ROWS], before = next(sums), next(sums)
             total = own[_ROWS].sum(_COLUMNS, keepdim=True) / num_columns
             mean = before.lerp(total, weight) / num_rows
             self._row_mean = take(mean, reduced(by_rows, _ROWS), self._rank)
-        if self._columns_cut:
+        if self._columns_sharded:
             own[_COLUMNS] = next(sums)
         for key, at, dim, size in (
             ("row_var", by_rows, _COLUMNS, num_columns),
@@ -262,7 +262,7 @@ class _Tensor:
                 take(own[dim], at, self._rank) if dim in own else self._squares(self._gradient, dim)
             )
             state[key].lerp_((squares / size).to(state[key].dtype), weight)
-        if not self._rows_cut:
+        if not self._rows_sharded:
             self._row_mean = state["row_var"].mean(_ROWS, keepdim=True)
 
     def size_of_update(self) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Data parallelism with sharded gradients and parameters: FSDP2, told what a parallel model is."""
+"""Data parallelism with sharded gradients and parameters: FSDP2 over a parallel model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
@@ -146,9 +146,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         if isinstance(module, ExpertParallelExperts)
         for parameter in module.parameters(recurse=False)
     }
-    cut_over = _cut_over(model, mesh)
+    copy_sizes = _copy_sizes(model, mesh)
     averaged: dict[Group, list[tuple[str, nn.Parameter]]] = {}
-    outside, dealt_elsewhere = set(), set()
+    outside, sharded_elsewhere = set(), set()
     for name, (parameter, _) in before.items():
         # A frozen adapter may be trained later; other experts than ours are not there to average.
         adapts = state.adapted and (parameter.requires_grad or _is_factor(name))
@@ -156,10 +156,10 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         if parameter.numel() == 0:  # which FSDP cannot flatten
             outside.add(parameter)
             if not averages:
-                dealt_elsewhere.add(name)
+                sharded_elsewhere.add(name)
         elif averages:
             outside.add(parameter)
-            group = mesh.dp if cut_over[id(parameter)] == mesh.tp_size else mesh.edp
+            group = mesh.dp if copy_sizes[id(parameter)] == mesh.tp_size else mesh.edp
             averaged.setdefault(group, []).append((name, parameter))
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
     options = {
@@ -177,7 +177,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
     _name_lost_ranks(model, mesh)
-    _record(model, state, before, cut_over, dealt_elsewhere)
+    _record(model, state, before, copy_sizes, sharded_elsewhere)
     state.held = HeldGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
@@ -191,7 +191,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             state.partials.average(parameters, group)
 
 
-def _cut_over(model: nn.Module, mesh: Mesh) -> dict[int, int]:
+def _copy_sizes(model: nn.Module, mesh: Mesh) -> dict[int, int]:
     """Map the id of each parameter to how many consecutive ranks hold one copy of it."""
     return {
         id(parameter): module.group.size if isinstance(module, ShardedModule) else mesh.tp_size
@@ -235,8 +235,7 @@ class _BeforeForward:
 
     def __call__(self, model: nn.Module, args: object) -> None:
         if self._state.held.backward_broke_off():
-            model.reset_iter_state()
-            self._state.held.drop()
+            self._state.held.reset()
 
 
 class _AfterForward:
@@ -247,28 +246,33 @@ class _AfterForward:
     """
 
     def __init__(self, state: ParallelState) -> None:
-        self._state, self._told = state, False
+        self._state, self._remembered = state, False
 
     def __call__(self, model: nn.Module, args: object, output: object) -> None:
-        if not self._told:
-            self._told = True
+        if not self._remembered:
+            self._remembered = True
             reason = "was built between forward and backward, and holds what FSDP had gathered"
             for name, parameter in model.named_parameters():
-                if name in self._state.dealt and not hasattr(parameter, "to_local"):
+                if name in self._state.fsdp_sharded and not hasattr(parameter, "to_local"):
                     remember(parameter, name, reason)
         if not torch.is_grad_enabled() and not self._state.generates:
             to_shards(model)
-        for tensor in output if isinstance(output, tuple) else output.values():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
-        self._state.held.drop_if_forgotten()
         self._state.partials.open()
-        # after FSDP's own callback, which it has queued by now
-        torch.autograd.Variable._execution_engine.queue_callback(
-            self._state.held.check_end_of_backward
-        )
+        self._state.held.begin_backward()
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a model's output, such as those of ``hidden_states``."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (tuple, list, Mapping)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
 
 
 class RunsOnAny:
@@ -328,25 +332,25 @@ def _record(
     model: nn.Module,
     state: ParallelState,
     before: dict[str, tuple[nn.Parameter, TensorLayout]],
-    cut_over: dict[int, int],
-    dealt_elsewhere: set[str],
+    copy_sizes: dict[int, int],
+    sharded_elsewhere: set[str],
 ) -> None:
     """Record what each rank holds now; the record is equal on all ranks."""
     mesh, layout = state.mesh, state.layout
     tensors = dict(layout.tensors)
-    after, dealt_names = dict(model.named_parameters()), set()
+    after, sharded_names = dict(model.named_parameters()), set()
     for name, (old, whole) in before.items():
-        if after[name] is old and name not in dealt_elsewhere:
+        if after[name] is old and name not in sharded_elsewhere:
             continue
-        dealt = whole.cut_rows_again(mesh.columns(cut_over[id(old)]))
+        further = whole.shard_rows_further(mesh.columns(copy_sizes[id(old)]))
         path, _, attribute = name.rpartition(".")
-        # Of the module: what the parameter itself carries is lost by ``model.to``.
-        vars(model.get_submodule(path)).setdefault("dealt_layouts", {})[attribute] = dealt
-        logical = layout.tied.get(dealt.name, dealt.name)
+        # Kept by the module, since ``model.to`` loses what the parameter itself carries.
+        vars(model.get_submodule(path)).setdefault("fsdp_layouts", {})[attribute] = further
+        logical = layout.tied.get(further.name, further.name)
         if logical in tensors:
-            tensors[logical] = dealt
+            tensors[logical] = further
         if after[name] is not old:
             remember(old, name, replaced_by("px.data_parallel"))
-            dealt_names.add(name)
-    state.dealt = frozenset(dealt_names)
+            sharded_names.add(name)
+    state.fsdp_sharded = frozenset(sharded_names)
     state.layout = replace(layout, tensors=tensors)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallel_ext import ops
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.sharding.slices import local_part
 
@@ -19,9 +19,9 @@ class GradScaler(torch.amp.GradScaler):
     the others step. torch's own does the same once a model is parallel; this one says which mesh.
 
     Every rank makes it and calls ``scale``, ``unscale_``, ``step`` and ``update``, which do what
-    they do in torch; ``px.clip_grad_norm_`` belongs after ``unscale_``. Three numbers travel for
-    each optimizer and step, in one all-gather over tp and one over dp. This
-    holds with ``data_parallel`` or without it.
+    they do in torch; ``px.clip_grad_norm_`` belongs after ``unscale_``. For each
+    optimizer and step the ranks compare their scales and all-gather one number, over tp and over
+    dp; with ``data_parallel`` or without it.
 
     Args:
         mesh: the ranks of the model, and their device.
@@ -104,13 +104,8 @@ def unscale_on_all_ranks(
     for gradients in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
     mesh.control.barrier("GradScaler.unscale_")
-    own = torch.stack([found_inf, scaler._scale, -scaler._scale])
+    advice = "make the scaler equal on all ranks, and load the same state"
+    require_equal(mesh.control, "GradScaler", {"the scale": scaler.get_scale()}, advice=advice)
     for group in (mesh.tp, mesh.dp):
-        own = ops.gather_from_region(own, [3] * group.size, group).view(-1, 3).amax(0)
-    anywhere, largest, smallest = own[0], own[1], -own[2]
-    if largest != smallest:
-        raise DisagreementError(
-            f"GradScaler: the ranks' scales differ, from {smallest.item():g} to "
-            f"{largest.item():g}; make it alike on all ranks, and load the same state"
-        )
-    return {found_inf.device: anywhere}
+        found_inf = ops.gather_from_region(found_inf.view(1), [1] * group.size, group).amax(0)
+    return {found_inf.device: found_inf}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.distributed.errors import DisagreementError
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.sharded_module import named_shards, to_shards
-from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.slices import local_part
 
@@ -38,20 +38,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ...     model(**first_half).loss.backward()
         >>> model(**second_half).loss.backward()  # doctest: +SKIP
     """
-    state, own = state_of(model), model_of(model)
-    with nullcontext() if state.partials is None else state.partials.no_sync():
-        if state.held is None:
-            yield
-            return
-        own.set_requires_gradient_sync(False)
-        try:
-            yield
-            state.held.anchor()
-        except BaseException:
-            state.held.drop()
-            raise
-        finally:
-            own.set_requires_gradient_sync(True)
+    state = state_of(model)
+    with ExitStack() as stack:
+        for waiting in (state.partials, state.held):
+            if waiting is not None:
+                stack.enter_context(waiting.no_sync())
+        yield
 
 
 def clip_grad_norm_(
@@ -131,27 +123,24 @@ def total_norm(
     def joined(powers: torch.Tensor) -> torch.Tensor:
         return powers.amax(0) if infinite else powers.sum(0)
 
+    def of_all(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return joined(torch.stack([zero, *map(power_of, tensors)]))
+
     powers, everything = [], list(beside)
     for mesh, held in tensors.items():
         mesh.control.barrier(op_name)
         everything += [tensor for tensor, _ in held]
+        if beside and not powers:
+            powers.append(of_all(beside, mesh.device))
+            name = "the norm of the gradients that belong to no parallel model"
+            value, advice = powers[0].item(), "average these gradients first"
+            require_equal(mesh.control, op_name, {name: value}, advice=advice)
         own = [t for t, layout in held if t.numel() > 0 and layout.owned(mesh.rank)]
-        zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        of_rank = torch.stack(
-            [joined(torch.stack([zero, *map(power_of, of)])) for of in (own, beside)]
-        )
+        power = of_all(own, mesh.device)
         for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
-            ranks = ops.gather_from_region(of_rank, [2] * group.size, group).view(-1, 2)
-            bits = ranks[:, 1].contiguous().view(torch.int64)  # NaN equals itself
-            if beside and (bits != bits[0]).any():
-                raise DisagreementError(
-                    f"{op_name}: the gradients of parameters that belong to no parallel model "
-                    "differ between the ranks, so that each would clip by another norm; "
-                    "average them first"
-                )
-            of_rank = torch.stack([joined(ranks[:, 0]), ranks[0, 1]])
-        powers.append(joined(of_rank))
-        beside = []
+            power = joined(ops.gather_from_region(power.view(1), [1] * group.size, group))
+        powers.append(power)
     norm = joined(torch.stack(powers))
     norm = norm if infinite else norm ** (1.0 / norm_type)
     wide = any(tensor.dtype == torch.float64 for tensor in everything)

@@ -11,7 +11,7 @@ from torch import nn
 from parallel_ext.parallel.state import state_of
 
 # Plain flags: an Event takes a lock to be set, and a second signal comes while the first has it.
-_told = False  # that this process was sent a SIGTERM
+_requested = False  # that this process was sent a SIGTERM
 _listening = False
 
 
@@ -20,18 +20,18 @@ def _listen() -> None:
     global _listening
     before, listener = signal.getsignal(signal.SIGTERM), os.getpid()
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def remember(number: int, frame: FrameType | None) -> None:
         if os.getpid() != listener:  # a forked process, such as one that loads data, is to end
             signal.signal(number, before or signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        global _told
-        _told = True
+        global _requested
+        _requested = True
         if callable(before):
             before(number, frame)
 
     try:
-        signal.signal(signal.SIGTERM, tell)
+        signal.signal(signal.SIGTERM, remember)
     except ValueError:
         raise RuntimeError(
             "stop_requested: only the main thread of a process can listen to signals; call it there"
@@ -65,7 +65,7 @@ def stop_requested(model: nn.Module) -> bool:
     if not _listening:
         _listen()
     mesh = state_of(model).mesh
-    return b"1" in mesh.control.all_gather_bytes(b"1" if _told else b"0", "stop_requested")
+    return b"1" in mesh.control.all_gather_bytes(b"1" if _requested else b"0", "stop_requested")
 
 
 preempted = stop_requested  # its name before

@@ -39,18 +39,18 @@ class Sides:
     dp: int = 1
     tp: int = 1
     ep: int = 1
-    dealt: bool = False
+    sharded: bool = False
     multiple_of: int = 1
 
     @property
     def world(self) -> int:
         return self.dp * self.tp
 
-    def dealt_again(self, layout: TensorLayout, inner: int) -> TensorLayout:
-        if not self.dealt or self.world == inner:
+    def sharded_further(self, layout: TensorLayout, inner: int) -> TensorLayout:
+        if not self.sharded or self.world == inner:
             return layout
         columns = [list(range(first, self.world, inner)) for first in range(inner)]
-        return layout.cut_rows_again(columns)
+        return layout.shard_rows_further(columns)
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
         for w, rows in enumerate(halves)
     )
     tensors = {
-        layout.name: layout if not layout.shape else sides.dealt_again(layout, tp)
+        layout.name: layout if not layout.shape else sides.sharded_further(layout, tp)
         for layout in dense
     }
-    tensors["experts"] = sides.dealt_again(experts, sides.ep)
+    tensors["experts"] = sides.sharded_further(experts, sides.ep)
     _, factor = factor_layouts(experts, "lora_A", "lora_B", 2)  # whole on all dp ranks
     tensors["lora_B"] = factor
     renamed = (Part("lora_B.weight", "lora_B", factor.whole, index=False),)

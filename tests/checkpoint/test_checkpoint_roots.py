@@ -203,7 +203,7 @@ def _keep_by_rank(root: Path) -> None:
 def test_ranks_that_keep_different_steps_are_refused(tmp_path: Path) -> None:
     for raised in pool(2).run_raising(_keep_by_rank, tmp_path):
         assert "DisagreementError" in raised.classes
-        assert "keep_last must be the same on all ranks" in raised.text
+        assert "keep_last must be equal on all ranks, but is " in raised.text
 
 
 def _steps(root: Path) -> list[int]:

@@ -374,7 +374,7 @@ REFUSED = {
     "twice": "step-00000001 is there already",
     "step": "step must be a whole number from 0 to 2**63 - 1, got -1",
     "scheduler": "the state of _Counting['milestones'][30] is a type, ",
-    "data": "data_state must be the same on all ranks, but rank 1 was given another",
+    "data": "data_state must be equal on all ranks, but is ",
     "infinite": "['data_state']['loss'][1] is inf, which is no number in JSON",
     "foreign": "a parameter of shape (2, 2) in group 0 does not belong to the model",
     "unknown": "Rprop: only the state of torch's Adam, AdamW, SGD and Adafactor is known",

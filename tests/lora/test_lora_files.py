@@ -264,12 +264,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another rank": (
         lambda d: _configure(d, r=6),
-        f"{DOWN_A} has the shape (5, 97), but that of the model, cut over tp=2, has the whole "
+        f"{DOWN_A} has the shape (5, 97), but that of the model, sharded over tp=2, has the whole "
         "shape (6, 97)",
     ),
     "A of a shard": (
         lambda d: _edit(d, lambda t: t.update({DOWN_A: t[DOWN_A][:, :49]})),
-        f"{DOWN_A} has the shape (5, 49), but that of the model, cut over tp=2, has the whole "
+        f"{DOWN_A} has the shape (5, 49), but that of the model, sharded over tp=2, has the whole "
         "shape (5, 97)",
     ),
     "another target": (
@@ -322,7 +322,7 @@ def _load_with(directory: Path, options: dict[str, Any]) -> None:
 def test_mismatched_sizes_are_never_ignored(saved: Path) -> None:
     for raised in pool(2).run_raising(_load_with, saved, {"ignore_mismatched_sizes": True}):
         assert isinstance(raised, Raised), raised
-        assert "would ignore every factor that is cut" in raised.text
+        assert "would ignore every factor that is sharded" in raised.text
 
 
 def _combine(kind: str) -> torch.Tensor:

@@ -131,7 +131,7 @@ def _different_configs(name: str) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_configurations_that_differ_are_refused(name: str) -> None:
-    text = f"adding adapter 'default': {name} is "
+    text = f"adding adapter 'default': {name} must be equal on all ranks, but is "
     _all_raise(_different_configs, name, error="DisagreementError", text=text)
 
 
@@ -197,7 +197,7 @@ def _two_seeds(directory: Path) -> None:
 
 def test_files_that_differ_are_refused(tmp_path: Path) -> None:
     pool(2).run(_two_seeds, tmp_path)
-    text = "ranks 0 and 1 read different tensors"
+    text = "; give all ranks the same files"
     _all_raise(_different_files, tmp_path, error="DisagreementError", text=text)
 
 
@@ -209,7 +209,7 @@ def _selected() -> None:
 
 
 def test_a_save_of_different_adapters_is_refused() -> None:
-    text = "the ranks want to save different tensors"
+    text = "must be equal on all ranks, but is to be saved on rank 0 and absent on rank 1"
     _all_raise(_selected, error="DisagreementError", text=text)
 
 

@@ -1,4 +1,4 @@
-"""Experts dealt to ranks: their products, and the whole layer against HuggingFace's."""
+"""Experts sharded over ranks: their products, and the whole layer against HuggingFace's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts dealt to ranks: tokens go there, and what they made of them comes back."""
+"""Experts sharded over ranks: tokens go there, and what they made of them comes back."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def _parallelize(case: str) -> None:
         },
         "own loss": ["loss_function was replaced on this instance"],
         "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
-        "other weights": ["rank 0 and rank 1 hold different models"],
+        "other weights": ["must be equal on all ranks, but is of shape", "load the same weights"],
         "frozen on one rank": ["lm_head.weight", "True", "False"],
         "other options": ["options"],
         "misfit on one rank": ["model.layers.0.mlp.down_proj"],
@@ -320,7 +320,7 @@ def _other_meshes() -> None:
 
 
 def test_ranks_that_ask_for_different_meshes_are_told() -> None:
-    words = ("rank 0: tp=1", "rank 1: tp=2")
+    words = ("must be equal on all ranks, but is", "on rank 0 and", "more differ")
     _everywhere(pool(2).run_raising(_other_meshes), *words, kind="DisagreementError")
 
 

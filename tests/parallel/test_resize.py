@@ -236,16 +236,22 @@ def _id_that_is_gone(model: Any) -> None:
 
 
 REFUSED = {
-    _other_sizes: ("DisagreementError", "rank 0: (120, None, True, None); rank 1: (121, "),
+    _other_sizes: (
+        "DisagreementError",
+        "new_num_tokens must be equal on all ranks, but is 120 on rank 0 and 121 on",
+    ),
     _factored_states: ("RuntimeError", "holds col_var of model.embed_tokens.weight in the shape"),
-    _optimizer_on_one_rank: ("DisagreementError", "True, 'SGD'); rank 1: (120, None, True, No"),
-    _other_states: ("DisagreementError", "the optimizers differ"),
+    _optimizer_on_one_rank: ("DisagreementError", "but is 'SGD' on rank 0 and None on rank 1"),
+    _other_states: (
+        "DisagreementError",
+        "the optimizer's state of lm_head.weight must be equal on all ranks, but is",
+    ),
     _no_integer: ("ValueError", "new_num_tokens must be an integer of at least 1, got 0"),
     _no_multiple: ("ValueError", "pad_to_multiple_of must be an integer of at least 1, got -8"),
     _gradient_on_one_rank: ("RuntimeError", "lm_head.weight has a gradient, which would be lost"),
     _untied: ("RuntimeError", "embedding and head were tied when the model was made parallel"),
     _adapter_on_the_head: ("RuntimeError", "lm_head is a LoraVocabHead; resize before an adapter"),
-    _data_parallel: ("RuntimeError", "px.data_parallel has dealt the rows to the dp ranks"),
+    _data_parallel: ("RuntimeError", "px.data_parallel has sharded the rows over the dp ranks"),
     _id_that_is_gone: ("IndexError", "id 67 at position 0 is outside the vocabulary [0, 67)"),
     _old_optimizer: ("RuntimeError", "was built before resize_token_embeddings and still holds"),
 }

@@ -213,7 +213,7 @@ def test_ownership_notices_replicas_that_are_counted_twice():
 def test_dealing_the_rows_again_keeps_every_element_once_and_chunks_like_torch(drawn, dp_size):
     layout, tp_size = drawn
     columns = [[row * tp_size + rank for row in range(dp_size)] for rank in range(tp_size)]
-    again = layout.cut_rows_again(columns)
+    again = layout.shard_rows_further(columns)
     assert again.period == tp_size * dp_size
     assert (_times_covered(again, again.period, again.owned) == 1).all()
     logical = torch.arange(layout.numel).view(layout.shape)
@@ -232,7 +232,7 @@ def test_parts_lie_where_the_whole_does(drawn, dp_size, index, data):
     layout, tp_size = drawn
     if data.draw(st.booleans()):
         columns = [[row * tp_size + rank for row in range(dp_size)] for rank in range(tp_size)]
-        layout = layout.cut_rows_again(columns)
+        layout = layout.shard_rows_further(columns)
     box = []
     for number, size in enumerate(layout.shape):
         start = data.draw(st.integers(0, size - 1))

@@ -130,7 +130,10 @@ def _in_fp16() -> None:
 
 def test_scales_that_differ_and_gradients_in_fp16_are_refused_on_all_ranks() -> None:
     for function, text in (
-        (_scaled_otherwise, "the ranks' scales differ, from 256 to 512"),
+        (
+            _scaled_otherwise,
+            "the scale must be equal on all ranks, but is 256.0 on rank 0 and 512.0 on rank 1",
+        ),
         (_in_fp16, "gradients in fp16 cannot be unscaled without loss"),
     ):
         for raised in pool(2).run_raising(function):

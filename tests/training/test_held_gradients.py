@@ -32,11 +32,13 @@ def _dropped(how: str, zero: int) -> tuple[float, str]:
     reference, mesh = TINY.model(), LAYOUT.mesh()
     model = px.data_parallel(parallel(reference, mesh), mesh, zero)
     (_, lost), (whole, kept) = (batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4))
-    if how == "a backward that raises":
+    if "that raises" in how:
         layer = model.model.layers[0]
         hook = layer.register_forward_hook(lambda module, args, output: _Raises.apply(output))
+        output = model(**lost[mesh.dp_rank], output_hidden_states="hidden" in how)
+        loss = output.hidden_states[-1].sum() if "hidden" in how else output.loss
         with pytest.raises(KeyError):
-            model(**lost[mesh.dp_rank]).loss.backward()
+            loss.backward()
         hook.remove()
     elif how == "an exception in no_sync":
         with suppress(KeyError), px.no_sync(model):
@@ -64,6 +66,7 @@ def _dropped(how: str, zero: int) -> tuple[float, str]:
         "zero_grad after the next forward",
         "an exception in no_sync",
         "a backward that raises",
+        "a backward from hidden states that raises",
     ],
 )
 def test_what_was_dropped_is_in_no_later_gradient(how: str, zero: int) -> None:

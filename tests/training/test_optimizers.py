@@ -150,7 +150,7 @@ def test_adafactor_trains_an_adapter_as_the_single_process() -> None:
 
 
 def _means_of_shards() -> float:
-    with mock.patch.object(adafactor, "is_cut_along", return_value=False):
+    with mock.patch.object(adafactor, "is_sharded_along", return_value=False):
         return _three_steps("fused rows", _adafactor)[0]
 
 

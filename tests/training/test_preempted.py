@@ -28,7 +28,7 @@ def _told(rank_told: int) -> list[bool]:
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         with (
-            mock.patch.object(preemption, "_told", False),
+            mock.patch.object(preemption, "_requested", False),
             mock.patch.object(preemption, "_listening", False),
         ):
             answers = [px.stop_requested(model)]
@@ -59,7 +59,7 @@ def _told_again_and_again() -> list[bool]:
 
     try:
         with (
-            mock.patch.object(preemption, "_told", False),
+            mock.patch.object(preemption, "_requested", False),
             mock.patch.object(preemption, "_listening", False),
         ):
             answers = [px.stop_requested(model)]
@@ -82,7 +82,7 @@ def _fork_and_end() -> int:
     before = signal.getsignal(signal.SIGTERM)
     try:
         with (
-            mock.patch.object(preemption, "_told", False),
+            mock.patch.object(preemption, "_requested", False),
             mock.patch.object(preemption, "_listening", False),
         ):
             px.stop_requested(model)

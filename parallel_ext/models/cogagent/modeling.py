@@ -318,7 +318,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         length = inputs_tensor.shape[1] if mask is None else mask.shape[1]
         if past and (types is None or types.shape[1] <= past or types.shape[1] != length):
             raise ValueError(
-                f"CogAgent: generate() goes on from a cache of {past} tokens; give input_ids, "
+                f"CogAgent: generate() continues from a cache of {past} tokens; give input_ids, "
                 "token_type_ids and attention_mask of the whole sequence, cached tokens included"
             )
         if types is None:
