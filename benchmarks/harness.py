@@ -26,7 +26,7 @@ import parallel_ext as px
 
 T = TypeVar("T")
 
-README = Path(__file__).with_name("README.md")
+PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 _BLOCK_BYTES = "1000000000"  # no block of a benchmark is larger
 MALLOC_MODES: dict[str, dict[str, str]] = {
@@ -62,9 +62,9 @@ def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser
     options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default=of_malloc)
     options.add_argument("--repetitions", type=int, default=size(repetitions, 1))
     options.add_argument("--smallest", action="store_true", help="once, tiny: does it run?")
-    options.set_defaults(update_readme=False)
+    options.set_defaults(update_docs=False)
     if not SMALLEST:  # whose times say nothing
-        options.add_argument("--update-readme", action="store_true", help="tables into README")
+        options.add_argument("--update-docs", action="store_true", help="tables into docs")
     return options
 
 
@@ -328,11 +328,16 @@ def verdict(met: bool) -> str:
 
 
 def publish(section: str, text: str, options: argparse.Namespace) -> None:
-    """Print ``text``; if so asked, put it between the markers of ``section`` in README.md too."""
+    """Print ``text``; if asked, put it between the markers of ``section`` in its page as well.
+
+    The pages are those of ``docs/benchmarks``. The short tables of README.md are written by hand.
+    """
     print(text)
-    if not options.update_readme:
+    if not options.update_docs:
         return
     begin, end = f"<!-- {section}: begin -->\n", f"<!-- {section}: end -->\n"
-    before, rest = README.read_text().split(begin)
+    (page,) = (path for path in PAGES.glob("*.md") if begin in path.read_text())
+    before, rest = page.read_text().split(begin)
     _, after = rest.split(end)
-    README.write_text(f"{before}{begin}{text}\n{end}{after}")
+    page.write_text(f"{before}{begin}{text}\n{end}{after}")
+    print(f"{page} is written; benchmarks/README.md shows some of its ratios", file=sys.stderr)
