@@ -149,12 +149,12 @@ def asynchronous(options: Any) -> str:
     return f"{about}\n\n{harness.markdown_table(header, rows)}"
 
 
-def mixtral_layout(dealt: bool, world_size: int, tp: int = 8, ep: int = 8) -> ModelLayout:
-    """Mixtral-8x7B on that many ranks; ``dealt`` over the dp ranks, as ZeRO does, or not."""
+def mixtral_layout(sharded: bool, world_size: int, tp: int = 8, ep: int = 8) -> ModelLayout:
+    """Mixtral-8x7B on that many ranks; ``sharded`` over the dp ranks, as ZeRO does, or not."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MixtralConfig(dtype="bfloat16"))
     layout = plan_of(model, table_for(model), tp, ep)
-    if not dealt:
+    if not sharded:
         return layout
     columns = {
         inner: [list(range(first, world_size, inner)) for first in range(inner)]
@@ -189,9 +189,9 @@ def plan_seconds(layout: ModelLayout, world_size: int) -> float:
 
 def planner(options: Any) -> str:
     world_size, rows = harness.size(1024, 64), []
-    for kind, dealt in (("replicated over dp", False), ("ZeRO over dp", True)):
+    for kind, sharded in (("replicated over dp", False), ("ZeRO over dp", True)):
         start = time.perf_counter()
-        layout = mixtral_layout(dealt, world_size)
+        layout = mixtral_layout(sharded, world_size)
         laid_out = time.perf_counter() - start
         times = [plan_seconds(layout, world_size) for _ in range(options.repetitions)]
         met = harness.verdict(statistics.median(times) <= MAX_PLAN_S)
