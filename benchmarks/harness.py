@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
 import gc
 import json
 import os
@@ -141,13 +142,13 @@ def finish(result: Any) -> NoReturn:
 
 
 def machine() -> str:
-    """Name the processor and the versions that a result belongs to, in one line."""
+    """Name processor, versions and date of a result, in one line."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return (
         f"{(models or ['unknown CPU'])[0]}, {os.cpu_count()} cores, "
         f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
+        f"transformers {transformers.__version__}, {datetime.date.today()}"
     )
 
 
