@@ -3,7 +3,7 @@
 #   make demo-lora    the same with LoRA, beside plain PEFT
 #   make demo-mixtral    a mixture of experts on up to 4 ranks
 #   make demo-cogagent    LoRA on a tiny CogAgent, merged and read again
-#   make demo-checkpoint    a job that is stopped and killed, and goes on elsewhere
+#   make demo-checkpoint    a job that is stopped and killed, and resumes elsewhere
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-oldest  the suite with the oldest supported transformers

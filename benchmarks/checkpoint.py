@@ -1,9 +1,9 @@
 """Saving and loading a Llama of 485 MiB at tp = 2: ours, transformers, DCP.
 
     python benchmarks/checkpoint.py [--malloc default|tuned|all] [--repetitions N] [--smallest]
-                                    [--update-readme]
+                                    [--update-docs]
 
-What is measured and how is in README.md beside this file.
+What is measured and how: docs/benchmarks/checkpoint.md.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/cogagent.py [--part layers|towers|all] [--dtype float32|bfloat16|all]
                                   [--malloc default|tuned|all] [--repetitions N] [--smallest]
-                                  [--profile] [--update-readme]
+                                  [--profile] [--update-docs]
 
-What is measured and how is in README.md beside this file. It exits with an error when competitors
+What is measured and how: docs/benchmarks/cogagent.md. It exits with an error when competitors
 do not compute the same layers.
 """
 

@@ -2,9 +2,9 @@
 
     SMOLLM2=DIRECTORY python benchmarks/generation.py [--malloc default|tuned|all]
                                                       [--repetitions N] [--smallest]
-                                                      [--update-readme]
+                                                      [--update-docs]
 
-What is measured and how is in README.md beside this file. It exits with an error when greedy search
+What is measured and how: docs/benchmarks/generation.md. It exits with an error when greedy search
 finds different tokens by the two ways.
 """
 

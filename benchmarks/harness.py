@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
 import gc
 import json
 import os
@@ -26,14 +27,14 @@ import parallel_ext as px
 
 T = TypeVar("T")
 
-README = Path(__file__).with_name("README.md")
+PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 _BLOCK_BYTES = "1000000000"  # no block of a benchmark is larger
 MALLOC_MODES: dict[str, dict[str, str]] = {
     "default": {},
     "tuned": {"MALLOC_MMAP_THRESHOLD_": _BLOCK_BYTES, "MALLOC_TRIM_THRESHOLD_": _BLOCK_BYTES},
 }
-"""Environment of the rank processes: glibc as it is, or told to keep what was freed."""
+"""Environment of the rank processes: glibc as it is, or set to keep what was freed."""
 
 _QUIET = 0.03  # a round counts as undisturbed when others used less of the machine
 # Functional collectives call the process group beneath, which the profiler shows under c10d too.
@@ -54,7 +55,7 @@ def size(usual: T, smallest: T) -> T:
 
 
 def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser:
-    """The options that all benchmarks have; ``repetitions`` is the default of that option."""
+    """Return the options that all benchmarks have; ``repetitions`` is the default of that one."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,14 +63,14 @@ def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser
     options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default=of_malloc)
     options.add_argument("--repetitions", type=int, default=size(repetitions, 1))
     options.add_argument("--smallest", action="store_true", help="once, tiny: does it run?")
-    options.set_defaults(update_readme=False)
+    options.set_defaults(update_docs=False)
     if not SMALLEST:  # whose times say nothing
-        options.add_argument("--update-readme", action="store_true", help="tables into README")
+        options.add_argument("--update-docs", action="store_true", help="tables into docs")
     return options
 
 
 def chosen(option: str, choices: Iterable[str]) -> list[str]:
-    """The choices that an option names: one or ``all``."""
+    """List the choices that an option names: one or ``all``."""
     return list(choices) if option == "all" else [option]
 
 
@@ -122,12 +123,12 @@ def run_ranks(
 
 
 def arguments() -> Any:
-    """In a rank process: the arguments that :func:`run_ranks` was given."""
+    """Return, in a rank process, the arguments that :func:`run_ranks` was given."""
     return json.loads(sys.argv[1])
 
 
 def finish(result: Any) -> NoReturn:
-    """In a rank process: hand ``result`` back, of which only rank 0's counts, and end.
+    """Hand back the ``result`` of a rank process, of which only rank 0's counts, and end it.
 
     The process ends without the interpreter's own clean-up: there, a thread of a gloo group that a
     competitor still holds may abort it, after all is measured.
@@ -141,13 +142,13 @@ def finish(result: Any) -> NoReturn:
 
 
 def machine() -> str:
-    """The processor and the versions that a result belongs to, in one line."""
+    """Name processor, versions and date of a result, in one line."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return (
         f"{(models or ['unknown CPU'])[0]}, {os.cpu_count()} cores, "
         f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
+        f"transformers {transformers.__version__}, {datetime.date.today()}"
     )
 
 
@@ -162,12 +163,12 @@ def _over_ranks(values: Sequence[float], operation: Any) -> list[float]:
 
 
 def slowest(values: Sequence[float]) -> list[float]:
-    """Each value's maximum over the ranks."""
+    """Return each value's maximum over the ranks."""
     return _over_ranks(values, dist.ReduceOp.MAX)
 
 
 def total(values: Sequence[float]) -> list[float]:
-    """Each value's sum over the ranks."""
+    """Return each value's sum over the ranks."""
     return _over_ranks(values, dist.ReduceOp.SUM)
 
 
@@ -196,7 +197,7 @@ class Round:
 def interleaved(
     competitors: Mapping[str, Callable[[], Sequence[float]]], repetitions: int, warm_up: int
 ) -> list[Round]:
-    """Let competitors run in turn, so that what the machine does meanwhile hits all alike.
+    """Let competitors run in turn, so that what the machine does hits all of them.
 
     Args:
         competitors: name -> what to time; it returns the seconds of its phases.
@@ -227,7 +228,7 @@ def interleaved(
 
 
 def seconds(rounds: Iterable[Round], phase: int = 0) -> dict[str, list[float]]:
-    """Competitor -> its times of one phase, one for each round."""
+    """Map each competitor to its times of one phase, one for each round."""
     by_name: dict[str, list[float]] = {}
     for each in rounds:
         for name, phases in each.seconds.items():
@@ -236,7 +237,7 @@ def seconds(rounds: Iterable[Round], phase: int = 0) -> dict[str, list[float]]:
 
 
 def disturbance(rounds: Iterable[Round]) -> float:
-    """That of the worst round."""
+    """Return the disturbance of the worst round."""
     return max(each.disturbance for each in rounds)
 
 
@@ -251,14 +252,14 @@ def _resident(field: str) -> float:
 
 
 def resident_anonymous() -> float:
-    """Memory of this process that no file backs, in MiB, after what is free was given back."""
+    """Return this process' memory that no file backs, in MiB, after giving free memory back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return _resident("RssAnon")
 
 
 def peak_growth(function: Callable[[], Any]) -> float:
-    """How much anonymous memory ``function`` adds at its peak, in MiB.
+    """Measure how much anonymous memory ``function`` adds at its peak, in MiB.
 
     By the kernel's own high-water mark, so that no peak is missed and nothing samples meanwhile.
     """
@@ -285,13 +286,13 @@ class Profile:
     collectives: dict[str, int]
 
     def top(self, count: int) -> str:
-        """The most expensive operators as text, and the sum over all."""
+        """Return the most expensive operators as text, and the sum over all."""
         lines = [f"{ms:9.1f} ms {calls:6d} x {name}" for ms, calls, name in self.operators[:count]]
         return "\n".join([*lines, f"{sum(ms for ms, _, _ in self.operators):9.1f} ms in all"])
 
 
 def profile(function: Callable[[], Any], repetitions: int = 3) -> Profile:
-    """The fastest of several runs of ``function`` under torch's profiler; every rank takes part."""
+    """Profile several runs of ``function`` on every rank, and return the fastest."""
     runs = []
     for _ in range(repetitions):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -311,28 +312,33 @@ def profile(function: Callable[[], Any], repetitions: int = 3) -> Profile:
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
-    """``median (minimum-maximum)``."""
+    """Format values as ``median (minimum-maximum)``."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
+    """Format a table whose first column is text and whose others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def verdict(met: bool) -> str:
-    """What a table says of a target."""
+    """Return what a table says of a target."""
     return "met" if met else "**missed**"
 
 
 def publish(section: str, text: str, options: argparse.Namespace) -> None:
-    """Print ``text``; if so asked, put it between the markers of ``section`` in README.md too."""
+    """Print ``text``; if asked, put it between the markers of ``section`` in its page as well.
+
+    The pages are those of ``docs/benchmarks``. The short tables of README.md are written by hand.
+    """
     print(text)
-    if not options.update_readme:
+    if not options.update_docs:
         return
     begin, end = f"<!-- {section}: begin -->\n", f"<!-- {section}: end -->\n"
-    before, rest = README.read_text().split(begin)
+    (page,) = (path for path in PAGES.glob("*.md") if begin in path.read_text())
+    before, rest = page.read_text().split(begin)
     _, after = rest.split(end)
-    README.write_text(f"{before}{begin}{text}\n{end}{after}")
+    page.write_text(f"{before}{begin}{text}\n{end}{after}")
+    print(f"{page} is written; benchmarks/README.md shows some of its ratios", file=sys.stderr)

@@ -214,7 +214,7 @@ def _correct_in_features(model: nn.Module) -> None:
     """Let PEFT train on layers that transformers cuts by columns.
 
     PEFT gives their first factor the rank's number of features; transformers 5.21 and later take
-    it for the global one and cut again, so that the first forward of a training fails.
+    it for the global one and shard again, so that the first forward of a training fails.
     """
     for module in model.modules():
         if isinstance(module, LoraLayer):

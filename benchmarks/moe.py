@@ -2,9 +2,9 @@
 
     python benchmarks/moe.py [--dtype float32|bfloat16|all] [--routing even|zipf|all]
                              [--malloc default|tuned|all] [--repetitions N] [--smallest] [--profile]
-                             [--update-readme]
+                             [--update-docs]
 
-What is measured and how is in README.md beside this file. It exits with an error when competitors
+What is measured and how: docs/benchmarks/moe.md. It exits with an error when competitors
 do not compute the same thing.
 """
 

@@ -221,7 +221,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     rounds = harness.interleaved(turns, request["repetitions"], warm_up=2)
     growth = {}
     for name in layers:
-        px.release_workspaces()  # what ours keeps counts as if it were allocated anew
+        px.release_workspaces()  # what ours keeps counts as if it were allocated again
         growth[name] = harness.peak_growth(turns[name])
     profiles = {}
     if request["profile"]:

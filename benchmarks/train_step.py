@@ -1,9 +1,9 @@
 """A whole training step of a Llama at tp = 2: transformers' tensor parallelism, ours, one process.
 
     python benchmarks/train_step.py [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                                    [--repetitions N] [--smallest] [--profile] [--update-readme]
+                                    [--repetitions N] [--smallest] [--profile] [--update-docs]
 
-What is measured and how is in README.md beside this file. It exits with an error when the losses of
+What is measured and how: docs/benchmarks/train_step.md. It exits with an error when the losses of
 the competitors differ, for then they do not compute the same thing.
 """
 

@@ -1,9 +1,9 @@
 """Training checkpoints of a Llama with AdamW at tp = 2: ours, DCP, torch.save.
 
     python benchmarks/training_checkpoint.py [--part PART]
-        [--malloc default|tuned|all] [--repetitions N] [--smallest] [--update-readme]
+        [--malloc default|tuned|all] [--repetitions N] [--smallest] [--update-docs]
 
-What is measured and how is in README.md beside this file.
+What is measured and how: docs/benchmarks/training_checkpoint.md.
 """
 
 from __future__ import annotations

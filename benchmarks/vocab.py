@@ -1,10 +1,10 @@
-"""A vocabulary cut over 2 ranks: loss, head and embedding beside those of others.
+"""A sharded vocabulary on 2 ranks: loss, head and embedding beside those of others.
 
     python benchmarks/vocab.py [--part cross_entropy|linear|embedding|all]
                                [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                               [--repetitions N] [--smallest] [--update-readme]
+                               [--repetitions N] [--smallest] [--update-docs]
 
-What is measured and how is in README.md beside this file. What computes something else is not
+What is measured and how: docs/benchmarks/vocab.md. What computes something else is not
 timed; when that is ours, the program exits with an error.
 """
 

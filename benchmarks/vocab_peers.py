@@ -32,7 +32,7 @@ Embedding = tuple[Callable[[torch.Tensor], torch.Tensor], nn.Parameter]
 
 
 def has_megatron() -> bool:
-    """Whether megatron-core can be imported; then it is told who the ranks are."""
+    """Whether megatron-core can be imported; then it learns who the ranks are."""
     if importlib.util.find_spec("megatron") is None:
         return False
     from megatron.core import parallel_state
@@ -43,7 +43,7 @@ def has_megatron() -> bool:
 
 
 class SumGradient(torch.autograd.Function):
-    """Hidden states on their way into a head that is cut: what comes back is summed."""
+    """Hidden states on their way into a sharded head: what comes back is summed."""
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor) -> torch.Tensor:
@@ -115,15 +115,15 @@ def embeddings(table: torch.Tensor, own: slice) -> dict[str, Embedding]:
     """Name -> embedding and its parameter, which holds the rows ``own`` of ``table`` [V, H]."""
     whole = nn.Embedding(*table.shape, _weight=table.clone())
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    cut = parallelize_module(whole, mesh, RowwiseParallel(input_layouts=Replicate()))
+    sharded = parallelize_module(whole, mesh, RowwiseParallel(input_layouts=Replicate()))
 
     def rowwise(ids: torch.Tensor) -> torch.Tensor:
-        rows = cut(ids)
+        rows = sharded(ids)
         if isinstance(rows, AsyncCollectiveTensor):
             rows.trigger_wait()  # as a model would at its next operator
         return rows
 
-    found: dict[str, Embedding] = {DTENSOR: (rowwise, cut.weight)}
+    found: dict[str, Embedding] = {DTENSOR: (rowwise, sharded.weight)}
     if has_megatron():
         from megatron.core import ModelParallelConfig
         from megatron.core.tensor_parallel import VocabParallelEmbedding

@@ -1,4 +1,4 @@
-"""What the processes of ``vocab.py`` run: losses and embeddings of a cut vocabulary."""
+"""What the processes of ``vocab.py`` run: losses and embeddings of a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Part:
         rounds = harness.interleaved(turns, request["repetitions"], warm_up=2)
         growth = {}
         for name in names:
-            px.release_workspaces()  # what ours keeps counts as if it were allocated anew
+            px.release_workspaces()  # what ours keeps counts as if it were allocated again
             self.restore()
             (growth[name],) = harness.slowest([harness.peak_growth(self.steps[name])])
         return {"rounds": [asdict(each) for each in rounds], "growth_mib": growth, "errors": errors}
@@ -179,7 +179,7 @@ class _Head(torch.autograd.Function):
 
 
 def cross_entropy(vocab_size: int, dtype: torch.dtype) -> Part:
-    """Logits [T, V] that are cut over the ranks, rows as long as those of the largest shard."""
+    """Logits [T, V] sharded over the ranks, rows as long as those of the largest shard."""
     start, stop = _columns(vocab_size)
     longest = split(vocab_size, _group().size)[0][1]
     kept = torch.full((TOKENS, longest), float("-inf"), dtype=dtype)
@@ -187,7 +187,7 @@ def cross_entropy(vocab_size: int, dtype: torch.dtype) -> Part:
     logits, trigger, labels = kept.clone(), torch.zeros((), requires_grad=True), _labels(vocab_size)
 
     def step(name: str, loss: Loss) -> Step:
-        # Equal shards for who needs them; cut here, where autograd does not see it.
+        # Equal shards for who needs them; sharded here, where autograd does not see it.
         own = logits[:, : stop - start] if name in (OURS, OURS_IN_PLACE) else logits
 
         def run() -> list[torch.Tensor]:
@@ -300,7 +300,7 @@ def _products(hidden: torch.Tensor, head: torch.Tensor) -> dict[str, Callable[[]
 
 
 def embedding(vocab_size: int, dtype: torch.dtype) -> Part:
-    """A table [V, H] that is cut over the ranks."""
+    """A table [V, H] sharded over the ranks."""
     start, stop = _columns(vocab_size)
     table, group = _drawn(vocab_size, HIDDEN, 1.0, dtype), _group()
     weight = table[start:stop].clone().requires_grad_()

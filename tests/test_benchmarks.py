@@ -1,14 +1,19 @@
-"""Every benchmark runs once, at its smallest sizes, and prints the rows that it promises."""
+"""Every benchmark runs at its smallest sizes and prints the rows that it promises; its pages."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PAGES = BENCHMARKS.parent / "docs" / "benchmarks"
 # By the command line: beginnings of lines of its tables, and how many lines begin so.
 PROMISED = {
     "checkpoint.py": {"parallel_ext, default": 2, "transformers": 2, "DCP": 2},
@@ -52,3 +57,72 @@ def test_it_prints_its_tables(command: str) -> None:
     for row, count in (PROMISED | SLOW)[command].items():
         found = sum(line.startswith(f"| {row}") for line in lines)
         assert found >= count, f"{row}: {found} of {count} in\n{result.stdout}"
+
+
+def _harness() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("harness", BENCHMARKS / "harness.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["harness"] = module  # where its dataclasses look for their annotations
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["harness"]
+    return module
+
+
+def test_tables_are_written_between_the_markers_of_their_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = _harness()
+    monkeypatch.setattr(harness, "PAGES", tmp_path)
+    page, other = tmp_path / "a.md", tmp_path / "b.md"
+    page.write_text("before\n<!-- a one: begin -->\nold\n<!-- a one: end -->\nafter\n")
+    other.write_text("<!-- b: begin -->\nold\n<!-- b: end -->\n")
+    harness.publish("a one", "printed alone", argparse.Namespace(update_docs=False))
+    assert "old" in page.read_text()
+    harness.publish("a one", "new", argparse.Namespace(update_docs=True))
+    expected = "before\n<!-- a one: begin -->\nnew\n<!-- a one: end -->\nafter\n"
+    assert page.read_text() == expected
+    assert "old" in other.read_text()
+
+
+def test_every_section_that_is_published_has_one_place_in_its_page() -> None:
+    pattern = r'harness\.publish\(\s*f?"([^"]+)"'
+    for path in BENCHMARKS.glob("*.py"):
+        page = PAGES / f"{path.stem}.md"
+        for section in re.findall(pattern, path.read_text()):
+            name = re.escape(section).replace(r"\{part\}", r"\w+")
+            for border in ("begin", "end"):
+                found = re.findall(rf"^<!-- {name}: {border} -->$", page.read_text(), re.MULTILINE)
+                assert found, f"{section} of {path.name}"
+                assert len(found) == len(set(found))
+
+
+def _numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+\.\d+|\d{2,}", text))
+
+
+def _stale(readme: str) -> dict[str, set[str]]:
+    """Return the numbers in each section's tables that the page to which it links does not show."""
+    summary, *sections = readme.split("\n## ")
+    stale = {"summary": _numbers(_rows(summary)) - _numbers(_rows("\n".join(sections)))}
+    for section in sections:
+        for name in re.findall(r"\[Everything\]\(\.\./docs/benchmarks/(\w+)\.md\)", section):
+            page = (PAGES / f"{name}.md").read_text()
+            stale[name] = _numbers(_rows(section)) - _numbers(page)
+    return stale
+
+
+def _rows(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+
+
+def test_numbers_in_the_readme_are_those_of_the_pages() -> None:
+    readme = (BENCHMARKS / "README.md").read_text()
+    pages = {path.stem: set() for path in PAGES.glob("*.md")}
+    assert _stale(readme) == {"summary": set(), **pages}
+    stale = _stale(readme.replace("| 1.92 |", "| 1.97 |").replace("| 1096 |", "| 1097 |"))
+    assert stale["train_step"] == {"1.97", "1097"}
+    assert stale["summary"] == {"1.92"}
