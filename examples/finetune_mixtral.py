@@ -97,9 +97,7 @@ def train_watched(
 
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--ep", type=int, default=1, help="ranks that share the experts"
-    )
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument("--zero", type=int, default=2, choices=(2, 3), help="stage of ZeRO over dp")
     parser.add_argument("--from-dense", help="a Llama to make MODEL from, if it is not there")
     parser.add_argument("--experts", type=int, default=8, help="of the Mixtral that is made")
