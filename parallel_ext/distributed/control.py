@@ -176,13 +176,12 @@ class ControlPlane:
                 f"step, but {missing} within {self.timeout:g} s"
             ) from error
 
-    def _all_gather(self, group: Group, record: bytes, op_name: str, timeout: float) -> list[bytes]:
-        return self.run_collective(
-            group, op_name, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
-        )
-
     def all_gather_bytes(
-        self, record: bytes, op_name: str, group: Group | None = None
+        self,
+        record: bytes,
+        op_name: str,
+        group: Group | None = None,
+        timeout: float | None = None,
     ) -> list[bytes]:
         """All-gather records of one size over a group, in rank order.
 
@@ -190,11 +189,15 @@ class ControlPlane:
             record: of this rank.
             op_name: the call, for errors.
             group: a gloo group made here; all ranks of the job when None.
+            timeout: seconds, where it is not that of the job.
 
         Raises:
-            CollectiveTimeout: a rank did not come within ``timeout`` seconds; names it.
+            CollectiveTimeout: a rank did not come within the time; names it.
         """
-        return self._all_gather(group or self.group, record, op_name, self.timeout)
+        group, timeout = group or self.group, timeout or self.timeout
+        return self.run_collective(
+            group, op_name, lambda: _C.exchange_bytes(record, group.size, group.name, timeout)
+        )
 
     def all_gather_object(
         self,
@@ -300,8 +303,9 @@ class ControlPlane:
         if peer_lost:
             wait = min(wait, 2 * GRACE_S)  # half of the time has gone already
         text = failure and f"{type(failure).__name__}: {failure}"
+        record = b"0" if failure else b"1"
         try:
-            if b"0" not in self._all_gather(self.group, b"0" if failure else b"1", op_name, wait):
+            if b"0" not in self.all_gather_bytes(record, op_name, timeout=wait):
                 return result
             kind = failure and shared_class(failure)
             outcomes = self.all_gather_object((text, kind, peer_lost), op_name=op_name)

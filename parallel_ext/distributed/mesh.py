@@ -148,8 +148,14 @@ class Mesh:
         )
 
     def process_group(self, group: Group) -> dist.ProcessGroup:
-        """Return the process group behind one of the mesh's groups, such as ``mesh.dp``."""
-        return self.control.process_groups[group.name]
+        """Return the process group behind one of the mesh's groups, such as ``mesh.dp``.
+
+        That of a group of one rank is made here, without the other ranks.
+        """
+        made = self.control.process_groups
+        if group == ALONE and ALONE.name not in made:
+            made[ALONE.name] = dist.new_group([self.rank], use_local_synchronization=True)
+        return made[group.name]
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
@@ -172,15 +178,9 @@ class Mesh:
                 "mesh.device_mesh needs torch.distributed; start the job with torchrun, or call "
                 "torch.distributed.init_process_group before px.init_mesh"
             )
-        groups = [self._process_group_or_alone(group) for group in (self.dp, self.tp)]
+        groups = [self.process_group(group) for group in (self.dp, self.tp)]
         ranks, names = _grid(self.world_size, self.tp_size)[0], ("dp", "tp")
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
-
-    def _process_group_or_alone(self, group: Group) -> dist.ProcessGroup:
-        if group != ALONE:
-            return self.process_group(group)
-        own = dist.new_group([self.rank], use_local_synchronization=True)  # which needs no other
-        return self.control.process_groups.setdefault(own.group_name, own)
 
 
 def check_mesh(op_name: str, mesh: Any) -> None:

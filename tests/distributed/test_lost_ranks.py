@@ -199,7 +199,7 @@ def test_what_a_rank_failed_by_is_told_when_others_are_lost_meanwhile() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     lost = mock.patch.object(
-        mesh.control, "_all_gather", side_effect=px.CollectiveTimeout("rank 1 is lost")
+        mesh.control, "all_gather_bytes", side_effect=px.CollectiveTimeout("rank 1 is lost")
     )
     with lost, pytest.raises(px.CollectiveTimeout, match=r"rank 1 is lost.*No space left"):
         mesh.control.run_on_all("a save", fail)
