@@ -23,7 +23,7 @@ import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.ops import Group
-from parallel_ext.sharding.layout import cut, split
+from parallel_ext.sharding.layout import shard_along, split
 from parallel_ext.sharding.slices import take
 
 OURS = "parallel_ext"
@@ -61,7 +61,7 @@ def _whole(dtype: torch.dtype, implementation: str) -> MixtralExperts:
 
 def _ours(group: Group, dtype: torch.dtype) -> ExpertParallelExperts:
     whole, ranges = _whole(dtype, "eager"), split(EXPERTS, group.size)
-    layouts = {n: cut(n, tuple(p.shape), 0, ranges) for n, p in whole.named_parameters()}
+    layouts = {n: shard_along(n, tuple(p.shape), 0, ranges) for n, p in whole.named_parameters()}
     shards = [
         nn.Parameter(take(p.data, layouts[n], group.rank)) for n, p in whole.named_parameters()
     ]

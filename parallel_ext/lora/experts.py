@@ -13,7 +13,7 @@ from torch import nn
 from parallel_ext.lora.layers import Adapted
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import LowRank
-from parallel_ext.sharding.layout import TensorLayout, cut_ranges
+from parallel_ext.sharding.layout import TensorLayout, shard_ranges
 
 
 def factor_layouts(
@@ -31,8 +31,8 @@ def factor_layouts(
         r: rank of the adapter.
 
     Example:
-        >>> from parallel_ext.sharding.layout import cut
-        >>> experts = cut("experts.down_proj", (5, 8, 4), 0, ((0, 3), (3, 5)))
+        >>> from parallel_ext.sharding.layout import shard_along
+        >>> experts = shard_along("experts.down_proj", (5, 8, 4), 0, ((0, 3), (3, 5)))
         >>> lora_a, lora_b = factor_layouts(experts, "A", "B", 2)
         >>> lora_a.ranges(1), lora_b.ranges(1)
         (((6, 10),), ((3, 5), (8, 10)))
@@ -45,8 +45,8 @@ def factor_layouts(
         for start, stop in own
     )
     return (
-        cut_ranges(name_a, (r * num_experts, in_features), 0, rows),
-        cut_ranges(name_b, (out_features, r * num_experts), 1, columns),
+        shard_ranges(name_a, (r * num_experts, in_features), 0, rows),
+        shard_ranges(name_b, (out_features, r * num_experts), 1, columns),
     )
 
 

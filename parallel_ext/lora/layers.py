@@ -18,7 +18,7 @@ from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.lora import Factor, factor_layouts, factors_for_use, input_dropout
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
-from parallel_ext.sharding.layout import TensorLayout, cut, cut_like
+from parallel_ext.sharding.layout import TensorLayout, shard_along, shard_like
 
 
 class Adapted(Mergeable):
@@ -147,7 +147,7 @@ class AdaptedLinear(Adapted):
                     f"lora_bias=True, but {target} has no bias, so the adapter cannot be merged",
                     stacklevel=2,
                 )
-            bias = cut_like(layout_b, f"{target}.lora_B.{adapter}.bias", (base.out_features,))
+            bias = shard_like(layout_b, f"{target}.lora_B.{adapter}.bias", (base.out_features,))
         factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
         factor_b = self.lora_B[adapter] = Factor(layout_b, bias, base.group)
         self._draw_factors(config, r, (factor_a, factor_b))
@@ -235,7 +235,7 @@ class LoraVocabEmbedding(Adapted):
             raise ValueError(f"{target}: lora_bias=True is not supported on an embedding")
         base = self.get_base_layer()
         rows = base.layouts["weight"]
-        columns = cut(
+        columns = shard_along(
             f"{target}.lora_embedding_A.{adapter}",
             (r, rows.shape[0]),
             1,

@@ -11,9 +11,9 @@ from parallel_ext.sharding.layout import (
     AttentionHeads,
     Part,
     TensorLayout,
-    cut,
-    cut_blocks,
-    cut_like,
+    shard_along,
+    shard_blocks,
+    shard_like,
     split,
 )
 
@@ -63,10 +63,10 @@ class AttentionNames:
                     f"({head_dim},); a norm over all heads cannot be sharded with them"
                 )
         return {
-            **cut_rows(f"{path}.{self.query}", shapes, query),
-            **cut_rows(f"{path}.{self.key}", shapes, key_value),
-            **cut_rows(f"{path}.{self.value}", shapes, key_value),
-            **_cut_columns(f"{path}.{self.output}", shapes, query),
+            **shard_rows(f"{path}.{self.query}", shapes, query),
+            **shard_rows(f"{path}.{self.key}", shapes, key_value),
+            **shard_rows(f"{path}.{self.value}", shapes, key_value),
+            **_shard_columns(f"{path}.{self.output}", shapes, query),
         }
 
 
@@ -122,14 +122,14 @@ class RegionNames:
             weight = f"{path}.{name}.weight"
             block = shapes[weight][0] // joined
             unit = block // (num_heads or block)
-            found[weight] = cut_blocks(weight, shapes[weight], 0, [block] * joined, tp_size, unit)
+            found[weight] = shard_blocks(weight, shapes[weight], 0, [block] * joined, tp_size, unit)
             found |= _bias_beside(found[weight], shapes)
         for name in self.outputs:
             if self.merges and f"{path}.{name}.bias" in shapes:
                 raise ValueError(f"{path}.{name} has a bias, which each of the ranks would add")
             columns = shapes[f"{path}.{name}.weight"][1]
             ranges = split(columns, tp_size, columns // (num_heads or columns))
-            found |= _cut_columns(f"{path}.{name}", shapes, ranges)
+            found |= _shard_columns(f"{path}.{name}", shapes, ranges)
         return found
 
 
@@ -189,7 +189,7 @@ class MixtureNames:
                     f"ep={ep_size} is more than the {num_experts} experts of {name}: a rank would "
                     "hold none"
                 )
-            found[name] = cut(name, shapes[name], 0, split(num_experts, ep_size))
+            found[name] = shard_along(name, shapes[name], 0, split(num_experts, ep_size))
         return found
 
     def parts(self, path: str, shapes: Shapes) -> dict[str, tuple[Part, ...]]:
@@ -220,19 +220,19 @@ class MixtureNames:
 Block = AttentionNames | RegionNames | MixtureNames
 
 
-def cut_rows(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
+def shard_rows(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
     """Return layouts of a linear or table whose rows are sharded by ranges, bias included."""
-    weight = cut(f"{path}.weight", shapes[f"{path}.weight"], 0, ranges)
+    weight = shard_along(f"{path}.weight", shapes[f"{path}.weight"], 0, ranges)
     return {weight.name: weight, **_bias_beside(weight, shapes)}
 
 
-def _cut_columns(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
+def _shard_columns(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
     """Return layouts of a linear whose columns are sharded by ranges; its bias is replicated."""
-    weight = cut(f"{path}.weight", shapes[f"{path}.weight"], 1, ranges)
+    weight = shard_along(f"{path}.weight", shapes[f"{path}.weight"], 1, ranges)
     return {weight.name: weight}
 
 
 def _bias_beside(weight: TensorLayout, shapes: Shapes) -> Layouts:
     """Return the layout of the bias beside a sharded weight, or nothing without a bias."""
     name = weight.name.removesuffix("weight") + "bias"
-    return {name: cut_like(weight, name, shapes[name])} if name in shapes else {}
+    return {name: shard_like(weight, name, shapes[name])} if name in shapes else {}

@@ -7,7 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
-from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout, cut, split, split_heads
+from parallel_ext.sharding.layout import (
+    ModelLayout,
+    Part,
+    TensorLayout,
+    shard_along,
+    split,
+    split_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ def plan(
     for path in (table.embedding, table.head):
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
             if name in shapes:
-                found[name] = cut(name, shapes[name], 0, rows)
+                found[name] = shard_along(name, shapes[name], 0, rows)
     for path, block in table.blocks(shapes).items():
         if isinstance(block, AttentionNames):
             heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)

@@ -38,8 +38,8 @@ def draw(shard: torch.Tensor, layout: TensorLayout, rank: int, init: Init) -> No
         init: gets blocks of rows [n, ``layout.shape[-1]``], or [n, 1] for a vector.
 
     Example:
-        >>> from parallel_ext.sharding.layout import cut
-        >>> layout, shard = cut("weight", (5, 3), 0, ((0, 3), (3, 5))), torch.empty(2, 3)
+        >>> from parallel_ext.sharding.layout import shard_along
+        >>> layout, shard = shard_along("weight", (5, 3), 0, ((0, 3), (3, 5))), torch.empty(2, 3)
         >>> _ = torch.manual_seed(1)
         >>> draw(shard, layout, 1, nn.init.normal_)
         >>> _ = torch.manual_seed(1)

@@ -11,7 +11,7 @@ from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn_linear
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group
-from parallel_ext.sharding.layout import TensorLayout, cut, split
+from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -61,10 +61,10 @@ class ColumnParallelLinear(ShardedModule):
         """
         group = group_of_shards(group)
         ranges = split(plain.out_features, group.size, multiple_of)
-        layouts = {"weight": cut("weight", tuple(plain.weight.shape), 0, ranges)}
+        layouts = {"weight": shard_along("weight", tuple(plain.weight.shape), 0, ranges)}
         bias = None
         if plain.bias is not None:
-            layouts["bias"] = cut("bias", tuple(plain.bias.shape), 0, ranges)
+            layouts["bias"] = shard_along("bias", tuple(plain.bias.shape), 0, ranges)
             bias = shard_of(plain.bias, layouts["bias"], group)
         return cls(shard_of(plain.weight, layouts["weight"], group), bias, layouts, group)
 
@@ -159,7 +159,7 @@ class RowParallelLinear(ShardedModule):
         """
         group = group_of_shards(group)
         ranges = split(plain.in_features, group.size, multiple_of)
-        layout = cut("weight", tuple(plain.weight.shape), 1, ranges)
+        layout = shard_along("weight", tuple(plain.weight.shape), 1, ranges)
         return cls(shard_of(plain.weight, layout, group), plain.bias, {"weight": layout}, group)
 
     @classmethod

@@ -17,7 +17,7 @@ from parallel_ext.nn.initial_values import draw, linear_weight
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
-from parallel_ext.sharding.layout import TensorLayout, cut_like
+from parallel_ext.sharding.layout import TensorLayout, shard_like
 
 
 class Factor(ShardedModule):
@@ -52,8 +52,8 @@ def factor_layouts(
     weight = base.layouts["weight"]
     out_features, in_features = weight.shape
     if weight.dim == 1:
-        return cut_like(weight, name_a, (r, in_features)), TensorLayout(name_b, (out_features, r))
-    return TensorLayout(name_a, (r, in_features)), cut_like(weight, name_b, (out_features, r))
+        return shard_like(weight, name_a, (r, in_features)), TensorLayout(name_b, (out_features, r))
+    return TensorLayout(name_a, (r, in_features)), shard_like(weight, name_b, (out_features, r))
 
 
 def factors_for_use(

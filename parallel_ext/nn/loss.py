@@ -15,10 +15,10 @@ from parallel_ext.nn.replicas import Piece
 from parallel_ext.ops.group import Range
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
-"""Those of :class:`ops.LossOptions` that a call of a model may give beside its labels."""
+"""Options of :class:`ops.LossOptions` that a call of a model takes beside its labels."""
 
 OPTIONS_OF_THE_OP = ("weight", "reduction")
-"""Those that a call may not give: a model's loss is a mean over the tokens of all batches."""
+"""Options that it refuses: a model's loss is a mean over the tokens of all batches."""
 
 
 def causal_lm_loss(

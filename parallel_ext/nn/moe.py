@@ -17,7 +17,7 @@ from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
-from parallel_ext.sharding.layout import TensorLayout, cut, split
+from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _GRADIENTS = (
@@ -223,7 +223,7 @@ class ExpertParallelExperts(ShardedModule):
         layouts, shards = {}, []
         for name in ("gate_up_proj", "down_proj"):
             full = getattr(plain, name)
-            layouts[name] = cut(name, tuple(full.shape), 0, ranges)
+            layouts[name] = shard_along(name, tuple(full.shape), 0, ranges)
             shards.append(shard_of(full, layouts[name], group))
         return cls(*shards, layouts, act_fn or plain.act_fn, group)
 

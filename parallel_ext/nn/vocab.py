@@ -13,7 +13,7 @@ from parallel_ext.nn.initial_values import drawn, drawn_linear
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import Group, LossOptions
 from parallel_ext.ops.group import Range
-from parallel_ext.sharding.layout import TensorLayout, cut, split
+from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
 _LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
 
@@ -61,7 +61,7 @@ class VocabParallelEmbedding(ShardedModule):
         """
         group = group_of_shards(group)
         ranges = split(plain.num_embeddings, group.size, vocab_multiple_of)
-        layout = cut("weight", tuple(plain.weight.shape), 0, ranges)
+        layout = shard_along("weight", tuple(plain.weight.shape), 0, ranges)
         return cls(shard_of(plain.weight, layout, group), layout, plain.padding_idx, group)
 
     @classmethod
@@ -173,10 +173,10 @@ class VocabParallelHead(ShardedModule):
         """
         group = group_of_shards(group)
         ranges = split(plain.out_features, group.size, vocab_multiple_of)
-        layouts = {"weight": cut("weight", tuple(plain.weight.shape), 0, ranges)}
+        layouts = {"weight": shard_along("weight", tuple(plain.weight.shape), 0, ranges)}
         bias = None
         if plain.bias is not None:
-            layouts["bias"] = cut("bias", tuple(plain.bias.shape), 0, ranges)
+            layouts["bias"] = shard_along("bias", tuple(plain.bias.shape), 0, ranges)
             bias = shard_of(plain.bias, layouts["bias"], group)
         tied = weight is not None
         weight = weight if tied else shard_of(plain.weight, layouts["weight"], group)

@@ -133,7 +133,7 @@ class _Replacer:
         """Return this rank's shards of the module at ``path``, and their layouts."""
         module = self.model.get_submodule(path)
         layouts: dict[str, TensorLayout] = {}
-        cut: list[nn.Parameter | None] = []
+        shards: list[nn.Parameter | None] = []
         for attribute in attributes:
             old = getattr(module, attribute, None)
             if old is not None:
@@ -141,8 +141,8 @@ class _Replacer:
                 if old not in self._new:
                     self._new[old] = _shard_of(old, layouts[attribute], self.mesh.rank)
                 old = self._new[old]
-            cut.append(old)
-        return *cut, layouts
+            shards.append(old)
+        return *shards, layouts
 
     def _tied(self, path: str) -> bool:
         tied = self.layout.tied

@@ -20,7 +20,7 @@ from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
-from parallel_ext.sharding.layout import TensorLayout, box_shape, cut, split
+from parallel_ext.sharding.layout import TensorLayout, box_shape, shard_along, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowBlock, Swap
 
 _OP_NAME = "resize_token_embeddings"
@@ -318,7 +318,9 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
     layouts = dict(module.layouts)
     for name, shard in shards.items():
         old, layout = getattr(module, name), layouts[name]
-        layouts[name] = cut(layout.name, (ranges[-1][1], *layout.shape[1:]), 0, tuple(ranges))
+        layouts[name] = shard_along(
+            layout.name, (ranges[-1][1], *layout.shape[1:]), 0, tuple(ranges)
+        )
         if not isinstance(shard, nn.Parameter):
             shard = nn.Parameter(shard, requires_grad=old.requires_grad)
         setattr(module, name, shard)

@@ -193,7 +193,7 @@ def _shard_further(
     return tuple(held[rank] for rank in sorted(held))
 
 
-def cut_ranges(
+def shard_ranges(
     name: str, shape: tuple[int, ...], dim: int, ranges: Iterable[Iterable[Range]]
 ) -> TensorLayout:
     """Return the layout of a tensor of which each rank holds some ranges along ``dim``."""
@@ -204,20 +204,22 @@ def cut_ranges(
     return TensorLayout(name, shape, dim, held)
 
 
-def cut(name: str, shape: tuple[int, ...], dim: int, ranges: tuple[Range, ...]) -> TensorLayout:
+def shard_along(
+    name: str, shape: tuple[int, ...], dim: int, ranges: tuple[Range, ...]
+) -> TensorLayout:
     """Return the layout of a tensor of which each rank holds one range along ``dim``."""
-    return cut_ranges(name, shape, dim, ((piece,) for piece in ranges))
+    return shard_ranges(name, shape, dim, ((piece,) for piece in ranges))
 
 
-def cut_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> TensorLayout:
+def shard_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> TensorLayout:
     """Return the layout of a tensor sharded as ``other``: along its ``dim``, at its places."""
     if other.dim is None:
         return TensorLayout(name, shape)
     ranges = (other.ranges(rank) for rank in range(other.period))
-    return cut_ranges(name, shape, other.dim, ranges)
+    return shard_ranges(name, shape, other.dim, ranges)
 
 
-def cut_blocks(
+def shard_blocks(
     name: str,
     shape: tuple[int, ...],
     dim: int,
@@ -239,7 +241,7 @@ def cut_blocks(
         ValueError: the blocks do not add up to the tensor.
 
     Example:
-        >>> cut_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).ranges(1)
+        >>> shard_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).ranges(1)
         ((4, 8), (9, 10), (11, 12))
     """
     if sum(blocks) != shape[dim]:
@@ -252,7 +254,7 @@ def cut_blocks(
         tuple((start + a, start + b) for a, b in split(size, tp, multiple_of))
         for start, size in zip(starts, blocks, strict=False)
     ]
-    return cut_ranges(name, shape, dim, zip(*ranges, strict=True))
+    return shard_ranges(name, shape, dim, zip(*ranges, strict=True))
 
 
 @dataclass(frozen=True)

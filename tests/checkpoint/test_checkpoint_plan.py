@@ -23,9 +23,9 @@ from parallel_ext.sharding.layout import (
     ModelLayout,
     Part,
     TensorLayout,
-    cut,
-    cut_blocks,
-    cut_ranges,
+    shard_along,
+    shard_blocks,
+    shard_ranges,
     split,
 )
 from parallel_ext.sharding.reshard import Swap, part_value, part_views
@@ -71,15 +71,15 @@ def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
     owners = split(sizes.key_value_heads, min(tp, sizes.key_value_heads))
     heads = [owners[rank * len(owners) // tp] for rank in range(tp)]
     dense = [
-        cut("embedding", (v, h), 0, split(v, tp, sides.multiple_of)),
-        cut("down", (h, sizes.inner), 1, split(sizes.inner, tp)),
-        cut_blocks("fused", (2 * sizes.inner, h), 0, (sizes.inner, sizes.inner), tp),
-        cut_ranges("key", (sizes.key_value_heads, h), 0, [(piece,) for piece in heads]),
+        shard_along("embedding", (v, h), 0, split(v, tp, sides.multiple_of)),
+        shard_along("down", (h, sizes.inner), 1, split(sizes.inner, tp)),
+        shard_blocks("fused", (2 * sizes.inner, h), 0, (sizes.inner, sizes.inner), tp),
+        shard_ranges("key", (sizes.key_value_heads, h), 0, [(piece,) for piece in heads]),
         TensorLayout("norm", (h,)),
         TensorLayout("scale", ()),
     ]
     shape = (sizes.experts, 2 * sizes.inner, h)
-    experts = cut("experts", shape, 0, split(sizes.experts, sides.ep))
+    experts = shard_along("experts", shape, 0, split(sizes.experts, sides.ep))
     halves = ((0, sizes.inner), (sizes.inner, 2 * sizes.inner))
     parts = tuple(
         Part(f"experts.{e}.w{w}", "experts", ((e, e + 1), rows, (0, h)), index=True)

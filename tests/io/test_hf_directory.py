@@ -27,7 +27,7 @@ from parallel_ext.io.stream import plan_files
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout, cut_ranges
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_ranges
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import take
 
@@ -364,10 +364,10 @@ def _gathered_on_each(dtype: torch.dtype) -> list[bool]:
     """Gather something that is no parameter, in stripes, on both ranks in turn."""
     mesh = init_mesh(tp=2, timeout=20)
     cases = [
-        cut_ranges("rows", (11, 6), 0, (((0, 6),), ((6, 11),))),
-        cut_ranges("columns", (7, 10), 1, (((0, 3), (8, 10)), ((3, 8),))),
-        cut_ranges("replicas", (8, 3), 0, (((0, 4),), ((0, 4), (4, 8)))),
-        cut_ranges("nothing", (5, 3), 0, (((0, 0),), ((0, 5),))),
+        shard_ranges("rows", (11, 6), 0, (((0, 6),), ((6, 11),))),
+        shard_ranges("columns", (7, 10), 1, (((0, 3), (8, 10)), ((3, 8),))),
+        shard_ranges("replicas", (8, 3), 0, (((0, 4),), ((0, 4), (4, 8)))),
+        shard_ranges("nothing", (5, 3), 0, (((0, 0),), ((0, 5),))),
         TensorLayout("all", (4,)),
         TensorLayout("scalar", ()),
     ]

@@ -27,7 +27,7 @@ from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.stream import TensorStream, plan_files, plan_turns
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout, cut, split
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_along, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 MIB = 2**20
@@ -214,7 +214,7 @@ def _plans(draw: Any) -> tuple[ModelLayout, list[TensorSpec], int, int]:
         layouts[name] = (
             TensorLayout(name, shape)
             if dim is None
-            else cut(name, shape, dim, split(shape[dim], tp))
+            else shard_along(name, shape, dim, split(shape[dim], tp))
         )
         specs.append(TensorSpec(name, dtype, shape))
     size = draw(st.sampled_from([1000, 10**6, 10**9]))

@@ -19,7 +19,13 @@ from parallel_ext.lora.layers import AdaptedLinear
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.ops import Group, copy_to_region
-from parallel_ext.sharding.layout import TensorLayout, cut, cut_blocks, cut_ranges, split
+from parallel_ext.sharding.layout import (
+    TensorLayout,
+    shard_along,
+    shard_blocks,
+    shard_ranges,
+    split,
+)
 from parallel_ext.sharding.slices import take
 
 BLOCKS = {
@@ -37,8 +43,8 @@ def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, 
     torch.manual_seed(5)
     whole = nn.Linear(IN, sum(blocks), dtype=torch.float64)
     layouts = {
-        "weight": cut_blocks("fused.weight", (sum(blocks), IN), 0, blocks, group.size),
-        "bias": cut_blocks("fused.bias", (sum(blocks),), 0, blocks, group.size),
+        "weight": shard_blocks("fused.weight", (sum(blocks), IN), 0, blocks, group.size),
+        "bias": shard_blocks("fused.bias", (sum(blocks),), 0, blocks, group.size),
     }
     weight, bias = (
         nn.Parameter(take(getattr(whole, name).data, layout, group.rank), requires_grad=False)
@@ -76,7 +82,9 @@ def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
     layout = ours.get_base_layer().layouts["weight"]
     x = torch.randn(2, 4, IN, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(2, 4, sum(blocks), dtype=torch.float64)
-    columns = cut_ranges("output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.period)))
+    columns = shard_ranges(
+        "output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.period))
+    )
     output = ours(copy_to_region(x, group))
     output.backward(take(grad, columns, group.rank))
     own = [output, x.grad, ours.lora_A["default"].weight.grad, ours.lora_B["default"].weight.grad]
@@ -105,7 +113,7 @@ def test_the_comparison_notices_swapped_blocks() -> None:
 
 def test_blocks_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match=r"qkv: blocks \(8, 2\) add up to 10, but dimension 0"):
-        cut_blocks("qkv", (12, 5), 0, (8, 2), 2)
+        shard_blocks("qkv", (12, 5), 0, (8, 2), 2)
 
 
 # CogVLM #268: adapters of CogAgent's cross attention were sized 16 by 128 under model parallelism.
@@ -123,10 +131,10 @@ def _cross_attention(tp: int, rank: int) -> dict[str, tuple[int, ...]]:
         layer = cls(base, "default", peft.LoraConfig(r=16), 16, 16, target_name=layout.name)
         return layer.lora_A["default"].weight.shape, layer.lora_B["default"].weight.shape
 
-    query = cut("query.weight", (CROSS_HIDDEN, HIDDEN), 0, split(CROSS_HIDDEN, tp, 32))
+    query = shard_along("query.weight", (CROSS_HIDDEN, HIDDEN), 0, split(CROSS_HIDDEN, tp, 32))
     fused = (2 * CROSS_HIDDEN, CROSS_HIDDEN)
-    key_value = cut_blocks("key_value.weight", fused, 0, (CROSS_HIDDEN,) * 2, tp, 32)
-    dense = cut("dense.weight", (HIDDEN, CROSS_HIDDEN), 1, split(CROSS_HIDDEN, tp, 32))
+    key_value = shard_blocks("key_value.weight", fused, 0, (CROSS_HIDDEN,) * 2, tp, 32)
+    dense = shard_along("dense.weight", (HIDDEN, CROSS_HIDDEN), 1, split(CROSS_HIDDEN, tp, 32))
     return {
         "query": built(ColumnParallelLinear, AdaptedLinear, query),
         "key_value": built(ColumnParallelLinear, AdaptedLinear, key_value),
@@ -146,7 +154,7 @@ def test_factors_have_the_sizes_of_the_whole_layer_cut_as_its_base(tp: int, colu
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_a_factor_of_a_shard_is_refused_with_module_sizes_and_tp(tp: int) -> None:
-    layout = cut("cross.dense.weight", (64, 32), 1, split(32, tp))
+    layout = shard_along("cross.dense.weight", (64, 32), 1, split(32, tp))
     weight = nn.Parameter(torch.zeros(layout.local_shape(1)))
     base = RowParallelLinear(weight, None, {"weight": layout}, Group("", tp, 1))
     layer = AdaptedLinear(base, "default", peft.LoraConfig(r=4), 4, 4, target_name="cross.dense")

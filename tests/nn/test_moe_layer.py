@@ -26,7 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from parallel_ext import _C
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.ops import Group, moe_linear
-from parallel_ext.sharding.layout import cut, split
+from parallel_ext.sharding.layout import shard_along, split
 from parallel_ext.sharding.slices import take
 
 FP64 = torch.float64
@@ -107,7 +107,7 @@ def _whole_experts(experts: int) -> MixtralExperts:
 def _own_experts(whole: MixtralExperts, group: Group, swapped: bool) -> ExpertParallelExperts:
     ranges = split(whole.num_experts, group.size)
     layouts = {
-        name: cut(name, tuple(parameter.shape), 0, ranges)
+        name: shard_along(name, tuple(parameter.shape), 0, ranges)
         for name, parameter in whole.named_parameters()
     }
     held = group.size - 1 - group.rank if swapped else group.rank

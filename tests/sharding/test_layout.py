@@ -20,8 +20,8 @@ from parallel_ext.sharding.layout import (
     Part,
     TensorLayout,
     box_shape,
-    cut,
-    cut_ranges,
+    shard_along,
+    shard_ranges,
     split,
     split_heads,
 )
@@ -139,14 +139,14 @@ def layouts(draw: st.DrawFn) -> tuple[TensorLayout, int]:
     if kind == "whole":
         return TensorLayout("weight", shape), tp_size
     if kind == "cut":
-        return cut("weight", shape, dim, split(size, tp_size)), tp_size
+        return shard_along("weight", shape, dim, split(size, tp_size)), tp_size
     if kind == "fused":
         half = split(size, tp_size)
         held = tuple(((a, b), (size + a, size + b)) for a, b in half)
-        return cut_ranges("weight", _resized(shape, dim, 2 * size), dim, held), tp_size
+        return shard_ranges("weight", _resized(shape, dim, 2 * size), dim, held), tp_size
     pieces = split(size, draw(st.integers(1, tp_size)))
     held = tuple((pieces[rank * len(pieces) // tp_size],) for rank in range(tp_size))
-    return cut_ranges("weight", shape, dim, held), tp_size
+    return shard_ranges("weight", shape, dim, held), tp_size
 
 
 def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ def test_holders_are_the_ranks_with_the_same_shard(drawn):
 
 def test_ownership_notices_replicas_that_are_counted_twice():
     pieces = split(6, 2)
-    layout = cut_ranges("k_proj.weight", (6, 2), 0, ((pieces[0],), (pieces[0],), (pieces[1],)))
+    layout = shard_ranges("k_proj.weight", (6, 2), 0, ((pieces[0],), (pieces[0],), (pieces[1],)))
     assert (_times_covered(layout, 3, layout.owned) == 1).all()
     assert (_times_covered(layout, 3, layout.boxes) == 2).any()
     assert layout.holders(1) == (0, 1)
@@ -254,7 +254,7 @@ def test_parts_lie_where_the_whole_does(drawn, dp_size, index, data):
 
 
 def test_describe_names_the_dimension_the_range_and_the_full_shape():
-    layout = cut("lm_head.weight", (65535, 8), 0, split(65535, 2))
+    layout = shard_along("lm_head.weight", (65535, 8), 0, split(65535, 2))
     assert layout.describe(1) == "dimension 0 [32768, 65535) of (65535, 8)"
     assert TensorLayout("norm.weight", (8,)).describe(1) == "all of (8,)"
 
