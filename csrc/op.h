@@ -342,18 +342,18 @@ class ForwardCallOf<Op<Name, Result(Args...)>> {
 template <size_t... numbers>
 using Saved = std::index_sequence<numbers...>;
 
-// The autograd kernel of an op. It calls `Below`, the op itself or another one that takes the first
-// of its arguments and whose first outputs are the op's; saves the tensors with the numbers
-// `inputs` and `outputs`; and has rule(ForwardCall<op>, gradients of the outputs) -> gradients of
-// the arguments called in backward.
-template <typename TheOp, auto rule, typename Below, typename Inputs, typename Outputs>
-struct Gradient;
+// The autograd node of an op. `Rule`, a struct that derives from Gradient<Rule, op, ...>, is what
+// torch shows as the name of the node; demangling it is part of every backward, so it is short. Its
+// rule(ForwardCall<op>, gradients of the outputs) returns the gradients of the arguments. The
+// forward calls `below`, the op itself or another one that takes the first of its arguments and
+// whose first outputs are the op's, and saves the tensors with the numbers `inputs` and `outputs`.
+template <typename Rule, typename TheOp, typename Below, typename Inputs, typename Outputs>
+struct GradientOf;
 
-template <typename Name, typename Result, typename... Args, auto rule, typename Below,
+template <typename Rule, typename Name, typename Result, typename... Args, typename Below,
           size_t... inputs, size_t... outputs>
-struct Gradient<Op<Name, Result(Args...)>, rule, Below, Saved<inputs...>, Saved<outputs...>>
-    : torch::autograd::Function<
-          Gradient<Op<Name, Result(Args...)>, rule, Below, Saved<inputs...>, Saved<outputs...>>> {
+struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Saved<outputs...>>
+    : torch::autograd::Function<Rule> {
   using Call = ForwardCallOf<Op<Name, Result(Args...)>>;
 
   static variable_list forward(AutogradContext* ctx, Args... args) {
@@ -370,11 +370,16 @@ struct Gradient<Op<Name, Result(Args...)>, rule, Below, Saved<inputs...>, Saved<
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    return rule(Call(ctx), grad_outputs);
+    return Rule::rule(Call(ctx), grad_outputs);
   }
 
-  static Result call(Args... args) { return from_list<Result>(Gradient::apply(args...)); }
+  static Result call(Args... args) { return from_list<Result>(Rule::apply(args...)); }
 };
+
+template <typename Rule, const auto& op, typename Inputs, typename Outputs = Saved<>,
+          const auto& below = op>
+using Gradient =
+    GradientOf<Rule, std::decay_t<decltype(op)>, std::decay_t<decltype(below)>, Inputs, Outputs>;
 
 // For a backward whose own derivative nobody wrote: better an error than zeros. register.cpp does
 // the same for every op that is a backward.
@@ -419,14 +424,9 @@ class Registration {
     return on<function>(c10::DispatchKey::Meta);
   }
 
-  template <auto rule, typename Inputs>
+  template <typename Rule>
   const Registration& gradient() const {
-    return on<&Gradient<TheOp, rule, TheOp, Inputs, Saved<>>::call>(c10::DispatchKey::Autograd);
-  }
-  template <auto rule, typename Inputs, typename Outputs, const auto& below>
-  const Registration& gradient() const {
-    using Below = std::decay_t<decltype(below)>;
-    return on<&Gradient<TheOp, rule, Below, Inputs, Outputs>::call>(c10::DispatchKey::Autograd);
+    return on<&Rule::call>(c10::DispatchKey::Autograd);
   }
 
   template <size_t... cast>

@@ -102,22 +102,24 @@ at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
   return at::empty_symint(shape, input.options());
 }
 
-variable_list column_linear_gradient(const ForwardCall<column_linear>& forward,
-                                     const variable_list& grads) {
-  const auto [input, weight, bias, row_stride, group] = forward.arguments();
-  return forward.gradients(
-      column_linear_backward(grads[0], input, weight, forward.needed<3>(), group));
-}
+struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<column_linear>& forward, const variable_list& grads) {
+    const auto [input, weight, bias, row_stride, group] = forward.arguments();
+    return forward.gradients(
+        column_linear_backward(grads[0], input, weight, forward.needed<3>(), group));
+  }
+};
 
 // The output is replicated and so is its gradient: the local product is this rank's own shard of
 // the input's gradient, which is what column_linear_backward computes in a group of one.
-variable_list row_linear_gradient(const ForwardCall<row_linear>& forward,
-                                  const variable_list& grads) {
-  const auto [input, weight, bias, group] = forward.arguments();
-  refuse_second_derivative("row_linear", {grads[0], input, weight});
-  return forward.gradients(
-      column_linear_backward(grads[0], input, weight, forward.needed<3>(), Group{1, ""}));
-}
+struct RowLinear : Gradient<RowLinear, row_linear, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<row_linear>& forward, const variable_list& grads) {
+    const auto [input, weight, bias, group] = forward.arguments();
+    refuse_second_derivative("row_linear", {grads[0], input, weight});
+    return forward.gradients(
+        column_linear_backward(grads[0], input, weight, forward.needed<3>(), Group{1, ""}));
+  }
+};
 
 }  // namespace
 
@@ -125,7 +127,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<column_linear>(library)
       .kernel<column_linear_kernel>()
       .meta<column_linear_meta>()
-      .gradient<column_linear_gradient, Saved<0, 1>>()
+      .gradient<ColumnLinear>()
       .autocast<0, 1, 2>();
   implement<column_linear_backward>(library)
       .kernel<column_linear_backward_kernel>()
@@ -133,7 +135,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<row_linear>(library)
       .kernel<row_linear_kernel>()
       .meta<row_linear_meta>()
-      .gradient<row_linear_gradient, Saved<0, 1>>()
+      .gradient<RowLinear>()
       .autocast<0, 1, 2>();
 }
 

@@ -176,14 +176,16 @@ Tensors<5> lora_linear_backward_meta(const at::Tensor&, const at::Tensor& input,
           empty_if(needed[4], weight.sym_sizes().slice(0, 1), weight.options())};
 }
 
-variable_list lora_linear_gradient(const ForwardCall<lora_linear>& forward,
-                                   const variable_list& grads) {
-  const auto [input, weight, lora_a, lora_b, bias, scale, dropout, dropout_counter, group] =
-      forward.arguments();
-  return forward.gradients(lora_linear_backward(grads[0], input, weight, lora_a, lora_b,
-                                                forward.output(1), scale, dropout, dropout_counter,
-                                                forward.needed<5>()));
-}
+struct LoraLinear
+    : Gradient<LoraLinear, lora_linear, Saved<0, 1, 2, 3>, Saved<1>, lora_linear_forward> {
+  static variable_list rule(const ForwardCall<lora_linear>& forward, const variable_list& grads) {
+    const auto [input, weight, lora_a, lora_b, bias, scale, dropout, dropout_counter, group] =
+        forward.arguments();
+    return forward.gradients(lora_linear_backward(grads[0], input, weight, lora_a, lora_b,
+                                                  forward.output(1), scale, dropout,
+                                                  dropout_counter, forward.needed<5>()));
+  }
+};
 
 }  // namespace
 
@@ -191,7 +193,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   // Autocast leaves lora_a and lora_b to the kernel, which casts them to the dtype of the input.
   implement<lora_linear>(library)
       .kernel_by<lora_linear_forward>()
-      .gradient<lora_linear_gradient, Saved<0, 1, 2, 3>, Saved<1>, lora_linear_forward>()
+      .gradient<LoraLinear>()
       .autocast<0, 1, 4>();
   implement<lora_linear_forward>(library)
       .kernel<lora_linear_forward_kernel>()

@@ -66,23 +66,29 @@ at::Tensor gather_from_region_meta(const at::Tensor& shard, at::IntArrayRef size
 
 // reduce_from_region and copy_to_region are each other's backward.
 
-variable_list reduce_from_region_gradient(const ForwardCall<reduce_from_region>& forward,
-                                          const variable_list& grads) {
-  return forward.gradients(grads[0]);
-}
+struct ReduceFromRegion : Gradient<ReduceFromRegion, reduce_from_region, Saved<>> {
+  static variable_list rule(const ForwardCall<reduce_from_region>& forward,
+                            const variable_list& grads) {
+    return forward.gradients(grads[0]);
+  }
+};
 
-variable_list copy_to_region_gradient(const ForwardCall<copy_to_region>& forward,
-                                      const variable_list& grads) {
-  const auto [input, group] = forward.arguments();
-  return forward.gradients(reduce_from_region(grads[0], group));
-}
+struct CopyToRegion : Gradient<CopyToRegion, copy_to_region, Saved<>> {
+  static variable_list rule(const ForwardCall<copy_to_region>& forward,
+                            const variable_list& grads) {
+    const auto [input, group] = forward.arguments();
+    return forward.gradients(reduce_from_region(grads[0], group));
+  }
+};
 
-variable_list gather_from_region_gradient(const ForwardCall<gather_from_region>& forward,
-                                          const variable_list& grads) {
-  const auto [shard, sizes, rank, group] = forward.arguments();
-  const int64_t start = std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
-  return forward.gradients(grads[0].narrow(-1, start, sizes[rank]));
-}
+struct GatherFromRegion : Gradient<GatherFromRegion, gather_from_region, Saved<>> {
+  static variable_list rule(const ForwardCall<gather_from_region>& forward,
+                            const variable_list& grads) {
+    const auto [shard, sizes, rank, group] = forward.arguments();
+    const int64_t start = std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
+    return forward.gradients(grads[0].narrow(-1, start, sizes[rank]));
+  }
+};
 
 }  // namespace
 
@@ -90,15 +96,15 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<reduce_from_region>(library)
       .kernel<reduce_from_region_kernel>()
       .meta<same_shape_meta>()
-      .gradient<reduce_from_region_gradient, Saved<>>();
+      .gradient<ReduceFromRegion>();
   implement<copy_to_region>(library)
       .kernel<copy_to_region_kernel>()
       .meta<same_shape_meta>()
-      .gradient<copy_to_region_gradient, Saved<>>();
+      .gradient<CopyToRegion>();
   implement<gather_from_region>(library)
       .kernel<gather_from_region_kernel>()
       .meta<gather_from_region_meta>()
-      .gradient<gather_from_region_gradient, Saved<>>();
+      .gradient<GatherFromRegion>();
 }
 
 }  // namespace parallel_ext

@@ -181,19 +181,21 @@ at::Tensor moe_combine_backward_meta(const at::Tensor& grad_output, const at::Te
   return at::empty_symint({origins.sym_size(0), grad_output.sym_size(1)}, grad_output.options());
 }
 
-variable_list moe_dispatch_gradient(const ForwardCall<moe_dispatch>& forward,
-                                    const variable_list& grads) {
-  const auto [input, weights, rows_of_choices, sources, tokens, plan] = forward.arguments();
-  return forward.gradients(moe_dispatch_backward(grads[0], grads[1], rows_of_choices, sources,
-                                                 forward.output(2), forward.info<1>().dtype,
-                                                 forward.needed<2>(), plan));
-}
+struct MoeDispatch : Gradient<MoeDispatch, moe_dispatch, Saved<2, 3>, Saved<2>, moe_dispatch> {
+  static variable_list rule(const ForwardCall<moe_dispatch>& forward, const variable_list& grads) {
+    const auto [input, weights, rows_of_choices, sources, tokens, plan] = forward.arguments();
+    return forward.gradients(moe_dispatch_backward(grads[0], grads[1], rows_of_choices, sources,
+                                                   forward.output(2), forward.info<1>().dtype,
+                                                   forward.needed<2>(), plan));
+  }
+};
 
-variable_list moe_combine_gradient(const ForwardCall<moe_combine>& forward,
-                                   const variable_list& grads) {
-  const auto [rows, origins, rows_of_choices, tokens, plan] = forward.arguments();
-  return forward.gradients(moe_combine_backward(grads[0], origins, tokens, plan));
-}
+struct MoeCombine : Gradient<MoeCombine, moe_combine, Saved<1, 3>> {
+  static variable_list rule(const ForwardCall<moe_combine>& forward, const variable_list& grads) {
+    const auto [rows, origins, rows_of_choices, tokens, plan] = forward.arguments();
+    return forward.gradients(moe_combine_backward(grads[0], origins, tokens, plan));
+  }
+};
 
 }  // namespace
 
@@ -201,14 +203,14 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_dispatch>(library)
       .kernel<moe_dispatch_kernel>()
       .meta<moe_dispatch_meta>()
-      .gradient<moe_dispatch_gradient, Saved<2, 3>, Saved<2>, moe_dispatch>();
+      .gradient<MoeDispatch>();
   implement<moe_dispatch_backward>(library)
       .kernel<moe_dispatch_backward_kernel>()
       .meta<moe_dispatch_backward_meta>();
   implement<moe_combine>(library)
       .kernel<moe_combine_kernel>()
       .meta<moe_combine_meta>()
-      .gradient<moe_combine_gradient, Saved<1, 3>>();
+      .gradient<MoeCombine>();
   implement<moe_combine_backward>(library)
       .kernel<moe_combine_backward_kernel>()
       .meta<moe_combine_backward_meta>();

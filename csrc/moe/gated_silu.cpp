@@ -169,11 +169,13 @@ Tensors<2> moe_gated_silu_backward_meta(const at::Tensor&, const at::Tensor& gat
           at::empty_symint(weights.sym_sizes(), weights.options())};
 }
 
-variable_list moe_gated_silu_gradient(const ForwardCall<moe_gated_silu>& forward,
-                                      const variable_list& grads) {
-  const auto [gate_up, weights] = forward.arguments();
-  return forward.gradients(moe_gated_silu_backward(grads[0], gate_up, weights));
-}
+struct MoeGatedSilu : Gradient<MoeGatedSilu, moe_gated_silu, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<moe_gated_silu>& forward,
+                            const variable_list& grads) {
+    const auto [gate_up, weights] = forward.arguments();
+    return forward.gradients(moe_gated_silu_backward(grads[0], gate_up, weights));
+  }
+};
 
 }  // namespace
 
@@ -181,7 +183,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_gated_silu>(library)
       .kernel<moe_gated_silu_kernel>()
       .meta<moe_gated_silu_meta>()
-      .gradient<moe_gated_silu_gradient, Saved<0, 1>>();
+      .gradient<MoeGatedSilu>();
   implement<moe_gated_silu_backward>(library)
       .kernel<moe_gated_silu_backward_kernel>()
       .meta<moe_gated_silu_backward_meta>();

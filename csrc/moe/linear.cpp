@@ -57,12 +57,13 @@ Tensors<2> moe_linear_backward_meta(const at::Tensor&, const at::Tensor& rows,
   return {empty_like_if(needed[0], rows), empty_like_if(needed[1], weight)};
 }
 
-variable_list moe_linear_gradient(const ForwardCall<moe_linear>& forward,
-                                  const variable_list& grads) {
-  const auto [rows, weight, counts, weight_grad_scale] = forward.arguments();
-  return forward.gradients(
-      moe_linear_backward(grads[0], rows, weight, counts, forward.needed<2>(), weight_grad_scale));
-}
+struct MoeLinear : Gradient<MoeLinear, moe_linear, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<moe_linear>& forward, const variable_list& grads) {
+    const auto [rows, weight, counts, weight_grad_scale] = forward.arguments();
+    return forward.gradients(moe_linear_backward(grads[0], rows, weight, counts,
+                                                 forward.needed<2>(), weight_grad_scale));
+  }
+};
 
 }  // namespace
 
@@ -70,7 +71,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_linear>(library)
       .kernel<moe_linear_kernel>()
       .meta<moe_linear_meta>()
-      .gradient<moe_linear_gradient, Saved<0, 1>>();
+      .gradient<MoeLinear>();
   implement<moe_linear_backward>(library)
       .kernel<moe_linear_backward_kernel>()
       .meta<moe_linear_backward_meta>();

@@ -108,20 +108,24 @@ Tensors<4> moe_lora_linear_backward_meta(const at::Tensor&, const at::Tensor& ro
           empty_like_if(needed[2], lora_a), empty_like_if(needed[3], lora_b)};
 }
 
-variable_list moe_lora_linear_gradient(const ForwardCall<moe_lora_linear>& forward,
-                                       const variable_list& grads) {
-  const auto [rows, weight, lora_a, lora_b, counts, scale, weight_grad_scale] = forward.arguments();
-  return forward.gradients(moe_lora_linear_backward(grads[0], rows, weight, lora_a, lora_b,
-                                                    forward.output(1), counts, scale,
-                                                    forward.needed<4>(), weight_grad_scale));
-}
+struct MoeLoraLinear : Gradient<MoeLoraLinear, moe_lora_linear, Saved<0, 1, 2, 3>, Saved<1>,
+                                moe_lora_linear_forward> {
+  static variable_list rule(const ForwardCall<moe_lora_linear>& forward,
+                            const variable_list& grads) {
+    const auto [rows, weight, lora_a, lora_b, counts, scale, weight_grad_scale] =
+        forward.arguments();
+    return forward.gradients(moe_lora_linear_backward(grads[0], rows, weight, lora_a, lora_b,
+                                                      forward.output(1), counts, scale,
+                                                      forward.needed<4>(), weight_grad_scale));
+  }
+};
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_lora_linear>(library)
       .kernel_by<moe_lora_linear_forward>()
-      .gradient<moe_lora_linear_gradient, Saved<0, 1, 2, 3>, Saved<1>, moe_lora_linear_forward>();
+      .gradient<MoeLoraLinear>();
   implement<moe_lora_linear_forward>(library)
       .kernel<moe_lora_linear_forward_kernel>()
       .meta<moe_lora_linear_forward_meta>();

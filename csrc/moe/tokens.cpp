@@ -169,13 +169,15 @@ Tensors<2> moe_take_tokens_autograd(const at::Tensor& input, const at::Tensor& w
   return from_list<Tensors<2>>(MoeTakeTokens::apply(input, weights, sizes, rank, group));
 }
 
-variable_list moe_gather_tokens_gradient(const ForwardCall<moe_gather_tokens>& forward,
-                                         const variable_list& grads) {
-  const auto [slice, sizes, rank, group] = forward.arguments();
-  // The derivative of this slice would hold this rank's rows only, not those of all ranks.
-  refuse_second_derivative("moe_gather_tokens", {grads[0]});
-  return forward.gradients(grads[0].narrow(0, first_token(sizes, rank), sizes[rank]));
-}
+struct MoeGatherTokens : Gradient<MoeGatherTokens, moe_gather_tokens, Saved<>> {
+  static variable_list rule(const ForwardCall<moe_gather_tokens>& forward,
+                            const variable_list& grads) {
+    const auto [slice, sizes, rank, group] = forward.arguments();
+    // The derivative of this slice would hold this rank's rows only, not those of all ranks.
+    refuse_second_derivative("moe_gather_tokens", {grads[0]});
+    return forward.gradients(grads[0].narrow(0, first_token(sizes, rank), sizes[rank]));
+  }
+};
 
 }  // namespace
 
@@ -190,7 +192,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_gather_tokens>(library)
       .kernel<moe_gather_tokens_kernel>()
       .meta<moe_gather_tokens_meta>()
-      .gradient<moe_gather_tokens_gradient, Saved<>>();
+      .gradient<MoeGatherTokens>();
 }
 
 }  // namespace parallel_ext

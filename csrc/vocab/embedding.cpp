@@ -192,14 +192,16 @@ at::Tensor vocab_embedding_backward_meta(const at::Tensor& grad_output, const at
   return at::empty_symint({num_rows, grad_output.sym_size(-1)}, grad_output.options());
 }
 
-variable_list vocab_embedding_gradient(const ForwardCall<vocab_embedding>& forward,
-                                       const variable_list& grads) {
-  const auto [ids, weight, vocab_size, vocab_start, padding_idx, sizes, group] =
-      forward.arguments();
-  const at::Tensor grad_weight =
-      vocab_embedding_backward(grads[0], ids, forward.info<1>().sizes[0], vocab_start, padding_idx);
-  return forward.gradients(Tensors<2>{at::Tensor(), grad_weight});
-}
+struct VocabEmbedding : Gradient<VocabEmbedding, vocab_embedding, Saved<0>> {
+  static variable_list rule(const ForwardCall<vocab_embedding>& forward,
+                            const variable_list& grads) {
+    const auto [ids, weight, vocab_size, vocab_start, padding_idx, sizes, group] =
+        forward.arguments();
+    const at::Tensor grad_weight = vocab_embedding_backward(
+        grads[0], ids, forward.info<1>().sizes[0], vocab_start, padding_idx);
+    return forward.gradients(Tensors<2>{at::Tensor(), grad_weight});
+  }
+};
 
 }  // namespace
 
@@ -208,7 +210,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .kernel<vocab_embedding_aten>()
       .on<vocab_embedding_cpu>(c10::DispatchKey::CPU)
       .meta<vocab_embedding_meta>()
-      .gradient<vocab_embedding_gradient, Saved<0>>();
+      .gradient<VocabEmbedding>();
   implement<vocab_embedding_backward>(library)
       .kernel<vocab_embedding_backward_aten>()
       .on<vocab_embedding_backward_cpu>(c10::DispatchKey::CPU)
