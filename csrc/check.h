@@ -2,14 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 
 #include <cstdint>
-#include <initializer_list>
 
 namespace parallel_ext {
 
-// In which sums of these numbers are made.
+// The dtype in which sums of the tensor's numbers are computed.
 inline at::ScalarType wide_type(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -42,7 +40,7 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& tens
                     ", got ", tensor.sizes());
 }
 
-// The sum of an argument's numbers, each of which counts something.
+// The sum of an argument's numbers, which are counts.
 inline int64_t sum_of_counts(const char* op, const char* name, at::IntArrayRef counts) {
   int64_t sum = 0;
   for (const int64_t count : counts) {
@@ -53,7 +51,7 @@ inline int64_t sum_of_counts(const char* op, const char* name, at::IntArrayRef c
   return sum;
 }
 
-// How many experts the ranks hold in all. The bound keeps what is allocated for each of them small.
+// The number of experts on all ranks. The bound keeps small what is allocated for each expert.
 inline int64_t num_experts_of(const char* op, at::IntArrayRef experts_per_rank) {
   constexpr int64_t kMost = int64_t{1} << 20;
   const int64_t num_experts = sum_of_counts(op, "experts_per_rank", experts_per_rank);
@@ -73,17 +71,6 @@ inline void check_vocab_range(const char* op, const char* name, int64_t rows, in
                     " of the vocabulary, but this rank's shard is [", vocab_start, ", ", vocab_stop,
                     ") of ", vocab_size, ", which is ", vocab_stop - vocab_start,
                     "; pass this rank's shard, neither gathered nor padded");
-}
-
-// For the backward of an op whose own derivative nobody wrote: better an error than zeros.
-inline void refuse_second_derivative(const char* op,
-                                     std::initializer_list<std::optional<at::Tensor>> tensors) {
-  if (!at::GradMode::is_enabled()) return;
-  for (const auto& tensor : tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor || !tensor->requires_grad(), op,
-                                ": second derivatives are not implemented; call backward without "
-                                "create_graph=True");
-  }
 }
 
 }  // namespace parallel_ext

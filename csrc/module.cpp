@@ -28,7 +28,7 @@ py::dict build_info() {
   return info;
 }
 
-// Lets the kernel begin to write pages of a file to the disk, so that fsync finds little left.
+// Starts the write of a file's pages to the disk, so that fsync has little left to do.
 void start_writeback(int fd, int64_t offset, int64_t num_bytes) {
 #ifdef __linux__
   py::gil_scoped_release no_gil;
@@ -41,7 +41,7 @@ std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_s
   std::vector<std::string> records;
   {
     py::gil_scoped_release no_gil;
-    records = parallel_ext::exchange_bytes(record, group_size, group_name, timeout_s);
+    records = parallel_ext::exchange_bytes(record, {group_size, group_name}, timeout_s);
   }
   return {records.begin(), records.end()};
 }
@@ -64,7 +64,7 @@ void swap_bytes(const Buffers& outgoing, const Buffers& incoming, int64_t group_
                 const std::string& group_name, double timeout_s) {
   const auto out = spans_of(outgoing), in = spans_of(incoming);
   py::gil_scoped_release no_gil;
-  parallel_ext::swap_bytes("swap_bytes", out, in, group_size, group_name, timeout_s);
+  parallel_ext::swap_bytes("swap_bytes", out, in, {group_size, group_name}, timeout_s);
 }
 
 // Lets Ctrl-C, and every other signal with a handler in Python, end a wait for other ranks. Python
@@ -83,7 +83,7 @@ PYBIND11_MODULE(_C, m) {
   parallel_ext::SharedMemory::set_interrupt_check(&check_signals);
   m.def("build_info", &build_info, "What this module was compiled with.");
   m.def("split", &parallel_ext::split, py::arg("n"), py::arg("parts"), py::arg("multiple_of") = 1,
-        "Boundaries of the parts; see csrc/layout.h.");
+        "Boundaries of the parts; see csrc/base/layout.h.");
   m.def("start_writeback", &start_writeback, py::arg("fd"), py::arg("offset"), py::arg("num_bytes"),
         "Begin to write pages of a file to the disk, without waiting.");
   m.def("exchange_bytes", &exchange_bytes, py::arg("record"), py::arg("group_size"),

@@ -1,22 +1,30 @@
-// The schemas of all ops. Tensors first, then numbers, then the group, and last the options of the
+// The schemas of all ops: tensors first, then numbers, then the group, and last the options of the
 // loss; the same names in C++ and Python.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/DispatchKeySet.h>
 #include <torch/library.h>
 
 #include <string>
+#include <vector>
 
-#include "vocab/loss_op.h"
+#include "vocab/loss.h"
 
 namespace {
 
-// What every op wants of its tensors, whatever else it checks: that they are there, dense and on
-// one device. It runs below autograd and before the kernel of any device is chosen, or a
-// tensor on meta would choose one that computes nothing.
+std::string short_name(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  return name.substr(name.rfind(':') + 1);
+}
+
+// Checks what every op needs: that its tensors are given, dense and on one device. It runs below
+// autograd and before the kernel of a device is chosen: a tensor on meta would choose the kernel
+// that computes nothing.
 void check_tensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
-  const std::string& full_name = op.schema().name();
-  const std::string name = full_name.substr(full_name.rfind(':') + 1);
+  const std::string name = short_name(op);
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
   const at::Tensor* first = nullptr;
@@ -43,14 +51,44 @@ void check_tensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & below, stack);
 }
 
+// The autograd kernel of every op that is a backward. Its own derivative is not implemented: an
+// error is better than zeros.
+void refuse_second_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                              torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  std::vector<at::Tensor> written;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!values[i].isTensor() || !values[i].toTensor().defined()) continue;
+    const at::Tensor& tensor = values[i].toTensor();
+    if (at::GradMode::is_enabled() && tensor.requires_grad()) {
+      const std::string name = short_name(op);
+      C10_THROW_ERROR(NotImplementedError, name.substr(0, name.find("_backward")) +
+                                               ": second derivatives are not implemented; call "
+                                               "backward without create_graph=True");
+    }
+    const auto* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) written.push_back(tensor);
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  // Whoever else has saved these tensors must not use them any more.
+  for (const at::Tensor& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 }  // namespace
 
 TORCH_LIBRARY(parallel_ext, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   const auto def = [&](const std::string& schema) {
+    const std::string name = schema.substr(0, schema.find('('));
     library.def(schema.c_str(), tags);
-    library.impl(schema.substr(0, schema.find('(')).c_str(), c10::DispatchKey::BackendSelect,
+    library.impl(name.c_str(), c10::DispatchKey::BackendSelect,
                  torch::CppFunction::makeFromBoxedFunction<&check_tensors>());
+    if (name.find("_backward") != std::string::npos) {
+      library.impl(name.c_str(), c10::DispatchKey::Autograd,
+                   torch::CppFunction::makeFromBoxedFunction<&refuse_second_derivative>());
+    }
   };
   def("reduce_from_region(Tensor partial, int group_size, str group_name) -> Tensor");
   def("copy_to_region(Tensor input, int group_size, str group_name) -> Tensor");
@@ -69,7 +107,7 @@ TORCH_LIBRARY(parallel_ext, library) {
       "Tensor? bias, float scale, float dropout, int[] dropout_counter, int group_size, "
       "str group_name) -> (Tensor, Tensor)");
   def("lora_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor lora_a, "
-      "Tensor lora_b, Tensor low, float scale, float dropout, int[] dropout_counter, "
+      "Tensor lora_b, Tensor lora_a_out, float scale, float dropout, int[] dropout_counter, "
       "bool[5] needed) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("vocab_embedding(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
@@ -78,7 +116,7 @@ TORCH_LIBRARY(parallel_ext, library) {
       "int? padding_idx) -> Tensor");
   const auto def_with_loss = [&](const std::string& arguments, const std::string& outputs) {
     const std::string schema =
-        arguments + ", " + parallel_ext::kVocabLossSchema + ") -> " + outputs;
+        arguments + ", " + parallel_ext::VocabLoss::kSchema + ") -> " + outputs;
     def(schema);
   };
   def_with_loss(
@@ -145,7 +183,7 @@ TORCH_LIBRARY(parallel_ext, library) {
   def("moe_lora_linear_forward(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, "
       "int[] counts, float scale) -> (Tensor, Tensor)");
   def("moe_lora_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, Tensor lora_a, "
-      "Tensor lora_b, Tensor low, int[] counts, float scale, bool[4] needed, "
+      "Tensor lora_b, Tensor lora_a_out, int[] counts, float scale, bool[4] needed, "
       "float weight_grad_scale) -> (Tensor, Tensor, Tensor, Tensor)");
   def("moe_take_tokens(Tensor input, Tensor weights, int[] sizes, int rank, int group_size, "
       "str group_name) -> (Tensor, Tensor)");

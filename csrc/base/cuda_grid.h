@@ -1,9 +1,17 @@
-// The grids that the CUDA kernels run in. Only .cu files include this.
+// What the CUDA kernels share: grids, launches, and rows of numbers in the widest pieces that a
+// thread can load. Only .cu files include this.
 #pragma once
 
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
 #include <algorithm>
+#include <cstdint>
+#include <type_traits>
 
 #include "base/grid_thread.h"
+#include "base/number.h"
 
 namespace parallel_ext {
 
@@ -19,14 +27,14 @@ struct GridShape {
   dim3 blocks, threads;
 };
 
-// Threads for a row that has work for `per_row` of them.
+// The number of threads in a block that serve one row, which has work for `per_row` threads.
 inline int64_t row_threads(int64_t per_row) {
   int64_t wide = 16;
   while (wide < per_row && wide < kBlockThreads) wide *= 2;
   return wide;
 }
 
-// For rows that `per_row` threads serve; where rows are short, a block serves several.
+// A grid for rows with work for `per_row` threads each; a block serves several short rows.
 inline GridShape grid_of_rows(int64_t rows, int64_t per_row) {
   const int64_t wide = row_threads(per_row), high = kBlockThreads / wide;
   const auto blocks = [](int64_t threads, int64_t of_block) {
@@ -37,16 +45,86 @@ inline GridShape grid_of_rows(int64_t rows, int64_t per_row) {
           dim3(static_cast<unsigned>(wide), static_cast<unsigned>(high))};
 }
 
-// A block for each piece of work, in turns where they are more than CUDA allows.
+// A block for each piece of work; a block serves several where CUDA allows fewer blocks.
 inline GridShape grid_of_blocks(int64_t pieces) {
   return {dim3(static_cast<unsigned>(std::min<int64_t>(pieces, 0x7fffffff))), dim3(kBlockThreads)};
 }
 
-// A block for each row, which its threads share; where rows are short, for as many as threadIdx.y.
+// A block for each row, whose threads share its work; for several short rows, one per threadIdx.y.
 inline GridShape grid_of_whole_rows(int64_t rows, int64_t per_row) {
   const int64_t wide = row_threads(per_row), high = kBlockThreads / wide;
   return {grid_of_blocks((rows + high - 1) / high).blocks,
           dim3(static_cast<unsigned>(wide), static_cast<unsigned>(high))};
+}
+
+inline constexpr int64_t kWidest = 16;  // bytes that a thread can load or store at once
+
+// Adjacent numbers of a row that a thread loads and stores at once.
+template <typename scalar_t, int size>
+struct alignas(size * sizeof(scalar_t)) Pack {
+  scalar_t value[size];
+};
+
+// Calls use(row, column) for the work of this thread.
+template <typename Use>
+__device__ __forceinline__ void for_work(int64_t rows, int64_t columns, const Use& use) {
+  const GridThread thread = this_thread();
+  for (int64_t row = thread.y; row < rows; row += thread.num_y) {
+    for (int64_t column = thread.x; column < columns; column += thread.num_x) use(row, column);
+  }
+}
+
+template <typename... Parameters, typename... Args>
+void launch(void (*kernel)(Parameters...), const GridShape& grid, int device, Args... args) {
+  const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));
+  kernel<<<grid.blocks, grid.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(args...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+inline uint64_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); }
+
+// The widest pieces, in bytes, that rows consist of: `bits` are their addresses and length, or-ed.
+inline int64_t widest_piece(uint64_t bits) {
+  int64_t bytes = kWidest;
+  while (bits % bytes != 0) bytes /= 2;
+  return bytes;
+}
+
+// Calls use(size) with the size of the packs that rows of numbers consist of: the widest, or one.
+template <typename scalar_t, typename Use>
+void with_size(uint64_t bits, const Use& use) {
+  if (widest_piece(bits) == kWidest) {
+    use(std::integral_constant<int, kWidest / sizeof(scalar_t)>());
+  } else {
+    use(std::integral_constant<int, 1>());
+  }
+}
+
+// Calls use(piece) with a value of the widest type that rows consist of: an unsigned integer or a
+// pack of them.
+template <typename Use>
+void with_piece(uint64_t bits, const Use& use) {
+  switch (widest_piece(bits)) {
+    case 16:
+      return use(Pack<uint64_t, 2>());
+    case 8:
+      return use(uint64_t());
+    case 4:
+      return use(uint32_t());
+    case 2:
+      return use(uint16_t());
+    default:
+      return use(uint8_t());
+  }
+}
+
+template <int size, typename scalar_t>
+PARALLEL_EXT_INLINE const Pack<scalar_t, size>* packs(const scalar_t* data) {
+  return reinterpret_cast<const Pack<scalar_t, size>*>(data);
+}
+template <int size, typename scalar_t>
+PARALLEL_EXT_INLINE Pack<scalar_t, size>* packs(scalar_t* data) {
+  return reinterpret_cast<Pack<scalar_t, size>*>(data);
 }
 
 }  // namespace parallel_ext

@@ -1,6 +1,6 @@
-// Which random bits decide over an element of a dropout mask, and which CUDA thread serves which
-// elements. The CPU loops and the CUDA kernels both go by this, so that they draw the same mask;
-// nothing here needs a GPU, so that the tests can run the threads one after the other on a CPU.
+// The random bits that decide each element of a dropout mask, and the elements that each CUDA
+// thread serves. CPU loops and CUDA kernels share this, so that they draw the same mask. Nothing
+// here needs a GPU, so that the tests can run the threads one after the other on a CPU.
 #pragma once
 
 #include <cstdint>
@@ -34,19 +34,19 @@ PARALLEL_EXT_INLINE bool is_kept(const MaskStream& stream, uint32_t word, int ha
   return ((word >> (16 * half)) & 0xffffu) >= stream.threshold;
 }
 
-// [rows, size] of the mask, from a token and a feature on.
+// A part [rows, size] of the mask, which begins at a token and a feature.
 struct MaskPart {
   MaskStream stream;
   uint32_t token;
   int64_t feature, rows, size;
 
-  // A thread draws one lane of one block; neighbours read neighbouring elements.
+  // A thread draws one lane of one block; adjacent threads read adjacent elements.
   PARALLEL_EXT_INLINE int64_t threads_per_row() const {
     return (feature % kMaskBlock + size + kMaskBlock - 1) / kMaskBlock * kMaskLanes;
   }
 };
 
-// Calls use(i, kept) for the elements of the thread, i of them counted row by row.
+// Calls use(i, kept) for the elements that the thread serves, where i counts row by row.
 template <typename Use>
 PARALLEL_EXT_INLINE void for_elements(const MaskPart& part, const GridThread& thread,
                                       const Use& use) {
@@ -68,7 +68,7 @@ PARALLEL_EXT_INLINE void for_elements(const MaskPart& part, const GridThread& th
   }
 }
 
-// What a thread of the kernels does; see linear/dropout_cuda.h.
+// The work of one thread of the kernels in linear/dropout_cuda.h.
 
 template <typename scalar_t>
 PARALLEL_EXT_INLINE void drop_in_thread(const MaskPart& part, const GridThread& thread,

@@ -1,4 +1,4 @@
-// The exponential of loops that the compiler shall vectorize, which std::exp prevents.
+// exp and tanh for loops that the compiler is to vectorize, which std::exp would prevent.
 #pragma once
 
 #include <cmath>

@@ -1,11 +1,12 @@
-// One thread of a CUDA grid of any size, for kernels and for what runs their threads on a CPU.
+// One thread of a CUDA grid of any size. Apart from base/cuda_grid.h, so that the tests can run the
+// work of a thread on a CPU.
 #pragma once
 
 #include <cstdint>
 
 namespace parallel_ext {
 
-// Where it is, and how far it is to its next piece of work.
+// The position of the thread, and the distance to its next piece of work.
 struct GridThread {
   int64_t x, y, num_x, num_y;
 };

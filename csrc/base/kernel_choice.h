@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+
 // One build holds a loop for AVX-512, for AVX2 and for any x86-64; the loader takes the best one.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define PARALLEL_EXT_MULTIVERSION \
@@ -16,23 +18,24 @@
 
 namespace parallel_ext {
 
-// setup.py defines it where it compiles the .cu files.
+// setup.py defines PARALLEL_EXT_WITH_CUDA where it compiles the .cu files.
 #ifdef PARALLEL_EXT_WITH_CUDA
 inline constexpr bool kWithCudaKernels = true;
 #else
 inline constexpr bool kWithCudaKernels = false;
 #endif
 
-// Off by default; the tests switch it on to run the other devices' path on a CPU.
-bool aten_path_on_cpu();
-void set_aten_path_on_cpu(bool on);
+// Off by default; the tests switch it on to run the ATen path on a CPU.
+inline std::atomic<bool> aten_path_switch{false};
+inline bool aten_path_on_cpu() { return aten_path_switch.load(); }
+inline void set_aten_path_on_cpu(bool on) { aten_path_switch.store(on); }
 
-// Whether a CUDA kernel serves the tensor, for what has CUDA kernels.
+// Whether a CUDA kernel serves the tensor, for an op that has CUDA kernels.
 inline bool use_cuda_kernel(const at::Tensor& tensor) {
   return kWithCudaKernels && tensor.is_cuda();
 }
 
-// Whether ATen calls serve it, for what has kernels for CPU and CUDA.
+// Whether ATen calls serve the tensor, for an op that has kernels for CPU and CUDA.
 inline bool use_aten_path(const at::Tensor& tensor) {
   return tensor.is_cpu() ? aten_path_on_cpu() : !use_cuda_kernel(tensor);
 }

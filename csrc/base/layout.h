@@ -1,4 +1,4 @@
-// The one rule by which anything is cut into parts. Plain integers, no torch.
+// The one rule by which everything is split into parts. Plain integers, no torch.
 #pragma once
 
 #include <cstdint>

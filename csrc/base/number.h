@@ -1,5 +1,5 @@
-// Conversions that a loop can inline and vectorize: c10's own call out of line or branch. For CPU
-// and CUDA.
+// Conversions that a loop can inline and vectorize; those of c10 are calls or branch. For CPU and
+// CUDA.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -14,8 +14,8 @@
 #define PARALLEL_EXT_INLINE inline __attribute__((always_inline))
 #endif
 
-// Before a short loop of constant length. Each compiler warns of the other's words, and nvcc's pass
-// for the host of both.
+// Stands before a short loop of constant length. Each compiler warns about the other's pragma, and
+// nvcc's host pass about both.
 #if defined(__CUDA_ARCH__)
 #define PARALLEL_EXT_UNROLL _Pragma("unroll")
 #elif defined(__CUDACC__)
@@ -35,7 +35,7 @@ PARALLEL_EXT_INLINE float to_float(c10::BFloat16 x) {
 }
 PARALLEL_EXT_INLINE float to_float(c10::Half x) { return static_cast<float>(x); }
 
-// The type in which sums are made.
+// To the type in which sums are computed.
 PARALLEL_EXT_INLINE double widen(double x) { return x; }
 template <typename scalar_t>
 PARALLEL_EXT_INLINE float widen(scalar_t x) {

@@ -1,6 +1,6 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3", SC 2011, section 3.3). A number is a function of its key and counter alone, so any rank
-// can draw any of them, in any order, as often as it likes.
+// 1, 2, 3", SC 2011, section 3.3). A number is a function of key and counter alone, so any rank can
+// draw any number, in any order and again.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace parallel_ext {
 
-// Not arrays: device code cannot read an array of the host.
+// Not arrays: device code cannot read a constexpr array of the host.
 inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
 inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
 inline constexpr int kPhiloxRounds = 10;

@@ -16,7 +16,7 @@ inline void philox_aten(std::array<at::Tensor, 4>& word, uint32_t key0, uint32_t
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const at::Tensor a = word[0] * static_cast<int64_t>(kPhiloxMultiplier0);
     const at::Tensor b = word[2] * static_cast<int64_t>(kPhiloxMultiplier1);
-    // An arithmetic shift of a product above 2^63 smears its sign, which the mask takes off.
+    // The arithmetic shift of a product above 2^63 repeats its sign bit, which the mask removes.
     word[0] = b.bitwise_right_shift(32).bitwise_and(kLow).bitwise_xor(word[1]).bitwise_xor(
         static_cast<int64_t>(key0));
     word[2] = a.bitwise_right_shift(32).bitwise_and(kLow).bitwise_xor(word[3]).bitwise_xor(

@@ -8,8 +8,8 @@
 
 namespace parallel_ext {
 
-// Numbers between two requests for memory, and how far ahead of its use it is asked for: of itself
-// the processor does so too late, and stops at the end of each page.
+// Numbers between two prefetches, and how many numbers ahead of its use memory is prefetched. The
+// processor's own prefetcher starts too late and stops at the end of each page.
 inline constexpr int64_t kPrefetchChunk = 256, kPrefetchAhead = 1024;
 
 template <typename scalar_t>
@@ -18,7 +18,7 @@ PARALLEL_EXT_INLINE void prefetch(const scalar_t* numbers, int64_t size) {
   for (int64_t i = 0; i < size; i += kLine) __builtin_prefetch(numbers + kPrefetchAhead + i);
 }
 
-// Calls with each index below `size`, of numbers that the function reads in order.
+// Calls function(i) for each i below `size`; the function reads numbers[i].
 template <typename scalar_t, typename Function>
 PARALLEL_EXT_INLINE void for_each_ahead(const scalar_t* numbers, int64_t size,
                                         const Function& function) {

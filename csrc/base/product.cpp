@@ -19,7 +19,7 @@ PARALLEL_EXT_MULTIVERSION void add_wide(const c10::BFloat16* values, int64_t siz
   for (int64_t i = 0; i < size; ++i) sum[i] += widen(values[i]);
 }
 
-// What ATen does with two passes more.
+// sum += values; ATen would convert the values to the dtype of the sum in two more passes.
 void add_to(at::Tensor& sum, const at::Tensor& values) {
   if (!values.is_cpu() || values.scalar_type() != at::kBFloat16 || !sum.is_contiguous()) {
     sum.add_(values);
@@ -34,8 +34,9 @@ void add_to(at::Tensor& sum, const at::Tensor& values) {
 
 constexpr int64_t kBlock = 32, kBitsOfBlock = 5;
 
-// Of a block of kBlock rows and columns, the transposed one, in `room`. Interleaving its two halves
-// turns the bits of the index (row, column) by one.
+// Writes the transposed block of kBlock rows and columns to `room`. Interleaving the two halves of
+// a block rotates the bits of the index (row, column) by one; after kBitsOfBlock times they are
+// (column, row).
 PARALLEL_EXT_INLINE void transpose_block(uint16_t* block, uint16_t* room) {
   constexpr int64_t kHalf = kBlock * kBlock / 2;
   static_assert(kBlock == 1 << kBitsOfBlock && kBitsOfBlock % 2 == 1);
@@ -49,7 +50,7 @@ PARALLEL_EXT_INLINE void transpose_block(uint16_t* block, uint16_t* room) {
   }
 }
 
-// A bf16 number is only ever the first: sums are wide.
+// Sums are wide, so a bf16 output is written once and never added to.
 PARALLEL_EXT_INLINE void put(uint16_t bits, bool, c10::BFloat16* out) { out->x = bits; }
 PARALLEL_EXT_INLINE void put(uint16_t bits, bool first, float* out) {
   const float value = widen(c10::BFloat16(bits, c10::BFloat16::from_bits()));
@@ -59,7 +60,7 @@ PARALLEL_EXT_INLINE void put(uint16_t bits, bool first, float* out) {
 PARALLEL_EXT_INLINE uint16_t bits_of(uint16_t bits) { return bits; }
 PARALLEL_EXT_INLINE uint16_t bits_of(c10::BFloat16 value) { return value.x; }
 
-// Of at most kBlock numbers; the compiler unrolls what it knows the length of.
+// Copies at most kBlock numbers; the compiler unrolls the loop of known length.
 template <typename from_t>
 PARALLEL_EXT_INLINE void copy_bits(const from_t* from, int64_t size, uint16_t* to) {
   if (size == kBlock) {
@@ -69,12 +70,12 @@ PARALLEL_EXT_INLINE void copy_bits(const from_t* from, int64_t size, uint16_t* t
   }
 }
 
-// out [columns, rows] += values^T, or = where it is the first. values [rows, columns], rows
+// out [columns, rows] += values^T, or out = values^T if `first`; values [rows, columns] has rows
 // `stride` apart.
 template <typename out_t>
 PARALLEL_EXT_INLINE void transpose(const c10::BFloat16* values, int64_t stride, int64_t rows,
                                    int64_t columns, out_t* out, int64_t out_stride, bool first) {
-  constexpr int64_t kPanel = 512;  // what is written to memory in one go
+  constexpr int64_t kPanel = 512;  // numbers of a row that are written to memory at once
   uint16_t block[kBlock * kBlock]{}, transposed[kBlock * kBlock], panel[kBlock][kPanel];
   for (int64_t column = 0; column < columns; column += kBlock) {
     const int64_t width = std::min(kBlock, columns - column);
@@ -98,7 +99,7 @@ PARALLEL_EXT_INLINE void transpose(const c10::BFloat16* values, int64_t stride, 
   }
 }
 
-// One function per dtype, since target_clones does not go with templates.
+// One function per dtype: target_clones does not work with templates.
 #define PARALLEL_EXT_ADD_TRANSPOSED(out_t)                                                   \
   PARALLEL_EXT_MULTIVERSION void add_transposed(const c10::BFloat16* values, int64_t stride, \
                                                 int64_t rows, int64_t columns, out_t* out,   \
@@ -154,7 +155,8 @@ void add_transposed_product(at::Tensor sum, const at::Tensor& a, const at::Tenso
   if (!a.is_cpu() || a.scalar_type() != at::kBFloat16 || sum.stride(1) != 1 || !adds_wide) {
     return add_product(sum, a.t(), b, first);
   }
-  // oneDNN takes twice as long for a^T b as for b^T a, whose first factor is small enough to copy.
+  // oneDNN takes twice as long for a^T b as for b^T a, and b is small enough to be transposed by a
+  // copy.
   const at::Tensor b_transposed = b.t().contiguous();
   const auto parts = ranges_of(a.size(1), kRowsOfProduct);
   const at::Tensor room =

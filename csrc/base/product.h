@@ -1,4 +1,4 @@
-// Products of matrices, a part at a time, added up in their own dtype or in a wider one.
+// Products of matrices, computed in parts and added in their own dtype or in a wider one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +12,14 @@ struct Range {
   int64_t start, size;
 };
 
-// As few ranges of at most `largest` as will do, of about one size.
+// The fewest ranges of at most `largest` that cover `total`, of nearly equal size.
 std::vector<Range> ranges_of(int64_t total, int64_t largest);
 
-// sum += a b, or = where it is the first. A product narrower than its sum is rounded once before it
-// is added.
+// sum += a b, or sum = a b if `first`. A product of a narrower dtype than the sum is rounded once
+// before it is added.
 void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool first);
 
-// sum += a^T b, likewise.
+// sum += a^T b, or sum = a^T b if `first`, with the same rounding.
 void add_transposed_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool first);
 
 }  // namespace parallel_ext

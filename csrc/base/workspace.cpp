@@ -24,7 +24,7 @@ struct Block {
   int64_t size;
 };
 
-// What lies in no tensor, oldest first, and how many bytes are out.
+// The blocks that no tensor uses, oldest first, and the bytes of those in use.
 struct Pool {
   std::mutex mutex;
   std::vector<std::unique_ptr<Block>> kept;
@@ -41,20 +41,20 @@ struct Pool {
   }
 };
 
-// Never destroyed, since tensors may outlive what is.
+// Never destroyed, since tensors may outlive static objects.
 Pool& pool() {
   static Pool& only = *new Pool;
   return only;
 }
 
-// Sizes that differ little share their blocks: an eighth of a power of two, rounded up.
+// Rounds up to an eighth of a power of two, so that similar sizes share their blocks.
 int64_t rounded(int64_t bytes) {
   int64_t step = kMiB;
   while (step * 16 < bytes) step *= 2;
   return (bytes + step - 1) / step * step;
 }
 
-// The storage that had the block is gone, or has other memory now.
+// The deleter of a storage's memory: returns the block to the pool.
 void give_back(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   Pool& all = pool();
@@ -64,7 +64,7 @@ void give_back(void* context) {
   if (all.bytes_out + block->size <= kMost) all.kept.push_back(std::move(block));
 }
 
-// The smallest block that is not much too large, or a new one.
+// Returns the smallest kept block that is not much too large, or a new one.
 std::unique_ptr<Block> take(int64_t bytes) {
   const int64_t wanted = rounded(bytes);
   Pool& all = pool();

@@ -1,7 +1,6 @@
-// Process groups and the collectives that the ops use. No other file includes c10d. On the CPU
-// those of a group belong to one thread. Every function must be called by every rank of the group,
-// in the same order. A group of size 1 needs no name and costs nothing. All throw if no live group
-// has this name, or if its size is not `group_size`.
+// The collectives that the ops use. No other folder includes c10d. Every rank of a group must call
+// the same functions in the same order; on the CPU, from one thread. A group of size 1 needs no
+// name and communicates nothing. All functions throw if no live group has this name and size.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,61 +10,74 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "comm/shared_memory.h"
 
 namespace parallel_ext {
 
-// This process' own; asks nobody.
-int64_t rank_in_group(const char* op, int64_t group_size, const std::string& group_name);
+// Rows travel as bytes, whatever their dtype. as_bytes returns a view where `tensor` is contiguous;
+// as_strided makes it one where a tensor of one number has another stride than 1.
+inline at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.contiguous().as_strided({tensor.numel()}, {1}).view(at::kByte);
+}
+inline int64_t row_bytes(const at::Tensor& rows) { return rows.size(1) * rows.element_size(); }
+
+// What names a process group. In the schema of an op: group_size and group_name.
+struct Group {
+  int64_t size;
+  std::string name;
+
+  using Fields = std::tuple<int64_t, const std::string&>;
+  Fields fields() const { return {size, name}; }
+};
+
+// The rank of this process; communicates nothing.
+int64_t rank_in_group(const char* op, const Group& group);
 
 // Sums `tensor` over the group in place; the bits are the same on every rank.
-void all_reduce_sum(const char* op, at::Tensor& tensor, int64_t group_size,
-                    const std::string& group_name);
+void all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group);
 
-// Starts the same sum and returns the function that waits for it. `tensor` must not be touched
-// before that call, which must come before the op returns.
+// Starts the same sum and returns the function that waits for it, which must be called before the
+// op returns. `tensor` must not be read or written until then.
 [[nodiscard]] std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor,
-                                                         int64_t group_size,
-                                                         const std::string& group_name);
+                                                         const Group& group);
 
 // Contiguous `part`, equal shape on every rank -> [group_size, *part.shape], in rank order.
-at::Tensor all_gather(const char* op, const at::Tensor& part, int64_t group_size,
-                      const std::string& group_name);
+at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group);
 
-// `record` of every rank, in rank order. `timeout_s` bounds the wait for a rank that does not come.
-std::vector<std::string> exchange_bytes(const std::string& record, int64_t group_size,
-                                        const std::string& group_name, double timeout_s);
+// `record` of every rank, in rank order. `timeout_s` bounds the wait for an absent rank.
+std::vector<std::string> exchange_bytes(const std::string& record, const Group& group,
+                                        double timeout_s);
 
-// Brings the bytes of `outgoing[r]` to rank r and fills `incoming[r]` with what rank r sends; CPU
-// memory. What two ranks have for each other must be as many bytes, in any number of spans.
-// `timeout_s` bounds the wait for a rank that does not come; without it the group's own time does.
+// Sends the bytes of `outgoing[r]` to rank r and fills `incoming[r]` with the bytes from rank r;
+// CPU memory. Sender and receiver must name equally many bytes, in any number of spans. `timeout_s`
+// bounds the wait for an absent rank; without it the group's own timeout does.
 void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
-                const std::vector<std::vector<Span>>& incoming, int64_t group_size,
-                const std::string& group_name, std::optional<double> timeout_s = {});
+                const std::vector<std::vector<Span>>& incoming, const Group& group,
+                std::optional<double> timeout_s = {});
 
-// Contiguous `rows` [N, H], the first sent[0] of them for rank 0 and so on -> received[0] rows of
-// rank 0 and so on; any dtype, any device.
+// Contiguous `rows` [N, H], sent[0] for rank 0, then sent[1] for rank 1 and so on -> received[0]
+// rows of rank 0, then received[1] of rank 1 and so on; any dtype, any device.
 at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::vector<int64_t>& sent,
-                           const std::vector<int64_t>& received, int64_t group_size,
-                           const std::string& group_name);
+                           const std::vector<int64_t>& received, const Group& group);
 
-// Collectives since the last reset, by kind; "<kind>_bytes" holds the payload of one rank;
-// "in_shared_memory" how many of them no process group carried. Of swap_bytes and all_to_all_rows,
-// "<op>/bytes" is what the op brought to other ranks, and "<op>/us" the microseconds in it, the
-// wait for other ranks included; on CUDA only those of the host.
+// Counts since the last reset: "<kind>" the collectives of a kind, "<kind>_bytes" this rank's
+// payload, "in_shared_memory" those that went through shared memory. For swap_bytes and
+// all_to_all_rows also "<op>/bytes", sent to other ranks, and "<op>/us", the microseconds of the
+// host in the transfer, the wait for other ranks included.
 std::map<std::string, int64_t> collective_counts();
 void reset_collective_counts();
 
-// With the order check on, every collective first compares (op, running number, bytes) over its
-// group and throws on all ranks where they differ. Starts as PARALLEL_EXT_DEBUG=1 says.
+// With the order check, the ranks compare (op, running number, bytes) before every collective, and
+// all of them raise if these differ. Off at the start, or on with PARALLEL_EXT_DEBUG=1.
 bool order_check();
 void set_order_check(bool on);
 
-// Whether CPU tensors go through memory that the ranks share where all ranks of a group run on one
-// host (csrc/shared_memory.h), instead of through the group. Starts as on, or off with
-// PARALLEL_EXT_SHARED_MEMORY=0; every rank of a job must call this before the same collective.
+// Whether CPU tensors go through shared memory (comm/shared_memory.h) instead of the process group,
+// where all ranks of a group run on one host. On at the start, or off with
+// PARALLEL_EXT_SHARED_MEMORY=0. Every rank of a job must call this before the same collective.
 void set_shared_memory(bool on);
 
 }  // namespace parallel_ext

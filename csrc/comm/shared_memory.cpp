@@ -19,15 +19,15 @@
 #include <cstring>
 #include <random>
 
-#include "comm/rank_order_sum.h"
+#include "base/sum_rows.h"
 
 namespace parallel_ext {
 namespace {
 
 constexpr int64_t kSlotBytes = int64_t{2} << 20;
 constexpr int64_t kPage = 4096;
-constexpr int kSpins = 4000;  // some 50 us: longer than ranks in step lie apart, short if they
-                              // share a core
+// Some 50 us: longer than the usual lag between ranks, and short enough where ranks share a core.
+constexpr int kSpins = 4000;
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -44,7 +44,7 @@ class Cursor {
     for (const Span& span : spans) left_ += span.bytes;
   }
   int64_t left() const { return left_; }
-  // Up to `most` bytes out of the spans, or into them.
+  // Copy up to `most` bytes out of the spans, or into them.
   void read(char* out, int64_t most) {
     walk(most, [&](char* here, int64_t at, int64_t count) { std::memcpy(out + at, here, count); });
   }
@@ -77,17 +77,19 @@ class Cursor {
 
 std::string name_of(int64_t rank) { return "rank " + std::to_string(rank) + " of the group "; }
 
-constexpr int64_t kSeatBytes = 128;
+constexpr int64_t kRankHeaderBytes = 128;
 
-// A seat of each rank, and one more for the token.
-int64_t header_bytes(int64_t size) { return ((size + 1) * kSeatBytes + kPage - 1) / kPage * kPage; }
+// A header for each rank, and one more for the token.
+int64_t header_bytes(int64_t size) {
+  return ((size + 1) * kRankHeaderBytes + kPage - 1) / kPage * kPage;
+}
 
 std::atomic<void (*)()> interrupt_check{nullptr};
 
 }  // namespace
 
-// What one rank shows of itself, on cache lines of its own.
-struct alignas(kSeatBytes) SharedMemory::Seat {
+// The state of one rank that the others read, on cache lines of its own.
+struct alignas(kRankHeaderBytes) SharedMemory::RankHeader {
   std::atomic<uint32_t> arrivals;  // points that this rank has reached; also the futex of waiters
   std::atomic<uint32_t> sleepers;  // ranks that sleep until it reaches the next one
   std::atomic<uint32_t> given_up;
@@ -104,7 +106,7 @@ int64_t total_bytes(int64_t size) { return header_bytes(size) + (size + 1) * kSl
 constexpr char kName[] = "parallel_ext-ranks";
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// Whether this link of /proc leads to memory that SharedMemory::create has made.
+// Whether this link of /proc leads to memory from SharedMemory::create.
 bool is_ours(const std::string& link) {
   char target[64];
   const ssize_t length = readlink(link.c_str(), target, sizeof(target));
@@ -112,7 +114,7 @@ bool is_ours(const std::string& link) {
                            std::string("/memfd:") + kName + " (deleted)";
 }
 
-// Of this process on this byte of the file, until the process ends, however it ends.
+// Locks this byte of the file until the process ends, however it ends.
 bool lock_byte(int fd, int64_t byte) {
   struct flock lock{};
   lock.l_type = F_WRLCK;
@@ -136,8 +138,8 @@ void wake(std::atomic<uint32_t>& word) {
 std::unique_ptr<SharedMemory> SharedMemory::create(int64_t size) {
   const int fd = memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return nullptr;
-  // Reserved now: a write into memory that the system cannot give would kill the process. Sealed,
-  // since so would a write behind an end that another process has moved.
+  // Allocated now, since a write to memory that the system cannot provide would kill the process;
+  // sealed, since so would a write beyond the end of a file that another process has shortened.
   if (posix_fallocate(fd, 0, total_bytes(size)) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0) {
     ::close(fd);
     return nullptr;
@@ -152,7 +154,8 @@ std::unique_ptr<SharedMemory> SharedMemory::create(int64_t size) {
 
 SharedMemory::Place SharedMemory::place() const { return {getpid(), fd_, token()}; }
 
-// Looks before it opens: a number from another process may mean a pipe or a device here.
+// Looks at the link before it opens the file: another process' descriptor may be a pipe or a device
+// here.
 std::unique_ptr<SharedMemory> SharedMemory::open(const Place& place, int64_t rank, int64_t size) {
   const std::string path =
       "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.descriptor);
@@ -215,15 +218,16 @@ bool SharedMemory::alive(int64_t) const { return true; }
 
 SharedMemory::SharedMemory(int fd, void* base, int64_t rank, int64_t size)
     : fd_(fd), base_(static_cast<char*>(base)), rank_(rank), size_(size) {
-  static_assert(sizeof(Seat) == kSeatBytes);
+  static_assert(sizeof(RankHeader) == kRankHeaderBytes);
 }
 
-SharedMemory::Seat& SharedMemory::seat(int64_t rank) const {
-  return reinterpret_cast<Seat*>(base_)[rank];  // a new file is zero, which is where a seat begins
+SharedMemory::RankHeader& SharedMemory::rank_header(int64_t rank) const {
+  return reinterpret_cast<RankHeader*>(
+      base_)[rank];  // a new file is zero, which is the initial state of a header
 }
 
 std::array<uint64_t, 2>& SharedMemory::token() const {
-  return *reinterpret_cast<std::array<uint64_t, 2>*>(base_ + size_ * kSeatBytes);
+  return *reinterpret_cast<std::array<uint64_t, 2>*>(base_ + size_ * kRankHeaderBytes);
 }
 
 char* SharedMemory::slot(int64_t rank) const {
@@ -236,7 +240,7 @@ int64_t SharedMemory::piece_at(int64_t offset) const {
 
 void SharedMemory::arrive() {
   ++arrivals_;
-  Seat& own = seat(rank_);
+  RankHeader& own = rank_header(rank_);
   own.arrivals.store(arrivals_);
   if (own.sleepers.load() > 0) wake(own.arrivals);
 }
@@ -248,7 +252,7 @@ void SharedMemory::wait_for_all() {
 }
 
 void SharedMemory::wait_for(int64_t peer) {
-  Seat& other = seat(peer);
+  RankHeader& other = rank_header(peer);
   const auto has_come = [&] {
     return static_cast<int32_t>(other.arrivals.load() - arrivals_) >= 0;
   };
@@ -260,7 +264,7 @@ void SharedMemory::wait_for(int64_t peer) {
       std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s_);
   while (!has_come()) {
     const bool lives = alive(peer);
-    if (has_come()) return;  // its last deed
+    if (has_come()) return;  // the peer may arrive and then exit
     if (!lives) give_up(name_of(peer) + "has exited");
     if (other.given_up.load() != 0) give_up(name_of(peer) + "has given up");
     if (std::chrono::steady_clock::now() > deadline) {
@@ -278,7 +282,7 @@ void SharedMemory::wait_for(int64_t peer) {
 
 void SharedMemory::set_interrupt_check(void (*check)()) { interrupt_check.store(check); }
 
-void SharedMemory::abandon() { seat(rank_).given_up.store(1); }
+void SharedMemory::abandon() { rank_header(rank_).given_up.store(1); }
 
 void SharedMemory::check_interrupt() {
   const auto check = interrupt_check.load();
@@ -300,19 +304,19 @@ void SharedMemory::prepare(const char* op, const char* kind, int64_t bytes, doub
   what_ = std::string(op) + "/" + kind;
   bytes_ = bytes;
   timeout_s_ = timeout_s;
-  if (seat(rank_).given_up.load() != 0 || started_) {
+  if (rank_header(rank_).given_up.load() != 0 || started_) {
     give_up("an earlier collective of the group has failed on this rank");
   }
-  // What a rank showed before it gave up must not be taken for what it shows now.
+  // The old data of a rank that has given up must not be read as data of this collective.
   for (int64_t peer = 0; peer < size_; ++peer) {
-    if (seat(peer).given_up.load() != 0) give_up(name_of(peer) + "has given up");
+    if (rank_header(peer).given_up.load() != 0) give_up(name_of(peer) + "has given up");
   }
-  wait_for_all();  // for whoever still reads what the last collective left here
+  wait_for_all();  // other ranks may still read the data of the last collective
   started_ = true;
 }
 
 void SharedMemory::describe() {
-  Seat& own = seat(rank_);
+  RankHeader& own = rank_header(rank_);
   own.bytes = bytes_;
   std::snprintf(own.what, sizeof(own.what), "%s", what_.c_str());
 }
@@ -324,9 +328,9 @@ void SharedMemory::show(int64_t offset) {
 }
 
 void SharedMemory::check_same(bool same_bytes) {
-  const Seat& own = seat(rank_);
+  const RankHeader& own = rank_header(rank_);
   for (int64_t peer = 0; peer < size_; ++peer) {
-    const Seat& other = seat(peer);
+    const RankHeader& other = rank_header(peer);
     const bool fits = other.bytes == own.bytes || !same_bytes;
     if (fits && std::strcmp(other.what, own.what) == 0) continue;
     const std::string text =
@@ -334,7 +338,7 @@ void SharedMemory::check_same(bool same_bytes) {
                  " with ", other.bytes, " bytes on rank ", peer,
                  "; all ranks must run the same operators on the same sizes in the same order");
     started_ = false;
-    arrive();  // read; the peers may write what comes next
+    arrive();  // the peers' headers are read, so the peers may overwrite them
     C10_THROW_ERROR(Error, text);
   }
 }
@@ -384,7 +388,7 @@ void SharedMemory::finish_gather(void* out) {
   started_ = false;
 }
 
-// Every slot is cut into a cell for each receiver, which begins with the bytes of both messages.
+// Every slot has a cell for each receiver, which begins with the sizes of both messages.
 void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& outgoing,
                         const std::vector<std::vector<Span>>& incoming, double timeout_s) {
   struct Sizes {
@@ -415,7 +419,7 @@ void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& ou
     if (first) check_same(false);
     for (int64_t peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
-      longest = std::max(longest, seat(peer).bytes);
+      longest = std::max(longest, rank_header(peer).bytes);
       const char* source = slot(peer) + rank_ * cell;
       const auto& other = *reinterpret_cast<const Sizes*>(source);
       if (first && (other.sent != own[peer].expected || other.expected != own[peer].sent)) {

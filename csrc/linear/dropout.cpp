@@ -31,7 +31,7 @@ MaskPart part_of(const Dropout& dropout, int64_t first_row, const at::Tensor& li
           like.size(1)};
 }
 
-// kept[i] has all bits where feature 128 * block + i of the token is kept, else none.
+// Sets all bits of kept[i] if feature 128 * block + i of the token is kept, else none.
 PARALLEL_EXT_INLINE void draw_block(const MaskStream& stream, uint32_t token, uint32_t block,
                                     uint16_t* kept) {
   uint32_t word[kMaskHalves / 2][kMaskLanes];
@@ -47,7 +47,7 @@ PARALLEL_EXT_INLINE void draw_block(const MaskStream& stream, uint32_t token, ui
   }
 }
 
-// The same for `size` features from `feature` on.
+// As draw_block, for `size` features from `feature` on.
 PARALLEL_EXT_MULTIVERSION void draw_row(const MaskStream& stream, uint32_t token, int64_t feature,
                                         int64_t size, uint16_t* kept) {
   for (int64_t done = 0; done < size;) {
@@ -65,7 +65,7 @@ PARALLEL_EXT_MULTIVERSION void draw_row(const MaskStream& stream, uint32_t token
   }
 }
 
-// One function per dtype, since target_clones does not go with templates.
+// One function per dtype: target_clones does not work with templates.
 #define PARALLEL_EXT_DROP(scalar_t, kept_value)                                      \
   PARALLEL_EXT_MULTIVERSION void drop_row(const uint16_t* kept, int64_t size,        \
                                           const scalar_t* input, scalar_t* output) { \
@@ -95,7 +95,8 @@ void drop_numbers(const uint16_t* kept, int64_t size, const scalar_t* input, sca
   drop_row(kept, size, reinterpret_cast<const bits_t*>(input), reinterpret_cast<bits_t*>(output));
 }
 
-// Calls use(first, kept) for each row, whose first element is number `first`, in parallel.
+// Calls use(first, kept) in parallel for each row, where `first` is the number of its first
+// element.
 template <typename Use>
 void for_rows(const MaskPart& part, const Use& use) {
   at::parallel_for(0, part.rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, part.size)),
@@ -109,7 +110,7 @@ void for_rows(const MaskPart& part, const Use& use) {
                    });
 }
 
-// The path of other devices: the same mask [T, K] by plain ATen calls on int64.
+// The same mask [T, K] by plain ATen calls on int64, for devices without a kernel.
 at::Tensor mask(const MaskPart& part, const at::Tensor& like) {
   const auto counted = like.options().dtype(at::kLong);
   const int64_t first = part.feature / kMaskBlock, inside = part.feature % kMaskBlock;

@@ -1,9 +1,5 @@
-// No GPU has run these kernels yet: the tests compile them, and run what each of their threads does
+// No GPU has run these kernels yet: the tests compile them, and run the work of each thread
 // (base/dropout_mask.h) on the CPU.
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
 #include "base/cuda_grid.h"
 #include "linear/dropout_cuda.h"
 
@@ -25,27 +21,23 @@ __global__ void __launch_bounds__(kBlockThreads)
   drop_and_add_in_thread(part, this_thread(), input, output, addend, factor, target);
 }
 
-template <typename... Parameters, typename... Args>
-void launch(void (*kernel)(MaskPart, Parameters...), const MaskPart& part, int device,
-            Args... args) {
+template <typename Kernel, typename... Args>
+void launch_on(const MaskPart& part, int device, const Kernel& kernel, Args... args) {
   if (part.rows == 0 || part.size == 0) return;  // CUDA refuses an empty grid
-  const GridShape grid = grid_of_rows(part.rows, part.threads_per_row());
-  const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));
-  kernel<<<grid.blocks, grid.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(part, args...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(kernel, grid_of_rows(part.rows, part.threads_per_row()), device, part, args...);
 }
 
 }  // namespace
 
 template <typename scalar_t>
 void drop_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output, int device) {
-  launch(drop_kernel<scalar_t>, part, device, input, output);
+  launch_on(part, device, drop_kernel<scalar_t>, input, output);
 }
 
 template <typename scalar_t>
 void drop_and_add_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output,
                           const scalar_t* addend, double factor, scalar_t* target, int device) {
-  launch(drop_and_add_kernel<scalar_t>, part, device, input, output, addend, factor, target);
+  launch_on(part, device, drop_and_add_kernel<scalar_t>, input, output, addend, factor, target);
 }
 
 #define PARALLEL_EXT_INSTANTIATE(scalar_t)                                                         \

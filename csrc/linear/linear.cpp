@@ -1,31 +1,22 @@
-// Linear layers whose weight is cut over the ranks: by rows (column_linear, after Megatron's name
-// for the cut of the transposed matrix) or by columns (row_linear).
+// Linear layers whose weight is sharded over the ranks: by rows (column_linear, after Megatron's
+// name, which is that of the transposed matrix) or by columns (row_linear).
 #include "linear/linear.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "check.h"
 #include "comm/comm.h"
-#include "dispatch.h"
 #include "ops.h"
 
 namespace parallel_ext {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-
 at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
-                                const std::optional<at::Tensor>& bias, int64_t row_stride, int64_t,
-                                const std::string&) {
+                                const std::optional<at::Tensor>& bias, int64_t row_stride) {
   const char* op = "column_linear";
   check_linear(op, input, weight, bias);
   const int64_t features = weight.size(0);
@@ -51,8 +42,7 @@ at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weigh
 }
 
 at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
-                              const std::optional<at::Tensor>&, int64_t row_stride, int64_t,
-                              const std::string&) {
+                              const std::optional<at::Tensor>&, int64_t row_stride) {
   auto shape = input.sym_sizes().vec(), strides = shape;
   shape.back() = weight.sym_size(0);
   c10::SymInt stride = row_stride;
@@ -64,9 +54,9 @@ at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
   return at::empty_strided_symint(shape, strides, input.options());
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_kernel(
-    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
-    std::array<bool, 3> needed, int64_t group_size, const std::string& group_name) {
+Tensors<3> column_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
+                                         const at::Tensor& weight, std::array<bool, 3> needed,
+                                         const Group& group) {
   check_grad_output("column_linear_backward", grad_output, input, weight);
   const at::Tensor grad_rows = as_matrix(grad_output);
   at::Tensor grad_input = at::empty({0}, input.options()), grad_weight = at::empty_like(grad_input),
@@ -75,12 +65,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_kernel(
   if (needed[0]) {
     grad_input = at::mm(grad_rows, weight);
     // numel(input) elements, every rank; the GEMM of the weight's gradient runs meanwhile.
-    wait = start_all_reduce_sum("column_linear_backward", grad_input, group_size, group_name);
+    wait = start_all_reduce_sum("column_linear_backward", grad_input, group);
   }
   try {
     if (needed[1]) grad_weight = at::mm(grad_rows.t(), as_matrix(input));
     if (needed[2]) grad_bias = grad_rows.sum(0);
-  } catch (...) {  // out of memory: the sum must end, or the group could never be used again
+  } catch (...) {  // such as out of memory: finish the sum, or the group could not be used again
     wait();
     throw;
   }
@@ -89,184 +79,64 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_kernel(
   return {grad_input, grad_weight, grad_bias};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_meta(
-    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
-    std::array<bool, 3> needed, int64_t, const std::string&) {
-  const at::Tensor none = at::empty({0}, input.options());
-  return {
-      needed[0] ? at::empty_symint(input.sym_sizes(), input.options()) : none,
-      needed[1] ? at::empty_symint(weight.sym_sizes(), weight.options()) : at::empty_like(none),
-      needed[2] ? at::empty_symint({weight.sym_size(0)}, weight.options()) : at::empty_like(none)};
+Tensors<3> column_linear_backward_meta(const at::Tensor&, const at::Tensor& input,
+                                       const at::Tensor& weight, std::array<bool, 3> needed) {
+  return {empty_like_if(needed[0], input), empty_like_if(needed[1], weight),
+          empty_if(needed[2], weight.sym_sizes().slice(0, 1), weight.options())};
 }
 
 at::Tensor row_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
-                             const std::optional<at::Tensor>& bias, int64_t group_size,
-                             const std::string& group_name) {
+                             const std::optional<at::Tensor>& bias, const Group& group) {
   check_linear("row_linear", input, weight, bias);
   at::Tensor output = at::mm(as_matrix(input), weight.t());
-  all_reduce_sum("row_linear", output, group_size, group_name);  // numel(output), every rank
+  all_reduce_sum("row_linear", output, group);  // numel(output), every rank
   if (bias) output.add_(*bias);
   std::vector<int64_t> shape = input.sizes().vec();
   shape.back() = weight.size(0);
   return output.view(shape);
 }
 
-at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight,
-                           const std::optional<at::Tensor>&, int64_t, const std::string&) {
+at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
   auto shape = input.sym_sizes().vec();
   shape.back() = weight.sym_size(0);
   return at::empty_symint(shape, input.options());
 }
 
-// Autograd. Only what a gradient needs is saved: the input for the weight, the weight for the
-// input.
-
-class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, int64_t row_stride,
-                            int64_t group_size, const std::string& group_name) {
-    ctx->save_for_backward({input, weight});
-    ctx->saved_data["group_size"] = group_size;
-    ctx->saved_data["group_name"] = group_name;
-    ctx->saved_data["bias"] = bias.has_value();
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return column_linear(input, weight, bias, row_stride, group_size, group_name);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const auto saved = ctx->get_saved_variables();
-    const bool bias = ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2);
-    const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1), bias};
-    auto [grad_input, grad_weight, grad_bias] = column_linear_backward(
-        grad_outputs[0], saved[0], saved[1], needed, ctx->saved_data["group_size"].toInt(),
-        ctx->saved_data["group_name"].toStringRef());
-    return {needed[0] ? grad_input : Variable(),
-            needed[1] ? grad_weight : Variable(),
-            needed[2] ? grad_bias : Variable(),
-            Variable(),
-            Variable(),
-            Variable()};
+struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<column_linear>& forward, const variable_list& grads) {
+    const auto [input, weight, bias, row_stride, group] = forward.arguments();
+    return forward.gradients(
+        column_linear_backward(grads[0], input, weight, forward.needed<3>(), group));
   }
 };
 
-class RowLinear : public torch::autograd::Function<RowLinear> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, int64_t group_size,
-                            const std::string& group_name) {
-    ctx->save_for_backward({input, weight});
-    ctx->saved_data["bias"] = bias.has_value();
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return row_linear(input, weight, bias, group_size, group_name);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const auto saved = ctx->get_saved_variables();
-    const bool bias = ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2);
-    // The output is replicated and so is its gradient: the local product is this rank's own share
-    // of the column gradient, which is what a group of one computes.
-    const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1), bias};
-    auto [grad_input, grad_weight, grad_bias] =
-        column_linear_backward(grad_outputs[0], saved[0], saved[1], needed, 1, "");
-    return {needed[0] ? grad_input : Variable(), needed[1] ? grad_weight : Variable(),
-            needed[2] ? grad_bias : Variable(), Variable(), Variable()};
+// The output is replicated and so is its gradient: the local product is this rank's own shard of
+// the input's gradient, which is what column_linear_backward computes in a group of one.
+struct RowLinear : Gradient<RowLinear, row_linear, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<row_linear>& forward, const variable_list& grads) {
+    const auto [input, weight, bias, group] = forward.arguments();
+    refuse_second_derivative("row_linear", {grads[0], input, weight});
+    return forward.gradients(
+        column_linear_backward(grads[0], input, weight, forward.needed<3>(), Group{1, ""}));
   }
 };
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward_autograd(
-    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
-    std::array<bool, 3> needed, int64_t group_size, const std::string& group_name) {
-  refuse_second_derivative("column_linear and row_linear", {grad_output, input, weight});
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return column_linear_backward(grad_output, input, weight, needed, group_size, group_name);
-}
-
-at::Tensor column_linear_autograd(const at::Tensor& input, const at::Tensor& weight,
-                                  const std::optional<at::Tensor>& bias, int64_t row_stride,
-                                  int64_t group_size, const std::string& group_name) {
-  return ColumnLinear::apply(input, weight, bias, row_stride, group_size, group_name);
-}
-
-at::Tensor row_linear_autograd(const at::Tensor& input, const at::Tensor& weight,
-                               const std::optional<at::Tensor>& bias, int64_t group_size,
-                               const std::string& group_name) {
-  return RowLinear::apply(input, weight, bias, group_size, group_name);
-}
-
-// Autocast: as torch.nn.functional.linear, which runs in the lower precision.
-
-template <c10::DeviceType device>
-at::Tensor column_linear_autocast(const at::Tensor& input, const at::Tensor& weight,
-                                  const std::optional<at::Tensor>& bias, int64_t row_stride,
-                                  int64_t group_size, const std::string& group_name) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return column_linear(at::autocast::cached_cast(dtype, input, device),
-                       at::autocast::cached_cast(dtype, weight, device),
-                       at::autocast::cached_cast(dtype, bias, device), row_stride, group_size,
-                       group_name);
-}
-
-template <c10::DeviceType device>
-at::Tensor row_linear_autocast(const at::Tensor& input, const at::Tensor& weight,
-                               const std::optional<at::Tensor>& bias, int64_t group_size,
-                               const std::string& group_name) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKeys);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return row_linear(at::autocast::cached_cast(dtype, input, device),
-                    at::autocast::cached_cast(dtype, weight, device),
-                    at::autocast::cached_cast(dtype, bias, device), group_size, group_name);
-}
 
 }  // namespace
 
-at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias, int64_t row_stride,
-                         int64_t group_size, const std::string& group_name) {
-  static auto op = op_handle<decltype(column_linear)>("parallel_ext::column_linear");
-  return op.call(input, weight, bias, row_stride, group_size, group_name);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_linear_backward(
-    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
-    std::array<bool, 3> needed, int64_t group_size, const std::string& group_name) {
-  static auto op =
-      op_handle<decltype(column_linear_backward)>("parallel_ext::column_linear_backward");
-  return op.call(grad_output, input, weight, needed, group_size, group_name);
-}
-
-at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
-                      const std::optional<at::Tensor>& bias, int64_t group_size,
-                      const std::string& group_name) {
-  static auto op = op_handle<decltype(row_linear)>("parallel_ext::row_linear");
-  return op.call(input, weight, bias, group_size, group_name);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("column_linear", column_linear_kernel);
-  m.impl("column_linear_backward", column_linear_backward_kernel);
-  m.impl("row_linear", row_linear_kernel);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("column_linear", column_linear_meta);
-  m.impl("column_linear_backward", column_linear_backward_meta);
-  m.impl("row_linear", row_linear_meta);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("column_linear", column_linear_autograd);
-  m.impl("column_linear_backward", column_linear_backward_autograd);
-  m.impl("row_linear", row_linear_autograd);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, AutocastCPU, m) {
-  m.impl("column_linear", column_linear_autocast<c10::DeviceType::CPU>);
-  m.impl("row_linear", row_linear_autocast<c10::DeviceType::CPU>);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, AutocastCUDA, m) {
-  m.impl("column_linear", column_linear_autocast<c10::DeviceType::CUDA>);
-  m.impl("row_linear", row_linear_autocast<c10::DeviceType::CUDA>);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<column_linear>(library)
+      .kernel<column_linear_kernel>()
+      .meta<column_linear_meta>()
+      .gradient<ColumnLinear>()
+      .autocast<0, 1, 2>();
+  implement<column_linear_backward>(library)
+      .kernel<column_linear_backward_kernel>()
+      .meta<column_linear_backward_meta>();
+  implement<row_linear>(library)
+      .kernel<row_linear_kernel>()
+      .meta<row_linear_meta>()
+      .gradient<RowLinear>()
+      .autocast<0, 1, 2>();
 }
 
 }  // namespace parallel_ext

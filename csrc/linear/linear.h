@@ -1,8 +1,8 @@
-// What the linear layers share. `name` is the weight's.
+// What the linear layers share, with and without a low-rank adapter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
+#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <optional>
@@ -17,11 +17,11 @@ inline at::Tensor as_matrix(const at::Tensor& tensor) {
   return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
 }
 
-// Writes zeros behind the rows of a matrix of our own whose rows lie further apart than they are
-// long. On CPUs with AMX, oneDNN's bf16 GEMMs multiply what is there by zero, and NaN stays NaN
-// (github.com/uxlfoundation/oneDNN/issues/5717).
+// Writes zeros between the rows of a matrix that we have allocated, where its row stride is larger
+// than its row length. On CPUs with AMX, oneDNN's bf16 GEMMs multiply the memory between the rows
+// by zero, and a NaN there stays NaN (github.com/uxlfoundation/oneDNN/issues/5717).
 inline void fill_gaps(const at::Tensor& matrix) {
-  constexpr int64_t kFurthest = 64;  // elements; they round the length up to 32
+  constexpr int64_t kFurthest = 64;  // elements; the GEMMs round the length up to 32
   const int64_t gap = std::min(matrix.stride(0) - matrix.size(1), kFurthest);
   if (!matrix.is_cpu() || matrix.element_size() > 2 || gap <= 0 || matrix.size(0) < 2) return;
   matrix
@@ -30,6 +30,7 @@ inline void fill_gaps(const at::Tensor& matrix) {
       .zero_();
 }
 
+// `name` is what errors call the weight.
 inline void check_linear(const char* op, const at::Tensor& input, const at::Tensor& weight,
                          const std::optional<at::Tensor>& bias, const char* name = "weight") {
   check_floating(op, "input", input);
@@ -46,7 +47,7 @@ inline void check_linear(const char* op, const at::Tensor& input, const at::Tens
   }
 }
 
-// For a backward, whose input and weight are those of the forward.
+// The check of a backward, which has the input and the weight of its forward.
 inline void check_grad_output(const char* op, const at::Tensor& grad_output,
                               const at::Tensor& input, const at::Tensor& weight) {
   check_linear(op, input, weight, {});
@@ -56,7 +57,20 @@ inline void check_grad_output(const char* op, const at::Tensor& grad_output,
   check_shape(op, "grad_output", grad_output, shape);
 }
 
-inline constexpr c10::DispatchKeySet kAutocastKeys =
-    c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+// An adapter works in the dtype of the base layer, to which the result is rounded anyway; but in
+// fp32 for fp16, which cannot hold small gradients and large sums.
+inline c10::ScalarType dtype_of_adapter(const at::Tensor& input) {
+  return input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type();
+}
+
+// sum += scale * a b
+inline void add_scaled_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b,
+                               double scale) {
+  if (sum.scalar_type() == a.scalar_type()) {
+    sum.addmm_(a, b, 1, scale);
+  } else {
+    sum.add_(at::mm(a, b), scale);
+  }
+}
 
 }  // namespace parallel_ext

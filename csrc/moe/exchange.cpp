@@ -14,14 +14,24 @@
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "comm/spans.h"
-#include "moe/exchange_aten.h"
 
 namespace parallel_ext {
 
-ExchangePlan ExchangePlan::of(const char* op, at::IntArrayRef send, at::IntArrayRef receive,
-                              at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
-                              const std::string& group_name, std::optional<int64_t> num_places) {
+ExchangePlan::ExchangePlan(at::IntArrayRef send, at::IntArrayRef receive,
+                           at::IntArrayRef experts_per_rank, int64_t rank, int64_t group_size,
+                           const std::string& group_name)
+    : send(send.vec()),
+      receive(receive.vec()),
+      experts_per_rank(experts_per_rank.vec()),
+      rank(rank),
+      group{group_size, group_name} {}
+
+ExchangeLayout::ExchangeLayout(const char* op, const ExchangePlan& plan,
+                               std::optional<int64_t> num_places)
+    : rank(plan.rank), group(plan.group) {
+  const at::IntArrayRef send = plan.send, receive = plan.receive;
+  const at::IntArrayRef experts_per_rank = plan.experts_per_rank;
+  const int64_t group_size = group.size;
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(experts_per_rank.size()) == group_size && 0 <= rank && rank < group_size,
       op, ": experts_per_rank ", experts_per_rank, " and rank ", rank, " do not fit a group of ",
@@ -35,8 +45,8 @@ ExchangePlan ExchangePlan::of(const char* op, at::IntArrayRef send, at::IntArray
                     ": ", receive.size(), " numbers in receive are not, for each of ", group_size,
                     " ranks, one for each of this rank's ", own_experts, " experts and one more");
   sum_of_counts(op, "send", send);
-  int64_t counted = sum_of_counts(op, "receive", receive);  // but for the rows of each rank:
-  for (int64_t peer = 0; peer < group_size; ++peer) {
+  int64_t counted = sum_of_counts(op, "receive", receive);
+  for (int64_t peer = 0; peer < group_size; ++peer) {  // all numbers but the rows of each rank
     counted -= receive[peer * (own_experts + 1) + own_experts];
   }
   TORCH_CHECK_VALUE(counted == num_places.value_or(counted), op, ": ", *num_places,
@@ -49,39 +59,33 @@ ExchangePlan ExchangePlan::of(const char* op, at::IntArrayRef send, at::IntArray
                     op, ": rank ", rank, " sends itself ", to_itself, " in ",
                     send[num_experts + rank], " rows, but receives ",
                     from_itself.slice(0, own_experts), " in ", from_itself[own_experts]);
-  ExchangePlan plan;
-  plan.rank = rank;
-  plan.group_size = group_size;
-  plan.group_name = group_name;
-  plan.send_rows = send.slice(num_experts).vec();
+  send_rows = send.slice(num_experts).vec();
   const int64_t* count = send.begin();
   for (const int64_t experts : experts_per_rank) {
-    plan.send_slots.push_back(sum_of(at::IntArrayRef(count, experts)));
+    send_slots.push_back(sum_of(at::IntArrayRef(count, experts)));
     count += experts;
   }
-  plan.places.resize(group_size);
+  places.resize(group_size);
   int64_t place = 0;
   for (int64_t expert = 0; expert < own_experts; ++expert) {
     for (int64_t peer = 0; peer < group_size; ++peer) {
       const int64_t stop = place + receive[peer * (own_experts + 1) + expert];
-      for (; place < stop; ++place) plan.places[peer].push_back(place);
+      for (; place < stop; ++place) places[peer].push_back(place);
     }
   }
   for (int64_t peer = 0; peer < group_size; ++peer) {
-    plan.receive_rows.push_back(receive[peer * (own_experts + 1) + own_experts]);
-    const auto of_peer = static_cast<int64_t>(plan.places[peer].size());
-    TORCH_CHECK_VALUE(
-        plan.send_rows[peer] <= plan.send_slots[peer] && plan.receive_rows[peer] <= of_peer, op,
-        ": rank ", peer, " gets ", plan.send_rows[peer], " rows for ", plan.send_slots[peer],
-        " choices and sends ", plan.receive_rows[peer], " for ", of_peer,
-        "; there cannot be more rows than choices");
+    receive_rows.push_back(receive[peer * (own_experts + 1) + own_experts]);
+    const auto of_peer = static_cast<int64_t>(places[peer].size());
+    TORCH_CHECK_VALUE(send_rows[peer] <= send_slots[peer] && receive_rows[peer] <= of_peer, op,
+                      ": rank ", peer, " gets ", send_rows[peer], " rows for ", send_slots[peer],
+                      " choices and sends ", receive_rows[peer], " for ", of_peer,
+                      "; there cannot be more rows than choices");
   }
-  return plan;
 }
 
-int64_t ExchangePlan::num_slots() const { return sum_of(send_slots); }
-int64_t ExchangePlan::num_rows() const { return sum_of(send_rows); }
-int64_t ExchangePlan::num_places() const {
+int64_t ExchangeLayout::num_slots() const { return sum_of(send_slots); }
+int64_t ExchangeLayout::num_rows() const { return sum_of(send_rows); }
+int64_t ExchangeLayout::num_places() const {
   int64_t count = 0;
   for (const auto& of_peer : places) count += static_cast<int64_t>(of_peer.size());
   return count;
@@ -97,29 +101,30 @@ std::vector<int64_t> firsts(const std::vector<int64_t>& counts) {
   return first;
 }
 
-// The CPU's exchange: rows go from where they lie straight to where they belong.
+// The exchange of the CPU: rows are copied from their tensor straight to their place in the other
+// rank's tensor.
 class Exchange {
  public:
-  explicit Exchange(const ExchangePlan& plan)
-      : plan_(plan),
-        places_(plan.places),
-        slots_(plan.send_slots),
-        first_slot_(firsts(plan.send_slots)),
-        first_row_(firsts(plan.send_rows)),
-        first_origin_(firsts(plan.receive_rows)),
-        out_(plan.group_size),
-        in_(plan.group_size) {}
+  explicit Exchange(const ExchangeLayout& layout)
+      : layout_(layout),
+        places_(layout.places),
+        slots_(layout.send_slots),
+        first_slot_(firsts(layout.send_slots)),
+        first_row_(firsts(layout.send_rows)),
+        first_origin_(firsts(layout.receive_rows)),
+        out_(layout.group.size),
+        in_(layout.group.size) {}
 
   AtExperts to_experts(const char* op, const at::Tensor& input, const at::Tensor& weights,
                        const Route& route) {
     AtExperts there;
-    const at::Tensor numbers = at::empty({plan_.num_slots()}, input.options().dtype(at::kInt));
+    const at::Tensor numbers = at::empty({layout_.num_slots()}, input.options().dtype(at::kInt));
     auto* number = numbers.mutable_data_ptr<int32_t>();
     const int64_t* row = route.rows_of_choices.const_data_ptr<int64_t>();
     const int64_t* source = route.sources.const_data_ptr<int64_t>();
-    std::vector<std::vector<int32_t>> received(plan_.group_size);
+    std::vector<std::vector<int32_t>> received(layout_.group.size);
     for_peers([&](int64_t peer) {
-      if (plan_.send_rows[peer] < slots_[peer]) {
+      if (layout_.send_rows[peer] < slots_[peer]) {
         for (int64_t slot = first_slot_[peer]; slot < first_slot_[peer + 1]; ++slot)
           number[slot] = static_cast<int32_t>(row[source[slot]] - first_row_[peer]);
         add_span(out_[peer], number + first_slot_[peer], slots_[peer] * sizeof(int32_t));
@@ -129,13 +134,13 @@ class Exchange {
         add_span(in_[peer], received[peer].data(), places_[peer].size() * sizeof(int32_t));
       }
     });
-    there.weights = at::empty({plan_.num_places()}, weights.options());
+    there.weights = at::empty({layout_.num_places()}, weights.options());
     add_numbers(weights, there.weights, true);
     there.rows = add_rows(input, route.tokens);
     swap(op);
-    there.origins = at::empty({plan_.num_places()}, route.sources.options());
+    there.origins = at::empty({layout_.num_places()}, route.sources.options());
     auto* origin = there.origins.mutable_data_ptr<int64_t>();
-    for (int64_t peer = 0; peer < plan_.group_size; ++peer) {
+    for (int64_t peer = 0; peer < layout_.group.size; ++peer) {
       for (size_t i = 0; i < places_[peer].size(); ++i) {
         const auto own = static_cast<int64_t>(received[peer].empty() ? i : received[peer][i]);
         TORCH_CHECK(0 <= own && own <= static_cast<int64_t>(i), op, ": rank ", peer,
@@ -159,7 +164,7 @@ class Exchange {
                 const at::Tensor& origins, const at::Tensor& rows_of_choices) {
     AtTokens here;
     if (weights) {
-      here.weights = at::empty({plan_.num_slots()}, weights->options());
+      here.weights = at::empty({layout_.num_slots()}, weights->options());
       add_numbers(here.weights, *weights, false);
     }
     AT_DISPATCH_FLOATING_TYPES_AND2(
@@ -173,19 +178,19 @@ class Exchange {
  private:
   template <typename Use>
   void for_peers(const Use& use) const {
-    for (int64_t peer = 0; peer < plan_.group_size; ++peer) {
-      if (peer != plan_.rank) use(peer);
+    for (int64_t peer = 0; peer < layout_.group.size; ++peer) {
+      if (peer != layout_.rank) use(peer);
     }
   }
 
-  // Whether a rank sends this one each token once.
+  // Whether `peer` sends this rank each token once.
   bool each_once(int64_t peer) const {
-    return plan_.receive_rows[peer] < static_cast<int64_t>(places_[peer].size());
+    return layout_.receive_rows[peer] < static_cast<int64_t>(places_[peer].size());
   }
 
-  void swap(const char* op) const { swap_bytes(op, out_, in_, plan_.group_size, plan_.group_name); }
+  void swap(const char* op) const { swap_bytes(op, out_, in_, layout_.group); }
 
-  // One number of each slot and place, on the way to the places or back.
+  // Adds one number for each slot and place to the messages, on the way to the places or back.
   void add_numbers(const at::Tensor& of_slots, const at::Tensor& of_places, bool to_places) {
     Spans &slot_spans = to_places ? out_ : in_, &place_spans = to_places ? in_ : out_;
     const int64_t bytes = of_slots.element_size();
@@ -195,35 +200,36 @@ class Exchange {
       add_span(slot_spans[peer], slot + first_slot_[peer] * bytes, slots_[peer] * bytes);
       for (const int64_t i : places_[peer]) add_span(place_spans[peer], place + i * bytes, bytes);
     });
-    for (size_t i = 0; i < places_[plan_.rank].size(); ++i) {
-      char* at_slot = slot + (first_slot_[plan_.rank] + i) * bytes;
-      char* at_place = place + places_[plan_.rank][i] * bytes;
+    for (size_t i = 0; i < places_[layout_.rank].size(); ++i) {
+      char* at_slot = slot + (first_slot_[layout_.rank] + i) * bytes;
+      char* at_place = place + places_[layout_.rank][i] * bytes;
       std::memcpy(to_places ? at_place : at_slot, to_places ? at_slot : at_place, bytes);
     }
   }
 
-  // The tokens' rows, of which those of a peer will arrive in its first places.
+  // Adds the rows of tokens to the messages. The rows of a peer arrive in its first places.
   at::Tensor add_rows(const at::Tensor& input, const at::Tensor& tokens) {
     const int64_t row_bytes = input.size(1) * input.element_size();
-    at::Tensor rows = pooled_empty({plan_.num_places(), input.size(1)}, input.options());
+    at::Tensor rows = pooled_empty({layout_.num_places(), input.size(1)}, input.options());
     const auto* from = static_cast<const char*>(input.const_data_ptr());
     auto* to = static_cast<char*>(rows.mutable_data_ptr());
     const int64_t* token = tokens.const_data_ptr<int64_t>();
     for_peers([&](int64_t peer) {
       for (int64_t row = first_row_[peer]; row < first_row_[peer + 1]; ++row)
         add_span(out_[peer], from + token[row] * row_bytes, row_bytes);
-      for (int64_t i = 0; i < plan_.receive_rows[peer]; ++i)
+      for (int64_t i = 0; i < layout_.receive_rows[peer]; ++i)
         add_span(in_[peer], to + places_[peer][i] * row_bytes, row_bytes);
     });
-    const auto& own = places_[plan_.rank];
+    const auto& own = places_[layout_.rank];
     for (size_t i = 0; i < own.size() && row_bytes > 0; ++i) {
-      const char* row = from + token[first_row_[plan_.rank] + i] * row_bytes;
+      const char* row = from + token[first_row_[layout_.rank] + i] * row_bytes;
       std::memcpy(to + own[i] * row_bytes, row, row_bytes);
     }
     return rows;
   }
 
-  // From the last slot on, since a slot's row has come in the place of an earlier slot or its own.
+  // Copies the row of each slot to its place. Backwards, since the row has arrived in the place of
+  // an earlier slot or in its own.
   void expand(const at::Tensor& rows, const int64_t* origin) const {
     const int64_t row_bytes = rows.size(1) * rows.element_size();
     auto* data = static_cast<char*>(rows.mutable_data_ptr());
@@ -242,7 +248,7 @@ class Exchange {
   at::Tensor sums_of(const char* op, const at::Tensor& rows, const int64_t* origin,
                      const at::Tensor& rows_of_choices);
 
-  const ExchangePlan& plan_;
+  const ExchangeLayout& layout_;
   const std::vector<std::vector<int64_t>>& places_;
   const std::vector<int64_t>& slots_;
   const std::vector<int64_t> first_slot_, first_row_, first_origin_;
@@ -256,7 +262,7 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
                              const at::Tensor& rows_of_choices) {
   const int64_t hidden = rows.size(1), row_bytes = hidden * rows.element_size();
   const auto* data = rows.const_data_ptr<scalar_t>();
-  // Of a token that was sent once, what its experts made of it is summed and sent back once.
+  // For a token that arrived once, the outputs of its experts are summed and sent back once.
   std::vector<at::Tensor> summed;
   for_peers([&](int64_t peer) {
     if (!each_once(peer)) {
@@ -264,7 +270,7 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
         add_span(out_[peer], data + place * hidden, row_bytes);
       return;
     }
-    std::vector<std::vector<const scalar_t*>> parts(plan_.receive_rows[peer]);
+    std::vector<std::vector<const scalar_t*>> parts(layout_.receive_rows[peer]);
     for (const int64_t place : places_[peer])
       parts[origin[place] - first_origin_[peer]].push_back(data + place * hidden);
     const auto several =
@@ -281,18 +287,18 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
       }
     }
   });
-  const auto& own = places_[plan_.rank];
-  const auto foreign = plan_.num_rows() - static_cast<int64_t>(own.size());
+  const auto& own = places_[layout_.rank];
+  const auto foreign = layout_.num_rows() - static_cast<int64_t>(own.size());
   const at::Tensor returned = pooled_empty({foreign, hidden}, rows.options());
   auto* next = returned.mutable_data_ptr<scalar_t>();
-  std::vector<const scalar_t*> row_at;  // of every row that was sent, or stayed
-  for (int64_t peer = 0; peer < plan_.group_size; ++peer) {
-    if (peer == plan_.rank) {
+  std::vector<const scalar_t*> row_at;  // for each row in the messages, this rank's own included
+  for (int64_t peer = 0; peer < layout_.group.size; ++peer) {
+    if (peer == layout_.rank) {
       for (const int64_t place : own) row_at.push_back(data + place * hidden);
       continue;
     }
-    add_span(in_[peer], next, plan_.send_rows[peer] * row_bytes);
-    for (int64_t i = 0; i < plan_.send_rows[peer]; ++i, next += hidden) row_at.push_back(next);
+    add_span(in_[peer], next, layout_.send_rows[peer] * row_bytes);
+    for (int64_t i = 0; i < layout_.send_rows[peer]; ++i, next += hidden) row_at.push_back(next);
   }
   swap(op);
   const int64_t num_tokens = rows_of_choices.size(0), top_k = rows_of_choices.size(1);
@@ -318,24 +324,24 @@ bool on_cpu_loops(const at::Tensor& tensor) { return tensor.is_cpu() && !aten_pa
 }  // namespace
 
 AtExperts bring_to_experts(const char* op, const at::Tensor& input, const at::Tensor& weights,
-                           const Route& route, const ExchangePlan& plan) {
-  if (!on_cpu_loops(input)) return bring_to_experts_aten(op, input, weights, route, plan);
-  return Exchange(plan).to_experts(op, input, weights, route);
+                           const Route& route, const ExchangeLayout& layout) {
+  if (!on_cpu_loops(input)) return bring_to_experts_aten(op, input, weights, route, layout);
+  return Exchange(layout).to_experts(op, input, weights, route);
 }
 
 at::Tensor bring_to_experts_again(const char* op, const at::Tensor& input, const at::Tensor& tokens,
-                                  const at::Tensor& origins, const ExchangePlan& plan) {
-  if (!on_cpu_loops(input)) return bring_to_experts_again_aten(op, input, tokens, origins, plan);
-  return Exchange(plan).to_experts_again(op, input, tokens, origins);
+                                  const at::Tensor& origins, const ExchangeLayout& layout) {
+  if (!on_cpu_loops(input)) return bring_to_experts_again_aten(op, input, tokens, origins, layout);
+  return Exchange(layout).to_experts_again(op, input, tokens, origins);
 }
 
 AtTokens bring_back(const char* op, const at::Tensor& rows,
                     const std::optional<at::Tensor>& weights, const at::Tensor& origins,
-                    const at::Tensor& rows_of_choices, const ExchangePlan& plan) {
+                    const at::Tensor& rows_of_choices, const ExchangeLayout& layout) {
   if (!on_cpu_loops(rows)) {
-    return bring_back_aten(op, rows, weights, origins, rows_of_choices, plan);
+    return bring_back_aten(op, rows, weights, origins, rows_of_choices, layout);
   }
-  return Exchange(plan).back(op, rows, weights, origins, rows_of_choices);
+  return Exchange(layout).back(op, rows, weights, origins, rows_of_choices);
 }
 
 }  // namespace parallel_ext

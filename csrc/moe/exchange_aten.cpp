@@ -1,5 +1,3 @@
-#include "moe/exchange_aten.h"
-
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -12,41 +10,42 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include "base/bytes.h"
 #include "base/kernel_choice.h"
 #include "base/layout.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "moe/exchange.h"
 #include "moe/rows_cuda.h"
 
 namespace parallel_ext {
 namespace {
 
-// Of each rank's slots, one rank after the other, their places.
-at::Tensor all_places(const ExchangePlan& plan, const at::Tensor& like) {
+// The places of the slots of all ranks, one rank after the other.
+at::Tensor all_places(const ExchangeLayout& layout, const at::Tensor& like) {
   std::vector<int64_t> all;
-  for (const auto& places : plan.places) {
+  for (const auto& places : layout.places) {
     all.insert(all.end(), places.begin(), places.end());
   }
   return at::tensor(all, at::kLong).to(like.device());
 }
 
-// The way back; a copy, since another dtype needs a storage of its own.
+// The inverse of as_bytes; a copy, whose storage is aligned for the dtype.
 at::Tensor from_bytes(const at::Tensor& bytes, at::ScalarType dtype, at::IntArrayRef sizes) {
   if (bytes.numel() == 0) return at::empty(sizes, bytes.options().dtype(dtype));
   return bytes.clone().view(dtype).view(sizes);
 }
 
-// What a message to or from each rank consists of, as bytes: parts[rank], one after the other.
+// The parts of the message to or from each rank, as bytes: messages[rank][part].
 using Messages = std::vector<std::vector<at::Tensor>>;
 
-// One all-to-all: parts[rank] for each rank -> the bytes from each, in pieces of these sizes.
+// One all-to-all: parts[rank] for each rank -> the message from each rank, split into parts of
+// sizes[rank].
 Messages all_to_all(const char* op, const Messages& parts,
                     const std::vector<std::vector<int64_t>>& sizes, const at::Tensor& like,
-                    const ExchangePlan& plan) {
+                    const ExchangeLayout& layout) {
   std::vector<at::Tensor> all{at::empty({0}, like.options().dtype(at::kByte))};
   std::vector<int64_t> sent, received;
-  for (int64_t peer = 0; peer < plan.group_size; ++peer) {
+  for (int64_t peer = 0; peer < layout.group.size; ++peer) {
     int64_t bytes = 0;
     for (const at::Tensor& part : parts[peer]) {
       bytes += part.numel();
@@ -55,9 +54,8 @@ Messages all_to_all(const char* op, const Messages& parts,
     sent.push_back(bytes);
     received.push_back(sum_of(sizes[peer]));
   }
-  const at::Tensor arrived = all_to_all_rows(op, at::cat(all).unsqueeze(1), sent, received,
-                                             plan.group_size, plan.group_name)
-                                 .squeeze(1);
+  const at::Tensor arrived =
+      all_to_all_rows(op, at::cat(all).unsqueeze(1), sent, received, layout.group).squeeze(1);
   Messages messages;
   int64_t first = 0;
   for (const auto& pieces : sizes) {
@@ -70,9 +68,9 @@ Messages all_to_all(const char* op, const Messages& parts,
   return messages;
 }
 
-// What the kernels follow without looking; ATen looks itself.
+// The check of a map that CUDA kernels follow unchecked; ATen calls check it themselves.
 void check_same_device(const at::Tensor& map, const at::Tensor& rows) {
-  TORCH_CHECK_VALUE(map.device() == rows.device(), "moe_exchange: a map of the plan is on ",
+  TORCH_CHECK_VALUE(map.device() == rows.device(), "moe_exchange: a map of the layout is on ",
                     map.device(), " but the rows are on ", rows.device(), "; move one of them");
 }
 
@@ -87,7 +85,7 @@ at::Tensor rows_at_on_cuda(const at::Tensor& rows, const at::Tensor& index) {
   return picked;
 }
 
-// rows [M, H] -> those that index [N] names.
+// rows [M, H], index [N] -> rows[index] [N, H].
 at::Tensor rows_at(const at::Tensor& rows, const at::Tensor& index) {
   if (use_cuda_kernel(rows)) return rows_at_on_cuda(rows.contiguous(), index.contiguous());
   return rows.index_select(0, index);
@@ -107,8 +105,8 @@ at::Tensor sums_on_cuda(const at::Tensor& rows, const at::Tensor& parts, int64_t
   return sums;
 }
 
-// [M, H] and for each of `num_sums` sums up to `most` rows in it -> the sums, in wide. A row M is
-// zero.
+// rows [M, H], parts [num_sums, most] -> the sum of the rows that parts[i] names, for each i; made
+// in fp32 or wider. The number M stands for no row.
 at::Tensor sums_of_rows(const at::Tensor& rows, const at::Tensor& parts, int64_t num_sums) {
   if (use_cuda_kernel(rows)) return sums_on_cuda(rows.contiguous(), parts.contiguous(), num_sums);
   const auto wide = wide_type(rows);
@@ -120,7 +118,8 @@ at::Tensor sums_of_rows(const at::Tensor& rows, const at::Tensor& parts, int64_t
   return sums.to(rows.scalar_type());
 }
 
-// origins [places] -> [num_rows, most]: the places of each row that arrived, filled up with places.
+// origins [places] -> [num_rows, most]: the places of each row that arrived, padded with the number
+// of places.
 at::Tensor places_of_rows(const at::Tensor& origins, int64_t num_rows, int64_t most) {
   const int64_t num_places = origins.numel();
   const at::Tensor order = at::argsort(origins, /*stable=*/true, /*dim=*/0);
@@ -135,32 +134,32 @@ at::Tensor places_of_rows(const at::Tensor& origins, int64_t num_rows, int64_t m
 }  // namespace
 
 AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const at::Tensor& weights,
-                                const Route& route, const ExchangePlan& plan) {
-  const std::vector<int64_t>& slots = plan.send_slots;
-  const auto& places = plan.places;
-  const at::Tensor rows = rows_at(input, route.tokens.narrow(0, 0, plan.num_rows()));
+                                const Route& route, const ExchangeLayout& layout) {
+  const std::vector<int64_t>& slots = layout.send_slots;
+  const auto& places = layout.places;
+  const at::Tensor rows = rows_at(input, route.tokens.narrow(0, 0, layout.num_rows()));
   const at::Tensor numbers = route.rows_of_choices.flatten().index_select(0, route.sources);
   Messages parts;
   std::vector<std::vector<int64_t>> sizes;
   int64_t slot = 0, row = 0;
-  for (int64_t peer = 0; peer < plan.group_size; ++peer) {
-    const int64_t num_slots = slots[peer], num_rows = plan.send_rows[peer];
+  for (int64_t peer = 0; peer < layout.group.size; ++peer) {
+    const int64_t num_slots = slots[peer], num_rows = layout.send_rows[peer];
     const auto num_places = static_cast<int64_t>(places[peer].size());
     parts.push_back(
         {as_bytes(rows.narrow(0, row, num_rows)), as_bytes(weights.narrow(0, slot, num_slots))});
-    sizes.push_back({plan.receive_rows[peer] * row_bytes(input),
+    sizes.push_back({layout.receive_rows[peer] * row_bytes(input),
                      num_places * static_cast<int64_t>(weights.element_size())});
     if (num_rows < num_slots) {
       parts.back().push_back(as_bytes((numbers.narrow(0, slot, num_slots) - row).to(at::kInt)));
     }
-    if (plan.receive_rows[peer] < num_places) sizes.back().push_back(num_places * 4);
+    if (layout.receive_rows[peer] < num_places) sizes.back().push_back(num_places * 4);
     slot += num_slots;
     row += num_rows;
   }
-  const Messages messages = all_to_all(op, parts, sizes, input, plan);
+  const Messages messages = all_to_all(op, parts, sizes, input, layout);
   std::vector<at::Tensor> arrived, their_weights, origins;
   int64_t first = 0;
-  for (int64_t peer = 0; peer < plan.group_size; ++peer) {
+  for (int64_t peer = 0; peer < layout.group.size; ++peer) {
     const auto& message = messages[peer];
     const auto num_places = static_cast<int64_t>(places[peer].size());
     arrived.push_back(message[0]);
@@ -170,14 +169,15 @@ AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const a
                                ? at::arange(num_places, options)
                                : from_bytes(message[2], at::kInt, {num_places}).to(at::kLong);
     origins.push_back(own + first);
-    first += plan.receive_rows[peer];
+    first += layout.receive_rows[peer];
   }
-  const at::Tensor of_slots = all_places(plan, input);
+  const at::Tensor of_slots = all_places(layout, input);
   AtExperts there;
-  there.weights = at::empty({plan.num_places()}, weights.options());
+  there.weights = at::empty({layout.num_places()}, weights.options());
   there.weights.index_copy_(
-      0, of_slots, from_bytes(at::cat(their_weights), weights.scalar_type(), {plan.num_places()}));
-  there.origins = at::empty({plan.num_places()}, route.sources.options());
+      0, of_slots,
+      from_bytes(at::cat(their_weights), weights.scalar_type(), {layout.num_places()}));
+  there.origins = at::empty({layout.num_places()}, route.sources.options());
   there.origins.index_copy_(0, of_slots, at::cat(origins));
   there.rows = rows_at(from_bytes(at::cat(arrived), input.scalar_type(), {first, input.size(1)}),
                        there.origins);
@@ -186,54 +186,53 @@ AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const a
 
 at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,
                                        const at::Tensor& tokens, const at::Tensor& origins,
-                                       const ExchangePlan& plan) {
-  const at::Tensor rows = rows_at(input, tokens.narrow(0, 0, plan.num_rows()));
-  return rows_at(all_to_all_rows(op, rows, plan.send_rows, plan.receive_rows, plan.group_size,
-                                 plan.group_name),
+                                       const ExchangeLayout& layout) {
+  const at::Tensor rows = rows_at(input, tokens.narrow(0, 0, layout.num_rows()));
+  return rows_at(all_to_all_rows(op, rows, layout.send_rows, layout.receive_rows, layout.group),
                  origins);
 }
 
 AtTokens bring_back_aten(const char* op, const at::Tensor& rows,
                          const std::optional<at::Tensor>& weights, const at::Tensor& origins,
-                         const at::Tensor& rows_of_choices, const ExchangePlan& plan) {
-  const int64_t num_arrived = sum_of(plan.receive_rows), top_k = rows_of_choices.size(1);
+                         const at::Tensor& rows_of_choices, const ExchangeLayout& layout) {
+  const int64_t num_arrived = sum_of(layout.receive_rows), top_k = rows_of_choices.size(1);
   const at::Tensor sums =
       sums_of_rows(rows, places_of_rows(origins, num_arrived, top_k), num_arrived);
-  const std::vector<int64_t>& slots = plan.send_slots;
-  const auto& places = plan.places;
+  const std::vector<int64_t>& slots = layout.send_slots;
+  const auto& places = layout.places;
   const at::Tensor in_slots =
-      weights ? weights->index_select(0, all_places(plan, rows)) : at::Tensor();
+      weights ? weights->index_select(0, all_places(layout, rows)) : at::Tensor();
   Messages parts;
   std::vector<std::vector<int64_t>> sizes;
   int64_t row = 0, slot = 0;
-  for (int64_t peer = 0; peer < plan.group_size; ++peer) {
+  for (int64_t peer = 0; peer < layout.group.size; ++peer) {
     const auto num_places = static_cast<int64_t>(places[peer].size());
-    parts.push_back({as_bytes(sums.narrow(0, row, plan.receive_rows[peer]))});
-    sizes.push_back({plan.send_rows[peer] * row_bytes(rows)});
+    parts.push_back({as_bytes(sums.narrow(0, row, layout.receive_rows[peer]))});
+    sizes.push_back({layout.send_rows[peer] * row_bytes(rows)});
     if (weights) {
       parts.back().push_back(as_bytes(in_slots.narrow(0, slot, num_places)));
       sizes.back().push_back(slots[peer] * static_cast<int64_t>(weights->element_size()));
     }
-    row += plan.receive_rows[peer];
+    row += layout.receive_rows[peer];
     slot += num_places;
   }
   std::vector<at::Tensor> returned, their_weights;
-  for (const auto& message : all_to_all(op, parts, sizes, rows, plan)) {
+  for (const auto& message : all_to_all(op, parts, sizes, rows, layout)) {
     returned.push_back(message[0]);
     if (weights) their_weights.push_back(message[1]);
   }
   AtTokens here;
   if (weights) {
-    here.weights = from_bytes(at::cat(their_weights), weights->scalar_type(), {plan.num_slots()});
+    here.weights = from_bytes(at::cat(their_weights), weights->scalar_type(), {layout.num_slots()});
   }
   const at::Tensor all =
-      from_bytes(at::cat(returned), rows.scalar_type(), {plan.num_rows(), rows.size(1)});
-  // A row that serves several choices of a token counts once.
+      from_bytes(at::cat(returned), rows.scalar_type(), {layout.num_rows(), rows.size(1)});
+  // A row that serves several choices of a token is added once.
   std::vector<at::Tensor> parts_of_tokens;
   for (int64_t i = 0; i < top_k; ++i) {
     at::Tensor own = rows_of_choices.select(1, i);
     for (int64_t j = 0; j < i; ++j) {
-      own = at::where(rows_of_choices.select(1, j) == own, plan.num_rows(), own);
+      own = at::where(rows_of_choices.select(1, j) == own, layout.num_rows(), own);
     }
     parts_of_tokens.push_back(own);
   }

@@ -1,5 +1,5 @@
-// The activation between the two products of an expert, times the weight of the row: so neither the
-// outputs of the experts nor the activation alone need be kept for backward.
+// The activation between the two products of an expert, times the weight of the row. Weighted here,
+// neither the outputs of the experts nor the unweighted activation need be kept for backward.
 #include "moe/gated_silu.h"
 
 #include <ATen/Dispatch.h>
@@ -9,23 +9,15 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sigmoid.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "base/kernel_choice.h"
 #include "base/workspace.h"
 #include "check.h"
-#include "dispatch.h"
 #include "moe/rows_cuda.h"
 #include "ops.h"
 
 namespace parallel_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 
 constexpr int64_t kRowsPerTask = 16;
 
@@ -43,7 +35,7 @@ void check_gated_silu(const char* op, const at::Tensor& gate_up, const at::Tenso
                    weights.scalar_type());
 }
 
-// One function per dtype, since target_clones does not go with templates.
+// One function per dtype: target_clones does not work with templates.
 #define PARALLEL_EXT_GATED_LOOPS(scalar_t, wide_t)                                                 \
   PARALLEL_EXT_MULTIVERSION void gate_row(const scalar_t* gate, const scalar_t* up, wide_t weight, \
                                           int64_t size, scalar_t* out) {                           \
@@ -78,7 +70,7 @@ PARALLEL_EXT_GATED_LOOPS(c10::BFloat16, float)
 PARALLEL_EXT_GATED_LOOPS(c10::Half, float)
 PARALLEL_EXT_GATED_LOOPS(double, double)
 
-// Loops for the CPU, or kernels for CUDA.
+// The loops of the CPU, or the CUDA kernels.
 at::Tensor moe_gated_silu_own(const at::Tensor& gate_up_in, const at::Tensor& weights_in) {
   const at::Tensor gate_up = gate_up_in.contiguous(), weights = weights_in.contiguous();
   const int64_t rows = gate_up.size(0), inner = gate_up.size(1) / 2;
@@ -103,7 +95,7 @@ at::Tensor moe_gated_silu_own(const at::Tensor& gate_up_in, const at::Tensor& we
   return output;
 }
 
-TwoTensors moe_gated_silu_backward_own(const at::Tensor& grad_in, const at::Tensor& gate_up_in,
+Tensors<2> moe_gated_silu_backward_own(const at::Tensor& grad_in, const at::Tensor& gate_up_in,
                                        const at::Tensor& weights_in) {
   const at::Tensor grad_output = grad_in.contiguous();
   const at::Tensor gate_up = gate_up_in.contiguous(), weights = weights_in.contiguous();
@@ -141,7 +133,7 @@ at::Tensor moe_gated_silu_aten(const at::Tensor& gate_up, const at::Tensor& weig
       .to(gate_up.scalar_type());
 }
 
-TwoTensors moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at::Tensor& gate_up,
+Tensors<2> moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at::Tensor& gate_up,
                                         const at::Tensor& weights) {
   const auto wide = wide_type(gate_up);
   const auto halves = gate_up.to(wide).chunk(2, 1);
@@ -157,7 +149,7 @@ at::Tensor moe_gated_silu_kernel(const at::Tensor& gate_up, const at::Tensor& we
   return (use_aten_path(gate_up) ? moe_gated_silu_aten : moe_gated_silu_own)(gate_up, weights);
 }
 
-TwoTensors moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const at::Tensor& gate_up,
+Tensors<2> moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const at::Tensor& gate_up,
                                           const at::Tensor& weights) {
   const char* op = "moe_gated_silu_backward";
   check_gated_silu(op, gate_up, weights);
@@ -171,67 +163,30 @@ at::Tensor moe_gated_silu_meta(const at::Tensor& gate_up, const at::Tensor&) {
   return at::empty_symint({gate_up.sym_size(0), gate_up.sym_size(1) / 2}, gate_up.options());
 }
 
-TwoTensors moe_gated_silu_backward_meta(const at::Tensor&, const at::Tensor& gate_up,
+Tensors<2> moe_gated_silu_backward_meta(const at::Tensor&, const at::Tensor& gate_up,
                                         const at::Tensor& weights) {
   return {at::empty_symint(gate_up.sym_sizes(), gate_up.options()),
           at::empty_symint(weights.sym_sizes(), weights.options())};
 }
 
-class MoeGatedSilu : public torch::autograd::Function<MoeGatedSilu> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up,
-                            const at::Tensor& weights) {
-    ctx->save_for_backward({gate_up, weights});
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return moe_gated_silu(gate_up, weights);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const auto saved = ctx->get_saved_variables();
-    auto [grad_gate_up, grad_weights] =
-        moe_gated_silu_backward(grad_outputs[0], saved[0], saved[1]);
-    return {ctx->needs_input_grad(0) ? grad_gate_up : Variable(),
-            ctx->needs_input_grad(1) ? grad_weights : Variable()};
+struct MoeGatedSilu : Gradient<MoeGatedSilu, moe_gated_silu, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<moe_gated_silu>& forward,
+                            const variable_list& grads) {
+    const auto [gate_up, weights] = forward.arguments();
+    return forward.gradients(moe_gated_silu_backward(grads[0], gate_up, weights));
   }
 };
 
-at::Tensor moe_gated_silu_autograd(const at::Tensor& gate_up, const at::Tensor& weights) {
-  return MoeGatedSilu::apply(gate_up, weights);
-}
-
-TwoTensors moe_gated_silu_backward_autograd(const at::Tensor& grad_output,
-                                            const at::Tensor& gate_up, const at::Tensor& weights) {
-  refuse_second_derivative("moe_gated_silu", {grad_output, gate_up, weights});
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return moe_gated_silu_backward(grad_output, gate_up, weights);
-}
-
 }  // namespace
 
-at::Tensor moe_gated_silu(const at::Tensor& gate_up, const at::Tensor& weights) {
-  static auto op = op_handle<decltype(moe_gated_silu)>("parallel_ext::moe_gated_silu");
-  return op.call(gate_up, weights);
-}
-
-TwoTensors moe_gated_silu_backward(const at::Tensor& grad_output, const at::Tensor& gate_up,
-                                   const at::Tensor& weights) {
-  static auto op =
-      op_handle<decltype(moe_gated_silu_backward)>("parallel_ext::moe_gated_silu_backward");
-  return op.call(grad_output, gate_up, weights);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("moe_gated_silu", moe_gated_silu_kernel);
-  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_kernel);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("moe_gated_silu", moe_gated_silu_meta);
-  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("moe_gated_silu", moe_gated_silu_autograd);
-  m.impl("moe_gated_silu_backward", moe_gated_silu_backward_autograd);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<moe_gated_silu>(library)
+      .kernel<moe_gated_silu_kernel>()
+      .meta<moe_gated_silu_meta>()
+      .gradient<MoeGatedSilu>();
+  implement<moe_gated_silu_backward>(library)
+      .kernel<moe_gated_silu_backward_kernel>()
+      .meta<moe_gated_silu_backward_meta>();
 }
 
 }  // namespace parallel_ext

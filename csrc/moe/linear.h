@@ -25,8 +25,8 @@ inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::T
                     ", but there are ", rows.size(0), " rows");
 }
 
-// Calls use(expert, first row, rows) for every expert, those without rows included. Products go
-// into slices of one output, of which they write every element: one of no inner size writes zeros.
+// Calls use(expert, first row, number of rows) for every expert, also for those without rows. The
+// products write every element of their slice of the output; one without inner size writes zeros.
 template <typename Use>
 void for_experts(at::IntArrayRef counts, const Use& use) {
   int64_t first = 0;
@@ -36,12 +36,12 @@ void for_experts(at::IntArrayRef counts, const Use& use) {
   }
 }
 
-// out = scale * a b, whatever `out` held.
+// out = scale * a b; does not read `out`.
 inline void scaled_product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                                double scale) {
   if (scale == 1) {
     at::mm_out(out, a, b);
-  } else {  // beta = 0: what the new memory holds, NaN too, is not read
+  } else {  // beta = 0: the uninitialised memory, which may hold NaN, is not read
     at::addmm_out(out, out, a, b, /*beta=*/0, /*alpha=*/scale);
   }
 }

@@ -1,25 +1,16 @@
-// A linear layer of each expert and its low-rank adapter in one, on the rows that are its own:
-// output = rows weight^T + scale (rows A^T) B^T.
+// The linear layers of experts with their low-rank adapters, each applied to the rows of its
+// expert: output = rows weight^T + scale (rows A^T) B^T.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "base/workspace.h"
 #include "check.h"
-#include "dispatch.h"
-#include "linear/lora.h"
+#include "linear/linear.h"
 #include "moe/linear.h"
 #include "ops.h"
 
 namespace parallel_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 void check_factors(const char* op, const at::Tensor& weight, const at::Tensor& lora_a,
                    const at::Tensor& lora_b) {
@@ -37,7 +28,7 @@ void check_factors(const char* op, const at::Tensor& weight, const at::Tensor& l
                     weight.size(0), ", ", weight.size(1), ", ", lora_a.size(1), "]");
 }
 
-TwoTensors moe_lora_linear_forward_kernel(const at::Tensor& rows, const at::Tensor& weight,
+Tensors<2> moe_lora_linear_forward_kernel(const at::Tensor& rows, const at::Tensor& weight,
                                           const at::Tensor& lora_a, const at::Tensor& lora_b,
                                           at::IntArrayRef counts, double scale) {
   check_moe_linear("moe_lora_linear", rows, weight, counts);
@@ -45,35 +36,35 @@ TwoTensors moe_lora_linear_forward_kernel(const at::Tensor& rows, const at::Tens
   const auto dtype = dtype_of_adapter(rows);
   const at::Tensor wide = rows.to(dtype), a = lora_a.to(dtype), b = lora_b.to(dtype);
   at::Tensor output = pooled_empty({rows.size(0), weight.size(1)}, rows.options());
-  at::Tensor low = at::empty({rows.size(0), lora_a.size(1)}, wide.options());
+  at::Tensor lora_a_out = at::empty({rows.size(0), lora_a.size(1)}, wide.options());
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
-    at::Tensor own_low = low.narrow(0, first, count), out = output.narrow(0, first, count);
-    at::mm_out(own_low, wide.narrow(0, first, count), a.select(0, expert).t());
+    at::Tensor own_lora_a_out = lora_a_out.narrow(0, first, count),
+               out = output.narrow(0, first, count);
+    at::mm_out(own_lora_a_out, wide.narrow(0, first, count), a.select(0, expert).t());
     at::mm_out(out, rows.narrow(0, first, count), weight.select(0, expert).t());
-    add_scaled_product(out, own_low, b.select(0, expert).t(), scale);
+    add_scaled_product(out, own_lora_a_out, b.select(0, expert).t(), scale);
   });
-  return {output, low};
+  return {output, lora_a_out};
 }
 
-TwoTensors moe_lora_linear_forward_meta(const at::Tensor& rows, const at::Tensor& weight,
-                                        const at::Tensor& lora_a, const at::Tensor&,
-                                        at::IntArrayRef, double) {
+Tensors<2> moe_lora_linear_forward_meta(const at::Tensor& rows, const at::Tensor& weight,
+                                        const at::Tensor& lora_a) {
   return {at::empty_symint({rows.sym_size(0), weight.sym_size(1)}, rows.options()),
           at::empty_symint({rows.sym_size(0), lora_a.sym_size(1)},
                            rows.options().dtype(dtype_of_adapter(rows)))};
 }
 
-FourTensors moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& rows,
-                                            const at::Tensor& weight, const at::Tensor& lora_a,
-                                            const at::Tensor& lora_b, const at::Tensor& low,
-                                            at::IntArrayRef counts, double scale,
-                                            std::array<bool, 4> needed, double weight_grad_scale) {
+Tensors<4> moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& rows,
+                                           const at::Tensor& weight, const at::Tensor& lora_a,
+                                           const at::Tensor& lora_b, const at::Tensor& lora_a_out,
+                                           at::IntArrayRef counts, double scale,
+                                           std::array<bool, 4> needed, double weight_grad_scale) {
   const char* op = "moe_lora_linear_backward";
   check_moe_linear(op, rows, weight, counts);
   check_factors(op, weight, lora_a, lora_b);
   check_same_dtype(op, "grad_output", grad_output, "rows", rows);
   check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});
-  check_shape(op, "low", low, {rows.size(0), lora_a.size(1)});
+  check_shape(op, "lora_a_out", lora_a_out, {rows.size(0), lora_a.size(1)});
   const auto dtype = dtype_of_adapter(rows);
   const at::Tensor wide = rows.to(dtype), wide_grads = grad_output.to(dtype);
   const at::Tensor a = lora_a.to(dtype), b = lora_b.to(dtype);
@@ -85,12 +76,12 @@ FourTensors moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
     const at::Tensor own = wide.narrow(0, first, count), grad = wide_grads.narrow(0, first, count);
     const at::Tensor base_grad = grad_output.narrow(0, first, count);
-    at::Tensor grad_low;  // without the scale
-    if (needed[0] || needed[2]) grad_low = at::mm(grad, b.select(0, expert));
+    at::Tensor grad_lora_a_out;  // without the scale
+    if (needed[0] || needed[2]) grad_lora_a_out = at::mm(grad, b.select(0, expert));
     if (needed[0]) {
       at::Tensor out = grad_rows.narrow(0, first, count);
       at::mm_out(out, base_grad, weight.select(0, expert));
-      add_scaled_product(out, grad_low, a.select(0, expert), scale);
+      add_scaled_product(out, grad_lora_a_out, a.select(0, expert), scale);
     }
     if (needed[1]) {
       at::Tensor out = grad_weight.select(0, expert);
@@ -98,127 +89,49 @@ FourTensors moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const
     }
     if (needed[2]) {
       at::Tensor out = grad_a.select(0, expert);
-      scaled_product_out(out, grad_low.t(), own, scale * weight_grad_scale);
+      scaled_product_out(out, grad_lora_a_out.t(), own, scale * weight_grad_scale);
     }
     if (needed[3]) {
       at::Tensor out = grad_b.select(0, expert);
-      scaled_product_out(out, grad.t(), low.narrow(0, first, count), scale * weight_grad_scale);
+      scaled_product_out(out, grad.t(), lora_a_out.narrow(0, first, count),
+                         scale * weight_grad_scale);
     }
   });
   return {grad_rows, grad_weight, grad_a.to(lora_a.scalar_type()), grad_b.to(lora_b.scalar_type())};
 }
 
-FourTensors moe_lora_linear_backward_meta(const at::Tensor&, const at::Tensor& rows,
-                                          const at::Tensor& weight, const at::Tensor& lora_a,
-                                          const at::Tensor& lora_b, const at::Tensor&,
-                                          at::IntArrayRef, double, std::array<bool, 4> needed,
-                                          double) {
-  const auto grad_of = [&](size_t index, const at::Tensor& tensor) {
-    return needed[index] ? at::empty_symint(tensor.sym_sizes(), tensor.options())
-                         : at::empty({0}, tensor.options());
-  };
-  return {grad_of(0, rows), grad_of(1, weight), grad_of(2, lora_a), grad_of(3, lora_b)};
+Tensors<4> moe_lora_linear_backward_meta(const at::Tensor&, const at::Tensor& rows,
+                                         const at::Tensor& weight, const at::Tensor& lora_a,
+                                         const at::Tensor& lora_b, const at::Tensor&,
+                                         at::IntArrayRef, double, std::array<bool, 4> needed) {
+  return {empty_like_if(needed[0], rows), empty_like_if(needed[1], weight),
+          empty_like_if(needed[2], lora_a), empty_like_if(needed[3], lora_b)};
 }
 
-class MoeLoraLinear : public torch::autograd::Function<MoeLoraLinear> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weight,
-                            const at::Tensor& lora_a, const at::Tensor& lora_b,
-                            at::IntArrayRef counts, double scale, double weight_grad_scale) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [output, low] = moe_lora_linear_forward(rows, weight, lora_a, lora_b, counts, scale);
-    ctx->save_for_backward({rows, weight, lora_a, lora_b, low});
-    ctx->saved_data["counts"] = counts.vec();
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["weight_grad_scale"] = weight_grad_scale;
-    return output;
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    const auto saved = ctx->get_saved_variables();
-    std::array<bool, 4> needed{};
-    for (size_t i = 0; i < 4; ++i) needed[i] = ctx->needs_input_grad(i);
-    auto [grad_rows, grad_weight, grad_a, grad_b] = moe_lora_linear_backward(
-        grad_outputs[0], saved[0], saved[1], saved[2], saved[3], saved[4],
-        ctx->saved_data["counts"].toIntVector(), ctx->saved_data["scale"].toDouble(), needed,
-        ctx->saved_data["weight_grad_scale"].toDouble());
-    return {needed[0] ? grad_rows : Variable(),
-            needed[1] ? grad_weight : Variable(),
-            needed[2] ? grad_a : Variable(),
-            needed[3] ? grad_b : Variable(),
-            Variable(),
-            Variable(),
-            Variable()};
+struct MoeLoraLinear : Gradient<MoeLoraLinear, moe_lora_linear, Saved<0, 1, 2, 3>, Saved<1>,
+                                moe_lora_linear_forward> {
+  static variable_list rule(const ForwardCall<moe_lora_linear>& forward,
+                            const variable_list& grads) {
+    const auto [rows, weight, lora_a, lora_b, counts, scale, weight_grad_scale] =
+        forward.arguments();
+    return forward.gradients(moe_lora_linear_backward(grads[0], rows, weight, lora_a, lora_b,
+                                                      forward.output(1), counts, scale,
+                                                      forward.needed<4>(), weight_grad_scale));
   }
 };
 
-at::Tensor moe_lora_linear_autograd(const at::Tensor& rows, const at::Tensor& weight,
-                                    const at::Tensor& lora_a, const at::Tensor& lora_b,
-                                    at::IntArrayRef counts, double scale,
-                                    double weight_grad_scale) {
-  return MoeLoraLinear::apply(rows, weight, lora_a, lora_b, counts, scale, weight_grad_scale);
-}
-
-FourTensors moe_lora_linear_backward_autograd(const at::Tensor& grad_output, const at::Tensor& rows,
-                                              const at::Tensor& weight, const at::Tensor& lora_a,
-                                              const at::Tensor& lora_b, const at::Tensor& low,
-                                              at::IntArrayRef counts, double scale,
-                                              std::array<bool, 4> needed,
-                                              double weight_grad_scale) {
-  refuse_second_derivative("moe_lora_linear", {grad_output, rows, weight, lora_a, lora_b});
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return moe_lora_linear_backward(grad_output, rows, weight, lora_a, lora_b, low, counts, scale,
-                                  needed, weight_grad_scale);
-}
-
-at::Tensor moe_lora_linear_kernel(const at::Tensor& rows, const at::Tensor& weight,
-                                  const at::Tensor& lora_a, const at::Tensor& lora_b,
-                                  at::IntArrayRef counts, double scale, double) {
-  return std::get<0>(moe_lora_linear_forward(rows, weight, lora_a, lora_b, counts, scale));
-}
-
 }  // namespace
 
-at::Tensor moe_lora_linear(const at::Tensor& rows, const at::Tensor& weight,
-                           const at::Tensor& lora_a, const at::Tensor& lora_b,
-                           at::IntArrayRef counts, double scale, double weight_grad_scale) {
-  static auto op = op_handle<decltype(moe_lora_linear)>("parallel_ext::moe_lora_linear");
-  return op.call(rows, weight, lora_a, lora_b, counts, scale, weight_grad_scale);
-}
-
-std::tuple<at::Tensor, at::Tensor> moe_lora_linear_forward(const at::Tensor& rows,
-                                                           const at::Tensor& weight,
-                                                           const at::Tensor& lora_a,
-                                                           const at::Tensor& lora_b,
-                                                           at::IntArrayRef counts, double scale) {
-  static auto op =
-      op_handle<decltype(moe_lora_linear_forward)>("parallel_ext::moe_lora_linear_forward");
-  return op.call(rows, weight, lora_a, lora_b, counts, scale);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_lora_linear_backward(
-    const at::Tensor& grad_output, const at::Tensor& rows, const at::Tensor& weight,
-    const at::Tensor& lora_a, const at::Tensor& lora_b, const at::Tensor& low,
-    at::IntArrayRef counts, double scale, std::array<bool, 4> needed, double weight_grad_scale) {
-  static auto op =
-      op_handle<decltype(moe_lora_linear_backward)>("parallel_ext::moe_lora_linear_backward");
-  return op.call(grad_output, rows, weight, lora_a, lora_b, low, counts, scale, needed,
-                 weight_grad_scale);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("moe_lora_linear", moe_lora_linear_kernel);
-  m.impl("moe_lora_linear_forward", moe_lora_linear_forward_kernel);
-  m.impl("moe_lora_linear_backward", moe_lora_linear_backward_kernel);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("moe_lora_linear_forward", moe_lora_linear_forward_meta);
-  m.impl("moe_lora_linear_backward", moe_lora_linear_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("moe_lora_linear", moe_lora_linear_autograd);
-  m.impl("moe_lora_linear_backward", moe_lora_linear_backward_autograd);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<moe_lora_linear>(library)
+      .kernel_by<moe_lora_linear_forward>()
+      .gradient<MoeLoraLinear>();
+  implement<moe_lora_linear_forward>(library)
+      .kernel<moe_lora_linear_forward_kernel>()
+      .meta<moe_lora_linear_forward_meta>();
+  implement<moe_lora_linear_backward>(library)
+      .kernel<moe_lora_linear_backward_kernel>()
+      .meta<moe_lora_linear_backward_meta>();
 }
 
 }  // namespace parallel_ext

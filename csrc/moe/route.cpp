@@ -1,5 +1,5 @@
 // Where the rows of a mixture of experts go: a stable counting sort of the chosen experts, and the
-// rows that each rank must be sent for them.
+// rows that each rank must get for them.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
@@ -11,7 +11,6 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
@@ -24,12 +23,10 @@
 namespace parallel_ext {
 namespace {
 
-using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
 // A choice's row in its message costs this many bytes beside the rows.
 constexpr int64_t kRowNumberBytes = 4;
 
-// A rank that is sent each token once must be told which of the rows each of its choices means.
+// A rank that gets each token's row once also gets, for each choice, the number of its row.
 bool saves_bytes(int64_t choices, int64_t tokens, int64_t row_bytes) {
   return (choices - tokens) * row_bytes > choices * kRowNumberBytes;
 }
@@ -55,8 +52,8 @@ void check_id(int64_t id, int64_t position, int64_t top_k, int64_t num_experts) 
 }
 
 // CPU: a few passes over the ids, no comparison sort and no [T, E] map.
-FiveTensors moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_per_rank,
-                               int64_t row_bytes, int64_t rank) {
+Tensors<5> moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_per_rank,
+                              int64_t row_bytes, int64_t rank) {
   const int64_t num_experts = check_plan(ids_in, experts_per_rank, row_bytes, rank);
   const at::Tensor ids = ids_in.contiguous();
   const int64_t size = ids.numel(), top_k = ids.size(1);
@@ -81,7 +78,7 @@ FiveTensors moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts
     next[expert] = next[expert - 1] + count[expert - 1];
   }
   for (int64_t i = 0; i < size; ++i) source[next[id[i]]++] = i;
-  // Of each token its row for the rank at hand, which others leave behind them.
+  // For each token its row in the message to `peer`; rows below first_row are of earlier peers.
   std::vector<int64_t> row_of_token(ids.size(0), -1);
   int64_t begin = 0, expert = 0, num_rows = 0;
   for (int64_t peer = 0; peer < num_ranks; ++peer) {
@@ -109,10 +106,8 @@ FiveTensors moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts
   return {counts, rows_per_rank, rows, sources, tokens};
 }
 
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-
 // ids [size] -> how many there are of each expert [E], and their positions, stably sorted.
-TwoTensors sorted_on_cuda(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
+Tensors<2> sorted_on_cuda(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
   const at::Tensor counts = at::empty({num_experts}, ids.options());
   const at::Tensor sources = at::empty_like(ids);
   if constexpr (kWithCudaKernels) {
@@ -120,7 +115,8 @@ TwoTensors sorted_on_cuda(const at::Tensor& ids, int64_t num_experts, int64_t to
                      counts.mutable_data_ptr<int64_t>(), sources.mutable_data_ptr<int64_t>(),
                      ids.get_device());
   }
-  // The one look from the host, where bincount takes several; the counts are read soon anyway.
+  // One synchronisation with the device, where bincount takes several; the caller reads the counts
+  // next and would wait anyway.
   if (counts.sum().item<int64_t>() < ids.numel()) {
     const at::Tensor here = ids.cpu();
     const int64_t* id = here.const_data_ptr<int64_t>();
@@ -129,7 +125,7 @@ TwoTensors sorted_on_cuda(const at::Tensor& ids, int64_t num_experts, int64_t to
   return {counts, sources};
 }
 
-TwoTensors sorted(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
+Tensors<2> sorted(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
   if (use_cuda_kernel(ids)) return sorted_on_cuda(ids.contiguous(), num_experts, top_k);
   const at::Tensor counts = at::bincount(ids, {}, num_experts);
   TORCH_CHECK_INDEX(counts.numel() == num_experts, "moe_route_plan: a token chose expert ",
@@ -137,9 +133,9 @@ TwoTensors sorted(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
   return {counts, at::argsort(ids, /*stable=*/true, /*dim=*/0)};
 }
 
-// Any device. An id below zero fails in bincount where no kernel serves the device.
-FiveTensors moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
-                                int64_t row_bytes, int64_t rank) {
+// For any device. Without a kernel for the device, bincount refuses an id below zero.
+Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
+                               int64_t row_bytes, int64_t rank) {
   const int64_t num_experts = check_plan(ids, experts_per_rank, row_bytes, rank);
   const int64_t top_k = ids.size(1), size = ids.numel();
   const auto num_ranks = static_cast<int64_t>(experts_per_rank.size());
@@ -153,7 +149,8 @@ FiveTensors moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_p
   }
   const at::Tensor ranks =
       at::tensor(rank_of_expert, flat.options()).index_select(0, flat).view(ids.sizes());
-  // The lowest slot among a token's choices on the same rank: the one that leads.
+  // The lowest slot among a token's choices of experts on the same rank leads the others: they
+  // share its row.
   at::Tensor leads = slots;
   for (int64_t other = 0; other < top_k; ++other) {
     const at::Tensor beside = ranks == ranks.narrow(1, other, 1);
@@ -171,7 +168,7 @@ FiveTensors moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_p
   const at::Tensor in_order = makes_row.index_select(0, sources).to(at::kLong);
   const at::Tensor number = in_order.cumsum(0) - 1;  // of the row that a slot makes
   const at::Tensor rows = number.index_select(0, leads.flatten()).view(ids.sizes());
-  // What makes no row goes to a place beyond the last.
+  // Slots that make no row write to one more element, which is dropped.
   const at::Tensor target = at::where(in_order == 1, number, at::full_like(number, size));
   const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : sources;
   const at::Tensor tokens =
@@ -179,14 +176,13 @@ FiveTensors moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_p
   return {counts, by_rank(makes_row), rows, sources, tokens};
 }
 
-FiveTensors moe_route_plan_cpu_or_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
-                                       int64_t row_bytes, int64_t rank) {
+Tensors<5> moe_route_plan_cpu_or_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
+                                      int64_t row_bytes, int64_t rank) {
   return (aten_path_on_cpu() ? moe_route_plan_aten : moe_route_plan_cpu)(ids, experts_per_rank,
                                                                          row_bytes, rank);
 }
 
-FiveTensors moe_route_plan_meta(const at::Tensor& ids, at::IntArrayRef experts_per_rank, int64_t,
-                                int64_t) {
+Tensors<5> moe_route_plan_meta(const at::Tensor& ids, at::IntArrayRef experts_per_rank) {
   const auto options = ids.options();
   return {at::empty({num_experts_of("moe_route_plan", experts_per_rank)}, options),
           at::empty({static_cast<int64_t>(experts_per_rank.size())}, options),
@@ -196,12 +192,11 @@ FiveTensors moe_route_plan_meta(const at::Tensor& ids, at::IntArrayRef experts_p
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("moe_route_plan", moe_route_plan_aten);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<moe_route_plan>(library)
+      .kernel<moe_route_plan_aten>()
+      .on<moe_route_plan_cpu_or_aten>(c10::DispatchKey::CPU)
+      .meta<moe_route_plan_meta>();
 }
-
-TORCH_LIBRARY_IMPL(parallel_ext, CPU, m) { m.impl("moe_route_plan", moe_route_plan_cpu_or_aten); }
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) { m.impl("moe_route_plan", moe_route_plan_meta); }
 
 }  // namespace parallel_ext

@@ -1,10 +1,10 @@
-// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with a
-// thread for each of a block's.
+// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with one
+// thread for each thread of a block.
 #include <c10/macros/Macros.h>
 
 #include <algorithm>
 
-#include "base/cuda_rows.h"
+#include "base/cuda_grid.h"
 #include "moe/gated_silu.h"
 #include "moe/rows_cuda.h"
 
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
-// A block makes the gradients of one row. Those of its weight are added up by each thread, then of
-// halves of the threads, so always in the same order.
+// A block computes the gradients of one row. The gradient of the row's weight is a sum over each
+// thread's columns, then over halves of the threads, so always in the same order.
 template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads)
     gate_backward_kernel(int64_t rows, int64_t columns,
@@ -98,12 +98,12 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (thread < half) parts[thread] += parts[thread + half];
     }
     if (thread == 0) grad_weights[row] = parts[0];
-    __syncthreads();  // the next row's parts go to the same place
+    __syncthreads();  // before the next row's parts overwrite these
   }
 }
 
-// A block finds the ids of one expert, which lie behind those of the experts before it. A thread
-// goes through neighbours, so the ids of the threads before it come first.
+// A block finds the ids of one expert; its sources follow those of all earlier experts. Each thread
+// reads a contiguous range of ids, so its sources follow those of the threads before it.
 __global__ void __launch_bounds__(kBlockThreads)
     sort_kernel(const int64_t* __restrict__ ids, int64_t size, int64_t num_experts,
                 int64_t* __restrict__ counts, int64_t* __restrict__ sources) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int64_t i = begin; i < end && num_own > 0; ++i) {
       if (ids[i] == expert) sources[next++] = i;
     }
-    __syncthreads();  // the next expert's numbers go to the same place
+    __syncthreads();  // before the next expert's counts overwrite these
   }
 }
 
@@ -170,7 +170,7 @@ void gate_rows_on_cuda(int64_t rows, int64_t inner, const scalar_t* gate_up,
   });
 }
 
-// Also where inner is 0, since the gradients of the weights are zeros then.
+// Runs for inner == 0 too, where the gradients of the weights must be set to zero.
 template <typename scalar_t>
 void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* grad,
                                 const scalar_t* gate_up, const wide_of<scalar_t>* weights,

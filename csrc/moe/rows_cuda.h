@@ -1,4 +1,4 @@
-// The work on the rows of a mixture of experts as CUDA kernels. They exist in builds with
+// CUDA kernels for the rows of a mixture of experts. They exist in builds with
 // PARALLEL_EXT_WITH_CUDA; scalar_t is float, double, c10::BFloat16 or c10::Half.
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace parallel_ext {
 
-// All pointers are to contiguous memory of the device; outputs lie apart from everything else. The
-// kernels run on the current stream of the device. They use no atomics: same inputs, same bits.
+// All pointers are to contiguous memory of the device; outputs overlap nothing else. The kernels
+// run on the current stream of the device. They use no atomics: same inputs, same bits.
 
-// Of `num_in` rows, `most` for each of `num_out`: rows [num_out, most].
+// rows [num_out, most]: for each of num_out outputs the numbers of up to `most` of num_in rows.
 struct RowPicks {
   const int64_t* rows;
   int64_t num_out, most, num_in;
@@ -21,8 +21,8 @@ struct RowPicks {
 void gather_rows_on_cuda(const RowPicks& picks, int64_t row_bytes, const void* in, void* out,
                          int device);
 
-// in [num_in, size] -> out [num_out, size], the sums of the picks of each: in their order, in fp32
-// or wider, rounded once. The row num_in is none.
+// in [num_in, size] -> out [num_out, size], the sum of the rows picked for each output: in their
+// order, in fp32 or wider, rounded once. The number num_in stands for no row.
 template <typename scalar_t>
 void sum_rows_on_cuda(const RowPicks& picks, int64_t size, const scalar_t* in, scalar_t* out,
                       int device);
@@ -40,8 +40,8 @@ void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* gra
                                 int device);
 
 // A stable counting sort: ids [size] -> counts [num_experts] and sources [size], the positions of
-// expert 0's ids, then of expert 1's. Ids outside of [0, num_experts) are in neither, and as many
-// sources at the end are left as they were.
+// expert 0's ids, then of expert 1's, and so on. Ids outside of [0, num_experts) are left out, and
+// as many sources at the end are not written.
 void sort_ids_on_cuda(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* counts,
                       int64_t* sources, int device);
 

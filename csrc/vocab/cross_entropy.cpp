@@ -1,48 +1,61 @@
-// Cross entropy of logits that are cut by vocabulary. A rank reduces its shard to one record per
-// token, the records are exchanged once, and every rank merges the same records in rank order.
+// Cross entropy of logits that are sharded by vocabulary. A rank reduces its shard to a few numbers
+// per token, its partial statistics; the ranks exchange them once, and every rank merges the same
+// numbers in rank order.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/library.h>
 
 #include "base/workspace.h"
 #include "check.h"
+#include "comm/comm.h"
 #include "linear/linear.h"
 #include "ops.h"
-#include "vocab/loss_op.h"
+#include "vocab/loss.h"
+#include "vocab/loss_autograd.h"
 
 namespace parallel_ext {
 namespace {
 
 constexpr const char* kOp = "vocab_cross_entropy";
-using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using FiveTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeTensor = std::optional<at::Tensor>;
 
 at::Tensor with_adjacent_columns(const at::Tensor& logits) {
   return has_adjacent_columns(logits) ? logits : logits.contiguous();
 }
 
-FiveTensors forward_kernel(const VocabLoss& loss, const at::Tensor& logits,
-                           const at::Tensor& labels, std::array<bool, 3> wanted, int64_t group_size,
-                           const std::string& group_name) {
+Tensors<5> forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
+                          std::array<bool, 3> wanted, const Group& group, const VocabLoss& loss) {
   check_floating(kOp, "logits", logits);
   check_dim(kOp, "logits", logits, 2);
   check_vocab_loss(kOp, loss, "logits", logits.size(1), logits.size(0), labels, wanted[2]);
-  const RecordRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
-  const at::Tensor record =
-      vocab_shard_record(loss.shard(with_adjacent_columns(logits), labels, loss.vocab_start), rows);
-  const Merged merged = merge(exchange_records(kOp, loss, record, group_size, group_name), rows);
+  const StatsRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
+  const at::Tensor partial_stats =
+      vocab_shard_stats(loss.shard(with_adjacent_columns(logits), labels, loss.vocab_start), rows);
+  const SoftmaxStats stats = merge(gather_stats(kOp, loss, partial_stats, group), rows);
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
-      outputs_of(loss, tokens_of(loss, labels), merged, {wanted[0], wanted[1], wanted[2]},
-                 record.scalar_type());
+      outputs_of(loss, tokens_of(loss, labels), stats, {wanted[0], wanted[1], wanted[2]},
+                 partial_stats.scalar_type());
   return {total, log_sum_exp, entropy, argmax, normalizer};
 }
 
-FourTensors loss_kernel(const VocabLoss& loss, const at::Tensor& logits, const at::Tensor& labels,
-                        std::array<bool, 3> wanted, bool, int64_t group_size,
-                        const std::string& group_name) {
-  const auto [total, log_sum_exp, entropy, argmax, _] =
-      forward_kernel(loss, logits, labels, wanted, group_size, group_name);
-  return {total, log_sum_exp, entropy, argmax};
+Tensors<5> forward_meta(const at::Tensor& logits, const at::Tensor& labels,
+                        std::array<bool, 3> wanted, const Group&, const VocabLoss& loss) {
+  const auto options = logits.options().dtype(wide_type(logits));
+  const auto per_token = [&](bool is_wanted, const at::TensorOptions& of_output) {
+    return empty_if(is_wanted, labels.sym_sizes(), of_output);
+  };
+  const int64_t rows = wanted[1] ? kRowsWithEntropy : kRowsWithoutEntropy;
+  return {loss.reduction == "none" ? per_token(true, options) : at::empty({}, options),
+          per_token(wanted[0], options), per_token(wanted[1], options),
+          per_token(wanted[2], options.dtype(at::kLong)),
+          at::empty_symint({rows, labels.sym_size(0)}, options)};
+}
+
+// The op where nothing has a gradient.
+template <auto forward>
+Tensors<4> loss_without_gradient(const at::Tensor& logits, const at::Tensor& labels,
+                                 std::array<bool, 3> wanted, bool, const Group& group,
+                                 const VocabLoss& loss) {
+  return from_list<Tensors<4>>(as_list(forward(logits, labels, wanted, group, loss)));
 }
 
 at::Tensor empty_gradient(const at::Tensor& logits) {
@@ -69,10 +82,10 @@ void check_backward(const VocabLoss& loss, const at::Tensor& logits, const at::T
   check_vocab_loss_shapes(kOp, loss, "logits", logits.size(1), logits.size(0), labels);
 }
 
-at::Tensor backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
-                           const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
-                           const at::Tensor& logits, const at::Tensor& labels,
-                           const at::Tensor& normalizer) {
+at::Tensor backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+                           const MaybeTensor& grad_entropy, const at::Tensor& logits,
+                           const at::Tensor& labels, const at::Tensor& normalizer,
+                           const VocabLoss& loss) {
   check_backward(loss, logits, labels);
   at::Tensor grad_logits = empty_gradient(logits);
   const bool as_they_are = has_adjacent_columns(logits);
@@ -82,10 +95,16 @@ at::Tensor backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
   return grad_logits;
 }
 
-void consuming_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
-                               const MaybeTensor& grad_log_sum_exp, const MaybeTensor& grad_entropy,
-                               at::Tensor& logits, const at::Tensor& labels,
-                               const at::Tensor& normalizer) {
+at::Tensor backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                         const at::Tensor& logits) {
+  return at::empty_strided_symint(logits.sym_sizes(), {row_stride_of_gradient(logits), 1},
+                                  logits.options());
+}
+
+void backward_over_logits_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+                                 const MaybeTensor& grad_entropy, at::Tensor& logits,
+                                 const at::Tensor& labels, const at::Tensor& normalizer,
+                                 const VocabLoss& loss) {
   check_backward(loss, logits, labels);
   TORCH_CHECK_VALUE(has_adjacent_columns(logits), kOp, ": columns of logits with strides ",
                     logits.strides(), " are not one apart");
@@ -93,13 +112,76 @@ void consuming_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_lo
                 logits);
 }
 
+void backward_over_logits_meta(const MaybeTensor&) {}
+
+// The normalizer is saved, never the loss, which users add to in place.
+class VocabCrossEntropy : public torch::autograd::Function<VocabCrossEntropy> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& logits,
+                               const at::Tensor& labels, std::array<bool, 3> wanted,
+                               bool consume_logits, const Group& group, const VocabLoss& loss) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto [total, log_sum_exp, entropy, argmax, normalizer] =
+        vocab_cross_entropy_forward(logits, labels, wanted, group, loss);
+    keep_for_backward(ctx, {loss, group}, wanted, {total, log_sum_exp, entropy, argmax});
+    ctx->save_for_backward({logits, labels, loss.weight.value_or(at::Tensor()), normalizer});
+    ctx->saved_data["consume_logits"] = consume_logits;
+    return {total, log_sum_exp, entropy, argmax};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    variable_list grads(6);
+    auto& data = ctx->saved_data;
+    TORCH_CHECK_VALUE(!data["consumed"].isBool(), kOp,
+                      ": a backward has written the gradient over these logits, as "
+                      "consume_logits=True allows, so it cannot run again");
+    const auto saved = ctx->get_saved_variables();
+    const auto [grad_loss, grad_log_sum_exp, grad_entropy] = gradients_of(grad_outputs);
+    if (!grad_loss && !grad_log_sum_exp && !grad_entropy) return grads;
+    const VocabLoss loss = kept_in_graph<LossCall>(ctx).loss_with(saved[2]);
+    if (data["consume_logits"].toBool()) {
+      at::Tensor logits = saved[0].detach();
+      vocab_cross_entropy_backward_(grad_loss, grad_log_sum_exp, grad_entropy, logits, saved[1],
+                                    saved[3], loss);
+      data["consumed"] = true;
+      grads[0] = logits;
+    } else {
+      grads[0] = vocab_cross_entropy_backward(grad_loss, grad_log_sum_exp, grad_entropy, saved[0],
+                                              saved[1], saved[3], loss);
+    }
+    return grads;
+  }
+};
+
+Tensors<4> loss_autograd(const at::Tensor& logits, const at::Tensor& labels,
+                         std::array<bool, 3> wanted, bool consume_logits, const Group& group,
+                         const VocabLoss& loss) {
+  refuse_gradient_of_weight(kOp, loss);
+  if (consume_logits && logits.requires_grad() && at::GradMode::is_enabled()) {
+    TORCH_CHECK_VALUE(!logits.is_leaf() && !(logits.is_view() && logits._base().is_leaf()), kOp,
+                      ": consume_logits=True would write a gradient over a leaf, which the user "
+                      "keeps; pass logits that were computed");
+    TORCH_CHECK_VALUE(logits.dim() == 2 && has_adjacent_columns(logits), kOp,
+                      ": consume_logits=True needs columns one apart and rows that do not overlap, "
+                      "got strides ",
+                      logits.sym_strides());
+  }
+  return from_list<Tensors<4>>(
+      VocabCrossEntropy::apply(logits, labels, wanted, consume_logits, group, loss));
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("vocab_cross_entropy", vocab_loss_kernel<loss_kernel>);
-  m.impl("vocab_cross_entropy_forward", vocab_loss_kernel<forward_kernel>);
-  m.impl("vocab_cross_entropy_backward", vocab_loss_kernel<backward_kernel>);
-  m.impl("vocab_cross_entropy_backward_", vocab_loss_kernel<consuming_backward_kernel>);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<vocab_cross_entropy>(library)
+      .kernel<loss_without_gradient<forward_kernel>>()
+      .meta<loss_without_gradient<forward_meta>>()
+      .on<loss_autograd>(c10::DispatchKey::Autograd);
+  implement<vocab_cross_entropy_forward>(library).kernel<forward_kernel>().meta<forward_meta>();
+  implement<vocab_cross_entropy_backward>(library).kernel<backward_kernel>().meta<backward_meta>();
+  implement<vocab_cross_entropy_backward_>(library)
+      .kernel<backward_over_logits_kernel>()
+      .meta<backward_over_logits_meta>();
 }
 
 }  // namespace parallel_ext

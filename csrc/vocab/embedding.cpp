@@ -1,7 +1,7 @@
-// The embedding of a vocabulary whose rows are cut over the ranks. On the CPU every rank reads all
-// ids, so each row travels once, from the one rank that has it (vocab/embedding_cpu.cpp); on other
-// devices, which would have to wait for the ids, and where few ranks have most of what is looked
-// up, the ranks sum rows and zeros.
+// The embedding of a vocabulary whose rows are sharded over the ranks. On the CPU every rank reads
+// all ids, so each row travels once, from the one rank that has it (vocab/embedding_cpu.cpp). On
+// other devices, where reading the ids would mean to wait for them, and where few ranks have most
+// of the rows, the ranks sum rows and zeros instead.
 #include "vocab/embedding.h"
 
 #include <ATen/Dispatch.h>
@@ -10,26 +10,18 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
-#include "base/bytes.h"
 #include "base/kernel_choice.h"
 #include "base/layout.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "dispatch.h"
 #include "ops.h"
 #include "vocab/embedding_cuda.h"
 
 namespace parallel_ext {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 void check_ids(const at::Tensor& ids, int64_t vocab_size) {
   const int64_t* data = ids.const_data_ptr<int64_t>();
@@ -39,21 +31,19 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
                     bad - data, " is outside the vocabulary [0, ", vocab_size, ")");
 }
 
-// Boundaries of the rows of all ranks, which a group of one does not need.
+// Boundaries of the rows of all ranks; empty for a group of one, which does not need them.
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, int64_t vocab_size,
-                               int64_t vocab_start, int64_t group_size,
-                               const std::string& group_name) {
-  if (group_size == 1) return {};
+                               int64_t vocab_start, const Group& group) {
+  if (group.size == 1) return {};
   const char* op = "vocab_embedding";
-  const int64_t rank =
-      rank_in_group(op, group_size, group_name);  // asks whether there is the group
+  const int64_t rank = rank_in_group(op, group);  // refuses a group that does not exist
   std::vector<int64_t> bounds{0};
   if (sizes.empty()) {
-    bounds = split(vocab_size, group_size, 1);
+    bounds = split(vocab_size, group.size, 1);
   } else {
-    const bool fit = static_cast<int64_t>(sizes.size()) == group_size &&
+    const bool fit = static_cast<int64_t>(sizes.size()) == group.size &&
                      sum_of_counts(op, "sizes", sizes) == vocab_size;
-    TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group_size,
+    TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group.size,
                       " ranks, of ", vocab_size, " in all");
     for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
   }
@@ -79,15 +69,6 @@ void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
                     ")");
 }
 
-}  // namespace
-
-void sum_bits(at::Tensor& rows, int64_t group_size, const std::string& group_name) {
-  at::Tensor bits = rows.view({-1}).view(rows.nbytes() % 4 == 0 ? at::kInt : at::kByte);
-  all_reduce_sum("vocab_embedding", bits, group_size, group_name);
-}
-
-namespace {
-
 at::Tensor own_rows_on_cuda(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_start,
                             at::IntArrayRef shape) {
   at::Tensor output = at::empty(shape, weight.options());
@@ -103,11 +84,10 @@ at::Tensor own_rows_on_cuda(const at::Tensor& ids, const at::Tensor& weight, int
 // gives a row of zeros here; the model's agreement check reports it.
 at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
                                 int64_t vocab_start, std::optional<int64_t> padding_idx,
-                                at::IntArrayRef sizes, int64_t group_size,
-                                const std::string& group_name) {
+                                at::IntArrayRef sizes, const Group& group) {
   check_embedding(ids, weight, vocab_size, vocab_start, padding_idx);
   if (ids.is_cpu()) check_ids(ids.contiguous(), vocab_size);
-  bounds_of(sizes, weight, vocab_size, vocab_start, group_size, group_name);
+  bounds_of(sizes, weight, vocab_size, vocab_start, group);
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   at::Tensor output;
@@ -121,36 +101,32 @@ at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight,
     output = weight.index_select(0, row.masked_fill(foreign, 0).flatten()).view(shape);
     output.masked_fill_(foreign.unsqueeze(-1), 0);
   }
-  sum_bits(output, group_size, group_name);  // T * H elements, every rank
+  or_rows(output, group);  // T * H elements, every rank
   return output;
 }
 
 at::Tensor vocab_embedding_cpu(const at::Tensor& ids_in, const at::Tensor& weight,
                                int64_t vocab_size, int64_t vocab_start,
                                std::optional<int64_t> padding_idx, at::IntArrayRef sizes,
-                               int64_t group_size, const std::string& group_name) {
+                               const Group& group) {
   if (aten_path_on_cpu()) {
-    return vocab_embedding_aten(ids_in, weight, vocab_size, vocab_start, padding_idx, sizes,
-                                group_size, group_name);
+    return vocab_embedding_aten(ids_in, weight, vocab_size, vocab_start, padding_idx, sizes, group);
   }
   check_embedding(ids_in, weight, vocab_size, vocab_start, padding_idx);
   const at::Tensor ids = ids_in.contiguous();
   check_ids(ids, vocab_size);
-  const auto bounds = bounds_of(sizes, weight, vocab_size, vocab_start, group_size, group_name);
-  return vocab_embedding_loops(ids, weight.contiguous(), vocab_start, bounds, group_size,
-                               group_name);
+  const auto bounds = bounds_of(sizes, weight, vocab_size, vocab_start, group);
+  return vocab_embedding_loops(ids, weight.contiguous(), vocab_start, bounds, group);
 }
 
-at::Tensor vocab_embedding_meta(const at::Tensor& ids, const at::Tensor& weight, int64_t, int64_t,
-                                std::optional<int64_t>, at::IntArrayRef, int64_t,
-                                const std::string&) {
+at::Tensor vocab_embedding_meta(const at::Tensor& ids, const at::Tensor& weight) {
   auto shape = ids.sym_sizes().vec();
   shape.push_back(weight.sym_size(1));
   return at::empty_symint(shape, weight.options());
 }
 
-// rows [T] in [0, num_rows], of which num_rows is none. The tokens of a row are summed in their
-// order, as by the CPU's loops.
+// rows [T] in [0, num_rows], where num_rows stands for the rows of other ranks. The tokens of a row
+// are summed in their order, as in the CPU's loops.
 at::Tensor sums_on_cuda(const at::Tensor& grad_output, const at::Tensor& rows, int64_t num_rows) {
   const auto sorted = rows.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
   const at::Tensor& order = std::get<1>(sorted);
@@ -182,11 +158,12 @@ void check_backward(const at::Tensor& grad_output, const at::Tensor& ids, int64_
 }
 
 at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at::Tensor& ids,
-                                         int64_t num_rows, int64_t vocab_start,
+                                         c10::SymInt num_rows_in, int64_t vocab_start,
                                          std::optional<int64_t> padding_idx) {
+  const int64_t num_rows = num_rows_in.expect_int();
   check_backward(grad_output, ids, num_rows);
   at::Tensor row = ids.flatten() - vocab_start;
-  // One more row takes what is not ours, so that no size depends on the ids.
+  // One more row takes the tokens of other ranks' rows, so that no size depends on the ids.
   row = row.masked_fill((row < 0).logical_or(row >= num_rows), num_rows);
   if (padding_idx) row = row.masked_fill(row == *padding_idx - vocab_start, num_rows);
   if (use_cuda_kernel(grad_output)) return sums_on_cuda(grad_output.contiguous(), row, num_rows);
@@ -198,99 +175,46 @@ at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at
 }
 
 at::Tensor vocab_embedding_backward_cpu(const at::Tensor& grad_output_in, const at::Tensor& ids_in,
-                                        int64_t num_rows, int64_t vocab_start,
+                                        c10::SymInt num_rows_in, int64_t vocab_start,
                                         std::optional<int64_t> padding_idx) {
   if (aten_path_on_cpu()) {
-    return vocab_embedding_backward_aten(grad_output_in, ids_in, num_rows, vocab_start,
-                                         padding_idx);
+    return vocab_embedding_backward_aten(grad_output_in, ids_in, std::move(num_rows_in),
+                                         vocab_start, padding_idx);
   }
+  const int64_t num_rows = num_rows_in.expect_int();
   check_backward(grad_output_in, ids_in, num_rows);
   return vocab_embedding_backward_loops(grad_output_in.contiguous(), ids_in.contiguous(), num_rows,
                                         vocab_start, padding_idx);
 }
 
 at::Tensor vocab_embedding_backward_meta(const at::Tensor& grad_output, const at::Tensor&,
-                                         c10::SymInt num_rows, int64_t, std::optional<int64_t>) {
+                                         c10::SymInt num_rows) {
   return at::empty_symint({num_rows, grad_output.sym_size(-1)}, grad_output.options());
 }
 
-class VocabEmbedding : public torch::autograd::Function<VocabEmbedding> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& weight,
-                            int64_t vocab_size, int64_t vocab_start,
-                            std::optional<int64_t> padding_idx, at::IntArrayRef sizes,
-                            int64_t group_size, const std::string& group_name) {
-    ctx->save_for_backward({ids});
-    ctx->saved_data["num_rows"] = weight.sym_size(0);
-    ctx->saved_data["vocab_start"] = vocab_start;
-    ctx->saved_data["padding_idx"] = padding_idx;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return vocab_embedding(ids, weight, vocab_size, vocab_start, padding_idx, sizes, group_size,
-                           group_name);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grad_outputs) {
-    Variable grad_weight = vocab_embedding_backward(
-        grad_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["num_rows"].toSymInt(),
-        ctx->saved_data["vocab_start"].toInt(),
-        ctx->saved_data["padding_idx"].toOptional<int64_t>());
-    variable_list grads(8);
-    grads[1] = grad_weight;
-    return grads;
+struct VocabEmbedding : Gradient<VocabEmbedding, vocab_embedding, Saved<0>> {
+  static variable_list rule(const ForwardCall<vocab_embedding>& forward,
+                            const variable_list& grads) {
+    const auto [ids, weight, vocab_size, vocab_start, padding_idx, sizes, group] =
+        forward.arguments();
+    const at::Tensor grad_weight = vocab_embedding_backward(
+        grads[0], ids, forward.info<1>().sizes[0], vocab_start, padding_idx);
+    return forward.gradients(Tensors<2>{at::Tensor(), grad_weight});
   }
 };
 
-at::Tensor vocab_embedding_backward_autograd(const at::Tensor& grad_output, const at::Tensor& ids,
-                                             c10::SymInt num_rows, int64_t vocab_start,
-                                             std::optional<int64_t> padding_idx) {
-  refuse_second_derivative("vocab_embedding", {grad_output});
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return vocab_embedding_backward(grad_output, ids, std::move(num_rows), vocab_start, padding_idx);
-}
-
-at::Tensor vocab_embedding_autograd(const at::Tensor& ids, const at::Tensor& weight,
-                                    int64_t vocab_size, int64_t vocab_start,
-                                    std::optional<int64_t> padding_idx, at::IntArrayRef sizes,
-                                    int64_t group_size, const std::string& group_name) {
-  return VocabEmbedding::apply(ids, weight, vocab_size, vocab_start, padding_idx, sizes, group_size,
-                               group_name);
-}
-
 }  // namespace
 
-at::Tensor vocab_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
-                           int64_t vocab_start, std::optional<int64_t> padding_idx,
-                           at::IntArrayRef sizes, int64_t group_size,
-                           const std::string& group_name) {
-  static auto op = op_handle<decltype(vocab_embedding)>("parallel_ext::vocab_embedding");
-  return op.call(ids, weight, vocab_size, vocab_start, padding_idx, sizes, group_size, group_name);
-}
-
-at::Tensor vocab_embedding_backward(const at::Tensor& grad_output, const at::Tensor& ids,
-                                    c10::SymInt num_rows, int64_t vocab_start,
-                                    std::optional<int64_t> padding_idx) {
-  static auto op =
-      op_handle<decltype(vocab_embedding_backward)>("parallel_ext::vocab_embedding_backward");
-  return op.call(grad_output, ids, std::move(num_rows), vocab_start, padding_idx);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("vocab_embedding", vocab_embedding_aten);
-  m.impl("vocab_embedding_backward", vocab_embedding_backward_aten);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, CPU, m) {
-  m.impl("vocab_embedding", vocab_embedding_cpu);
-  m.impl("vocab_embedding_backward", vocab_embedding_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("vocab_embedding", vocab_embedding_meta);
-  m.impl("vocab_embedding_backward", vocab_embedding_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Autograd, m) {
-  m.impl("vocab_embedding", vocab_embedding_autograd);
-  m.impl("vocab_embedding_backward", vocab_embedding_backward_autograd);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<vocab_embedding>(library)
+      .kernel<vocab_embedding_aten>()
+      .on<vocab_embedding_cpu>(c10::DispatchKey::CPU)
+      .meta<vocab_embedding_meta>()
+      .gradient<VocabEmbedding>();
+  implement<vocab_embedding_backward>(library)
+      .kernel<vocab_embedding_backward_aten>()
+      .on<vocab_embedding_backward_cpu>(c10::DispatchKey::CPU)
+      .meta<vocab_embedding_backward_meta>();
 }
 
 }  // namespace parallel_ext

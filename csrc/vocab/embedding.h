@@ -1,4 +1,4 @@
-// The embedding's CPU loops; vocab/embedding.cpp checks what they are given.
+// The embedding's CPU loops, whose arguments vocab/embedding.cpp has checked.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,16 +8,21 @@
 #include <string>
 #include <vector>
 
+#include "comm/comm.h"
+
 namespace parallel_ext {
 
-// Sums, over the ranks, rows of which one rank has each and the others have zeros. The bits are
-// summed and not the numbers: those of -0.0 and NaN arrive too.
-void sum_bits(at::Tensor& rows, int64_t group_size, const std::string& group_name);
+// Combines rows of which one rank has each and the other ranks have zeros: by a sum over the ranks
+// of the bits and not of the numbers, which keeps -0.0 and NaN.
+inline void or_rows(at::Tensor& rows, const Group& group) {
+  at::Tensor bits = rows.view({-1}).view(rows.nbytes() % 4 == 0 ? at::kInt : at::kByte);
+  all_reduce_sum("vocab_embedding", bits, group);
+}
 
 // ids and weight are contiguous; rank r has the ids [bounds[r], bounds[r + 1]).
 at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight,
                                  int64_t vocab_start, const std::vector<int64_t>& bounds,
-                                 int64_t group_size, const std::string& group_name);
+                                 const Group& group);
 
 // grad_output and ids are contiguous.
 at::Tensor vocab_embedding_backward_loops(const at::Tensor& grad_output, const at::Tensor& ids,

@@ -1,4 +1,5 @@
-// The embedding's CPU loops. A row is bytes here, but for the sums of the backward.
+// The embedding's CPU loops. They copy rows as bytes; only the sums of the backward look at
+// numbers.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 
@@ -6,11 +7,9 @@
 #include <cstring>
 #include <numeric>
 
-#include "base/bytes.h"
 #include "base/sum_rows.h"
 #include "base/workspace.h"
 #include "comm/comm.h"
-#include "comm/spans.h"
 #include "vocab/embedding.h"
 
 namespace parallel_ext {
@@ -18,7 +17,7 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 64, kRowsPerTask = 256;
 
-// For each token the first one that has its id.
+// For each token the first token that has the same id.
 std::vector<int64_t> first_tokens(const int64_t* ids, int64_t num_tokens) {
   int bits = 1;
   while ((int64_t{1} << bits) < 2 * num_tokens) ++bits;
@@ -35,10 +34,10 @@ std::vector<int64_t> first_tokens(const int64_t* ids, int64_t num_tokens) {
   return first;
 }
 
-// Which rank has the row of each id that occurs, known to all ranks without a word.
+// The rank that has the row of each id in the input, which every rank computes for itself.
 struct Owners {
-  std::vector<int64_t> first;                // [T]: for each token the first one that has its id
-  std::vector<std::vector<int64_t>> tokens;  // [ranks]: those first ones, by who has their row
+  std::vector<int64_t> first;                // [T]: as first_tokens returns it
+  std::vector<std::vector<int64_t>> tokens;  // [ranks]: the first tokens whose rows the rank has
 
   Owners(const int64_t* ids, int64_t num_tokens, const std::vector<int64_t>& bounds)
       : first(first_tokens(ids, num_tokens)), tokens(bounds.size() - 1) {
@@ -49,8 +48,8 @@ struct Owners {
     }
   }
 
-  // Whether no rank sends more if each sends its rows to the p - 1 others than it does in a ring
-  // all-reduce, which is 2 (p - 1) / p of the rows of all tokens. On two ranks that is always so.
+  // Whether sending its rows to the p - 1 others costs no rank more than a ring all-reduce, which
+  // sends 2 (p - 1) / p of the rows of all tokens. True for any input on two ranks.
   bool send_less_than_all_reduce() const {
     size_t busiest = 0;
     for (const auto& own : tokens) busiest = std::max(busiest, own.size());
@@ -62,7 +61,7 @@ struct Owners {
 
 at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight,
                                  int64_t vocab_start, const std::vector<int64_t>& bounds,
-                                 int64_t group_size, const std::string& group_name) {
+                                 const Group& group) {
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   at::Tensor output = pooled_empty(shape, weight.options());
@@ -87,26 +86,26 @@ at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight
       if (!is_own(token)) std::memset(out + token * bytes, 0, bytes);
     });
   };
-  if (group_size == 1) {
+  if (group.size == 1) {
     clear_others();
     return output;
   }
   const Owners owners(id, num_tokens, bounds);
   if (!owners.send_less_than_all_reduce()) {
     clear_others();
-    sum_bits(output, group_size, group_name);
+    or_rows(output, group);
     return output;
   }
   std::vector<Span> own;
-  std::vector<std::vector<Span>> incoming(group_size);
-  for (int64_t rank = 0; rank < group_size; ++rank) {
+  std::vector<std::vector<Span>> incoming(group.size);
+  for (int64_t rank = 0; rank < group.size; ++rank) {
     for (const int64_t token : owners.tokens[rank]) {
       if (is_own(token)) add_span(own, row_of(token), bytes);
       add_span(incoming[rank], out + token * bytes, bytes);  // unused where it is this rank
     }
   }
-  const std::vector<std::vector<Span>> outgoing(group_size, own);
-  swap_bytes("vocab_embedding", outgoing, incoming, group_size, group_name);
+  const std::vector<std::vector<Span>> outgoing(group.size, own);
+  swap_bytes("vocab_embedding", outgoing, incoming, group);
   for_tokens([&](int64_t token) {
     const int64_t first = owners.first[token];
     if (first != token && !is_own(token)) {
@@ -118,8 +117,8 @@ at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight
 
 namespace {
 
-// The tokens order[first[row]], ..., order[first[row + 1] - 1] have the row, whose gradient is the
-// sum of theirs in this order, so that its bits do not depend on the number of threads.
+// The gradient of a row is the sum over the tokens order[first[row]], ...,
+// order[first[row + 1] - 1] in this order, so that its bits do not depend on the number of threads.
 template <typename scalar_t>
 void sum_tokens(const std::vector<int64_t>& first, const std::vector<int64_t>& order,
                 const scalar_t* grad_output, int64_t hidden, scalar_t* grad_weight) {
@@ -154,7 +153,7 @@ at::Tensor vocab_embedding_backward_loops(const at::Tensor& grad_output, const a
     const int64_t row = id[token] - vocab_start;
     return row < 0 || row >= num_rows || id[token] == padding_idx ? int64_t{-1} : row;
   };
-  // A stable counting sort of the own tokens by row.
+  // A stable counting sort by row of the tokens whose rows this rank has.
   std::vector<int64_t> first(num_rows + 1, 0);
   for (int64_t token = 0; token < ids.numel(); ++token) {
     if (const int64_t row = row_of(token); row >= 0) ++first[row + 1];

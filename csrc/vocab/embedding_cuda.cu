@@ -1,6 +1,6 @@
-// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with a
-// thread for each of a block's.
-#include "base/cuda_rows.h"
+// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with one
+// thread for each thread of a block.
+#include "base/cuda_grid.h"
 #include "vocab/embedding_cuda.h"
 
 namespace parallel_ext {

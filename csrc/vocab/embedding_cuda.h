@@ -8,11 +8,11 @@
 
 namespace parallel_ext {
 
-// All pointers are to contiguous memory of the device; outputs lie apart from everything else. The
-// kernels run on the current stream of the device. They use no atomics: same inputs, same bits.
+// All pointers are to contiguous memory of the device; outputs overlap nothing else. The kernels
+// run on the current stream of the device. They use no atomics: same inputs, same bits.
 
-// rows [num_rows, row_bytes], those of the ids from vocab_start on -> out [num_ids, row_bytes],
-// with zeros for the ids of other rows.
+// rows [num_rows, row_bytes], which are those of the ids from vocab_start on ->
+// out [num_ids, row_bytes], with zeros for all other ids.
 struct RowLookup {
   const int64_t* ids;
   int64_t num_ids, vocab_start, num_rows;

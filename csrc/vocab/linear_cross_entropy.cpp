@@ -1,5 +1,5 @@
 // The output head and its loss in one op: hidden states and the head's rows in, the loss and all
-// gradients out. The logits exist as tiles only, some tokens by some of the rank's ids.
+// gradients out. The logits exist only as tiles, some tokens by some of the rank's ids.
 #include "vocab/linear_cross_entropy.h"
 
 #include <ATen/TensorOperators.h>
@@ -12,16 +12,15 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "base/product.h"
 #include "base/workspace.h"
+#include "comm/comm.h"
 #include "linear/linear.h"
 #include "ops.h"
-#include "vocab/loss_op.h"
 
 namespace parallel_ext {
 namespace {
@@ -30,11 +29,11 @@ constexpr const char* kOp = "linear_vocab_cross_entropy";
 constexpr double kLowest = -std::numeric_limits<double>::infinity();
 using MaybeTensor = std::optional<at::Tensor>;
 
-constexpr int64_t kIds = 8192;         // of a tile, where it need not hold all of the rank's
+constexpr int64_t kIds = 8192;         // in a tile that need not hold all of the rank's ids
 constexpr int64_t kRowAlignment = 64;  // elements
 
-// The tensors of a call as its GEMMs want them. On the CPU, fp16 is computed in fp32: few CPUs have
-// fp16 GEMMs, and unscaled gradients would not fit.
+// The tensors of a call in the dtype of its GEMMs. On the CPU, fp16 is computed in fp32: few CPUs
+// have fp16 GEMMs, and unscaled gradients would not fit.
 struct Operands {
   at::Tensor input;  // [T, H]
   at::Tensor head;   // [Vl, H]
@@ -57,7 +56,7 @@ struct Operands {
   at::Tensor labels_of(Range part) const { return labels.narrow(0, part.start, part.size); }
 };
 
-// Room for the logits of one tile, used again for the next.
+// Memory for the logits of one tile, which the next tile overwrites.
 class Tile {
  public:
   Tile(const Operands& operands, int64_t ids)
@@ -84,7 +83,8 @@ class Tile {
 
 at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(1); }
 
-// Of each token, sum over this rank's ids of exp(z - base) * row, beside the base.
+// The expected row of each token: the sum over this rank's ids of exp(z - base) * row, and the
+// base.
 class ExpectedRows {
  public:
   explicit ExpectedRows(const Operands& operands)
@@ -92,14 +92,15 @@ class ExpectedRows {
                        operands.input.options().dtype(wide_type(operands.input)))),
         max_(at::full({operands.input.size(0)}, kLowest, sum_.options())) {}
 
-  // Adds a tile, whose logits are overwritten, after its record was made.
-  void add(const Operands& operands, const VocabShard& shard, const at::Tensor& record,
+  // Adds a tile, whose partial statistics are known, and overwrites its logits.
+  void add(const Operands& operands, const VocabShard& shard, const at::Tensor& partial_stats,
            Range tokens, Range ids) {
     const auto own = [&tokens](const at::Tensor& tensor) {
       return tensor.narrow(0, tokens.start, tokens.size);
     };
     at::Tensor max = own(max_), sum = own(sum_), logits = shard.logits;
-    const at::Tensor raised = at::maximum(max, record[RecordRows::kMax]), base = base_of(raised);
+    const at::Tensor raised = at::maximum(max, partial_stats[StatsRows::kMax]),
+                     base = base_of(raised);
     at::Tensor factors = at::zeros({GradientRows::kCount, tokens.size}, max.options());
     factors[GradientRows::kProbability].fill_(1);
     vocab_shard_gradient(shard, at::stack({base, at::zeros_like(base)}), factors, logits);
@@ -108,7 +109,7 @@ class ExpectedRows {
     max.copy_(raised);
   }
 
-  // With the probabilities over the whole vocabulary.
+  // The sums of p * row, with the probabilities p over the whole vocabulary.
   at::Tensor normalized(const at::Tensor& normalizer) {
     const at::Tensor log_factor = (base_of(max_) - normalizer[0]).sub_(normalizer[1]);
     return sum_.mul_(in_columns(log_factor.exp_().masked_fill_(max_ == kLowest, 0)));
@@ -120,10 +121,7 @@ class ExpectedRows {
   at::Tensor sum_, max_;
 };
 
-using NineTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                               at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-// What a forward leaves for backward; undefined where there is nothing.
+// The gradients of input, head and bias; undefined where they are not needed.
 struct Gradients {
   at::Tensor input, head, bias;
 
@@ -135,7 +133,7 @@ struct Gradients {
     if (needed[1] && operands.tokens.empty()) head.zero_();
   }
 
-  // The share of a tile of the logits' gradient.
+  // Adds what follows from the logits' gradient of one tile.
   void add(const Operands& operands, const at::Tensor& grad_logits, Range tokens, Range ids,
            bool first_ids, bool first_tokens) {
     const auto own_rows = [&](const at::Tensor& of_tokens) {
@@ -154,85 +152,85 @@ struct Gradients {
   }
 };
 
-// This rank's records of all tokens; on the way, if asked for, the expected rows.
-at::Tensor records_of_tiles(const VocabLoss& loss, const Operands& operands, const RecordRows& rows,
-                            ExpectedRows* expected) {
+// The partial statistics of all tokens; in the same pass the expected rows, if wanted.
+at::Tensor stats_of_tiles(const VocabLoss& loss, const Operands& operands, const StatsRows& rows,
+                          ExpectedRows* expected) {
   const auto ids = ranges_of(std::max<int64_t>(operands.head.size(0), 1), kIds);
   const Tile tile(operands, std::min(kIds, operands.head.size(0)));
   const auto wide = wide_type(operands.input);
-  at::Tensor records =
+  at::Tensor all_stats =
       at::empty({rows.count, operands.input.size(0)}, operands.input.options().dtype(wide));
   for (const Range tokens : operands.tokens) {
     std::vector<at::Tensor> parts;
     for (Range part : ids) {
-      part.size = std::min(part.size, operands.head.size(0));  // of an empty shard, one of nothing
+      part.size = std::min(part.size, operands.head.size(0));  // 0 for an empty shard
       const VocabShard shard =
           loss.shard(tile.logits(operands, tokens, part), operands.labels_of(tokens),
                      loss.vocab_start + part.start);
-      parts.push_back(vocab_shard_record(shard, rows));
+      parts.push_back(vocab_shard_stats(shard, rows));
       if (expected != nullptr) expected->add(operands, shard, parts.back(), tokens, part);
     }
-    const at::Tensor record =
-        parts.size() == 1 ? parts[0] : to_record(merge(at::stack(parts), rows), rows, wide);
-    records.narrow(1, tokens.start, tokens.size).copy_(record);
+    const at::Tensor partial_stats =
+        parts.size() == 1 ? parts[0] : to_partial_stats(merge(at::stack(parts), rows), rows, wide);
+    all_stats.narrow(1, tokens.start, tokens.size).copy_(partial_stats);
   }
-  return records;
+  return all_stats;
 }
 
-// The records of all ranks, and all gradients but for the factor that arrives in backward. Those of
-// a tile need the sums over the whole vocabulary, so each tile has its own exchange.
+// The statistics of all ranks, and all gradients but for the factor that arrives in the backward.
+// The gradients of a tile need the sums over the whole vocabulary, so each tile has its own
+// exchange.
 template <typename Exchange>
 at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
-                              const RecordRows& rows, const Tokens& tokens,
-                              const Exchange& exchange, Gradients& gradients) {
+                              const StatsRows& rows, const Tokens& tokens, const Exchange& exchange,
+                              Gradients& gradients) {
   const auto wide = wide_type(operands.input);
   const Range ids{0, operands.head.size(0)};
   const Tile tile(operands, ids.size);
-  std::vector<at::Tensor> records;
+  std::vector<at::Tensor> all_stats;
   for (const Range part : operands.tokens) {
     const VocabShard shard =
         loss.shard(tile.logits(operands, part, ids), operands.labels_of(part), loss.vocab_start);
-    records.push_back(exchange(vocab_shard_record(shard, rows)));
+    all_stats.push_back(exchange(vocab_shard_stats(shard, rows)));
     const at::Tensor normalizer =
-        normalizer_of(merge(records.back(), rows), /*with_entropy=*/false, wide);
+        normalizer_of(merge(all_stats.back(), rows), /*with_entropy=*/false, wide);
     const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
                                           tokens.narrow(part.start, part.size), normalizer);
     at::Tensor logits = shard.logits;
     vocab_shard_gradient(shard, normalizer, factors, logits);
     gradients.add(operands, logits, part, ids, /*first_ids=*/true, part.start == 0);
   }
-  return at::cat(records, 2);
+  return at::cat(all_stats, 2);
 }
 
-NineTensors forward_kernel(const VocabLoss& loss, const at::Tensor& input,
-                           const at::Tensor& head_weight, const MaybeTensor& head_bias,
-                           const at::Tensor& labels, std::array<bool, 3> wanted,
-                           std::array<bool, 3> needed, int64_t group_size,
-                           const std::string& group_name) {
+Tensors<9> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
+                          const MaybeTensor& head_bias, const at::Tensor& labels,
+                          std::array<bool, 3> wanted, std::array<bool, 3> needed,
+                          const Group& group, const VocabLoss& loss) {
   check_dim(kOp, "input", input, 2);
   check_linear(kOp, input, head_weight, head_bias, "head_weight");
   check_vocab_loss(kOp, loss, "the rows of head_weight", head_weight.size(0), input.size(0), labels,
                    wanted[2]);
   const Operands operands(input, head_weight, head_bias, labels);
-  const RecordRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
+  const StatsRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const Tokens tokens = tokens_of(loss, operands.labels);
   const auto wide = wide_type(operands.input);
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
-  const auto exchange = [&](const at::Tensor& record) {
-    return exchange_records(kOp, loss, record, group_size, group_name);
+  const auto exchange = [&](const at::Tensor& partial_stats) {
+    return gather_stats(kOp, loss, partial_stats, group);
   };
   const bool all = ahead == Ahead::kGradients && !operands.tokens.empty();
   Gradients gradients(operands, type_ahead(input),
                       ahead == Ahead::kGradients ? needed : std::array<bool, 3>{});
   std::optional<ExpectedRows> expected;
-  if (ahead == Ahead::kRows) expected.emplace(operands);
-  const at::Tensor records =  // [ranks, rows.count, T]
+  if (ahead == Ahead::kExpectedRows) expected.emplace(operands);
+  const at::Tensor all_stats =  // [ranks, rows.count, T]
       all ? gradients_of_tiles(loss, operands, rows, tokens, exchange, gradients)
-          : exchange(records_of_tiles(loss, operands, rows, expected ? &*expected : nullptr));
+          : exchange(stats_of_tiles(loss, operands, rows, expected ? &*expected : nullptr));
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
-      outputs_of(loss, tokens, merge(records, rows), {wanted[0], wanted[1], wanted[2]}, wide);
+      outputs_of(loss, tokens, merge(all_stats, rows), {wanted[0], wanted[1], wanted[2]}, wide);
   const auto given = [&](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor : at::empty({0}, records.options());
+    return tensor.defined() ? tensor : at::empty({0}, all_stats.options());
   };
   return {total,
           log_sum_exp,
@@ -252,12 +250,12 @@ void check_backward(const VocabLoss& loss, const at::Tensor& head_weight, int64_
   check_normalizer(kOp, normalizer, num_tokens, with_entropy);
 }
 
-// As always when no forward has left anything: the logits are made again.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
-    const VocabLoss& loss, const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
-    const MaybeTensor& grad_entropy, const at::Tensor& input, const at::Tensor& head_weight,
-    const MaybeTensor& head_bias, const at::Tensor& labels, const at::Tensor& normalizer,
-    std::array<bool, 3> needed) {
+// Where the forward has computed nothing ahead: the logits are computed again.
+Tensors<3> backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
+                           const MaybeTensor& grad_entropy, const at::Tensor& input,
+                           const at::Tensor& head_weight, const MaybeTensor& head_bias,
+                           const at::Tensor& labels, const at::Tensor& normalizer,
+                           std::array<bool, 3> needed, const VocabLoss& loss) {
   check_dim(kOp, "input", input, 2);
   check_linear(kOp, input, head_weight, head_bias, "head_weight");
   check_backward(loss, head_weight, input.size(0), labels, normalizer, grad_entropy.has_value());
@@ -283,7 +281,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_kernel(
   return {cast(gradients.input), cast(gradients.head), cast(gradients.bias)};
 }
 
-// Sum of weight * row over this rank's ids, [H], wide.
+// The sum of weight * row over this rank's ids, [H], in `wide`.
 at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at::ScalarType wide) {
   at::Tensor sum = at::zeros({head_weight.size(1)}, head_weight.options().dtype(wide));
   for (const Range ids : ranges_of(head_weight.size(0), kIds)) {
@@ -297,10 +295,10 @@ at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at
   return sum;
 }
 
-at::Tensor frozen_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad_loss,
-                                  const MaybeTensor& grad_log_sum_exp,
+at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad_log_sum_exp,
                                   const at::Tensor& expected_rows, const at::Tensor& head_weight,
-                                  const at::Tensor& labels, const at::Tensor& normalizer) {
+                                  const at::Tensor& labels, const at::Tensor& normalizer,
+                                  const VocabLoss& loss) {
   TORCH_CHECK_VALUE(!loss.softcap, kOp, ": a softcap leaves no expected rows");
   check_floating(kOp, "expected_rows", expected_rows);
   check_dim(kOp, "head_weight", head_weight, 2);
@@ -329,10 +327,10 @@ at::Tensor frozen_backward_kernel(const VocabLoss& loss, const MaybeTensor& grad
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("linear_vocab_cross_entropy_forward", vocab_loss_kernel<forward_kernel>);
-  m.impl("linear_vocab_cross_entropy_backward", vocab_loss_kernel<backward_kernel>);
-  m.impl("linear_vocab_cross_entropy_frozen_backward", vocab_loss_kernel<frozen_backward_kernel>);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<linear_vocab_cross_entropy_forward>(library).kernel<forward_kernel>();
+  implement<linear_vocab_cross_entropy_backward>(library).kernel<backward_kernel>();
+  implement<linear_vocab_cross_entropy_frozen_backward>(library).kernel<frozen_backward_kernel>();
 }
 
 }  // namespace parallel_ext

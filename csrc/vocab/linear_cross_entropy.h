@@ -1,4 +1,4 @@
-// What a forward of the fused head and loss computes ahead of its backward.
+// What the forward of the fused head and loss computes ahead, for its backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,30 +11,31 @@
 namespace parallel_ext {
 
 enum class Ahead {
-  kNothing,    // backward makes the logits again
+  kNothing,    // the backward computes the logits again
   kGradients,  // all gradients, but for the factor that arrives in backward: three GEMMs instead of
                // four
-  kRows,       // of a frozen head, the expected row of each token: two GEMMs and one exchange
+  kExpectedRows,  // of a frozen head, the expected row of each token: two GEMMs and one exchange
 };
 
 // `needed`: gradients of input, head, bias.
 inline Ahead ahead_of(const VocabLoss& loss, c10::ScalarType dtype, std::array<bool, 3> needed) {
   if (!needed[0] && !needed[1] && !needed[2]) return Ahead::kNothing;
-  // A cap makes the share of the label's row, and of all rows, depend on the logits.
-  if (!needed[1] && !needed[2] && !loss.softcap) return Ahead::kRows;
-  // Each token has a factor of its own.
+  // With a cap the factor of each row of the head depends on the logit.
+  if (!needed[1] && !needed[2] && !loss.softcap) return Ahead::kExpectedRows;
+  // The factors that arrive in the backward differ from token to token.
   if (loss.reduction == "none") return Ahead::kNothing;
-  // Before its loss is scaled up, the gradient of a mean is too small for fp16.
+  // Without the loss scale, which arrives in the backward, the gradient of a mean is too small for
+  // fp16.
   if (loss.reduction == "mean" && dtype == c10::ScalarType::Half) return Ahead::kNothing;
   return Ahead::kGradients;
 }
 
-// A tile of few tokens costs time, since every GEMM packs the head anew (5 % at 512), one of many
-// costs memory.
+// Tiles of few tokens cost time, since every GEMM packs the head again (5 % at 512); tiles of many
+// tokens cost memory.
 inline int64_t tokens_of_tile(const at::Tensor& input) { return input.is_cpu() ? 1024 : 4096; }
 
-// Of the gradients that forward computes: sums over tiles are made in fp32 or fp64. In fp16 a
-// single tile's are as well, which may be larger than fp16 allows until the loss scale is lowered.
+// The dtype of the gradients that the forward computes: fp32 or fp64 for sums over tiles. So too
+// for a single tile in fp16, whose gradients may overflow fp16 until the loss scale is lowered.
 inline at::ScalarType type_ahead(const at::Tensor& input) {
   const bool one_tile = input.sym_size(0) <= tokens_of_tile(input);
   return one_tile && input.scalar_type() != at::kHalf ? input.scalar_type() : wide_type(input);

@@ -62,7 +62,7 @@ void check_labels(const char* op, const VocabLoss& loss, const at::Tensor& label
   }
 }
 
-// ATen cuts long sums by the number of threads; on the CPU the bits shall not depend on it.
+// ATen splits long sums by the number of threads; on the CPU the bits must not depend on that.
 at::Tensor sum_in_order(const at::Tensor& values) {
   if (!values.is_cpu()) return values.sum();
   const at::Tensor in_order = values.contiguous();
@@ -74,7 +74,7 @@ at::Tensor view_as_ids(const at::Tensor& row) {
   return row.view(row.scalar_type() == at::kDouble ? at::kLong : at::kInt);
 }
 
-// ranges [ranks, 2], (start, stop) of each rank.
+// Checks ranges [ranks, 2], the (start, stop) of each rank: together they are the vocabulary.
 void check_ranges(const char* op, const at::Tensor& ranges, int64_t vocab_size) {
   const at::Tensor in_order = ranges.to(at::kLong).contiguous();
   const int64_t* bound = in_order.const_data_ptr<int64_t>();
@@ -95,10 +95,10 @@ void check_ranges(const char* op, const at::Tensor& ranges, int64_t vocab_size) 
                     " ids twice, or not at all; pass each rank's own");
 }
 
-at::Tensor log_sum_of(const Merged& merged) { return merged.sum.log(); }
+at::Tensor log_sum_of(const SoftmaxStats& stats) { return stats.sum.log(); }
 
-at::Tensor entropy_of(const Merged& merged) {
-  return log_sum_of(merged) - merged.moment / merged.sum;
+at::Tensor entropy_of(const SoftmaxStats& stats) {
+  return log_sum_of(stats) - stats.moment / stats.sum;
 }
 
 at::Tensor reduced(const VocabLoss& loss, const Tokens& tokens, at::Tensor per_token,
@@ -170,91 +170,93 @@ Tokens Tokens::narrow(int64_t start, int64_t size) const {
           total_weight, count};
 }
 
-at::Tensor exchange_records(const char* op, const VocabLoss& loss, const at::Tensor& record,
-                            int64_t group_size, const std::string& group_name) {
-  if (group_size == 1 || !record.is_cpu() || loss.vocab_size > kLastId) {
-    return all_gather(op, record, group_size, group_name);
+at::Tensor gather_stats(const char* op, const VocabLoss& loss, const at::Tensor& partial_stats,
+                        const Group& group) {
+  if (group.size == 1 || !partial_stats.is_cpu() || loss.vocab_size > kLastId) {
+    return all_gather(op, partial_stats, group);
   }
-  const int64_t size = record.numel();
-  at::Tensor message = at::empty({size + 2}, record.options());
-  message.narrow(0, 0, size).view(record.sizes()).copy_(record);
+  const int64_t size = partial_stats.numel();
+  at::Tensor message = at::empty({size + 2}, partial_stats.options());
+  message.narrow(0, 0, size).view(partial_stats.sizes()).copy_(partial_stats);
   at::Tensor range = view_as_ids(message.narrow(0, size, 2));
   range[0].fill_(loss.vocab_start), range[1].fill_(loss.vocab_stop);
-  const at::Tensor all = all_gather(op, message, group_size, group_name);
+  const at::Tensor all = all_gather(op, message, group);
   check_ranges(op, view_as_ids(all.narrow(1, size, 2)), loss.vocab_size);
-  return all.narrow(1, 0, size).unflatten(1, record.sizes());
+  return all.narrow(1, 0, size).unflatten(1, partial_stats.sizes());
 }
 
-Merged merge(const at::Tensor& records, const RecordRows& rows) {
-  const at::Tensor all = records.to(at::kDouble);
+SoftmaxStats merge(const at::Tensor& all_stats, const StatsRows& rows) {
+  const at::Tensor all = all_stats.to(at::kDouble);
   const auto row = [&all](int64_t number) { return all.select(1, number); };
-  const at::Tensor maxima = row(RecordRows::kMax), sums = row(RecordRows::kSum);
-  const at::Tensor targets = row(RecordRows::kTarget);
-  Merged merged;
-  merged.max = maxima.amax(0);
-  const auto zeros = [&merged] { return at::zeros_like(merged.max); };
-  merged.sum = zeros(), merged.target = zeros();
-  if (rows.smooth >= 0) merged.smooth = zeros(), merged.weight = zeros();
-  if (rows.moment >= 0) merged.moment = zeros();
-  const at::Tensor base = merged.max.masked_fill(merged.max == -kInfinity, 0);
+  const at::Tensor maxima = row(StatsRows::kMax), sums = row(StatsRows::kSum);
+  const at::Tensor targets = row(StatsRows::kTarget);
+  SoftmaxStats stats;
+  stats.max = maxima.amax(0);
+  const auto zeros = [&stats] { return at::zeros_like(stats.max); };
+  stats.sum = zeros(), stats.target = zeros();
+  if (rows.smooth >= 0) stats.smooth = zeros(), stats.weight = zeros();
+  if (rows.moment >= 0) stats.moment = zeros();
+  const at::Tensor base = stats.max.masked_fill(stats.max == -kInfinity, 0);
   for (int64_t part = 0; part < all.size(0); ++part) {
-    // A part of nothing but -inf has the sum 0 and must not turn it into 0 * NaN.
-    const at::Tensor nothing = sums[part] == 0, step = maxima[part] - merged.max;
+    // A part with logits of -inf only has the sum 0, which 0 * NaN must not replace.
+    const at::Tensor nothing = sums[part] == 0, step = maxima[part] - stats.max;
     const at::Tensor factor = step.exp().masked_fill(nothing, 0);
-    merged.sum += sums[part] * factor;
-    merged.target += targets[part];
+    stats.sum += sums[part] * factor;
+    stats.target += targets[part];
     if (rows.smooth >= 0) {
       const at::Tensor own = row(rows.smooth + 1)[part];
       const at::Tensor raised = maxima[part].masked_fill(nothing, 0) - base;
-      merged.smooth += row(rows.smooth)[part] + (own * raised).masked_fill(own == 0, 0);
-      merged.weight += own;
+      stats.smooth += row(rows.smooth)[part] + (own * raised).masked_fill(own == 0, 0);
+      stats.weight += own;
     }
     if (rows.moment >= 0) {
-      merged.moment +=
+      stats.moment +=
           factor * (row(rows.moment)[part] + (step * sums[part]).masked_fill(nothing, 0));
     }
   }
   if (rows.id >= 0) {
-    // Where one maximum is NaN, so is that of all, and only those with NaN are it.
-    const at::Tensor is_max = (maxima == merged.max).logical_or(maxima.isnan());
-    const at::Tensor ids = view_as_ids(records.select(1, rows.id)).to(at::kLong);
-    merged.id = ids.masked_fill(is_max.logical_not(), kLastId).amin(0);
+    // If the maximum of one part is NaN, so is stats.max, and the id comes from a part with NaN.
+    const at::Tensor is_max = (maxima == stats.max).logical_or(maxima.isnan());
+    const at::Tensor ids = view_as_ids(all_stats.select(1, rows.id)).to(at::kLong);
+    stats.id = ids.masked_fill(is_max.logical_not(), kLastId).amin(0);
   }
-  return merged;
+  return stats;
 }
 
-at::Tensor to_record(const Merged& merged, const RecordRows& rows, at::ScalarType dtype) {
-  at::Tensor record =
-      at::empty({rows.count, merged.max.size(0)}, merged.max.options().dtype(dtype));
-  const auto put = [&record](int64_t row, const at::Tensor& value) {
-    record.select(0, row).copy_(value);
+at::Tensor to_partial_stats(const SoftmaxStats& stats, const StatsRows& rows,
+                            at::ScalarType dtype) {
+  at::Tensor partial_stats =
+      at::empty({rows.count, stats.max.size(0)}, stats.max.options().dtype(dtype));
+  const auto put = [&partial_stats](int64_t row, const at::Tensor& value) {
+    partial_stats.select(0, row).copy_(value);
   };
-  put(RecordRows::kMax, merged.max);
-  put(RecordRows::kSum, merged.sum);
-  put(RecordRows::kTarget, merged.target);
-  if (rows.smooth >= 0) put(rows.smooth, merged.smooth), put(rows.smooth + 1, merged.weight);
-  if (rows.moment >= 0) put(rows.moment, merged.moment);
-  if (rows.id >= 0) view_as_ids(record.select(0, rows.id)).copy_(merged.id);
-  return record;
+  put(StatsRows::kMax, stats.max);
+  put(StatsRows::kSum, stats.sum);
+  put(StatsRows::kTarget, stats.target);
+  if (rows.smooth >= 0) put(rows.smooth, stats.smooth), put(rows.smooth + 1, stats.weight);
+  if (rows.moment >= 0) put(rows.moment, stats.moment);
+  if (rows.id >= 0) view_as_ids(partial_stats.select(0, rows.id)).copy_(stats.id);
+  return partial_stats;
 }
 
-at::Tensor normalizer_of(const Merged& merged, bool with_entropy, at::ScalarType dtype) {
-  std::vector<at::Tensor> normalizer{merged.max, log_sum_of(merged)};
-  if (with_entropy) normalizer.push_back(entropy_of(merged));
+at::Tensor normalizer_of(const SoftmaxStats& stats, bool with_entropy, at::ScalarType dtype) {
+  std::vector<at::Tensor> normalizer{stats.max, log_sum_of(stats)};
+  if (with_entropy) normalizer.push_back(entropy_of(stats));
   return at::stack(normalizer).to(dtype);
 }
 
-LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const Merged& merged,
+LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
                        const Wanted& wanted, at::ScalarType dtype) {
-  const at::Tensor log_sum = log_sum_of(merged);
-  // inf where a logit is, as in torch
-  const at::Tensor log_sum_exp = merged.max + log_sum.masked_fill(merged.max == kInfinity, 0);
-  // The maximum is subtracted before anything small is added to it, here and in the gradient.
-  at::Tensor per_token = (merged.max - merged.target) + log_sum;
+  const at::Tensor log_sum = log_sum_of(stats);
+  // inf where a logit is inf, as in torch
+  const at::Tensor log_sum_exp = stats.max + log_sum.masked_fill(stats.max == kInfinity, 0);
+  // The maximum is subtracted first, here and in the gradient: a small number added to a large
+  // maximum would lose its digits.
+  at::Tensor per_token = (stats.max - stats.target) + log_sum;
   if (tokens.weight.defined()) per_token = tokens.weight * per_token;
   if (loss.label_smoothing > 0) {
     const double share = loss.label_smoothing / static_cast<double>(loss.vocab_size);
-    const at::Tensor smooth = merged.weight * log_sum - merged.smooth;
+    const at::Tensor smooth = stats.weight * log_sum - stats.smooth;
     per_token = (1 - loss.label_smoothing) * per_token + share * smooth;
   }
   at::Tensor total = reduced(loss, tokens, per_token, tokens.total_weight);
@@ -265,10 +267,10 @@ LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const Merged
   const auto if_wanted = [&](bool is_wanted, const at::Tensor& value, at::ScalarType type) {
     return is_wanted ? value.to(type) : at::empty({0}, log_sum.options().dtype(type));
   };
-  const at::Tensor entropy = wanted.entropy ? entropy_of(merged) : at::Tensor();
+  const at::Tensor entropy = wanted.entropy ? entropy_of(stats) : at::Tensor();
   return {total.to(dtype), if_wanted(wanted.log_sum_exp, log_sum_exp, dtype),
-          if_wanted(wanted.entropy, entropy, dtype), if_wanted(wanted.argmax, merged.id, at::kLong),
-          normalizer_of(merged, wanted.entropy, dtype)};
+          if_wanted(wanted.entropy, entropy, dtype), if_wanted(wanted.argmax, stats.id, at::kLong),
+          normalizer_of(stats, wanted.entropy, dtype)};
 }
 
 at::Tensor factors_of(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,

@@ -1,5 +1,8 @@
-// What the ranks' records of a token say: the loss and its options, and what the gradient of each
-// token is made of. Arithmetic on [T] numbers in fp64, whatever the logits are or were made from.
+// From the statistics of all ranks to the loss and to the factors of its gradient, and the options
+// of the loss. Arithmetic on [T] numbers in fp64, whatever the dtype of the logits.
+//
+// Partial statistics [rows.count, T] describe each token's softmax over one range of ids, that of a
+// rank or of a tile of its logits; StatsRows (vocab/shard_rows.h) names their rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,14 +11,17 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 
+#include "comm/comm.h"
 #include "vocab/shard.h"
 
 namespace parallel_ext {
 
-// The options that all ops of the loss share. A rank holds [vocab_start, vocab_stop) of the ids.
+// The options that all ops of the loss share, the last arguments of their schemas. A rank holds the
+// ids [vocab_start, vocab_stop).
 struct VocabLoss {
-  std::optional<at::Tensor> weight;  // [V], of the classes, replicated
+  std::optional<at::Tensor> weight;  // [V], the weights of the classes, replicated
   int64_t vocab_size;
   int64_t vocab_start;
   int64_t vocab_stop;
@@ -26,78 +32,91 @@ struct VocabLoss {
   std::optional<double> softcap;
   double logit_scale;
 
-  // The part of the ids [start, start + size) of this rank's range, whose logits these are.
+  static constexpr const char* kSchema =
+      "Tensor? weight, int vocab_size, int vocab_start, int vocab_stop, int ignore_index, "
+      "str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale";
+  using Fields = std::tuple<const std::optional<at::Tensor>&, int64_t, int64_t, int64_t, int64_t,
+                            const std::string&, double, double, std::optional<double>, double>;
+  Fields fields() const {
+    return {weight,    vocab_size,      vocab_start, vocab_stop, ignore_index,
+            reduction, label_smoothing, z_loss,      softcap,    logit_scale};
+  }
+
+  // What the kernels need for logits [T, size] of the ids [start, start + size).
   VocabShard shard(const at::Tensor& logits, const at::Tensor& labels, int64_t start) const;
 };
 
-// Which statistics of each token are asked for.
+// Which statistics of each token the caller wants.
 struct Wanted {
   bool log_sum_exp, entropy, argmax;
 };
 
-// `shard_size` of the vocabulary are there on this rank, in `name`, and `num_tokens` rows.
+// Checks the options and labels for `num_tokens` tokens and this rank's `shard_size` ids, which the
+// argument `name` holds.
 void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
                       int64_t num_tokens, const at::Tensor& labels, bool want_argmax);
 
-// The part of it that a backward needs too, which follows shapes; and what the forward left it.
+// The part of these checks that a backward repeats, which looks at shapes only; and the check of
+// the normalizer that the forward has saved for it.
 void check_vocab_loss_shapes(const char* op, const VocabLoss& loss, const char* name,
                              int64_t shard_size, int64_t num_tokens, const at::Tensor& labels);
 void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_tokens,
                       bool with_entropy);
 
-// What labels and class weights make of the tokens, in fp64.
+// What follows from labels and class weights for each token, in fp64.
 struct Tokens {
   at::Tensor ignored;       // [T]
-  at::Tensor weight;        // [T], of the label's class, 0 where ignored; undefined: 1
-  at::Tensor total_weight;  // [], of all tokens, for "mean"; NaN for 0, as in torch
-  at::Tensor count;         // [], of those not ignored, for "mean"
+  at::Tensor weight;        // [T], that of the label's class, 0 where ignored; undefined: 1
+  at::Tensor total_weight;  // [], their sum, for "mean"; NaN for 0, as in torch
+  at::Tensor count;         // [], of the tokens not ignored, for "mean"
 
-  // Some of them, in the totals of all.
+  // A range of the tokens; the totals stay those of all tokens.
   Tokens narrow(int64_t start, int64_t size) const;
 };
 
 Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels);
 
-// `record` [rows, T] of every rank, [ranks, rows, T], in one all-gather. On the CPU the ranks'
-// ranges come along, and are refused on all ranks unless each id is in one of them.
-at::Tensor exchange_records(const char* op, const VocabLoss& loss, const at::Tensor& record,
-                            int64_t group_size, const std::string& group_name);
+// partial_stats [rows.count, T] of this rank -> those of all ranks [ranks, rows.count, T], in one
+// all-gather. On the CPU the message also holds the rank's range of ids: every rank raises unless
+// each id of the vocabulary is in one range.
+at::Tensor gather_stats(const char* op, const VocabLoss& loss, const at::Tensor& partial_stats,
+                        const Group& group);
 
-// What several records of each token say together: of the tiles of a shard, or of the ranks. The
-// same arithmetic on the same numbers on every rank, so that the bits are equal too; in fp64 its
-// own rounding does not count.
-struct Merged {
+// The statistics of each token over several ranges of ids: the tiles of a shard, or the shards of
+// all ranks. Every rank does the same arithmetic on the same numbers, so that the bits are equal;
+// in fp64, so that its rounding is far below that of the partial statistics.
+struct SoftmaxStats {
   at::Tensor max;                     // of z; -inf where nothing is above it
   at::Tensor sum;                     // of exp(z - max)
   at::Tensor target;                  // z of the label
-  at::Tensor smooth, weight, moment;  // as in RecordRows; undefined where not asked for
+  at::Tensor smooth, weight, moment;  // as in StatsRows; undefined where not asked for
   at::Tensor id;                      // int64
 };
 
-// records [count, rows.count, T] of consecutive ranges of ids.
-Merged merge(const at::Tensor& records, const RecordRows& rows);
+// all_stats [count, rows.count, T]: the partial statistics of consecutive ranges of ids.
+SoftmaxStats merge(const at::Tensor& all_stats, const StatsRows& rows);
 
-// The one record [rows.count, T] that says the same.
-at::Tensor to_record(const Merged& merged, const RecordRows& rows, at::ScalarType dtype);
+// -> the partial statistics [rows.count, T] of the merged range.
+at::Tensor to_partial_stats(const SoftmaxStats& stats, const StatsRows& rows, at::ScalarType dtype);
 
-// Of the whole vocabulary, in `dtype`; a statistic that is not wanted is [0].
+// The outputs of the ops of the loss, in `dtype`; a statistic that is not wanted is [0].
 struct LossOutputs {
   at::Tensor loss, log_sum_exp, entropy, argmax;
   at::Tensor normalizer;  // [kRowsWithoutEntropy or kRowsWithEntropy, T]
 };
 
-LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const Merged& merged,
+LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
                        const Wanted& wanted, at::ScalarType dtype);
 
-// Of the gradient, as LossOutputs has it.
-at::Tensor normalizer_of(const Merged& merged, bool with_entropy, at::ScalarType dtype);
+// LossOutputs::normalizer alone, which the gradient needs.
+at::Tensor normalizer_of(const SoftmaxStats& stats, bool with_entropy, at::ScalarType dtype);
 
-// What arrives in backward: gradients of the loss ([T] or []), log-sum-exp and entropy ([T]).
+// The gradients that a backward gets, of the loss ([T] or []), log-sum-exp and entropy ([T]).
 struct LossGradients {
   std::optional<at::Tensor> loss, log_sum_exp, entropy;
 };
 
-// The rows of GradientRows, in the dtype of the normalizer.
+// -> factors [GradientRows::kCount, T], in the dtype of the normalizer.
 at::Tensor factors_of(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,
                       const at::Tensor& normalizer);
 

@@ -1,53 +1,42 @@
-// What the gradients of the ops of the loss have in common: what a graph keeps of their options,
-// and which of their outputs have gradients.
+// What the gradients of the ops of the loss share.
 #pragma once
 
-#include <torch/csrc/autograd/custom_function.h>
-
-#include "vocab/loss_op.h"
+#include "comm/comm.h"
+#include "op.h"
+#include "vocab/loss.h"
 
 namespace parallel_ext {
-
-// All but the class weight, which goes with the saved variables, and marks what has no gradient.
-inline void keep_for_backward(torch::autograd::AutogradContext* ctx, const VocabLoss& loss,
-                              std::array<bool, 3> wanted, const at::Tensor& log_sum_exp,
-                              const at::Tensor& entropy, const at::Tensor& argmax) {
-  torch::autograd::variable_list constants{argmax};
-  if (!wanted[0]) constants.push_back(log_sum_exp);
-  if (!wanted[1]) constants.push_back(entropy);
-  ctx->mark_non_differentiable(constants);
-  ctx->set_materialize_grads(false);
-  auto& data = ctx->saved_data;
-  data["vocab_size"] = loss.vocab_size;
-  data["vocab_start"] = loss.vocab_start;
-  data["vocab_stop"] = loss.vocab_stop;
-  data["ignore_index"] = loss.ignore_index;
-  data["reduction"] = loss.reduction;
-  data["label_smoothing"] = loss.label_smoothing;
-  data["z_loss"] = loss.z_loss;
-  data["softcap"] = loss.softcap;
-  data["logit_scale"] = loss.logit_scale;
-}
 
 inline std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-inline VocabLoss kept_loss(torch::autograd::AutogradContext* ctx, const at::Tensor& weight) {
-  auto& data = ctx->saved_data;
-  return {if_defined(weight),
-          data["vocab_size"].toInt(),
-          data["vocab_start"].toInt(),
-          data["vocab_stop"].toInt(),
-          data["ignore_index"].toInt(),
-          data["reduction"].toStringRef(),
-          data["label_smoothing"].toDouble(),
-          data["z_loss"].toDouble(),
-          data["softcap"].toOptional<double>(),
-          data["logit_scale"].toDouble()};
+// The arguments of a forward that are no tensors. The class weight is saved as a tensor.
+struct LossCall {
+  VocabLoss loss;
+  Group group;
+
+  VocabLoss loss_with(const at::Tensor& weight) const {
+    VocabLoss whole = loss;
+    whole.weight = if_defined(weight);
+    return whole;
+  }
+};
+
+// Keeps them in the graph, and marks the outputs that have no gradient.
+inline void keep_for_backward(AutogradContext* ctx, LossCall call, std::array<bool, 3> wanted,
+                              const Tensors<4>& outputs) {
+  const auto& [total, log_sum_exp, entropy, argmax] = outputs;
+  variable_list constants{argmax};
+  if (!wanted[0]) constants.push_back(log_sum_exp);
+  if (!wanted[1]) constants.push_back(entropy);
+  ctx->mark_non_differentiable(constants);
+  ctx->set_materialize_grads(false);
+  call.loss.weight.reset();
+  keep_in_graph(ctx, std::move(call));
 }
 
-inline LossGradients gradients_of(const torch::autograd::variable_list& grad_outputs) {
+inline LossGradients gradients_of(const variable_list& grad_outputs) {
   return {if_defined(grad_outputs[0]), if_defined(grad_outputs[1]), if_defined(grad_outputs[2])};
 }
 

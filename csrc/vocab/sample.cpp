@@ -1,10 +1,11 @@
-// The next token of each row, from logits whose vocabulary is cut over the ranks.
+// The next token of each row, from logits whose vocabulary is sharded over the ranks.
 //
-// What top_k, top_p and min_p leave are the logits not below a floor, which the ranks find with
-// few small messages; then each draws among its own by adding Gumbel noise to logit / temperature
-// and taking the largest (Maddison et al., "A* sampling", NeurIPS 2014, section 2), and the largest
-// of the ranks is the draw from all. Nothing depends on how the vocabulary is cut: the noise goes
-// by global ids, and all sums are of whole numbers, or of the same numbers in the same order.
+// top_k, top_p and min_p keep the logits that are not below a floor, which the ranks find with a
+// few small messages. Then each rank draws among its own by adding Gumbel noise to
+// logit / temperature and taking the largest (Maddison et al., "A* sampling", NeurIPS 2014,
+// section 2); the largest of the ranks is the draw from all. The result does not depend on how the
+// vocabulary is sharded: the noise is a function of global ids, and all sums are of whole numbers,
+// or of the same numbers in the same order.
 #include "vocab/sample.h"
 
 #include <ATen/TensorOperators.h>
@@ -16,7 +17,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -26,31 +26,24 @@
 #include "base/kernel_choice.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "ops.h"
 
 namespace parallel_ext {
 
-at::Tensor record_of(const at::Tensor& score, const at::Tensor& id) {
+at::Tensor candidates_of(const at::Tensor& score, const at::Tensor& id) {
   return at::stack({score.view(at::kLong), id}, 1);
 }
 
 namespace {
 
+constexpr const char* kSample = "vocab_sample";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kLastId = std::numeric_limits<int64_t>::max();
 
-// Temperatures below it are taken for it, which draws the same: different fp32 logits are at least
-// 2^-149 apart, and that over 1e-200 is already more than any noise or exp() can tell from
-// infinity. Their quotients stay finite, as those by the smallest numbers would not.
+// Lower temperatures are raised to it, which draws the same: different fp32 logits are at least
+// 2^-149 apart, and divided by 1e-200 even that is beyond all noise and exp(). The quotients stay
+// finite; divided by the smallest doubles they would overflow.
 constexpr double kLeastTemperature = 1e-200;
-
-struct Group {
-  const char* op;
-  int64_t size;
-  const std::string& name;
-
-  // [...] -> [size, ...], in rank order.
-  at::Tensor gather(const at::Tensor& part) const { return all_gather(op, part, size, name); }
-};
 
 struct Filters {
   double temperature;
@@ -77,12 +70,12 @@ void check_filters(const char* op, const Filters& filters) {
                     filters.min_p);
 }
 
-// Records [ranks, B, 2] -> the score [B] and the lowest id [B] of the largest, or of a NaN.
-std::tuple<at::Tensor, at::Tensor> best_of(const at::Tensor& records) {
-  const at::Tensor scores = records.select(2, 0).view(at::kDouble);
+// Candidates [ranks, B, 2] -> the largest score [B], or NaN, and the lowest id [B] that has it.
+Tensors<2> best_of(const at::Tensor& candidates) {
+  const at::Tensor scores = candidates.select(2, 0).view(at::kDouble);
   const at::Tensor best = scores.amax(0);
   const at::Tensor others = (scores == best).logical_or(scores.isnan()).logical_not();
-  return {best, records.select(2, 1).masked_fill(others, kLastId).amin(0)};
+  return {best, candidates.select(2, 1).masked_fill(others, kLastId).amin(0)};
 }
 
 // The largest logit [B] of all ranks, fp64; NaN where there is one.
@@ -90,13 +83,12 @@ at::Tensor largest_of_all(const at::Tensor& logits, const Group& group) {
   const at::Tensor own = logits.size(1) == 0
                              ? at::full({logits.size(0)}, -kInfinity, logits.options())
                              : logits.amax(1);
-  return group.gather(own).amax(0).to(at::kDouble);
+  return all_gather(kSample, own, group).amax(0).to(at::kDouble);
 }
 
-// The top_k largest logits [B, top_k] of all ranks, fp64 and descending, and how many more equal
-// the last of them [B]. One exchange of top_k + 1 numbers a row.
-std::tuple<at::Tensor, at::Tensor> top_of_all(const at::Tensor& logits, int64_t top_k,
-                                              const Group& group) {
+// The top_k largest logits [B, top_k] of all ranks, fp64 and descending; and [B], how many logits
+// beyond these equal the last of them. One exchange of top_k + 1 numbers a row.
+Tensors<2> top_of_all(const at::Tensor& logits, int64_t top_k, const Group& group) {
   const int64_t num_rows = logits.size(0), own = std::min(top_k, logits.size(1));
   at::Tensor record = at::full({num_rows, top_k + 1}, -kInfinity, logits.options());
   const at::Tensor not_below_last = record.select(1, top_k).view(at::kInt).zero_();
@@ -105,11 +97,12 @@ std::tuple<at::Tensor, at::Tensor> top_of_all(const at::Tensor& logits, int64_t 
     record.narrow(1, 0, own).copy_(values);
     not_below_last.copy_((logits >= values.narrow(1, own - 1, 1)).sum(1));
   }
-  const at::Tensor all = group.gather(record);
+  const at::Tensor all = all_gather(kSample, record, group);
   const at::Tensor lists = all.narrow(2, 0, top_k);  // [ranks, B, top_k]
   const at::Tensor top =
       std::get<0>(lists.transpose(0, 1).flatten(1).topk(top_k, 1)).to(at::kDouble);
-  // A list that ends with the last of all may leave some equal to it out; another cannot.
+  // A rank whose list ends with that same value may have more of it than its list shows, and has
+  // counted them; the other ranks' lists show all of theirs.
   const at::Tensor last = top.select(1, top_k - 1).unsqueeze(0);
   const at::Tensor counted = all.select(2, top_k).view(at::kInt).to(at::kLong);
   const at::Tensor listed = (lists >= last.unsqueeze(2)).sum(2);
@@ -117,8 +110,8 @@ std::tuple<at::Tensor, at::Tensor> top_of_all(const at::Tensor& logits, int64_t 
   return {top, total - top_k};
 }
 
-// The lowest of the most probable ids whose share of the mass of `top`, and of `more` equal to its
-// last, reaches top_p; [B].
+// The lowest logit [B] among the most probable ids that together reach the share top_p of the mass,
+// which is that of `top` and of `more` logits equal to its last.
 at::Tensor floor_of_top_p(const at::Tensor& top, const at::Tensor& more, const Filters& filters) {
   const at::Tensor mass = ((top - top.narrow(1, 0, 1)) / filters.temperature).exp_();
   const at::Tensor sum = mass.cumsum(1);
@@ -128,8 +121,9 @@ at::Tensor floor_of_top_p(const at::Tensor& top, const at::Tensor& more, const F
   return top.gather(1, place).squeeze(1);
 }
 
-// The same of the whole vocabulary: the floor is found digit by digit, the highest first. One
-// exchange of 256 sums a row for each of the four digits, however flat the distribution is.
+// The same without top_k, of the whole vocabulary: the floor is found digit by digit, the highest
+// first. One exchange of 256 sums a row for each of the four digits, however flat the distribution
+// is.
 at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& max,
                                     int64_t vocab_size, double top_p, const Group& group) {
   // The sum of V masses of at most 2^bits fits into an int64.
@@ -138,7 +132,8 @@ at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& 
   const auto mass_of = use_aten_path(shard.logits) ? vocab_shard_mass_aten : vocab_shard_mass_cpu;
   at::Tensor order = at::zeros_like(max, at::kLong), needed;
   for (int64_t shift = kLogitBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
-    const at::Tensor mass = group.gather(mass_of(shard, max, order, shift, scale)).sum(0).flip(1);
+    const at::Tensor mass =
+        all_gather(kSample, mass_of(shard, max, order, shift, scale), group).sum(0).flip(1);
     const at::Tensor sum = mass.cumsum(1);  // of the digits from the highest on
     if (!needed.defined()) {
       const at::Tensor total = sum.select(1, kDigits - 1);
@@ -178,10 +173,9 @@ at::Tensor floor_of(const SampleShard& shard, int64_t vocab_size, const Filters&
 }
 
 at::Tensor vocab_argmax_kernel(const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,
-                               int64_t vocab_stop, int64_t group_size,
-                               const std::string& group_name) {
-  const Group group{"vocab_argmax", group_size, group_name};
-  check_logits(group.op, logits, vocab_size, vocab_start, vocab_stop);
+                               int64_t vocab_stop, const Group& group) {
+  const char* op = "vocab_argmax";
+  check_logits(op, logits, vocab_size, vocab_start, vocab_stop);
   const auto wide = logits.options().dtype(at::kDouble);
   at::Tensor score = at::full({logits.size(0)}, -kInfinity, wide);
   at::Tensor id = at::full_like(score, kLastId, wide.dtype(at::kLong));
@@ -190,52 +184,36 @@ at::Tensor vocab_argmax_kernel(const at::Tensor& logits, int64_t vocab_size, int
     score = logits.gather(1, column).squeeze(1).to(at::kDouble);
     id = column.squeeze(1) + vocab_start;
   }
-  return std::get<1>(best_of(group.gather(record_of(score, id))));
+  return std::get<1>(best_of(all_gather(op, candidates_of(score, id), group)));
 }
 
 at::Tensor vocab_sample_kernel(const at::Tensor& logits_in, int64_t vocab_size, int64_t vocab_start,
                                int64_t vocab_stop, double temperature, int64_t top_k, double top_p,
-                               double min_p, int64_t seed, int64_t step, int64_t group_size,
-                               const std::string& group_name) {
-  const Group group{"vocab_sample", group_size, group_name};
+                               double min_p, int64_t seed, int64_t step, const Group& group) {
   Filters filters{temperature, top_k, top_p, min_p};
-  check_logits(group.op, logits_in, vocab_size, vocab_start, vocab_stop);
-  check_filters(group.op, filters);
+  check_logits(kSample, logits_in, vocab_size, vocab_start, vocab_stop);
+  check_filters(kSample, filters);
   filters.temperature = std::max(temperature, kLeastTemperature);
   at::Tensor logits = logits_in.to(at::kFloat);
   if (logits.stride(1) != 1) logits = logits.contiguous();
   const SampleShard shard{logits, vocab_start, filters.temperature};
   const at::Tensor floor = floor_of(shard, vocab_size, filters, group);
-  const at::Tensor record = (use_aten_path(logits) ? vocab_shard_draw_aten : vocab_shard_draw_cpu)(
-      shard, floor, seed, step);
-  const auto [score, id] = best_of(group.gather(record));
+  const at::Tensor candidates =
+      (use_aten_path(logits) ? vocab_shard_draw_aten : vocab_shard_draw_cpu)(shard, floor, seed,
+                                                                             step);
+  const auto [score, id] = best_of(all_gather(kSample, candidates, group));
   return id.masked_fill(score.isfinite().logical_not(), -1);
 }
 
-at::Tensor ids_of(const at::Tensor& logits) {
+at::Tensor ids_meta(const at::Tensor& logits) {
   return at::empty_symint({logits.sym_size(0)}, logits.options().dtype(at::kLong));
-}
-
-at::Tensor vocab_argmax_meta(const at::Tensor& logits, int64_t, int64_t, int64_t, int64_t,
-                             const std::string&) {
-  return ids_of(logits);
-}
-
-at::Tensor vocab_sample_meta(const at::Tensor& logits, int64_t, int64_t, int64_t, double, int64_t,
-                             double, double, int64_t, int64_t, int64_t, const std::string&) {
-  return ids_of(logits);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(parallel_ext, CompositeExplicitAutograd, m) {
-  m.impl("vocab_argmax", vocab_argmax_kernel);
-  m.impl("vocab_sample", vocab_sample_kernel);
-}
-
-TORCH_LIBRARY_IMPL(parallel_ext, Meta, m) {
-  m.impl("vocab_argmax", vocab_argmax_meta);
-  m.impl("vocab_sample", vocab_sample_meta);
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<vocab_argmax>(library).kernel<vocab_argmax_kernel>().meta<ids_meta>();
+  implement<vocab_sample>(library).kernel<vocab_sample_kernel>().meta<ids_meta>();
 }
 
 }  // namespace parallel_ext

@@ -17,8 +17,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Lets the bits of negative fp32 numbers count up with them, as those of the others do, or undoes
-// it.
+// Inverts the bits of negative fp32 numbers, so that they too grow with the number, or undoes it.
 at::Tensor turned(const at::Tensor& bits) {
   return bits.bitwise_xor(bits.bitwise_right_shift(31).bitwise_and(0x7fffffff));
 }
@@ -73,8 +72,8 @@ at::Tensor vocab_shard_mass_aten(const SampleShard& shard, const at::Tensor& max
 at::Tensor vocab_shard_draw_aten(const SampleShard& shard, const at::Tensor& floor, int64_t seed,
                                  int64_t step) {
   if (shard.logits.size(1) == 0) {
-    return record_of(at::full_like(floor, -kInfinity),
-                     at::full_like(floor, std::numeric_limits<int64_t>::max(), at::kLong));
+    return candidates_of(at::full_like(floor, -kInfinity),
+                         at::full_like(floor, std::numeric_limits<int64_t>::max(), at::kLong));
   }
   const at::Tensor logits = shard.logits.to(at::kDouble);
   const at::Tensor max = logits.amax(1);
@@ -82,7 +81,7 @@ at::Tensor vocab_shard_draw_aten(const SampleShard& shard, const at::Tensor& flo
                                .masked_fill_(logits < floor.unsqueeze(1), -kInfinity);
   const at::Tensor id = score.argmax(1, /*keepdim=*/true);
   const at::Tensor nothing = max.isnan().logical_or(max == kInfinity);
-  return record_of(
+  return candidates_of(
       score.gather(1, id).squeeze(1).masked_fill(nothing, std::numeric_limits<double>::quiet_NaN()),
       id.squeeze(1) + shard.vocab_start);
 }

@@ -21,7 +21,7 @@ struct Best {
   double score = -kInfinity;
   int64_t id = std::numeric_limits<int64_t>::max();
 
-  // Ids come in order, so that the first of equal ones stays.
+  // Ids come in ascending order, so the lowest of equal ones stays.
   void take(double other_score, int64_t other_id) {
     if (other_score > score || std::isnan(other_score)) score = other_score, id = other_id;
   }
@@ -45,7 +45,7 @@ double noise_of(uint64_t bits) {
   return -std::log(-std::log1p(-u));
 }
 
-// The most that the noise of these bits can be: u > 2^-(zeros + 1), and -log(1 - u) > u.
+// An upper bound of the noise for these bits: u > 2^-(zeros + 1), and -log(1 - u) > u.
 double noise_below(uint64_t bits) {
   const int zeros = bits == 0 ? 64 : __builtin_clzll(bits);
   return (zeros + 1) * M_LN2;
@@ -66,7 +66,7 @@ Best draw(const Row& row, int64_t begin, int64_t end) {
     }
     const double scaled = logit / row.temperature;
     const uint64_t bits = bits_of(block, id);
-    // Two logarithms only for the few that can still win.
+    // The noise takes two logarithms: only for the few ids that can still win.
     if (scaled + noise_below(bits) >= best.score) best.take(scaled + noise_of(bits), id);
   }
   return best;
@@ -131,7 +131,7 @@ at::Tensor vocab_shard_draw_cpu(const SampleShard& shard, const at::Tensor& floo
     score.mutable_data_ptr<double>()[row] = best.score;
     id.mutable_data_ptr<int64_t>()[row] = best.id;
   }
-  return record_of(score, id);
+  return candidates_of(score, id);
 }
 
 }  // namespace parallel_ext

@@ -24,18 +24,18 @@ ShardOnCuda<scalar_t> shard_on_cuda(const VocabShard& shard) {
           static_cast<wide_t>(shard.cap)};
 }
 
-at::Tensor record_on_cuda(const VocabShard& shard, const RecordRows& rows) {
-  at::Tensor record = at::empty({rows.count, shard.logits.size(0)},
-                                shard.logits.options().dtype(wide_type(shard.logits)));
+at::Tensor stats_on_cuda(const VocabShard& shard, const StatsRows& rows) {
+  at::Tensor partial_stats = at::empty({rows.count, shard.logits.size(0)},
+                                       shard.logits.options().dtype(wide_type(shard.logits)));
   if constexpr (kWithCudaKernels) {
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kHalf, at::kBFloat16, shard.logits.scalar_type(), "vocab_cross_entropy_forward", [&] {
-          vocab_record_on_cuda(shard_on_cuda<scalar_t>(shard), rows,
-                               record.mutable_data_ptr<wide_of<scalar_t>>(),
-                               shard.logits.get_device());
+          vocab_stats_on_cuda(shard_on_cuda<scalar_t>(shard), rows,
+                              partial_stats.mutable_data_ptr<wide_of<scalar_t>>(),
+                              shard.logits.get_device());
         });
   }
-  return record;
+  return partial_stats;
 }
 
 void gradient_on_cuda(const VocabShard& shard, const at::Tensor& normalizer,
@@ -54,10 +54,10 @@ void gradient_on_cuda(const VocabShard& shard, const at::Tensor& normalizer,
 
 }  // namespace
 
-at::Tensor vocab_shard_record(const VocabShard& shard, const RecordRows& rows) {
-  if (use_cuda_kernel(shard.logits)) return record_on_cuda(shard, rows);
-  if (use_aten_path(shard.logits)) return vocab_shard_record_aten(shard, rows);
-  return vocab_shard_record_cpu(shard, rows);
+at::Tensor vocab_shard_stats(const VocabShard& shard, const StatsRows& rows) {
+  if (use_cuda_kernel(shard.logits)) return stats_on_cuda(shard, rows);
+  if (use_aten_path(shard.logits)) return vocab_shard_stats_aten(shard, rows);
+  return vocab_shard_stats_cpu(shard, rows);
 }
 
 void vocab_shard_gradient(const VocabShard& shard, const at::Tensor& normalizer_in,

@@ -1,5 +1,6 @@
-// The two passes over a shard of the logits, or a tile of one, that the cross entropy needs, as CPU
-// loops, CUDA kernels and ATen calls; vocab/loss.h is what lies between them.
+// The two passes of the cross entropy over a shard of the logits, or over a tile of a shard, as CPU
+// loops, CUDA kernels and ATen calls. vocab/loss.h computes what the first pass yields and the
+// second needs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +15,8 @@ namespace parallel_ext {
 // z = cap * tanh(scale * logit / cap).
 struct VocabShard {
   at::Tensor logits;  // [T, Vl], columns one apart
-  at::Tensor labels;  // [T] in [0, V); the ignored ones may be anything
-  at::Tensor weight;  // [Vl], wide, of the classes; undefined where all are 1
+  at::Tensor labels;  // [T] in [0, V); ignored labels may be any number
+  at::Tensor weight;  // [Vl], wide, of the classes; undefined if all are 1
   int64_t vocab_start;
   double scale;
   double cap;  // 0: z is scale * logit
@@ -23,14 +24,14 @@ struct VocabShard {
   bool holds_logits() const { return scale == 1 && cap == 0; }  // z is the logit
 };
 
-// As the loops want them: columns one apart, rows that do not overlap.
+// Whether the loops can take the logits: columns one apart, rows that do not overlap.
 inline bool has_adjacent_columns(const at::Tensor& logits) {
   const bool adjacent = logits.sym_stride(1) == 1 || logits.sym_size(1) <= 1;
   return adjacent && logits.sym_stride(0) >= logits.sym_size(1);
 }
 
-// That of the logits, which suits the products on both sides of them, unless the logits are a part
-// of something much wider.
+// The gradient takes the row stride of the logits, which suits the GEMMs before and after it,
+// unless the logits are columns of a much wider matrix.
 inline c10::SymInt row_stride_of_gradient(const at::Tensor& logits) {
   constexpr int64_t kWidestGap = 64;  // elements; a head's logits have less
   const c10::SymInt stride = logits.sym_stride(0), columns = logits.sym_size(1);
@@ -38,13 +39,14 @@ inline c10::SymInt row_stride_of_gradient(const at::Tensor& logits) {
   return keep ? stride : columns.max(1);
 }
 
-// -> record. A NaN is the maximum, and the first one's id that of it, as in torch.
-at::Tensor vocab_shard_record(const VocabShard& shard, const RecordRows& rows);
-at::Tensor vocab_shard_record_cpu(const VocabShard& shard, const RecordRows& rows);
-at::Tensor vocab_shard_record_aten(const VocabShard& shard, const RecordRows& rows);
+// -> partial_stats [rows.count, T]. A NaN counts as the maximum, with the first NaN's id, as in
+// torch.
+at::Tensor vocab_shard_stats(const VocabShard& shard, const StatsRows& rows);
+at::Tensor vocab_shard_stats_cpu(const VocabShard& shard, const StatsRows& rows);
+at::Tensor vocab_shard_stats_aten(const VocabShard& shard, const StatsRows& rows);
 
-// Fills grad_logits [T, Vl], which may be the logits; a row of zeros where all of the token's
-// factors, the column of factors [GradientRows::kCount, T], wide, are 0.
+// Fills grad_logits [T, Vl], which may be the logits themselves, from factors
+// [GradientRows::kCount, T], wide; with zeros for a token whose factors are all 0.
 void vocab_shard_gradient(const VocabShard& shard, const at::Tensor& normalizer,
                           const at::Tensor& factors, at::Tensor& grad_logits);
 void vocab_shard_gradient_cpu(const VocabShard& shard, const at::Tensor& normalizer,

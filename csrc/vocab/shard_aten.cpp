@@ -1,5 +1,5 @@
 // The two passes of the cross entropy over a shard of the logits by ATen calls, for any device: a
-// few tokens at a time, so that copies in fp32 stay small beside the logits.
+// few tokens at a time, so that copies in fp32 are small compared to the logits.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
@@ -18,7 +18,7 @@ constexpr int64_t kElementsAtATime = 1 << 22;
 
 int64_t tokens_at_a_time(int64_t size) { return std::max<int64_t>(1, kElementsAtATime / size); }
 
-// Columns of the labels, and whether this shard holds them.
+// The columns of the labels in this shard, and whether it holds them.
 std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t vocab_start,
                                                int64_t size) {
   const at::Tensor column = labels - vocab_start;
@@ -28,37 +28,38 @@ std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t
 
 at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(1); }
 
-// 0 * log 0 is 0.
+// exponential * logarithm, where 0 * log 0 is 0.
 at::Tensor times_log(const at::Tensor& exponential, const at::Tensor& logarithm) {
   return (exponential * logarithm).masked_fill_(logarithm == kLowest, 0);
 }
 
-void fill_record(const VocabShard& shard, const RecordRows& rows, const at::Tensor& logits,
-                 const at::Tensor& labels, const at::Tensor& record) {
-  at::Tensor z = logits.to(record.scalar_type());
+void fill_stats(const VocabShard& shard, const StatsRows& rows, const at::Tensor& logits,
+                const at::Tensor& labels, const at::Tensor& partial_stats) {
+  at::Tensor z = logits.to(partial_stats.scalar_type());
   if (!shard.holds_logits()) z = z * shard.scale;
   if (shard.cap != 0) z.div_(shard.cap).tanh_().mul_(shard.cap);
   const at::Tensor max = z.amax(1);
   const auto [column, own] = local_labels(labels, shard.vocab_start, logits.size(1));
-  record.select(0, RecordRows::kMax).copy_(max);
-  record.select(0, RecordRows::kTarget)
+  partial_stats.select(0, StatsRows::kMax).copy_(max);
+  partial_stats.select(0, StatsRows::kTarget)
       .copy_(z.gather(1, column).squeeze(1).masked_fill(own.logical_not(), 0));
   if (rows.id >= 0) {
     const at::Tensor id = z.argmax(1) + shard.vocab_start;
-    const bool wide = record.scalar_type() == at::kDouble;
-    record.select(0, rows.id).view(wide ? at::kLong : at::kInt).copy_(id);
+    const bool wide = partial_stats.scalar_type() == at::kDouble;
+    partial_stats.select(0, rows.id).view(wide ? at::kLong : at::kInt).copy_(id);
   }
   z = z - in_columns(max.masked_fill(max == kLowest, 0));
   if (rows.smooth >= 0) {
     const at::Tensor sum = (shard.weight.defined() ? z * shard.weight : z).sum(1);
-    record.select(0, rows.smooth).copy_(sum);
-    record.select(0, rows.smooth + 1)
+    partial_stats.select(0, rows.smooth).copy_(sum);
+    partial_stats.select(0, rows.smooth + 1)
         .copy_(shard.weight.defined() ? shard.weight.sum().expand_as(max)
                                       : at::full_like(max, logits.size(1)));
   }
   const at::Tensor exponential = z.exp();
-  record.select(0, RecordRows::kSum).copy_(exponential.sum(1));
-  if (rows.moment >= 0) record.select(0, rows.moment).copy_(times_log(exponential, z).sum(1));
+  partial_stats.select(0, StatsRows::kSum).copy_(exponential.sum(1));
+  if (rows.moment >= 0)
+    partial_stats.select(0, rows.moment).copy_(times_log(exponential, z).sum(1));
 }
 
 void fill_gradient(const VocabShard& shard, const at::Tensor& logits, const at::Tensor& labels,
@@ -91,24 +92,24 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& logits, const at::
 
 }  // namespace
 
-at::Tensor vocab_shard_record_aten(const VocabShard& shard, const RecordRows& rows) {
+at::Tensor vocab_shard_stats_aten(const VocabShard& shard, const StatsRows& rows) {
   const int64_t num_tokens = shard.logits.size(0), size = shard.logits.size(1);
   const auto options = shard.logits.options().dtype(wide_type(shard.logits));
-  at::Tensor record = at::zeros({rows.count, num_tokens}, options);
+  at::Tensor partial_stats = at::zeros({rows.count, num_tokens}, options);
   if (size == 0) {
-    record.select(0, RecordRows::kMax).fill_(kLowest);
-    if (rows.id < 0) return record;
-    const bool wide = record.scalar_type() == at::kDouble;
-    record.select(0, rows.id).view(wide ? at::kLong : at::kInt).fill_(kLastId);
-    return record;
+    partial_stats.select(0, StatsRows::kMax).fill_(kLowest);
+    if (rows.id < 0) return partial_stats;
+    const bool wide = partial_stats.scalar_type() == at::kDouble;
+    partial_stats.select(0, rows.id).view(wide ? at::kLong : at::kInt).fill_(kLastId);
+    return partial_stats;
   }
   const int64_t step = tokens_at_a_time(size);
   for (int64_t start = 0; start < num_tokens; start += step) {
     const int64_t count = std::min(step, num_tokens - start);
-    fill_record(shard, rows, shard.logits.narrow(0, start, count),
-                shard.labels.narrow(0, start, count), record.narrow(1, start, count));
+    fill_stats(shard, rows, shard.logits.narrow(0, start, count),
+               shard.labels.narrow(0, start, count), partial_stats.narrow(1, start, count));
   }
-  return record;
+  return partial_stats;
 }
 
 void vocab_shard_gradient_aten(const VocabShard& shard, const at::Tensor& normalizer,

@@ -30,7 +30,7 @@ constexpr int64_t kBlock = 2048;
 template <typename wide_t>
 constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
 
-// From logits to z, and what is asked of a row beside its maximum and its sum.
+// How a row's logits become z, and which statistics are wanted besides its maximum and its sum.
 template <typename wide_t>
 struct RowTask {
   int64_t size;
@@ -41,19 +41,20 @@ struct RowTask {
   bool smooth, moment, id;
 };
 
-// The sums are made with `base` in the place of the maximum.
+// The statistics of a row so far. Its sums use `base` instead of the maximum, which may still
+// rise.
 template <typename wide_t>
-struct RowRecord {
+struct RowStats {
   wide_t max = kLowest<wide_t>, base = kLowest<wide_t>;
   double sum = 0, smooth = 0, weight = 0, moment = 0;
   int64_t id = 0;
   bool found_nan = false;
 };
 
-// A base that the maximum is at most so far above still gives sums that fit.
+// As long as the maximum is at most this far above the base, the sums do not overflow.
 constexpr double kAboveBase = 30;
 
-// z of a block of logits that are not it.
+// Computes z for a block of logits where it is not the logit itself.
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE void block_to_z(const scalar_t* block, int64_t size,
                                     const RowTask<wide_t>& task, wide_t* z) {
@@ -65,7 +66,7 @@ PARALLEL_EXT_INLINE void block_to_z(const scalar_t* block, int64_t size,
   }
 }
 
-// The sum of what `term` gives for each index below `size`.
+// The sum of term(i) over the indices below `size`.
 template <typename wide_t, typename Term>
 PARALLEL_EXT_INLINE double sum_in_lanes(int64_t size, Term term) {
   const int64_t whole = size / kLanes * kLanes;
@@ -86,7 +87,7 @@ struct MaxAndSum {
   double sum;
 };
 
-// The maximum, than which NaN is never larger, and in the same pass, if asked for, the sum of
+// The maximum of the numbers that are not NaN and, if wanted, in the same pass the sum of
 // exp(z - base).
 template <bool kWithSum, typename elem_t, typename wide_t>
 PARALLEL_EXT_INLINE MaxAndSum<wide_t> max_and_sum(const elem_t* z, int64_t size, wide_t base) {
@@ -109,81 +110,80 @@ PARALLEL_EXT_INLINE MaxAndSum<wide_t> max_and_sum(const elem_t* z, int64_t size,
   return all;
 }
 
-// The sums so far as if made with the maximum for their base.
+// Makes the maximum the base of the sums so far.
 template <typename wide_t>
-PARALLEL_EXT_INLINE void raise_base(RowRecord<wide_t>& record) {
-  const bool first = record.base == kLowest<wide_t>;
-  const double max = record.max, step = record.base - max, factor = std::exp(step);
-  record.smooth += record.weight * (first ? -max : step);
-  record.moment = factor == 0 ? 0 : factor * (record.moment + (first ? 0 : step) * record.sum);
-  record.sum *= factor;
-  record.base = record.max;
+PARALLEL_EXT_INLINE void raise_base(RowStats<wide_t>& stats) {
+  const bool first = stats.base == kLowest<wide_t>;
+  const double max = stats.max, step = stats.base - max, factor = std::exp(step);
+  stats.smooth += stats.weight * (first ? -max : step);
+  stats.moment = factor == 0 ? 0 : factor * (stats.moment + (first ? 0 : step) * stats.sum);
+  stats.sum *= factor;
+  stats.base = stats.max;
 }
 
 template <typename elem_t, typename wide_t>
 PARALLEL_EXT_INLINE void add_block(const elem_t* z, int64_t start, int64_t size,
-                                   const RowTask<wide_t>& task, RowRecord<wide_t>& record) {
+                                   const RowTask<wide_t>& task, RowStats<wide_t>& stats) {
   const auto find = [&](auto matches) {
     return std::find_if(z, z + size, [&](elem_t x) { return matches(widen(x)); }) - z;
   };
   const auto rise = [&](wide_t max) {
-    if (!(max > record.max)) return;
-    record.max = max;
-    if (task.id && !record.found_nan) {
-      record.id = start + find([max](wide_t x) { return x == max; });
+    if (!(max > stats.max)) return;
+    stats.max = max;
+    if (task.id && !stats.found_nan) {
+      stats.id = start + find([max](wide_t x) { return x == max; });
     }
   };
-  if (record.base == kLowest<wide_t>) rise(max_and_sum<false>(z, size, wide_t(0)).max);
-  if (record.max > record.base) raise_base(record);
-  // Nothing but -inf so far contributes nothing; a NaN must still reach the sum.
-  const auto base = [&record] { return record.base == kLowest<wide_t> ? 0 : record.base; };
+  if (stats.base == kLowest<wide_t>) rise(max_and_sum<false>(z, size, wide_t(0)).max);
+  if (stats.max > stats.base) raise_base(stats);
+  // Logits of -inf only contribute nothing, but a NaN must still reach the sum.
+  const auto base = [&stats] { return stats.base == kLowest<wide_t> ? 0 : stats.base; };
   auto found = max_and_sum<true>(z, size, base());
-  if (found.max > record.max) rise(found.max);
-  if (record.max > record.base + static_cast<wide_t>(kAboveBase)) {
-    raise_base(record);
+  if (found.max > stats.max) rise(found.max);
+  if (stats.max > stats.base + static_cast<wide_t>(kAboveBase)) {
+    raise_base(stats);
     found = max_and_sum<true>(z, size, base());
   }
-  record.sum += found.sum;
+  stats.sum += found.sum;
   const wide_t subtracted = base();
   if (task.smooth && task.weight == nullptr) {
-    record.smooth +=
-        sum_in_lanes<wide_t>(size, [&](int64_t i) { return widen(z[i]) - subtracted; });
-    record.weight += static_cast<double>(size);
+    stats.smooth += sum_in_lanes<wide_t>(size, [&](int64_t i) { return widen(z[i]) - subtracted; });
+    stats.weight += static_cast<double>(size);
   } else if (task.smooth) {
     const wide_t* weight = task.weight + start;
-    record.smooth += sum_in_lanes<wide_t>(
+    stats.smooth += sum_in_lanes<wide_t>(
         size, [&](int64_t i) { return weight[i] * (widen(z[i]) - subtracted); });
-    record.weight += sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i]; });
+    stats.weight += sum_in_lanes<wide_t>(size, [&](int64_t i) { return weight[i]; });
   }
   if (task.moment) {
-    record.moment += sum_in_lanes<wide_t>(size, [&](int64_t i) {
+    stats.moment += sum_in_lanes<wide_t>(size, [&](int64_t i) {
       const wide_t x = widen(z[i]) - subtracted;
       return x == kLowest<wide_t> ? 0 : exp_below_88(x) * x;
     });
   }
-  if (std::isnan(found.sum) && !record.found_nan) {  // by a NaN, or by inf - inf
+  if (std::isnan(found.sum) && !stats.found_nan) {  // by a NaN, or by inf - inf
     const int64_t nan = find([](wide_t x) { return std::isnan(x); });
-    record.found_nan = nan < size;
-    if (record.found_nan) record.id = start + nan;
+    stats.found_nan = nan < size;
+    if (stats.found_nan) stats.id = start + nan;
   }
 }
 
 template <typename scalar_t, typename wide_t>
-PARALLEL_EXT_INLINE RowRecord<wide_t> record_of_row(const scalar_t* row,
-                                                    const RowTask<wide_t>& task) {
-  RowRecord<wide_t> record;
+PARALLEL_EXT_INLINE RowStats<wide_t> stats_of_row(const scalar_t* row,
+                                                  const RowTask<wide_t>& task) {
+  RowStats<wide_t> stats;
   wide_t z[kBlock];
   for (int64_t start = 0; start < task.size; start += kBlock) {
     const int64_t size = std::min(kBlock, task.size - start);
     if (task.holds_logits) {
-      add_block(row + start, start, size, task, record);
+      add_block(row + start, start, size, task, stats);
     } else {
       block_to_z(row + start, size, task, z);
-      add_block(z, start, size, task, record);
+      add_block(z, start, size, task, stats);
     }
   }
-  if (record.max > record.base) raise_base(record);
-  return record;
+  if (stats.max > stats.base) raise_base(stats);
+  return stats;
 }
 
 template <typename wide_t>
@@ -194,7 +194,7 @@ struct RowFactors {
   bool all_zero() const { return probability == 0 && column == 0 && label == 0 && entropy == 0; }
 };
 
-// Where z is the logit and all columns but the label's are alike.
+// The gradient where z is the logit and only the label's column differs from the others.
 template <typename scalar_t, typename wide_t>
 PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTask<wide_t>& task,
                                                const RowFactors<wide_t> factor, int64_t label,
@@ -210,7 +210,7 @@ PARALLEL_EXT_INLINE void plain_gradient_of_row(const scalar_t* row, const RowTas
       for (int64_t i = start; i < stop; ++i) store(grad(widen(from[i])), out + i);
     }
   };
-  // The compiler vectorizes what it knows to be apart or to be the same, which a closure hides.
+  // The compiler vectorizes the loop only if it knows whether `from` and `out` are the same memory.
   row == out ? fill(out) : fill(row);
   if (label >= 0) store(of_label, out + label);
 }
@@ -249,11 +249,11 @@ PARALLEL_EXT_INLINE void gradient_of_row(const scalar_t* row, const RowTask<wide
   }
 }
 
-// One function per dtype, since target_clones does not go with templates.
+// One function per dtype: target_clones does not work with templates.
 #define PARALLEL_EXT_ROW_LOOPS(scalar_t, wide_t)                                                \
-  PARALLEL_EXT_MULTIVERSION RowRecord<wide_t> row_record(const scalar_t* row,                   \
-                                                         const RowTask<wide_t>& task) {         \
-    return record_of_row(row, task);                                                            \
+  PARALLEL_EXT_MULTIVERSION RowStats<wide_t> row_stats(const scalar_t* row,                     \
+                                                       const RowTask<wide_t>& task) {           \
+    return stats_of_row(row, task);                                                             \
   }                                                                                             \
   PARALLEL_EXT_MULTIVERSION void plain_row_gradient(                                            \
       const scalar_t* row, const RowTask<wide_t>& task, const RowFactors<wide_t>& factor,       \
@@ -283,7 +283,7 @@ RowTask<wide_t> row_task(const VocabShard& shard) {
           false};
 }
 
-// The bits of an id in the place of a number.
+// The bits of an id, stored as a floating-point number.
 template <typename wide_t>
 wide_t bits_of_id(int64_t id) {
   using narrow_t = std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t>;
@@ -294,25 +294,25 @@ wide_t bits_of_id(int64_t id) {
 }
 
 template <typename scalar_t>
-void fill_record(const VocabShard& shard, const RecordRows& rows, at::Tensor& record) {
+void fill_stats(const VocabShard& shard, const StatsRows& rows, at::Tensor& partial_stats) {
   using wide_t = wide_of<scalar_t>;
   RowTask<wide_t> task = row_task<wide_t>(shard);
   task.smooth = rows.smooth >= 0, task.moment = rows.moment >= 0, task.id = rows.id >= 0;
   const scalar_t* logits = shard.logits.const_data_ptr<scalar_t>();
   const int64_t* labels = shard.labels.const_data_ptr<int64_t>();
   const int64_t num_tokens = shard.logits.size(0), stride = shard.logits.stride(0);
-  wide_t* out = record.mutable_data_ptr<wide_t>();
+  wide_t* out = partial_stats.mutable_data_ptr<wide_t>();
   at::parallel_for(0, num_tokens, 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const scalar_t* row = logits + token * stride;
       const auto put = [&](int64_t name, wide_t value) { out[name * num_tokens + token] = value; };
-      const RowRecord<wide_t> of_row = row_record(row, task);
+      const RowStats<wide_t> of_row = row_stats(row, task);
       constexpr wide_t kNaN = std::numeric_limits<wide_t>::quiet_NaN();
-      put(RecordRows::kMax, of_row.found_nan ? kNaN : of_row.max);
-      put(RecordRows::kSum, static_cast<wide_t>(of_row.sum));
+      put(StatsRows::kMax, of_row.found_nan ? kNaN : of_row.max);
+      put(StatsRows::kSum, static_cast<wide_t>(of_row.sum));
       const int64_t label = labels[token] - shard.vocab_start;
       const bool own = 0 <= label && label < task.size;
-      put(RecordRows::kTarget, own ? to_z(widen(row[label]), task.scale, task.cap) : 0);
+      put(StatsRows::kTarget, own ? to_z(widen(row[label]), task.scale, task.cap) : 0);
       if (task.smooth) {
         put(rows.smooth, static_cast<wide_t>(of_row.smooth));
         put(rows.smooth + 1, static_cast<wide_t>(of_row.weight));
@@ -367,13 +367,13 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& normalizer, const 
 
 }  // namespace
 
-at::Tensor vocab_shard_record_cpu(const VocabShard& shard, const RecordRows& rows) {
-  at::Tensor record = at::empty({rows.count, shard.logits.size(0)},
-                                shard.logits.options().dtype(wide_type(shard.logits)));
+at::Tensor vocab_shard_stats_cpu(const VocabShard& shard, const StatsRows& rows) {
+  at::Tensor partial_stats = at::empty({rows.count, shard.logits.size(0)},
+                                       shard.logits.options().dtype(wide_type(shard.logits)));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, shard.logits.scalar_type(),
                                   "vocab_cross_entropy_forward",
-                                  [&] { fill_record<scalar_t>(shard, rows, record); });
-  return record;
+                                  [&] { fill_stats<scalar_t>(shard, rows, partial_stats); });
+  return partial_stats;
 }
 
 void vocab_shard_gradient_cpu(const VocabShard& shard, const at::Tensor& normalizer,

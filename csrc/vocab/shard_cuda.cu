@@ -1,12 +1,12 @@
-// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with a
-// thread for each of a block's.
+// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with one
+// thread for each thread of a block.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
-#include "base/cuda_rows.h"
+#include "base/cuda_grid.h"
 #include "base/exp.h"
 #include "vocab/shard_cuda.h"
 
@@ -16,11 +16,10 @@ namespace {
 template <typename wide_t>
 constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
 
-// A base that the maximum is at most so far above still gives sums that fit.
+// As long as the maximum is at most this far above the base, the sums do not overflow.
 constexpr int kAboveBase = 30;
 
-// What is known of some numbers of a row; the sums are made with `base` in the place of the
-// maximum.
+// The statistics of some numbers of a row. The sums use `base` instead of the maximum.
 template <typename wide_t>
 struct Part {
   wide_t max, base;
@@ -34,14 +33,14 @@ __device__ Part<wide_t> empty_part() {
   return {kLowest<wide_t>, kLowest<wide_t>, 0, 0, 0, 0, 0, false};
 }
 
-// Nothing but -inf contributes nothing, yet a NaN must still reach the sums.
+// Logits of -inf only contribute nothing, but a NaN must still reach the sums.
 template <typename wide_t>
 __device__ __forceinline__ wide_t base_of(const Part<wide_t>& part) {
   return part.base == kLowest<wide_t> ? 0 : part.base;
 }
 
-// The sums as if made with the maximum for their base; those of nothing, -inf and NaN are so
-// already.
+// Makes the maximum the base of the sums. Nothing changes for a part that is empty or holds only
+// -inf and NaN.
 template <typename wide_t>
 __device__ __forceinline__ void raise_base(Part<wide_t>& part) {
   if (part.base != kLowest<wide_t>) {
@@ -54,11 +53,11 @@ __device__ __forceinline__ void raise_base(Part<wide_t>& part) {
   part.base = part.max;
 }
 
-// Takes numbers in that lie behind those of the part so far.
+// Adds numbers, whose columns follow those of the part so far.
 template <int size, typename wide_t>
 __device__ __forceinline__ void add(const wide_t (&z)[size], int64_t column, const wide_t* weight,
-                                    const RecordRows& rows, Part<wide_t>& part) {
-  wide_t max = kLowest<wide_t>;  // than which NaN is never larger
+                                    const StatsRows& rows, Part<wide_t>& part) {
+  wide_t max = kLowest<wide_t>;  // a comparison with NaN is false, so max is never NaN
   PARALLEL_EXT_UNROLL
   for (int i = 0; i < size; ++i) max = z[i] > max ? z[i] : max;
   if (max > part.max) {
@@ -126,8 +125,8 @@ __device__ __forceinline__ void merge(Part<wide_t>& part, Part<wide_t> other) {
   part.moment += other.moment;
 }
 
-// Calls use(column, count) for what a thread does of a row: `count`, an integral_constant, is
-// `size` where packs are, and 1 before and behind them.
+// Calls use(column, count) for the columns of a row that this thread serves: `count`, an
+// integral_constant, is `size` for whole aligned packs, and 1 before and after them.
 template <int size, typename scalar_t, typename Use>
 __device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, const Use& use) {
   const int64_t thread = threadIdx.x, threads = blockDim.x;
@@ -143,7 +142,7 @@ __device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, co
   for (int64_t column = tail + thread; column < columns; column += threads) use(column, one);
 }
 
-// Reads logits, and says what z is for each. An option is looked at once for all of them.
+// Reads logits and computes z for each. The branch is outside of the loops.
 template <int count, typename scalar_t, typename wide_t>
 __device__ __forceinline__ void load_z(const scalar_t* logits, wide_t scale, wide_t cap,
                                        wide_t (&z)[count]) {
@@ -173,8 +172,8 @@ __device__ __forceinline__ void store_all(const wide_t (&values)[count], scalar_
   *packs<count>(out) = pack;
 }
 
-// Calls use(token) for the rows of this block, in all of its threads, or with a token that is not
-// there.
+// Calls use(token) for the rows of this block. All threads of a block call it equally often, as
+// __syncthreads needs; a token may be num_tokens or more.
 template <typename Use>
 __device__ __forceinline__ void for_tokens(int64_t num_tokens, const Use& use) {
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
@@ -183,7 +182,7 @@ __device__ __forceinline__ void for_tokens(int64_t num_tokens, const Use& use) {
   }
 }
 
-// The bits of an id in the place of a number.
+// The bits of an id, stored as a floating-point number.
 template <typename wide_t>
 __device__ wide_t bits_of_id(int64_t id) {
   const std::conditional_t<sizeof(wide_t) == 8, int64_t, int32_t> narrow = id;
@@ -193,17 +192,17 @@ __device__ wide_t bits_of_id(int64_t id) {
 }
 
 template <typename scalar_t, typename wide_t>
-__device__ void put_record(const ShardOnCuda<scalar_t>& shard, const RecordRows& rows,
-                           int64_t token, Part<wide_t> part, wide_t* record) {
+__device__ void put_stats(const ShardOnCuda<scalar_t>& shard, const StatsRows& rows, int64_t token,
+                          Part<wide_t> part, wide_t* partial_stats) {
   if (part.max > part.base) raise_base(part);
   const auto put = [&](int64_t row, wide_t value) {
-    record[row * shard.num_tokens + token] = value;
+    partial_stats[row * shard.num_tokens + token] = value;
   };
   const int64_t label = shard.labels[token] - shard.vocab_start;
   const bool own = 0 <= label && label < shard.size;
-  put(RecordRows::kMax, part.found_nan ? std::numeric_limits<wide_t>::quiet_NaN() : part.max);
-  put(RecordRows::kSum, static_cast<wide_t>(part.sum));
-  put(RecordRows::kTarget,
+  put(StatsRows::kMax, part.found_nan ? std::numeric_limits<wide_t>::quiet_NaN() : part.max);
+  put(StatsRows::kSum, static_cast<wide_t>(part.sum));
+  put(StatsRows::kTarget,
       own ? to_z(widen(shard.logits[token * shard.stride + label]), shard.scale, shard.cap) : 0);
   if (rows.smooth >= 0) {
     put(rows.smooth, static_cast<wide_t>(part.smooth));
@@ -216,12 +215,12 @@ __device__ void put_record(const ShardOnCuda<scalar_t>& shard, const RecordRows&
   }
 }
 
-// The threads of a row go through it once. Their parts are merged by halves of the threads, so
-// always in the same order.
+// The threads of a row read it once. Their parts are merged by halves of the threads, so always in
+// the same order.
 template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads)
-    record_kernel(const ShardOnCuda<scalar_t> shard, const RecordRows rows,
-                  wide_of<scalar_t>* __restrict__ record) {
+    stats_kernel(const ShardOnCuda<scalar_t> shard, const StatsRows rows,
+                 wide_of<scalar_t>* __restrict__ partial_stats) {
   using wide_t = wide_of<scalar_t>;
   __shared__ Part<wide_t> parts[kBlockThreads];
   Part<wide_t>* own = parts + threadIdx.y * blockDim.x + threadIdx.x;
@@ -241,9 +240,9 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (threadIdx.x < half) merge(*own, own[half]);
     }
     if (threadIdx.x == 0 && token < shard.num_tokens) {
-      put_record(shard, rows, token, *own, record);
+      put_stats(shard, rows, token, *own, partial_stats);
     }
-    __syncthreads();  // the next row's parts go to the same place
+    __syncthreads();  // before the next row's parts overwrite these
   });
 }
 
@@ -307,8 +306,8 @@ __device__ __forceinline__ void gradients(const wide_t (&z)[size], const Factors
   for (int i = 0; i < size; ++i) grad[i] *= scale;
 }
 
-// Each logit is read before its gradient is written, by the same thread, so that both may lie in
-// the same place.
+// Each logit is read before its gradient is written, by the same thread, so that the gradient may
+// overwrite the logits.
 template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads)
     gradient_kernel(const ShardOnCuda<scalar_t> shard,
@@ -337,14 +336,14 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 }  // namespace
 
-// Also where size is 0, since the record says so then.
+// Runs for an empty shard too, whose statistics must be written.
 template <typename scalar_t>
-void vocab_record_on_cuda(const ShardOnCuda<scalar_t>& shard, const RecordRows& rows,
-                          wide_of<scalar_t>* record, int device) {
+void vocab_stats_on_cuda(const ShardOnCuda<scalar_t>& shard, const StatsRows& rows,
+                         wide_of<scalar_t>* partial_stats, int device) {
   if (shard.num_tokens == 0) return;  // CUDA refuses an empty grid
   constexpr int kSize = kWidest / sizeof(scalar_t);
-  launch(record_kernel<scalar_t, kSize>, grid_of_whole_rows(shard.num_tokens, shard.size / kSize),
-         device, shard, rows, record);
+  launch(stats_kernel<scalar_t, kSize>, grid_of_whole_rows(shard.num_tokens, shard.size / kSize),
+         device, shard, rows, partial_stats);
 }
 
 template <typename scalar_t>
@@ -352,7 +351,8 @@ void vocab_gradient_on_cuda(const ShardOnCuda<scalar_t>& shard, const wide_of<sc
                             const wide_of<scalar_t>* factors, scalar_t* grad_logits,
                             int64_t grad_stride, int device) {
   if (shard.num_tokens == 0 || shard.size == 0) return;
-  // A logit and its gradient lie alike in their packs where these two steps are whole packs.
+  // A logit and its gradient have the same position in their packs if both distances are whole
+  // packs.
   const uint64_t from_logits = address(grad_logits) - address(shard.logits);
   const uint64_t from_stride = (grad_stride - shard.stride) * sizeof(scalar_t);
   with_size<scalar_t>(from_logits | from_stride, [&](auto size) {
@@ -362,8 +362,8 @@ void vocab_gradient_on_cuda(const ShardOnCuda<scalar_t>& shard, const wide_of<sc
 }
 
 #define PARALLEL_EXT_INSTANTIATE(scalar_t)                                                     \
-  template void vocab_record_on_cuda(const ShardOnCuda<scalar_t>&, const RecordRows&,          \
-                                     wide_of<scalar_t>*, int);                                 \
+  template void vocab_stats_on_cuda(const ShardOnCuda<scalar_t>&, const StatsRows&,            \
+                                    wide_of<scalar_t>*, int);                                  \
   template void vocab_gradient_on_cuda(const ShardOnCuda<scalar_t>&, const wide_of<scalar_t>*, \
                                        const wide_of<scalar_t>*, scalar_t*, int64_t, int);
 

@@ -9,7 +9,7 @@
 
 namespace parallel_ext {
 
-// VocabShard of vocab/shard.h, on the device. Rows may begin anywhere.
+// VocabShard of vocab/shard.h, on the device. Rows need no alignment.
 template <typename scalar_t>
 struct ShardOnCuda {
   const scalar_t* logits;  // [num_tokens, size], rows `stride` numbers apart
@@ -21,14 +21,14 @@ struct ShardOnCuda {
 
 // The kernels run on the current stream of the device. They use no atomics: same inputs, same bits.
 
-// Reads the logits once, and that of the label once more: record [rows.count, num_tokens].
+// Fills partial_stats [rows.count, num_tokens]. Reads every logit once, the label's twice.
 template <typename scalar_t>
-void vocab_record_on_cuda(const ShardOnCuda<scalar_t>& shard, const RecordRows& rows,
-                          wide_of<scalar_t>* record, int device);
+void vocab_stats_on_cuda(const ShardOnCuda<scalar_t>& shard, const StatsRows& rows,
+                         wide_of<scalar_t>* partial_stats, int device);
 
-// Reads the logits once, of rows with a factor other than 0, and writes grad_logits, with rows
-// `grad_stride` apart, once: apart from the logits, or in their own place. The normalizer [2 or 3,
-// num_tokens] and factors [GradientRows::kCount, num_tokens] are contiguous.
+// Fills grad_logits, whose rows are `grad_stride` apart; it may be the logits, but not overlap them
+// otherwise. Reads each logit once, and not in rows whose factors are all 0. The normalizer [2 or
+// 3, num_tokens] and factors [GradientRows::kCount, num_tokens] are contiguous.
 template <typename scalar_t>
 void vocab_gradient_on_cuda(const ShardOnCuda<scalar_t>& shard, const wide_of<scalar_t>* normalizer,
                             const wide_of<scalar_t>* factors, scalar_t* grad_logits,

@@ -1,5 +1,5 @@
-// What the two passes of the cross entropy over a shard of the logits read and write for each
-// token: for CPU and CUDA.
+// The numbers per token that the two passes of the cross entropy over a shard of the logits write
+// and read: for CPU and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -8,28 +8,28 @@
 
 namespace parallel_ext {
 
-// The rows of a record [count, T], wide; -1 where not asked for. m is the maximum of the shard's z,
-// or 0 where nothing is above -inf.
-struct RecordRows {
+// The rows of a partial_stats [count, T], wide; -1 where not asked for. m is the maximum of the
+// shard's z, or 0 where nothing is above -inf.
+struct StatsRows {
   static constexpr int64_t kMax = 0;     // of z; -inf for an empty shard
   static constexpr int64_t kSum = 1;     // of exp(z - m)
   static constexpr int64_t kTarget = 2;  // z of the label where this shard holds it, else 0
-  int64_t smooth = -1;                   // sum of weight * (z - m); in the next row that of weight
+  int64_t smooth = -1;                   // sum of weight * (z - m); the next row: sum of weight
   int64_t moment = -1;                   // sum of exp(z - m) * (z - m)
   int64_t id = -1;                       // bits of the lowest id of the maximum: int32 in fp32
   int64_t count = 3;
 
-  RecordRows(bool with_smooth, bool with_moment, bool with_id) {
+  StatsRows(bool with_smooth, bool with_moment, bool with_id) {
     if (with_smooth) smooth = count, count += 2;
     if (with_moment) moment = count++;
     if (with_id) id = count++;
   }
 };
 
-// The largest id that a record can hold; an empty shard has it.
+// The largest id that partial statistics can hold; the id of an empty shard.
 inline constexpr int64_t kLastId = 0x7fffffff;
 
-// What each token's gradient with respect to z is made of, with p = exp(z - max - log_sum):
+// The factors of each token's gradient with respect to z, with p = exp(z - max - log_sum):
 // p * (probability + entropy * (z - max - log_sum)) - column * weight - label * onehot.
 struct GradientRows {
   static constexpr int64_t kProbability = 0, kColumn = 1, kLabel = 2, kEntropy = 3, kCount = 4;

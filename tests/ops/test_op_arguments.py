@@ -168,7 +168,7 @@ REFUSALS = {
             *([2, 1, 2], 1.0, [True] * 4, 1.0),
         ),
         ValueError,
-        "moe_lora_linear_backward: low must have the shape [5, 4], got [1, 4]",
+        "moe_lora_linear_backward: lora_a_out must have the shape [5, 4], got [1, 4]",
     ),
     "a gradient of fewer tokens": (
         lambda: INTERNAL.column_linear_backward(
@@ -183,7 +183,7 @@ REFUSALS = {
             *(1.0, 0.5, [1, 1, 0, 0], [True] * 5),
         ),
         ValueError,
-        "lora_linear_backward: low must have the shape [2, 3], got [2, 1]",
+        "lora_linear_backward: lora_a_out must have the shape [2, 3], got [2, 1]",
     ),
     "gradients of fewer ids": (
         lambda: INTERNAL.vocab_embedding_backward(ONES(2, 3), INTS, 5, 0, None),

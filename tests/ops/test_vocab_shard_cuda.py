@@ -40,9 +40,9 @@ EXPORTS = """
                                 const wide_t* weight, int64_t num_tokens, int64_t size,           \\
                                 int64_t stride, int64_t vocab_start, double scale, double cap,    \\
                                 int64_t smooth, int64_t moment, int64_t id, wide_t* record) {     \\
-    KERNELS::vocab_record_on_cuda(                                                           \\
+    KERNELS::vocab_stats_on_cuda(                                                            \\
         shard_##name(logits, labels, weight, num_tokens, size, stride, vocab_start, scale, cap),  \\
-        parallel_ext::RecordRows(smooth, moment, id), record, 0);                                 \\
+        parallel_ext::StatsRows(smooth, moment, id), record, 0);                                 \\
   }                                                                                               \\
   extern "C" void gradient_##name(const scalar_t* logits, const int64_t* labels,                  \\
                                   const wide_t* weight, int64_t num_tokens, int64_t size,         \\

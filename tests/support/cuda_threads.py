@@ -142,19 +142,18 @@ def _replaced(text: str, old: str, new: str) -> str:
 def _csrc_for_cpu(folder: Path) -> Path:
     """A copy of ``csrc`` whose kernels are functions, in small grids."""
     csrc = shutil.copytree(CSRC, folder / "csrc")
-    grid, rows = csrc / "base/cuda_grid.h", csrc / "base/cuda_rows.h"
+    grid = csrc / "base/cuda_grid.h"
     text = grid.read_text()
     # Few blocks, so that each works in turns, and of few threads, which a CPU runs faster.
     for limit, smaller in [("0xffff;", "2;"), ("0x7fffffff", "2"), ("= 256;", "= 32;")]:
         text = _replaced(text, limit, smaller)
-    grid.write_text(text)
-    text = re.sub(r"#include <c10/cuda/.*", "", rows.read_text())
+    text = re.sub(r"#include <c10/cuda/.*", "", text)
     text, launches = re.subn(r"kernel<<<(.*), (.*), 0, .*>>>\(", r"run_grid(kernel, \1, \2, ", text)
     # A CPU reads packs wherever they lie.
     check = "failed_checks += address(data) % sizeof(Pack<scalar_t, size>) != 0;\n  "
     text, packs = re.subn(r"(?=return reinterpret_cast<(const )?Pack)", check, text)
     assert (launches, packs) == (1, 2)
-    rows.write_text(text)
+    grid.write_text(text)
     return csrc
 
 
@@ -171,9 +170,9 @@ def kernels_on_cpu(
         new: What is to stand there.
     """
     csrc = _csrc_for_cpu(folder)
-    source, rows = csrc / name, csrc / "base/cuda_rows.h"
+    source, grid = csrc / name, csrc / "base/cuda_grid.h"
     if old is not None:
-        broken = source if old in source.read_text() else rows
+        broken = source if old in source.read_text() else grid
         broken.write_text(_replaced(broken.read_text(), old, new))
     text = _without_instances(source.read_text())
     return compiled(f"{CUDA}\n{text}\n{exports}\n{TAIL}", folder, csrc)
