@@ -355,8 +355,8 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& normalizer, const 
       const int64_t column = labels[token] - shard.vocab_start;
       const int64_t label = 0 <= column && column < task.size ? column : -1;
       const scalar_t* row = logits + token * stride;
-      const bool alike = row_factors.column == 0 || task.weight == nullptr;
-      if (task.holds_logits && alike && row_factors.entropy == 0) {
+      const bool uniform = row_factors.column == 0 || task.weight == nullptr;
+      if (task.holds_logits && uniform && row_factors.entropy == 0) {
         plain_row_gradient(row, task, row_factors, label, grad);
       } else {
         row_gradient(row, task, row_factors, label, grad);
