@@ -141,12 +141,10 @@ def _expected_loss(logits: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor,
     return (normalizer.log() - _summed(target)).mean(), grad.div_(TOKENS)
 
 
-def _our_loss(vocab_size: int, **options: bool) -> Loss:
+def _our_loss(vocab_size: int, consume_logits: bool = False) -> Loss:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        columns = _columns(vocab_size)
-        return ops.vocab_cross_entropy(
-            logits, labels, vocab_size, columns, group=_group(), options=ops.LossOptions(**options)
-        )
+        columns, how = _columns(vocab_size), {"consume_logits": consume_logits, "group": _group()}
+        return ops.vocab_cross_entropy(logits, labels, vocab_size, columns, **how)
 
     return loss
 
