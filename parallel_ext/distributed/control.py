@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +10,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import xxhash
 
 from parallel_ext import _C
 from parallel_ext.distributed import messages
@@ -356,7 +356,7 @@ def require_equal(
         DisagreementError: says which ranks have which value of the first name that differs.
         CollectiveTimeout: a rank did not come.
     """
-    digest = xxhash.xxh3_128_digest(repr(sorted(values.items())).encode(errors="surrogatepass"))
+    digest = _digest(repr(sorted(values.items())), 16)
     if len(set(control.all_gather_object(digest, op_name=op_name))) == 1:
         return dict(values)
     everyone = control.all_gather_object(dict(values), *records, op_name=op_name)
@@ -386,10 +386,14 @@ def require_equal(
     )
 
 
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=size).digest()
+
+
 def _shown(value: Any) -> str:
     """Return the text of a value for an error; of a long one its beginning and a digest."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) <= _LONGEST_SHOWN:
         return text
-    digest = xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
+    digest = _digest(text, 8).hex()
     return f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters of digest {digest})"

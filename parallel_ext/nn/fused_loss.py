@@ -2,7 +2,7 @@
 
 What a forward with labels does, from the ids to the loss::
 
-    methods.forward ── LossCall(fused) ─────────────────────────────┐
+    forward.forward ── LossCall(fused) ─────────────────────────────┐
       class's own forward, without labels                           │
         VocabParallelHead: hidden [..., H] ── fused ──> LossCall.hand_over: head, hidden
                            │  else                                  │
@@ -45,21 +45,13 @@ class LossCall:
         fused: whether a :class:`VocabParallelHead` returns the hidden states that it is called
             with; it returns its own columns of the logits otherwise.
         why_not: why it is not fused although nobody has asked for logits.
+        shared: whether forwards without labels inside of it are meant as well.
     """
 
-    def __init__(self, fused: bool, why_not: str | None = None) -> None:
-        self.fused, self.why_not = fused, why_not
+    def __init__(self, fused: bool, why_not: str | None = None, shared: bool = False) -> None:
+        self.fused, self.why_not, self.shared = fused, why_not, shared
         self._head: VocabParallelHead | None = None
         self._hidden: torch.Tensor | None = None
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let :func:`current_loss_call` return this call inside the context."""
-        token = _call.set(self)
-        try:
-            yield
-        finally:
-            _call.reset(token)
 
     @property
     def handed_over(self) -> bool:
@@ -95,6 +87,23 @@ class LossCall:
                     "logits"
                 )
         return causal_lm_loss(output, labels, vocab_size, vocab_range, mesh, head=head, **options)
+
+
+@contextmanager
+def running(call: LossCall | None) -> Iterator[None]:
+    """Let :func:`current_loss_call` return ``call`` inside the context.
+
+    With None an outer call ends here, as of a model whose hook calls another one, unless it is
+    ``shared``.
+    """
+    outer = _call.get()
+    if call is None and outer is not None and outer.shared:
+        call = outer
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
 
 
 def current_loss_call() -> LossCall | None:

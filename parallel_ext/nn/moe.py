@@ -73,7 +73,8 @@ class Routing:
         self.choice = None
         if self.kept is None:
             return self.select(scores, top_k)
-        if torch._C._current_graph_task_id() == -1:  # else recomputed in backward
+        # A backward recomputes the layer, but a forward may also begin inside of one.
+        if torch._C._current_graph_task_id() == -1 or self not in self.kept:
             self.kept[self] = _Choice(self.select(scores, top_k))
         self.choice = self.kept[self]
         return self.choice.expert_ids

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
-from parallel_ext.nn.fused_loss import LossCall, why_not_fused
+from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss
 from parallel_ext.nn.moe import Kept
 from parallel_ext.nn.replicas import Piece
@@ -68,7 +68,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if trains_apart and model.training:
         _refuse_training_apart(state)
     kept = _keep_choices(model, state)
-    with nullcontext() if call is None else call.running(), _counted_if_trained(model, state):
+    with running(call), _counted_if_trained(model, state):
         output = type(model).forward(model, **inputs, return_dict=True)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn.fused_loss import LossCall
+from parallel_ext.nn.fused_loss import LossCall, running
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 
 _INSTEAD = "; use model.generate(), which gathers the logits"
@@ -130,7 +130,7 @@ def _decode(
     together = state.forwards_together
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    with LossCall(fused=False).running():  # the logits stay sharded
+    with running(LossCall(fused=False, shared=True)):  # the logits stay sharded
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
     while True:
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
@@ -159,7 +159,7 @@ def _decode(
             next_sequence_length=1 if model_kwargs["use_cache"] else None,
             **model_kwargs,
         )
-        with LossCall(fused=False).running():  # the logits stay sharded
+        with running(LossCall(fused=False, shared=True)):  # the logits stay sharded
             outputs = model(**inputs, return_dict=True)
     if streamer is not None:
         streamer.end()

@@ -262,8 +262,8 @@ class _AfterForward:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
+        self._state.held.begin_backward()  # first: what is refused next must leave FSDP mendable
         self._state.partials.open()
-        self._state.held.begin_backward()
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
