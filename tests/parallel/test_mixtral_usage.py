@@ -129,3 +129,20 @@ def test_adapters_on_the_attention(layout: Layout, trained: str) -> None:
         assert differences
         error, name = worst(differences)
         assert error <= 1e-5, name  # the factors are fp32, in PEFT's default as well
+
+
+def _forward_inside_backward() -> tuple[float, float]:
+    """A loss as it is, and as a gradient hook computes it while the model recomputes layers."""
+    tiny, inside = TinyMixtral(num_experts=5), []
+    model = parallel(tiny.model(), Layout(1, 2, 2).mesh())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    data = batches(tiny, 1)[0]
+    loss = model(**data).loss
+    loss.register_hook(lambda _: inside.append(model(**data).loss.item()))
+    loss.backward()
+    return loss.item(), inside[0]
+
+
+def test_a_forward_inside_a_backward_chooses_its_own_experts() -> None:
+    for outside, inside in pool(2).run(_forward_inside_backward):
+        assert inside == outside

@@ -310,3 +310,22 @@ def test_a_fused_loss_that_cannot_be_is_refused(how: str, fused_loss: object, wo
     for raised in pool(2).run_raising(_forced, how, fused_loss):
         assert raised.type == "ValueError"
         assert words in raised.text
+
+
+def _called_inside_another(train: bool) -> tuple[float, torch.Size]:
+    """How far a model's logits are off when a hook of another, with labels, calls it."""
+    inner, outer = (parallel(Tiny().model(), mesh_of()) for _ in range(2))
+    inner.eval()
+    ids, inside = batch(101)["input_ids"], []
+    expected = inner(ids).logits
+    layer = outer.train(train).model.layers[0]
+    layer.register_forward_hook(lambda *_: inside.append(inner(ids).logits))
+    outer(**batch(101))
+    same = inside[0].shape == expected.shape
+    return difference(inside[0], expected) if same else float("inf"), inside[0].shape
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_model_that_a_hook_of_another_calls_returns_its_full_logits(train: bool) -> None:
+    for error, shape in pool(2).run(_called_inside_another, train):
+        assert error == 0, shape
