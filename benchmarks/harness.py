@@ -135,7 +135,7 @@ def finish(result: Any) -> NoReturn:
     """
     if int(os.environ.get("RANK", 0)) == 0:
         Path(os.environ[_RESULT_VARIABLE]).write_text(json.dumps(result))
-    px.shutdown()  # what the package keeps in /dev/shm and its groups
+    px.shutdown()  # waits for asynchronous saves
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -9,7 +9,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn_linear
-from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
+from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, row_layouts, shard_of
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
@@ -60,12 +60,8 @@ class ColumnParallelLinear(ShardedModule):
                 of the head size.
         """
         group = group_of_shards(group)
-        ranges = split(plain.out_features, group.size, multiple_of)
-        layouts = {"weight": shard_along("weight", tuple(plain.weight.shape), 0, ranges)}
-        bias = None
-        if plain.bias is not None:
-            layouts["bias"] = shard_along("bias", tuple(plain.bias.shape), 0, ranges)
-            bias = shard_of(plain.bias, layouts["bias"], group)
+        layouts = row_layouts(plain, group, multiple_of)
+        bias = shard_of(plain.bias, layouts["bias"], group) if "bias" in layouts else None
         return cls(shard_of(plain.weight, layouts["weight"], group), bias, layouts, group)
 
     @classmethod

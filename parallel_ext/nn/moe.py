@@ -88,7 +88,7 @@ class Routing:
 
 
 Kept = dict[Routing, _Choice]
-"""The choices of one forward, which live as long as the graph of its backward."""
+"""The choices of one forward; its graph keeps them for its backward, the layers until the next."""
 
 
 def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import world
 from parallel_ext.ops import Group
-from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 from parallel_ext.sharding.shards import LocalShard
 from parallel_ext.sharding.slices import like, local_part, take
 
@@ -109,6 +109,22 @@ def group_of_shards(group: Group | dist.ProcessGroup) -> Group:
             "their size"
         )
     return handle
+
+
+def row_layouts(plain: nn.Linear, group: Group, multiple_of: int) -> dict[str, TensorLayout]:
+    """Return the layouts of a linear layer's weight and bias, sharded by output features.
+
+    Args:
+        plain: the full layer.
+        group: the ranks to shard over.
+        multiple_of: boundaries between the ranks' features are multiples of this.
+    """
+    ranges = split(plain.out_features, group.size, multiple_of)
+    return {
+        name: shard_along(name, tuple(parameter.shape), 0, ranges)
+        for name, parameter in (("weight", plain.weight), ("bias", plain.bias))
+        if parameter is not None
+    }
 
 
 def shard_of(parameter: torch.Tensor, layout: TensorLayout, group: Group) -> nn.Parameter:

@@ -10,7 +10,7 @@ from parallel_ext import ops
 from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.initial_values import drawn, drawn_linear
-from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
+from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, row_layouts, shard_of
 from parallel_ext.ops import Group, LossOptions
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
@@ -172,12 +172,8 @@ class VocabParallelHead(ShardedModule):
             weight: that of a :class:`VocabParallelEmbedding` to which the head is tied.
         """
         group = group_of_shards(group)
-        ranges = split(plain.out_features, group.size, vocab_multiple_of)
-        layouts = {"weight": shard_along("weight", tuple(plain.weight.shape), 0, ranges)}
-        bias = None
-        if plain.bias is not None:
-            layouts["bias"] = shard_along("bias", tuple(plain.bias.shape), 0, ranges)
-            bias = shard_of(plain.bias, layouts["bias"], group)
+        layouts = row_layouts(plain, group, vocab_multiple_of)
+        bias = shard_of(plain.bias, layouts["bias"], group) if "bias" in layouts else None
         tied = weight is not None
         weight = weight if tied else shard_of(plain.weight, layouts["weight"], group)
         return cls(weight, bias, layouts, group, None, tied)

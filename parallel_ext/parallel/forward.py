@@ -76,9 +76,14 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output if want_dict else output.to_tuple()
 
 
+def _wants_logits(model: nn.Module, state: ParallelState) -> bool:
+    """Return whether a forward with labels is to return logits as well."""
+    return state.training_logits or not model.training
+
+
 def _loss_call(model: nn.Module, state: ParallelState) -> LossCall:
     """Return how the forward that begins is to compute its loss."""
-    if state.training_logits or not model.training:
+    if _wants_logits(model, state):
         return LossCall(fused=False)
     why_not = "fused_loss is False"
     if state.fused_loss is not False:
@@ -118,7 +123,7 @@ def _with_loss(
             )
         loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
     fields["loss"] = loss
-    if state.training_logits or not model.training:
+    if _wants_logits(model, state):
         fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
     return type(output)(**fields)
 
