@@ -26,7 +26,7 @@ BELOW = {
     "io": ["ops", "distributed", "sharding", "nn"],
     "parallel": ["ops", "distributed", "sharding", "nn", "models", "io"],
     "checkpoint": ["ops", "distributed", "sharding", "nn", "models", "io", "parallel"],
-    "training": ["ops", "distributed", "sharding", "nn", "models", "parallel"],
+    "training": ["ops", "distributed", "sharding", "nn", "models", "parallel", "checkpoint"],
     "interplay": ["distributed", "sharding", "nn", "io", "parallel", "training"],
     "lora": [
         *("ops", "distributed", "sharding", "nn", "models", "io", "parallel", "checkpoint"),
@@ -38,7 +38,7 @@ BELOW = {
 PACKAGES = {
     "transformers": ["models/cogagent", "io/hf_", "parallel", "interplay", "lora"],
     "huggingface_hub": ["parallel", "io/hf_"],
-    "accelerate": ["parallel", "interplay"],
+    "accelerate": ["parallel", "training/accelerate", "interplay"],
     "peft": ["lora"],
 }
 """Where others than torch may be imported; the rest works with torch alone."""

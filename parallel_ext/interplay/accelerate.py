@@ -1,86 +1,388 @@
-"""accelerate's ``Accelerator`` around a parallel model, which needs no preparation."""
+"""accelerate's ``Accelerator`` around parallel models: as with one process for each dp rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import get_sampler
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, recursively_apply
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, RandomSampler
 
+from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.parallel.extending import extend
 from parallel_ext.parallel.owners import owners_of
-from parallel_ext.parallel.state import STATE_NAME, model_of, parallel_models, state_of
+from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
+from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
+from parallel_ext.training.gradients import no_sync as px_no_sync
 
-_INSTEAD = "px.save_checkpoint saves a training, px.load_checkpoint resumes it on any layout"
+Plain = Callable[..., Any]
+
+_TRAINER = Refusal(
+    "transformers:Trainer",
+    "write the loop with an accelerate.Accelerator, whose prepare serves parallel models",
+    Where.RANKS,
+)
+
+_meshes: WeakKeyDictionary[Accelerator, Mesh] = WeakKeyDictionary()
+"""The mesh of each ``Accelerator`` that serves a parallel model. Not those of a Trainer."""
+
+_steps: WeakKeyDictionary[AcceleratedScheduler, int] = WeakKeyDictionary()
+"""How often a scheduler steps at once: the number of dp ranks."""
 
 
 def extend_accelerator() -> None:
     """Extend ``Accelerator`` so that it knows parallel models."""
-    extend(Accelerator.get_state_dict, get_state_dict)
-    extend(Accelerator.save_state, _refuse_state("Accelerator.save_state"))
-    extend(Accelerator.load_state, _refuse_state("Accelerator.load_state"))
-    extend(Accelerator.gather_for_metrics, gather_for_metrics)
+    extend(Accelerator.prepare, prepare)
+    extend(Accelerator.prepare_model, prepare_model)
+    extend(Accelerator.unwrap_model, unwrap_model)
+    extend(Accelerator.prepare_data_loader, prepare_data_loader)
     extend(Accelerator.prepare_scheduler, prepare_scheduler)
+    extend(AcceleratedScheduler.step, step_scheduler)
+    extend(Accelerator.no_sync, no_sync)
+    extend(Accelerator.clip_grad_norm_, clip_grad_norm_)
+    extend(Accelerator.gather, gather)
+    extend(Accelerator.gather_for_metrics, gather_for_metrics)
+    extend(Accelerator.reduce, reduce)
+    extend(Accelerator.split_between_processes, split_between_processes)
+    extend(Accelerator.get_state_dict, get_state_dict)
+    extend(Accelerator.save_model, save_model)
+    extend(Accelerator.save_state, save_state)
+    extend(Accelerator.load_state, load_state)
 
 
-def get_state_dict(
-    plain: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
-) -> dict[str, torch.Tensor]:
-    """Extend ``Accelerator.get_state_dict`` to gather full tensors on rank 0; all ranks call it."""
-    if not any(STATE_NAME in module._modules for module in model.modules()):
-        return plain(self, model, *args, **kwargs)
+def prepare(plain: Plain, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``Accelerator.prepare`` to check all parallel models before it prepares anything."""
+    for each in args:
+        if isinstance(each, nn.Module) and is_parallel(each):
+            _check(self, each, evaluation_mode=False)
+    return plain(self, *args, **kwargs)
+
+
+def prepare_model(
+    plain: Plain,
+    self: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    """Extend ``Accelerator.prepare_model`` to take a parallel model as it is, without DDP.
+
+    Raises:
+        NotImplementedError: a ``transformers.Trainer`` calls it, or FSDP or DeepSpeed is to shard
+            the model once more.
+        RuntimeError: dp ranks, of a model without ``px.data_parallel``.
+        ValueError: accelerate sees other ranks, or another device, than the model's mesh.
+    """
+    if not is_parallel(model):
+        return plain(self, model, device_placement, evaluation_mode)
+    _check(self, model, evaluation_mode)
+    prepared = plain(self, model, device_placement=False, evaluation_mode=True)
+    if _trainer_above() is None:
+        _meshes[self] = state_of(model).mesh
+    return prepared
+
+
+def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) -> None:
+    """Raise unless an ``Accelerator`` can serve a parallel model."""
     state = state_of(model)
-    return gather_state_dict(model_of(model), state.mesh, state.layout)
+    mesh, trainer = state.mesh, _trainer_above()
+    ours = any(each.__module__.startswith("parallel_ext.") for each in type(trainer).__mro__)
+    if trainer is not None and not ours:
+        refuse(_TRAINER, model)
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise NotImplementedError(
+            f"Accelerator.prepare: accelerate is configured for {kind.value}, which would shard a "
+            "parallel model once more; use no plugin, and px.data_parallel(model, mesh, zero=3)"
+        )
+    if accelerator.num_processes != mesh.world_size:
+        raise ValueError(
+            f"Accelerator.prepare: accelerate sees {accelerator.num_processes} processes, but the "
+            f"model's mesh has {mesh.world_size} ranks; start the job with torchrun or accelerate "
+            "launch, and make the Accelerator before the mesh"
+        )
+    if accelerator.device.type != mesh.device.type:
+        raise ValueError(
+            f"Accelerator.prepare: accelerate puts batches on {accelerator.device}, but the model "
+            f"is on {mesh.device}; Accelerator(cpu=True) is for a mesh of CPUs alone"
+        )
+    if (sizes := accelerator.parallelism_config) is not None:
+        dp = sizes.dp_replicate_size * sizes.dp_shard_size
+        if (dp, sizes.tp_size) != (mesh.dp_size, mesh.tp_size):
+            raise ValueError(
+                f"Accelerator.prepare: ParallelismConfig has tp_size={sizes.tp_size} and "
+                f"{dp} data parallel ranks, but the model's mesh has tp={mesh.tp_size} and "
+                f"dp={mesh.dp_size}"
+            )
+    apart = mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller
+    if apart and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
+        raise RuntimeError(
+            f"Accelerator.prepare: training at dp={mesh.dp_size} needs px.data_parallel(model, "
+            "mesh) before; for evaluation alone call prepare_model(model, evaluation_mode=True)"
+        )
 
 
-def _refuse_state(name: str) -> Callable[..., Any]:
-    """Return an extension that refuses a function which writes or reads only rank 0's tensors."""
-    refusal = Refusal(f"accelerate:{name}", _INSTEAD, Where.RANKS)
+def _trainer_above() -> object | None:
+    """Return the ``transformers.Trainer`` from whose methods this function was called, if any."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if any(each.__module__ == "transformers.trainer" for each in type(caller).__mro__):
+            return caller
+        frame = frame.f_back
+    return None
 
-    def extension(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        refuse(refusal, self._models, self._optimizers)
-        return plain(self, *args, **kwargs)
 
-    return extension
+def _served(accelerator: Accelerator) -> Mesh | None:
+    """Return the mesh whose tp ranks share what accelerate would give to each process."""
+    mesh = _meshes.get(accelerator)
+    return mesh if mesh is not None and mesh.tp_size > 1 else None
+
+
+def _find_mesh(accelerator: Accelerator) -> None:
+    """Find the mesh of an ``Accelerator`` that has prepared no model: that of all models.
+
+    Raises:
+        ValueError: there are several, of other sizes.
+    """
+    own = accelerator in _meshes or accelerator._models or accelerator.num_processes == 1
+    if own or accelerator.torch_device_mesh is not None or _trainer_above() is not None:
+        return
+    meshes = {state_of(model).mesh for model in parallel_models()}
+    if len({(mesh.dp_size, mesh.tp_size) for mesh in meshes}) > 1:
+        raise ValueError(
+            "Accelerator.prepare: there are parallel models of several meshes; prepare the one "
+            "that is to get these batches before the data loader"
+        )
+    for mesh in meshes:
+        _meshes[accelerator] = mesh
+
+
+def prepare_data_loader(
+    plain: Plain, self: Accelerator, data_loader: DataLoader, *args: Any, **kwargs: Any
+) -> DataLoader:
+    """Extend ``Accelerator.prepare_data_loader`` to give the tp ranks of a dp rank one batch.
+
+    Raises:
+        NotImplementedError: ``dispatch_batches=True``, by which rank 0 cuts batches for processes.
+    """
+    _find_mesh(self)
+    mesh = _served(self)
+    if mesh is None or getattr(data_loader, "_is_accelerate_prepared", False):
+        return plain(self, data_loader, *args, **kwargs)
+    if self.dispatch_batches:
+        raise NotImplementedError(
+            "Accelerator.prepare_data_loader: dispatch_batches=True cuts a batch for each process, "
+            "but tp ranks share theirs; pass DataLoaderConfiguration(dispatch_batches=False), by "
+            "which every rank reads the data"
+        )
+    _draw_equally(self, data_loader, mesh)
+    with _dp_ranks_as_processes(self, mesh):
+        return plain(self, data_loader, *args, **kwargs)
+
+
+def _draw_equally(accelerator: Accelerator, data_loader: DataLoader, mesh: Mesh) -> None:
+    """Let a sampler without a generator of its own draw the same order on all ranks."""
+    sampler = get_sampler(data_loader)
+    if not isinstance(sampler, RandomSampler) or accelerator.use_seedable_sampler:
+        return
+    if sampler.generator is None:
+        seed = mesh.control.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0]
+        sampler.generator = torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def _dp_ranks_as_processes(accelerator: Accelerator, mesh: Mesh) -> Iterator[None]:
+    """Let accelerate share data among dp ranks, each of which reads its own part."""
+    state, config = accelerator.state, accelerator.dataloader_config
+    kept = state.device_mesh, config.dispatch_batches
+    groups = [mesh.process_group(group) for group in (mesh.dp, mesh.tp)]
+    names = ("dp_shard", "tp")  # accelerate's
+    ranks = mesh.device_mesh.mesh.tolist()
+    state.device_mesh = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
+    config.dispatch_batches = False
+    try:
+        yield
+    finally:
+        state.device_mesh, config.dispatch_batches = kept
+
+
+def unwrap_model(
+    plain: Plain,
+    self: Accelerator,
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+) -> nn.Module:
+    """Extend ``Accelerator.unwrap_model`` to leave a parallel model the forward that it had.
+
+    accelerate's own takes off all that wraps a forward, and not only what it has put there.
+    """
+    if keep_fp32_wrapper or not is_parallel(model):
+        return plain(self, model, keep_fp32_wrapper, keep_torch_compile)
+    unwrapped = plain(self, model, True, keep_torch_compile)
+    if (forward := vars(unwrapped).pop("_original_forward", None)) is not None:
+        unwrapped.forward = forward
+    return unwrapped
+
+
+def prepare_scheduler(
+    plain: Plain, self: Accelerator, scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Extend ``Accelerator.prepare_scheduler`` to count dp ranks, not tp ranks, as processes."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    groups = getattr(optimizer, "param_groups", [])
+    owners = owners_of(parameter for group in groups for parameter in group["params"])
+    prepared = plain(self, scheduler, *args, **kwargs)
+    for owned in owners.values():
+        _steps[prepared] = owned.mesh.dp_size
+        break
+    return prepared
+
+
+def step_scheduler(plain: Plain, self: AcceleratedScheduler, *args: Any, **kwargs: Any) -> None:
+    """Extend ``AcceleratedScheduler.step`` to step once for each dp rank."""
+    together = not self.step_with_optimizer or self.split_batches
+    if self not in _steps or together or not self.gradient_state.sync_gradients:
+        plain(self, *args, **kwargs)
+        return
+    self.split_batches = True  # one step in each call
+    try:
+        for _ in range(_steps[self]):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
+                plain(self, *args, **kwargs)
+    finally:
+        self.split_batches = False
+
+
+def no_sync(plain: Plain, self: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
+    """Extend ``Accelerator.no_sync`` to be ``px.no_sync`` for a parallel model."""
+    return px_no_sync(model) if is_parallel(model) else plain(self, model)
+
+
+def clip_grad_norm_(
+    plain: Plain, self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
+) -> torch.Tensor:
+    """Extend ``Accelerator.clip_grad_norm_`` to take parameters of all FSDP meshes together.
+
+    accelerate's own asks for one norm of each mesh, of which ranks may have different numbers.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not owners_of(parameters):
+        return plain(self, parameters, max_norm, norm_type)
+    self.unscale_gradients()
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def _first_of_tp(mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what the first tp rank of each dp rank has given to a gathered tensor."""
+    of_ranks = tensor.view(mesh.world_size, len(tensor) // mesh.world_size, *tensor.shape[1:])
+    return of_ranks[:: mesh.tp_size].flatten(0, 1)
+
+
+def gather(plain: Plain, self: Accelerator, tensor: Any) -> Any:
+    """Extend ``Accelerator.gather`` to return what each dp rank has, once."""
+    gathered, mesh = plain(self, tensor), _served(self)
+    return gathered if mesh is None else recursively_apply(partial(_first_of_tp, mesh), gathered)
 
 
 def gather_for_metrics(
-    plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
+    plain: Plain, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Extend ``Accelerator.gather_for_metrics`` to raise where ranks share their data.
+    """Extend ``Accelerator.gather_for_metrics`` to return every sample once.
 
     Raises:
-        NotImplementedError: tp ranks share their data, so samples would be returned several times.
+        NotImplementedError: tp ranks share their data, but this ``Accelerator`` knows of no
+            parallel model.
     """
+    mesh = _served(self)
+    if mesh is None:
+        _refuse_repeated_samples(self)
+        return plain(self, input_data, use_gather_object)
+    try:
+        recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+    except TypeError:
+        use_gather_object = True
+    if use_gather_object and mesh.tp_rank != 0:
+        input_data = []
+    return plain(self, input_data, use_gather_object)
+
+
+def _refuse_repeated_samples(accelerator: Accelerator) -> None:
     sizes = {state_of(model).mesh.tp_size for model in parallel_models()}
-    if self.num_processes > 1 and max(sizes, default=1) > 1:
+    if accelerator in _meshes or accelerator.num_processes == 1 or max(sizes, default=1) == 1:
+        return
+    raise NotImplementedError(
+        f"Accelerator.gather_for_metrics would return every sample {max(sizes)} times, since tp "
+        "ranks share their data; prepare the model, or the data loader, by this Accelerator"
+    )
+
+
+def reduce(
+    plain: Plain,
+    self: Accelerator,
+    tensor: Any,
+    reduction: str = "sum",
+    scale: float = 1.0,
+) -> Any:
+    """Extend ``Accelerator.reduce`` to add up what each dp rank has, once."""
+    mesh = _served(self)
+    sums = reduction not in ("mean", "max") and tensor is not self.flag_tensor  # of any rank
+    if mesh is not None and sums and mesh.tp_rank != 0:
+        tensor = recursively_apply(torch.zeros_like, tensor)
+    return plain(self, tensor, reduction, scale)
+
+
+def split_between_processes(plain: Plain, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``Accelerator.split_between_processes`` to refuse tp ranks, which share their inputs.
+
+    Raises:
+        NotImplementedError: there are tp ranks.
+    """
+    if (mesh := _served(self)) is not None:
         raise NotImplementedError(
-            f"Accelerator.gather_for_metrics would return every sample {max(sizes)} times, since "
-            "tp ranks share their data; gather over the dp ranks: "
-            "torch.distributed.all_gather(..., group=mesh.process_group(mesh.dp))"
+            f"Accelerator.split_between_processes would give the {mesh.tp_size} tp ranks of a "
+            "model different inputs; take inputs[mesh.dp_rank :: mesh.dp_size]"
         )
     return plain(self, *args, **kwargs)
 
 
-def prepare_scheduler(
-    plain: Callable[..., Any], self: Accelerator, scheduler: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Extend ``Accelerator.prepare_scheduler`` to raise where tp ranks would count as processes.
+def get_state_dict(
+    plain: Plain, self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    """Extend ``Accelerator.get_state_dict`` to gather full tensors on rank 0; all ranks call it."""
+    if not is_parallel(model):
+        return plain(self, model, *args, **kwargs)
+    if saves_apart():
+        return LEFT_OUT
+    state = state_of(model)
+    return gather_state_dict(model_of(model), state.mesh, state.layout)
 
-    Raises:
-        NotImplementedError: the scheduler would step once for each process, tp ranks included.
-    """
-    optimizer = getattr(scheduler, "optimizer", None)
-    groups = getattr(optimizer, "param_groups", [])
-    owners = owners_of(parameter for group in groups for parameter in group["params"])
-    counts = self.step_scheduler_with_optimizer and not self.split_batches
-    if counts and any(owned.mesh.tp_size > 1 for owned in owners.values()):
-        raise NotImplementedError(
-            "Accelerator.prepare_scheduler would step the scheduler once for each process, tp "
-            "ranks included; step the scheduler itself, or pass step_scheduler_with_optimizer=False"
-        )
-    return plain(self, scheduler, *args, **kwargs)
+
+def save_model(
+    plain: Plain,
+    self: Accelerator,
+    model: nn.Module,
+    save_directory: Any,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Extend ``Accelerator.save_model`` to be ``model.save_pretrained`` of a parallel model."""
+    if not is_parallel(model):
+        plain(self, model, save_directory, max_shard_size, safe_serialization)
+        return
+    self.unwrap_model(model).save_pretrained(
+        save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+    )

@@ -138,18 +138,10 @@ REFUSALS = [
         Where.RANKS,
     ),
     *_each("accelerate", "load_checkpoint_in_model load_checkpoint_and_dispatch", _LOAD),
-    *_each("accelerate", "Accelerator.save_model", _SAVE, Where.RANKS),
     *_each(
         "accelerate",
         "Accelerator.save Accelerator.register_for_checkpointing",
         "it would write what rank 0 holds; px.save_checkpoint writes all of it",
-    ),
-    *_each(
-        "accelerate",
-        "Accelerator.prepare_model",
-        "prepare only the optimizer, and train the model as it is; this also refuses "
-        "transformers.Trainer",
-        Where.RANKS,
     ),
 ]
 

@@ -193,6 +193,11 @@ def parallel_models() -> list[nn.Module]:
     return list(_parallel_models)
 
 
+def is_parallel(model: nn.Module) -> bool:
+    """Return whether a model was parallelized, perhaps inside wrappers."""
+    return any(STATE_NAME in module._modules for module in model.modules())
+
+
 def model_of(model: nn.Module) -> nn.Module:
     """Return the HuggingFace model that was parallelized, also from inside wrappers.
 

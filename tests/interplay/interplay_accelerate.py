@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,12 @@ import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from interplay import EVERYWHERE, TP, Spread, Trial, close, each_refused, exact, refused, step
-from torch.utils.data import DataLoader, TensorDataset
+from reference import parallel
+from torch.utils.data import DataLoader, IterableDataset
+
+import parallel_ext as px
 
 A = "accelerate.Accelerator"
 
@@ -68,59 +73,177 @@ def training_loop(trial: Trial) -> None:
         close(accelerator.unwrap_model(trial.model) is trial.model, True)
 
 
-@refused(
-    f"{A}.prepare (a model)",
+@exact(
+    f"{A}.prepare",
     f"{A}.prepare_model",
-    instead="train the model as it is",
-    spreads=(Spread(2), Spread(1, 2, 2)),
+    how="the model as it is: no DDP; dp ranks by px.data_parallel",
+    spreads=(Spread(1, 1), *EVERYWHERE),
 )
 def prepare_model(trial: Trial) -> None:
-    with accelerator_of(trial) as accelerator:
-        each_refused(
-            lambda: accelerator.prepare_model(trial.model), lambda: accelerator.prepare(trial.model)
-        )
-
-
-@exact(f"{A}.prepare (a model, in one process)", spreads=(Spread(1, 1),))
-def prepare_alone(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:
         model, optimizer = accelerator.prepare(
             trial.model, torch.optim.SGD(trial.model.parameters(), lr=0.1)
         )
+        close(model is trial.model is accelerator.prepare_model(model), True)
         step(model, optimizer, trial.own)
     step(trial.reference, torch.optim.SGD(trial.reference.parameters(), lr=0.1), trial.whole)
     trial.equal()
 
 
+@exact(f"{A}.prepare (mixed_precision)", how="autocast, as in one process", spreads=EVERYWHERE)
+def mixed_precision(trial: Trial) -> None:
+    reference = replace(trial.tiny, dtype=torch.float32).model()
+    own = parallel(reference, trial.mesh)
+    if trial.spread.zero:
+        px.data_parallel(own, trial.mesh, trial.spread.zero)
+    with accelerator_of(trial, mixed_precision="bf16") as accelerator:
+        model = accelerator.prepare(own)
+        loss = model(**trial.own).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        close(accelerator.reduce(loss.detach(), "mean"), reference(**trial.whole).loss, 2e-2)
+        model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        model.eval(), reference.eval()
+        with torch.no_grad():
+            close(model(**trial.own).logits, reference(**trial.own).logits, 1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        reference(**trial.whole).loss.backward()
+    close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1), 2e-2)
+
+
 @refused(
-    f"{A}.prepare (a data loader, under tp)",
+    f"{A}.prepare (dp > 1, without px.data_parallel)",
+    instead="px.data_parallel(model, mesh)",
+    spreads=(Spread(1, 2), Spread(2, 2)),
+)
+def prepare_apart(trial: Trial) -> None:
+    with accelerator_of(trial) as accelerator:
+        close(accelerator.prepare_model(trial.model, evaluation_mode=True) is trial.model, True)
+        accelerator.prepare(trial.model)
+
+
+@refused(
+    f"{A}.prepare (FSDP, DeepSpeed, Megatron)",
+    "accelerate.ParallelismConfig (of other sizes)",
+    instead="which would shard a parallel model once more",
+)
+def prepare_sharded_again(trial: Trial) -> None:
+    with accelerator_of(trial) as accelerator:
+        accelerator.state.parallelism_config = accelerate.ParallelismConfig(dp_replicate_size=2)
+        try:
+            accelerator.prepare(trial.model)
+        except ValueError as error:
+            close("tp_size=1 and 2 data parallel ranks" in str(error), True)
+        else:
+            raise AssertionError("another layout was not refused")
+        accelerator.state.parallelism_config = accelerate.ParallelismConfig(tp_size=2)
+        close(accelerator.prepare_model(trial.model) is trial.model, True)
+        accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+        accelerator.prepare(trial.model)
+
+
+class Stream(IterableDataset):
+    """Rows that only come in a row."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(8))
+
+
+@exact(
+    f"{A}.prepare (a data loader)",
     f"{A}.prepare_data_loader",
-    instead="must be given the same batch",
+    f"{A}.skip_first_batches",
+    how="each dp rank has its batches, which its tp ranks share; also of an IterableDataset",
+    spreads=(Spread(2), Spread(2, 2)),
 )
 def prepare_data_loader(trial: Trial) -> None:
-    ids = torch.arange(8 * 9).reshape(8, 9)
+    close(trial.model.training, True)  # which is there, and need not be prepared
+    torch.manual_seed(trial.mesh.rank)  # a sampler without a generator is equal all the same
+    rows = torch.arange(8)
     with accelerator_of(trial) as accelerator:
-        loader = accelerator.prepare(DataLoader(TensorDataset(ids), batch_size=2))
-        for (batch,) in loader:
-            trial.model(batch, labels=batch)
+        for data, shuffle in ((rows, True), (Stream(), None), (rows, False)):
+            loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=shuffle))
+            own = torch.cat(list(loader))
+            close(len(own), 8 // trial.mesh.dp_size)
+            of_ranks = trial.mesh.control.all_gather_object(own.tolist())
+            close(of_ranks[trial.mesh.rank - trial.mesh.tp_rank], own)
+            close(sorted(sum(of_ranks[:: trial.mesh.tp_size], [])), rows)
+        (later,) = accelerator.skip_first_batches(loader, len(own) // 2 - 1)
+        close(later, own[-2:])
 
 
-@refused(f"{A}.prepare_scheduler", instead="step the scheduler itself")
+@refused(
+    f"{A}.prepare_data_loader (dispatch_batches=True)",
+    instead="DataLoaderConfiguration(dispatch_batches=False)",
+)
+def dispatched(trial: Trial) -> None:
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    close(trial.model.training, True)
+    with accelerator_of(trial, dataloader_config=config) as accelerator:
+        accelerator.prepare(DataLoader(torch.arange(8)))
+
+
+@refused(f"{A}.split_between_processes", instead="inputs[mesh.dp_rank :: mesh.dp_size]")
+def split_between_processes(trial: Trial) -> None:
+    with accelerator_of(trial) as accelerator:
+        accelerator.prepare(trial.model)
+        with accelerator.split_between_processes([1, 2, 3]):
+            pass
+
+
+@exact(
+    f"{A}.prepare_scheduler",
+    how="steps once for each dp rank, as accelerate counts processes",
+    spreads=EVERYWHERE,
+)
 def prepare_scheduler(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:
         optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        accelerator.prepare(optimizer, scheduler)
+        kind = torch.optim.lr_scheduler.OneCycleLR
+        scheduler = kind(optimizer, 0.1, total_steps=3 * trial.mesh.dp_size)
+        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+        for number in range(1, 5):
+            optimizer.step()
+            scheduler.step()
+            close(scheduler.scheduler.last_epoch, min(number, 3) * trial.mesh.dp_size)
 
 
-@refused(f"{A}.save_state", f"{A}.load_state", instead="px.save_checkpoint", spreads=EVERYWHERE)
+@exact(
+    f"{A}.save_state",
+    f"{A}.load_state",
+    how="by px.save_checkpoint, px.load_checkpoint: any layout resumes it",
+    spreads=(Spread(1, 1), *EVERYWHERE),
+)
 def save_state(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:
-        accelerator.prepare(torch.optim.SGD(trial.model.parameters(), lr=0.1))
-        each_refused(
-            lambda: accelerator.save_state(trial.folder / "state"),
-            lambda: accelerator.load_state(trial.folder),
+        optimizer = accelerator.prepare(torch.optim.AdamW(trial.model.parameters(), lr=0.1))
+        for number in (1, 2):  # the second save takes the place of the first
+            step(trial.model, optimizer, trial.own)
+            accelerator.step = number
+            accelerator.save_state(trial.folder / "state")
+        drawn = torch.rand(())
+    with accelerator_of(trial) as accelerator:
+        again = trial.another(seed=2)
+        optimizer = torch.optim.AdamW(again.parameters(), lr=0.1)
+        again, optimizer = accelerator.prepare(again, optimizer)
+        accelerator.load_state(trial.folder / "state")
+        close((accelerator.step, torch.rand(())), (2, drawn))
+        step(again, optimizer, trial.own)
+    theirs = torch.optim.AdamW(trial.reference.parameters(), lr=0.1)
+    for _ in range(3):
+        step(trial.reference, theirs, trial.whole)
+    trial.model = again
+    trial.equal()
+
+
+@refused(f"{A}.save_state (two optimizers of one model)", instead="several param_groups")
+def save_two_optimizers(trial: Trial) -> None:
+    with accelerator_of(trial) as accelerator:
+        parameters = list(trial.model.parameters())
+        accelerator.prepare(
+            *(torch.optim.SGD(part, lr=0.1) for part in (parameters[:2], parameters[2:]))
         )
+        accelerator.save_state(trial.folder / "state")
 
 
 @exact(f"{A}.get_state_dict", how="full tensors on rank 0; every rank calls it", spreads=EVERYWHERE)
@@ -132,10 +255,13 @@ def get_state_dict(trial: Trial) -> None:
     close(len(full), len(trial.reference.state_dict()) if trial.mesh.rank == 0 else 0)
 
 
-@refused(f"{A}.save_model", instead="model.save_pretrained", spreads=EVERYWHERE)
+@exact(f"{A}.save_model", how="model.save_pretrained", spreads=EVERYWHERE)
 def save_model(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:
-        accelerator.save_model(trial.model, trial.folder / "model")
+        accelerator.save_model(trial.model, trial.folder / "model", max_shard_size="20KB")
+    again = type(trial.reference).from_pretrained(trial.folder / "model", dtype=torch.float64)
+    for name, value in again.state_dict().items():
+        close(value, trial.reference.state_dict()[name])
 
 
 @refused(
@@ -149,8 +275,37 @@ def saved_objects(trial: Trial) -> None:
         )
 
 
-@refused(f"{A}.gather_for_metrics", instead="gather over the dp ranks")
+@exact(
+    *(f"{A}.{n}" for n in ("gather_for_metrics", "gather", "pad_across_processes", "reduce")),
+    how="each sample once: tp ranks count as one",
+    spreads=EVERYWHERE,
+)
 def gather_for_metrics(trial: Trial) -> None:
+    rows, seen, named = torch.arange(7), [], []
+    with accelerator_of(trial) as accelerator:
+        _, loader = accelerator.prepare(trial.model, DataLoader(rows, batch_size=2))
+        for batch in loader:
+            seen += accelerator.gather_for_metrics({"rows": batch})["rows"]
+            named += accelerator.gather_for_metrics([str(row) for row in batch.tolist()])
+        close(seen, rows)
+        close(named == [str(row) for row in rows.tolist()], True)
+        dp, own = trial.mesh.dp_size, torch.arange(trial.mesh.dp_rank + 1)
+        padded = accelerator.gather(accelerator.pad_across_processes(own, pad_index=9))
+        close(padded, [0, 9, 0, 1] if dp == 2 else [0])
+        close(accelerator.gather(torch.tensor(trial.mesh.dp_rank)), torch.arange(dp))
+        close(accelerator.gather(torch.zeros(0, 3)).shape, (0, 3))
+        one = torch.ones(())
+        close([accelerator.reduce(one, how) for how in ("sum", "mean", "max")], [dp, 1, 1])
+        if trial.mesh.rank == trial.mesh.world_size - 1:
+            accelerator.set_trigger()  # of any rank
+        close(accelerator.check_trigger(), True)
+
+
+@refused(
+    f"{A}.gather_for_metrics (nothing prepared but an optimizer)",
+    instead="prepare the model, or the data loader",
+)
+def gather_unprepared(trial: Trial) -> None:
     with accelerator_of(trial) as accelerator:
         accelerator.gather_for_metrics(trial.model(**trial.own).loss)
 

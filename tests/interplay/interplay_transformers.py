@@ -228,7 +228,7 @@ def transformers_adafactor(trial: Trial) -> None:
 
 @refused(
     "transformers.Trainer",
-    instead="prepare only the optimizer, and train the model as it is",
+    instead="write the loop with an accelerate.Accelerator",
     spreads=(Spread(2), Spread(1, 2), Spread(1, 2, 2)),
 )
 def trainer(trial: Trial) -> None:
@@ -242,7 +242,7 @@ def trainer(trial: Trial) -> None:
 
 @refused(
     "transformers.Trainer.evaluate",
-    instead="prepare only the optimizer, and train the model as it is",
+    instead="write the loop with an accelerate.Accelerator",
 )
 def trainer_evaluate(trial: Trial) -> None:
     with processes(trial):

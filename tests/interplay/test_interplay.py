@@ -48,7 +48,7 @@ def _fails_withdrawn(key: str, folder: Path) -> bool:
 OF_EXTENSIONS = """clip_grad_norm clip_several total_norm parameters_to_vector drawn parametrized
     pruned adafactor optimizer_state foreign_optimizer_state get_model_state_dict async_save
     full_optimizer_state generate_batch set_embeddings trainer_evaluate peft_state_dict save_state
-    hotswapped_rank lorafa_on_shards save_model gather_for_metrics offloaded"""
+    hotswapped_rank lorafa_on_shards prepare_model gather_for_metrics offloaded"""
 
 
 @pytest.mark.parametrize("key", OF_EXTENSIONS.split())
@@ -112,16 +112,15 @@ WITHOUT = {
         is_rich_available notebook_launcher skip_first_batches synchronize_rng_states""",
     "accelerate.Accelerator": """check_trigger clear context_parallel_rank data_parallel_rank
         data_parallel_shard_rank deepspeed_plugin deepspeed_ulysses_dl_adapter device
-        dispatch_batches distributed_type end_training even_batches fp8_backend free_memory gather
+        dispatch_batches distributed_type end_training even_batches fp8_backend free_memory
         get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled
         is_fsdp2 is_last_process is_local_main_process is_main_process join_uneven_inputs
         local_main_process_first local_process_index log logging_dir lomo_backward
         main_process_first maybe_context_parallel mixed_precision multi_device non_blocking
         num_processes on_last_process on_local_main_process on_local_process on_main_process
-        on_process optimizer_step_was_skipped pad_across_processes parallelism_config
-        pipeline_parallel_rank print process_index profile project_dir reduce
-        register_load_state_pre_hook register_save_state_pre_hook save_iteration set_trigger
-        should_save_model skip_first_batches split_batches split_between_processes sync_gradients
+        on_process optimizer_step_was_skipped parallelism_config pipeline_parallel_rank print
+        process_index profile project_dir register_load_state_pre_hook register_save_state_pre_hook
+        save_iteration set_trigger should_save_model split_batches sync_gradients
         tensor_parallel_rank torch_device_mesh trigger_sync_in_backward use_distributed
         use_seedable_sampler use_stateful_dataloader verify_device_map wait_for_everyone""",
 }

@@ -1,0 +1,189 @@
+"""``save_state`` and ``load_state`` of accelerate: parallel models are checkpoints of our own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import RNG_STATE_NAME
+from torch import nn
+
+from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from parallel_ext.checkpoint.scheduler_state import Scheduler
+from parallel_ext.checkpoint.steps import complete_steps
+from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.state import is_parallel, state_of
+
+LEFT_OUT: dict[str, Any] = {}
+"""What stands for the values of a parallel model among those that accelerate is to write."""
+
+_STEP = "accelerate_step"  # of accumulation, in the data state
+
+_saves: ContextVar[bool] = ContextVar("save_state is running", default=False)
+
+
+def saves_apart() -> bool:
+    """Return whether ``save_state`` asks for values that px.save_checkpoint writes."""
+    return _saves.get()
+
+
+class _Prepared(NamedTuple):
+    """A parallel model with what trains it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Scheduler | None
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _owner(optimizer: Any) -> nn.Module | None:
+    """Return the parallel model whose parameters an optimizer has; None for another's."""
+    groups = _unwrapped(optimizer).param_groups
+    owners = owners_of(parameter for group in groups for parameter in group["params"])
+    return next((owned.model for owned in owners.values()), None)
+
+
+class _Parts:
+    """The parallel models that an ``Accelerator`` has prepared, apart from all else.
+
+    Attributes:
+        prepared: the models, each with its optimizer and scheduler.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        models = {id(state_of(m)): m for m in accelerator._models if is_parallel(m)}
+        optimizers: dict[int, list[Any]] = {}
+        self._others: list[Any] = []
+        for optimizer in accelerator._optimizers:
+            if (model := _owner(optimizer)) is None:
+                self._others.append(optimizer)
+                continue
+            models.setdefault(id(state_of(model)), model)
+            optimizers.setdefault(id(state_of(model)), []).append(optimizer)
+        ours = {id(_unwrapped(each)) for found in optimizers.values() for each in found}
+        schedulers: dict[int, list[Any]] = {}
+        self._other_schedulers: list[Any] = []
+        for scheduler in accelerator._schedulers:
+            inner = getattr(scheduler, "scheduler", scheduler)
+            of = id(_unwrapped(getattr(inner, "optimizer", None)))
+            if of in ours:
+                schedulers.setdefault(of, []).append(inner)
+            else:
+                self._other_schedulers.append(scheduler)
+        self.prepared = []
+        for key, model in models.items():
+            optimizer = self._only("optimizer", optimizers.get(key, []))
+            optimizer = optimizer and _unwrapped(optimizer)
+            scheduler = self._only("scheduler", schedulers.get(id(optimizer), []))
+            self.prepared.append(_Prepared(model, optimizer, scheduler))
+
+    @staticmethod
+    def _only(what: str, found: list[Any]) -> Any:
+        if len(found) > 1:
+            raise NotImplementedError(
+                f"Accelerator.save_state: {len(found)} {what}s train one parallel model, but a "
+                f"checkpoint holds one; give one {what} several param_groups"
+            )
+        return found[0] if found else None
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Let accelerate see only optimizers and schedulers of others."""
+        own = self._accelerator
+        kept = own._optimizers, own._schedulers
+        own._optimizers, own._schedulers = self._others, self._other_schedulers
+        token = _saves.set(True)
+        try:
+            yield
+        finally:
+            _saves.reset(token)
+            own._optimizers, own._schedulers = kept
+
+    def roots(self, directory: str | os.PathLike[str]) -> Iterator[tuple[Path, _Prepared]]:
+        """Iterate over the models, each with the root of its checkpoints inside a directory."""
+        for number, prepared in enumerate(self.prepared):
+            root = Path(directory)
+            yield (root / f"model_{number}" if number else root), prepared
+
+
+def save_state(
+    plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
+) -> str | os.PathLike[str]:
+    """Extend ``Accelerator.save_state`` to write parallel models by ``px.save_checkpoint``.
+
+    The directory that accelerate chooses becomes the root of a checkpoint; of a second model it is
+    ``model_1`` inside. Beside it stands what accelerate writes of everything else: custom objects,
+    samplers, the scaler, plain models. Every rank calls it.
+
+    Raises:
+        NotImplementedError: several optimizers or schedulers train one parallel model.
+        CheckpointError: as ``px.save_checkpoint``; on all ranks.
+    """
+    parts = _Parts(self)
+    if not parts.prepared:
+        return plain(self, *args, **kwargs)
+    control = state_of(parts.prepared[0].model).mesh.control
+
+    def leave_out(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        weights[:] = [each for each in weights if each is not LEFT_OUT]
+
+    def others() -> Any:
+        hook = self.register_save_state_pre_hook(leave_out)
+        try:
+            with parts.left_out():
+                location = plain(self, *args, **kwargs)
+        finally:
+            hook.remove()
+        # The checkpoint holds those of all ranks, and gives other layouts others.
+        Path(location, f"{RNG_STATE_NAME}_{self.process_index}.pkl").unlink(missing_ok=True)
+        return location
+
+    location = control.run_on_all("Accelerator.save_state", others)
+    for root, prepared in parts.roots(location):
+        last = control.all_gather_object(max(complete_steps(root), default=-1))[0]
+        step = max(self.save_iteration, last + 1)
+        save_checkpoint(root, step, *prepared, {_STEP: self.step}, keep_last=1)
+    return location
+
+
+def load_state(plain: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    """Extend ``Accelerator.load_state`` to read parallel models by ``px.load_checkpoint``.
+
+    The layout may be another than when it was saved. Every rank calls it.
+
+    Raises:
+        CheckpointError: as ``px.load_checkpoint``; on all ranks.
+    """
+    parts = _Parts(self)
+    if not parts.prepared:
+        plain(self, *args, **kwargs)
+        return
+    control = state_of(parts.prepared[0].model).mesh.control
+    loaded: list[int] = []
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        models[:] = [model for model in models if not is_parallel(model)]
+        for root, prepared in parts.roots(input_dir):
+            resumed = load_checkpoint(root, *prepared)
+            loaded.append((resumed.data_state or {}).get(_STEP, self.step))
+
+    hook = self.register_load_state_pre_hook(load)
+    try:
+        with parts.left_out():
+            control.run_on_all("Accelerator.load_state", lambda: plain(self, *args, **kwargs))
+    finally:
+        hook.remove()
+    self.step = loaded[0]
