@@ -107,12 +107,7 @@ def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) ->
             f"Accelerator.prepare: accelerate is configured for {kind.value}, which would shard a "
             "parallel model once more; use no plugin, and px.data_parallel(model, mesh, zero=3)"
         )
-    if accelerator.num_processes != mesh.world_size:
-        raise ValueError(
-            f"Accelerator.prepare: accelerate sees {accelerator.num_processes} processes, but the "
-            f"model's mesh has {mesh.world_size} ranks; start the job with torchrun or accelerate "
-            "launch, and make the Accelerator before the mesh"
-        )
+    _check_ranks(accelerator, mesh)
     if accelerator.device.type != mesh.device.type:
         raise ValueError(
             f"Accelerator.prepare: accelerate puts batches on {accelerator.device}, but the model "
@@ -131,6 +126,15 @@ def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) ->
         raise RuntimeError(
             f"Accelerator.prepare: training at dp={mesh.dp_size} needs px.data_parallel(model, "
             "mesh) before; for evaluation alone call prepare_model(model, evaluation_mode=True)"
+        )
+
+
+def _check_ranks(accelerator: Accelerator, mesh: Mesh) -> None:
+    if accelerator.num_processes != mesh.world_size:
+        raise ValueError(
+            f"Accelerator.prepare: accelerate sees {accelerator.num_processes} processes, but the "
+            f"mesh has {mesh.world_size} ranks; start the job with torchrun, and on CPUs make an "
+            "Accelerator(cpu=True)"
         )
 
 
@@ -157,7 +161,7 @@ def _find_mesh(accelerator: Accelerator) -> None:
     Raises:
         ValueError: there are several, of other sizes.
     """
-    own = accelerator in _meshes or accelerator._models or accelerator.num_processes == 1
+    own = accelerator in _meshes or accelerator._models
     if own or accelerator.torch_device_mesh is not None or _trainer_above() is not None:
         return
     meshes = {state_of(model).mesh for model in parallel_models()}
@@ -167,6 +171,7 @@ def _find_mesh(accelerator: Accelerator) -> None:
             "that is to get these batches before the data loader"
         )
     for mesh in meshes:
+        _check_ranks(accelerator, mesh)
         _meshes[accelerator] = mesh
 
 

@@ -33,8 +33,12 @@ def processes(trial: Trial) -> Iterator[None]:
         try:
             yield
         finally:
-            for state in (AcceleratorState, GradientState, PartialState):
-                state._shared_state.clear()
+            forget_processes()
+
+
+def forget_processes() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
 
 
 @contextmanager
@@ -140,6 +144,22 @@ def prepare_sharded_again(trial: Trial) -> None:
         close(accelerator.prepare_model(trial.model) is trial.model, True)
         accelerator.state.distributed_type = accelerate.DistributedType.FSDP
         accelerator.prepare(trial.model)
+
+
+@refused(f"{A}.prepare (accelerate sees one process)", instead="start the job with torchrun")
+def prepare_unseen(trial: Trial) -> None:
+    close(trial.model.training, True)
+    accelerator = Accelerator(cpu=True)
+    try:
+        accelerator.prepare(DataLoader(torch.arange(8)))
+    except ValueError as error:
+        close("but the mesh has 2 ranks" in str(error), True)
+    else:
+        raise AssertionError("a data loader was not refused")
+    try:
+        accelerator.prepare(trial.model)
+    finally:
+        forget_processes()
 
 
 class Stream(IterableDataset):
