@@ -45,6 +45,7 @@ class Mesh:
     """
 
     live: weakref.WeakSet[Mesh] = weakref.WeakSet()
+    last: Mesh | None = None  # what init_mesh has made last, unless it was closed
 
     def __init__(self, tp: int, ep: int, dp: int, timeout: float, device: torch.device) -> None:
         self.control = ControlPlane(timeout, "init_mesh")
@@ -98,6 +99,7 @@ class Mesh:
         Example:
             >>> init_mesh().close()
         """
+        self._forget()
         try:
             self.background.finish()
         finally:
@@ -106,8 +108,14 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy this rank's groups after its asynchronous save, whatever other ranks do."""
+        self._forget()
         self.background.destroy()
         self.control.destroy()
+
+    def _forget(self) -> None:
+        """Let functions that are given no mesh take this one no more."""
+        if Mesh.last is self:
+            Mesh.last = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # copies of a model live on the same ranks
@@ -201,6 +209,21 @@ def check_mesh(op_name: str, mesh: Any) -> None:
         )
 
 
+def given_or_last(op_name: str, mesh: Mesh | None) -> Mesh:
+    """Return the mesh that a function was given, or the one that this process made last.
+
+    Args:
+        op_name: which function was given it, for the error.
+        mesh: what it was given; None for the last.
+
+    Raises:
+        TypeError: it is no mesh, or none was made, or the last was closed.
+    """
+    mesh = Mesh.last if mesh is None else mesh
+    check_mesh(op_name, mesh)
+    return mesh
+
+
 _DRAIN_S = 0.05
 _made_here: list[dist.ProcessGroup] = []  # the group of the job, if init_mesh has made it
 
@@ -288,4 +311,5 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
         raise ValueError(f"init_mesh: ep={ep} does not divide the world of {world_size} ranks")
     nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    return Mesh(tp, ep, world_size // tp, timeout, device)
+    Mesh.last = Mesh(tp, ep, world_size // tp, timeout, device)
+    return Mesh.last

@@ -40,7 +40,7 @@ def causal_lm_loss(
     Args:
         logits: [..., S, stop - start], this tp rank's columns of the vocabulary; with ``head`` the
             hidden states [..., S, H], replicated over tp, of which it makes them.
-        labels: [..., S], int64, replicated over tp, not shifted.
+        labels: [..., S], int64 or int32, replicated over tp, not shifted.
         vocab_size: V.
         vocab_range: this rank's ids, ``(start, stop)``.
         mesh: the ranks.
@@ -65,6 +65,8 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
+    if targets.dtype == torch.int32:
+        targets = targets.long()
     how = ops.LossOptions(ignore_index=ignore_index, reduction="sum", **options)
     inputs, asked = logits.flatten(0, -2), (targets, vocab_size, vocab_range, how)
     if head is None:

@@ -38,7 +38,7 @@ _REFUSED = {
 
 
 def configurations(
-    directory: HFDirectory, vocab_size: int | None
+    directory: HFDirectory, vocab_size: int | None, wants_own_code: bool = False
 ) -> tuple[transformers.PreTrainedConfig, transformers.GenerationConfig | None]:
     """Make model and generation configuration from what was read when a directory was opened.
 
@@ -47,6 +47,7 @@ def configurations(
     Args:
         directory: of a model that has a table.
         vocab_size: the true size of the vocabulary; None for that of the file.
+        wants_own_code: whether a model with code beside its files is to be made by it.
 
     Raises:
         CheckpointError: a value with which no model can be built, or none in reasonable time and
@@ -62,6 +63,11 @@ def configurations(
         custom = "; custom code that comes with files is not run" * ("auto_map" in content)
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}, but served are {served}{custom}"
+        )
+    if wants_own_code and own is None and "auto_map" in content:
+        raise CheckpointError(
+            f"{path}: trust_remote_code=True asks for the code of auto_map, but code that comes "
+            f"with files is never run; pass False for the {model_type} of transformers"
         )
     try:
         kind = transformers.CONFIG_MAPPING[model_type]

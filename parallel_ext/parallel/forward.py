@@ -19,6 +19,7 @@ from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss
 from parallel_ext.nn.moe import Kept
 from parallel_ext.nn.replicas import Piece
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
 
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
@@ -125,7 +126,11 @@ def _with_loss(
     fields["loss"] = loss
     if _wants_logits(model, state):
         fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
-    return type(output)(**fields)
+        return type(output)(**fields)
+    trained = type(output)(**fields)
+    if not torch.compiler.is_compiling():
+        object.__setattr__(trained, "logits", NoLogits())  # beside the items
+    return trained
 
 
 def _compare_inputs(

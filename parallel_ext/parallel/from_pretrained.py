@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.distributed.mesh import Mesh, check_mesh
+from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.parallel.configuration import build_on_meta, configurations
@@ -34,6 +34,8 @@ def from_pretrained(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
+    force_download: bool = False,
+    trust_remote_code: bool | None = None,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Build a parallel model of which each rank reads only its own slices from disk.
@@ -43,7 +45,7 @@ def from_pretrained(
 
     Args:
         source: a HuggingFace directory with safetensors files, or a hub id.
-        mesh: from :func:`init_mesh`; it must be given.
+        mesh: from :func:`init_mesh`; the one made last when None.
         dtype: of the parameters, also by name, such as ``"bfloat16"``; when None or ``"auto"`` that
             of the configuration, else that of the first tensor, as in HuggingFace. Buffers keep
             HuggingFace's.
@@ -55,8 +57,10 @@ def from_pretrained(
         vocab_size: the true size of a vocabulary that another system has padded in the files. Rows
             behind it are left out if all are zero, and ``config.vocab_size`` becomes this.
         subfolder: where in the source the model is.
-        revision, token, cache_dir, local_files_only: of the hub, as in HuggingFace; a directory
-            needs none of them.
+        revision, token, cache_dir, local_files_only, force_download: of the hub, as in
+            HuggingFace; a directory needs none of them.
+        trust_remote_code: permission to run code beside the files, which is never done: True is
+            refused where they ask for other code than transformers' or this package's.
         options: of :func:`parallelize`.
 
     Returns:
@@ -73,7 +77,7 @@ def from_pretrained(
     Example:
         >>> model = from_pretrained("path/to/llama", init_mesh(tp=2))  # doctest: +SKIP
     """
-    check_mesh("from_pretrained", mesh)
+    mesh = given_or_last("from_pretrained", mesh)
     mesh.control.barrier("from_pretrained")
     op_name = f"from_pretrained({str(source)!r})"
 
@@ -94,6 +98,7 @@ def from_pretrained(
         "token": token,
         "cache_dir": cache_dir,
         "local_files_only": local_files_only,
+        "force_download": force_download,
     }
     local = mesh.control.run_on_all(  # the hub may be slow
         op_name, lambda: local_directory(source, subfolder, **hub), patient=True
@@ -101,7 +106,7 @@ def from_pretrained(
     device = mesh.device if device is None else torch.device(device)
     with mesh.control.run_on_all(op_name, lambda: HFDirectory(local)) as directory:
         config, generation_config = mesh.control.run_on_all(
-            op_name, lambda: configurations(directory, vocab_size)
+            op_name, lambda: configurations(directory, vocab_size, bool(trust_remote_code))
         )
         model = mesh.control.run_on_all(
             op_name, lambda: build_on_meta(directory, config, attn_implementation)

@@ -119,7 +119,8 @@ def save_pretrained(
     if refused:
         raise TypeError(
             f"save_pretrained of a parallel model does not take {', '.join(refused)}; it gathers "
-            "the tensors itself and writes safetensors files"
+            "the tensors itself and writes safetensors files, which huggingface_hub.upload_folder "
+            "uploads"
         )
     state: ParallelState = getattr(model, STATE_NAME)
     check_replicas(model)
@@ -157,6 +158,15 @@ def num_parameters(
         for name, parameter, layout in named_shards(model)
         if name != left_out and (parameter.requires_grad or not only_trainable)
     )
+
+
+def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
+    """Count the bytes of this rank's shards, and not those of the full model.
+
+    Args:
+        return_buffers: count buffers as well.
+    """
+    return type(model).get_memory_footprint(model, return_buffers)
 
 
 class AskedByDDP:

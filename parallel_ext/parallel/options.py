@@ -17,18 +17,29 @@ from parallel_ext.distributed.errors import CheckpointError
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _QUANTIZED = "quantized models are not served; save the model dequantized"
 _MESH = "the mesh says which ranks share the model, as in px.init_mesh(tp=2)"
-# Options of HuggingFace's from_pretrained; None and False say there what is done here.
+_SHARDS = "each rank holds its shards; use more ranks"
+_SAFETENSORS = "weights are read from model.safetensors and its like; convert the model first"
+# Options of HuggingFace's from_pretrained that are about how files are read, not what they become.
+_WITHOUT_EFFECT = {"low_cpu_mem_usage", "weights_only", "disable_mmap", "resume_download", "mirror"}
+# Those that are refused; None and False say there what is done here.
 _WHY_NOT = {
-    "trust_remote_code": "code that comes with files is never run",
     "device_map": "the mesh places the parameters; pass device= for another device",
-    "max_memory": "each rank holds its shards; use more ranks",
-    "offload_folder": "each rank holds its shards; use more ranks",
+    "max_memory": _SHARDS,
+    **dict.fromkeys(("offload_folder", "offload_buffers", "offload_state_dict"), _SHARDS),
     "config": "the configuration is the one beside the weights; change it there",
     "state_dict": "the weights are those of the files; or load the model and px.parallelize it",
     "quantization_config": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
     "load_in_4bit": _QUANTIZED,
-    "gguf_file": "weights are read from safetensors; convert the model first",
+    "gguf_file": _SAFETENSORS,
+    **dict.fromkeys(("use_safetensors", "from_tf", "from_flax", "variant"), _SAFETENSORS),
+    "generation_config": "it is the one beside the weights; set model.generation_config",
+    "adapter_kwargs": "peft.PeftModel.from_pretrained adds an adapter to the model",
+    "key_mapping": "names are those that transformers saves",
+    "use_kernels": "the ops are those of this package",
+    "experts_implementation": "experts are computed by this package",
+    "use_auth_token": "it is token now",
+    "proxies": "set HTTPS_PROXY in the environment",
     "ignore_mismatched_sizes": "shapes must be those of the configuration",
     "output_loading_info": "a name that is missing or too many is an error, so there is no list",
     **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), _MESH),
@@ -50,7 +61,8 @@ def check_options(
     """
     names = _options_of(handed_on)
     for name, value in options.items():
-        if name in names or (name in _WHY_NOT and (value is None or value is False)):
+        unset = name in _WHY_NOT and (value is None or value is (name == "use_safetensors"))
+        if name in names or name in _WITHOUT_EFFECT or unset:
             continue
         if name in _WHY_NOT:
             raise TypeError(f"{own.__name__} does not take {name}: {_WHY_NOT[name]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import transformers
 from torch import nn
 
-from parallel_ext.distributed.mesh import Mesh, check_mesh
+from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward, watch_forward
@@ -32,7 +33,7 @@ from parallel_ext.parallel.validate import (
 
 def parallelize(
     model: transformers.PreTrainedModel,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     vocab_multiple_of: int = 1,
     training_logits: bool = False,
@@ -51,7 +52,7 @@ def parallelize(
         model: a model whose ``config.model_type`` has a table (``llama``, ``mixtral``,
             ``qwen3_moe``, ``cogagent``), with equal weights on all ranks. Its modules are replaced,
             so optimizers are built afterwards.
-        mesh: from :func:`parallel_ext.init_mesh`.
+        mesh: from :func:`parallel_ext.init_mesh`; the one made last when None.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None
             otherwise.
@@ -76,7 +77,7 @@ def parallelize(
     Example:
         >>> model = parallelize(model, init_mesh(tp=2))  # doctest: +SKIP
     """
-    check_mesh("parallelize", mesh)
+    mesh = given_or_last("parallelize", mesh)
     mesh.control.barrier("parallelize")
     run_extensions()
 
@@ -110,6 +111,8 @@ def _in_place_of(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(model, *args, **kwargs)
 
+    own, of_class = inspect.getdoc(function), inspect.getdoc(getattr(cls, function.__name__))
+    method.__doc__ = f"{own}\n\nIn one process:\n\n{of_class}"
     return method
 
 
@@ -121,6 +124,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     mesh = plan.mesh
     for function in (
         *(forward, methods.generate, methods.save_pretrained, methods.num_parameters),
+        methods.get_memory_footprint,
         resize_token_embeddings,
     ):
         name = function.__name__

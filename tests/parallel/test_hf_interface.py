@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,8 +41,8 @@ def _outputs(training: bool, training_logits: bool, labels: bool) -> dict[str, A
     expected, got = reference(**one), model(**one)
     as_tuple = model(**one, return_dict=False)
     return {
-        "logits": None if got.logits is None else difference(got.logits, expected.logits),
-        "shape": None if got.logits is None else tuple(got.logits.shape),
+        "logits": None if "logits" not in got else difference(got.logits, expected.logits),
+        "shape": None if "logits" not in got else tuple(got.logits.shape),
         "loss": None if not labels else difference(got.loss, expected.loss),
         "tuple length": len(as_tuple),
         "first of tuple": difference(as_tuple[0], expected[0]),
@@ -61,6 +63,32 @@ def test_logits_are_those_of_one_process_but_none_when_training_with_labels(
         else:
             assert result["logits"] <= 1e-10
             assert result["shape"] == (2, 9, TINY.vocab_size)
+
+
+def _touched() -> list[str]:
+    output = parallel(TINY.model(), mesh_of())(**batch(TINY.vocab_size))
+    again = pickle.loads(pickle.dumps(output.logits))
+    said = [repr(again)]
+    assert not output.logits
+    assert output.logits == again
+    for touch in (
+        lambda: output.logits.argmax(-1),
+        lambda: output.logits[:, -1],
+        lambda: torch.argmax(output.logits, -1),
+        lambda: output.logits * 2,
+        lambda: numpy.asarray(output.logits),
+        lambda: list(output.logits),
+    ):
+        with pytest.raises((AttributeError, TypeError)) as raised:
+            touch()
+        said.append(str(raised.value))
+    return said
+
+
+def test_logits_that_training_does_not_make_say_so_when_touched() -> None:
+    for said in pool(2).run(_touched):
+        for text in said:
+            assert "pass training_logits=True to px.parallelize" in text
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -111,9 +111,12 @@ def test_an_id_outside_the_vocabulary_is_named_on_all_ranks(change: str, words: 
     _everywhere(pool(2).run_raising(_forward_with, change), "tp rank 1", *words, kind="IndexError")
 
 
-def _forward_of_ids_as(dtype: torch.dtype) -> torch.Tensor:
+def _forward_of_ids_as(dtype: torch.dtype, labels: bool = False) -> torch.Tensor:
     model = parallel(TINY.model().eval(), mesh_of())
-    return model(batch(TINY.vocab_size)["input_ids"].to(dtype)).logits.detach()
+    ids = batch(TINY.vocab_size)["input_ids"].to(dtype)
+    if labels:
+        return model.train()(ids, labels=ids).loss.detach()
+    return model(ids).logits.detach()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.uint8])
@@ -123,8 +126,11 @@ def test_ids_of_a_dtype_that_an_embedding_does_not_take_are_refused(dtype: torch
         assert "vocab_embedding: ids must be int64" in raised.text
 
 
-def test_ids_may_be_int32() -> None:
-    wide, narrow = (pool(2).run(_forward_of_ids_as, dtype) for dtype in (torch.int64, torch.int32))
+@pytest.mark.parametrize("labels", [False, True], ids=["ids", "labels"])
+def test_ids_may_be_int32(labels: bool) -> None:
+    wide, narrow = (
+        pool(2).run(_forward_of_ids_as, dtype, labels) for dtype in (torch.int64, torch.int32)
+    )
     assert torch.equal(wide[0], narrow[0])
 
 
@@ -366,7 +372,7 @@ def _trained_by_trainer(folder: str) -> None:
 
 
 def test_trainer_is_refused_with_a_sentence(tmp_path: Any) -> None:
-    words = ("Accelerator.prepare_model is not supported", "also refuses transformers.Trainer")
+    words = ("transformers's Trainer is not supported", "write the loop with an accelerate.Accel")
     ranks = Ranks(2)  # its own, since accelerate keeps what it found for the whole process
     try:
         _everywhere(ranks.run_raising(_trained_by_trainer, str(tmp_path)), *words)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from reference import Tiny, mesh_of
 
 import parallel_ext as px
 from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.parallel.state import state_of
 
 TINY = Tiny(dtype=torch.bfloat16, layers=1)
 
@@ -57,7 +60,9 @@ REFUSED = {
         TypeError,
         "from_pretrained has no option revison; .*revision",
     ),
-    "code": ({"trust_remote_code": True}, TypeError, "does not take trust_remote_code: code that"),
+    "pickles": ({"use_safetensors": False}, TypeError, "use_safetensors: weights are read from"),
+    "variant": ({"variant": "fp16"}, TypeError, "variant: weights are read from model.safetensors"),
+    "older token": ({"use_auth_token": "x"}, TypeError, "use_auth_token: it is token now"),
     "devices": ({"device_map": "auto"}, TypeError, "does not take device_map: the mesh places"),
     "configuration": ({"config": {}}, TypeError, "does not take config: the configuration is"),
     "quantized": ({"load_in_8bit": True}, TypeError, "quantized models are not served"),
@@ -88,7 +93,9 @@ def test_what_one_rank_is_refused_all_are(folder: Path) -> None:
 
 def test_huggingfaces_words_for_nothing_change_nothing(folder: Path) -> None:
     nothing = {"device_map": None, "trust_remote_code": False, "quantization_config": None}
+    nothing |= {"use_safetensors": True, "low_cpu_mem_usage": True, "variant": None}
     of_the_hub = {"revision": "main", "token": None, "local_files_only": True, "subfolder": ""}
+    of_the_hub |= {"force_download": True, "resume_download": False}
     model = px.from_pretrained(folder, px.init_mesh(), **nothing, **of_the_hub)
     for name, parameter in TINY.model().named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
@@ -134,7 +141,26 @@ def test_what_names_no_place_is_refused(source: Any) -> None:
         px.from_pretrained(source, px.init_mesh())
 
 
+def test_code_of_the_files_is_refused_where_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    assert px.from_pretrained(folder, px.init_mesh(), trust_remote_code=True)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling.Other"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert px.from_pretrained(tmp_path, px.init_mesh())
+    with pytest.raises(px.CheckpointError, match="asks for the code of auto_map, .* never run"):
+        px.from_pretrained(tmp_path, px.init_mesh(), trust_remote_code=True)
+
+
+def test_without_a_mesh_the_one_made_last_serves(folder: Path) -> None:
+    px.init_mesh()
+    mesh = px.init_mesh()
+    assert state_of(px.from_pretrained(folder)).mesh is mesh
+    assert state_of(px.parallelize(TINY.model())).mesh is mesh
+
+
 def test_without_a_mesh_the_sentence_says_how_to_make_one(folder: Path) -> None:
+    px.init_mesh().close()  # nor does one that is closed
     for given in ((), (None,), (2,)):
         with pytest.raises(
             TypeError, match=r"from_pretrained needs the mesh .* px.init_mesh\(tp=2\)"
