@@ -146,8 +146,8 @@ def check_unsharded(model: nn.Module) -> None:
         raise ValueError("parallelize: this model is parallel already")
     if getattr(model, "_device_mesh", None) is not None:
         raise ValueError(
-            "parallelize: this model was already sharded by transformers' own plan (its "
-            "distributed_config); load it without one"
+            "parallelize: this model was already sharded by transformers' own plan (tp_plan or "
+            "distributed_config); load it without one, or by px.from_pretrained"
         )
 
 
@@ -167,8 +167,9 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             )
     if "forward" in model.__dict__:
         raise ValueError(
-            "parallelize: forward was replaced on this instance (accelerate's prepare does so); "
-            "parallelize the model before it is prepared"
+            "parallelize: forward was replaced on this instance, as accelerate's prepare and "
+            "Liger's fused loss do; parallelize the model before it is prepared, and pass Liger "
+            "fused_linear_cross_entropy=False"
         )
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if dropout and mesh.tp_size > 1 and not allow_different_dropout:

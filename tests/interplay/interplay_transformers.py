@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import MethodType
+from unittest import mock
+
 import torch
 import transformers
 from interplay import EVERYWHERE, TP, Spread, Trial, close, each_refused, exact, refused
 from interplay_accelerate import processes
+from reference import parallel
 from torch import nn
 
 import parallel_ext as px
@@ -63,6 +68,74 @@ def patched_class(trial: Trial) -> None:
     finally:
         cls.forward = plain
     close(ours, trial.reference(**trial.own).loss)
+
+
+class Norm(nn.Module):
+    """As Liger's: a class of its own with the weight and the epsilon."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+
+class SwiGLU(nn.Module):
+    """As Liger's: one op of gate and up."""
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(*sizes, bias=False) for sizes in [(hidden, inner)] * 2 + [(inner, hidden)]
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def _bind_kernels(model: nn.Module) -> None:
+    """What Liger does to an instance."""
+    for module in model.modules():
+        for end, kind in (("RMSNorm", Norm), ("MLP", SwiGLU)):
+            if type(module).__name__.endswith(end):
+                module.__dict__["forward"] = MethodType(kind.forward, module)
+
+
+@exact(
+    f"{M}.forward (Liger's RMSNorm, SwiGLU and RoPE)",
+    how="applied to the class or the instance, before px.parallelize or after",
+    spreads=(Spread(2), Spread(2, 2, 3)),
+)
+def kernels(trial: Trial) -> None:
+    llama = transformers.models.llama.modeling_llama
+    rope = mock.Mock(side_effect=llama.apply_rotary_pos_emb)
+    replaced = {"LlamaRMSNorm": Norm, "LlamaMLP": SwiGLU, "apply_rotary_pos_emb": rope}
+    trial.reference(**trial.whole).loss.backward()
+    for when in ("before", "after", "class"):
+        with mock.patch.multiple(llama, **replaced) if when == "class" else nullcontext():
+            model = trial.tiny.model()
+            if when == "before":
+                _bind_kernels(model)
+            trial.model = model = parallel(model, trial.mesh)
+            if when == "after":
+                _bind_kernels(model)
+            if trial.spread.zero:
+                px.data_parallel(model, trial.mesh, trial.spread.zero)
+            model(**trial.own).loss.backward()
+        trial.equal(gradients=True)
+    close(rope.called, True)
+
+
+@refused(
+    f"{M}.forward (Liger's fused loss on an instance)", instead="fused_linear_cross_entropy=False"
+)
+def kernels_with_loss(trial: Trial) -> None:
+    model = transformers.LlamaForCausalLM(trial.tiny.config())
+    model.forward = MethodType(type(model).forward, model)
+    close(trial.model.training, True)
+    px.parallelize(model, trial.mesh)
 
 
 @exact(f"{M}.generate", how="the same tokens on all tp ranks")
