@@ -83,6 +83,15 @@ def test_a_room_imports_only_those_below_it(room: str) -> None:
     assert set(_others(room)) - {"_C", "version"} <= set(BELOW[room])
 
 
+def test_of_training_only_what_resumes_a_job_imports_checkpoint() -> None:
+    found = {
+        path.stem
+        for path in _rooms()["training"]
+        if any(name.startswith("parallel_ext.checkpoint") for name in _imported(path))
+    }
+    assert found <= {"accelerate", "trainer"}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
     for path in PACKAGE.rglob("*.py"):

@@ -204,8 +204,9 @@ def _draw_equally(accelerator: Accelerator, data_loader: DataLoader, mesh: Mesh)
     if not isinstance(sampler, RandomSampler) or accelerator.use_seedable_sampler:
         return
     if sampler.generator is None:
-        seed = mesh.control.all_gather_object(int(torch.empty((), dtype=torch.int64).random_()))[0]
-        sampler.generator = torch.Generator().manual_seed(seed)
+        own = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+        seed = mesh.control.all_gather_object(own)[0]
+        sampler.generator = torch.Generator("cpu").manual_seed(seed)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ _WHY = (
 
 
 class NoLogits:
-    """The ``logits`` of a training forward with labels: none, and whoever uses them is told why.
+    """The ``logits`` of a training forward with labels: none, and an error for whoever uses them.
 
     It is false, and equal to None. It stands beside the items of the output, which have no logits,
     so that what goes through these (accelerate, PEFT, ``to_tuple``) does not meet it.

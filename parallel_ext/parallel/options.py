@@ -21,7 +21,7 @@ _SHARDS = "each rank holds its shards; use more ranks"
 _SAFETENSORS = "weights are read from model.safetensors and its like; convert the model first"
 # Options of HuggingFace's from_pretrained that are about how files are read, not what they become.
 _WITHOUT_EFFECT = {"low_cpu_mem_usage", "weights_only", "disable_mmap", "resume_download", "mirror"}
-# Those that are refused; None and False say there what is done here.
+# Options that are refused, but for None and False, which ask for what is done here.
 _WHY_NOT = {
     "device_map": "the mesh places the parameters; pass device= for another device",
     "max_memory": _SHARDS,
