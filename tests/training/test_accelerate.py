@@ -26,7 +26,7 @@ TINY = Tiny(layers=1)
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a job; None for the plain model in one process."""
+    """The ranks of a job, and whether its model is the plain one."""
 
     tp: int = 1
     dp: int = 1
