@@ -396,5 +396,5 @@ def test_a_mean_of_gradients_counts_what_was_averaged_before_once() -> None:
 def test_one_dp_rank_needs_no_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
     mesh = px.init_mesh()
-    model = px.parallelize(Tiny().model(), mesh)
+    model = parallel(Tiny().model(), mesh)
     assert px.data_parallel(model, mesh) is model
