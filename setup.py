@@ -51,7 +51,25 @@ def csrc(ending: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/**/*{ending}"))
 
 
+def choose_gpus() -> None:
+    """Name the GPUs to compile for where torch would ask the one of this machine and finds none."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST") or torch.cuda.device_count() > 0:
+        return
+    known = getattr(torch._C, "_cuda_getArchFlags", lambda: "")() or ""
+    names = {"8.0": "sm_80", "9.0": "sm_90", "10.0": "sm_100"}
+    gpus = [number for number, name in names.items() if name in known.split()] or ["8.0", "9.0"]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(gpus) + "+PTX"
+    print(
+        "parallel_ext is built for GPUs of compute capability "
+        f"{os.environ['TORCH_CUDA_ARCH_LIST']}, since there is none here to ask; "
+        "TORCH_CUDA_ARCH_LIST chooses others",
+        file=sys.stderr,
+    )
+
+
 CUDA = with_cuda()
+if CUDA:
+    choose_gpus()
 
 setuptools.setup(
     ext_modules=[
@@ -63,7 +81,7 @@ setuptools.setup(
             include_dirs=[str(ROOT / "csrc")],
             define_macros=[("PARALLEL_EXT_WITH_CUDA", None)] if CUDA else [],
             # No -std (torch picks it) and no -march (the hot loops are compiled for several). The
-            # GPUs are those of TORCH_CUDA_ARCH_LIST, or what torch picks. -g0 against the -g that
+            # GPUs are those of TORCH_CUDA_ARCH_LIST, or what torch finds. -g0 against the -g that
             # most builds of Python ask for: it takes half of the time and most of the library.
             extra_compile_args={
                 "cxx": [

@@ -35,9 +35,15 @@ inline bool use_cuda_kernel(const at::Tensor& tensor) {
   return kWithCudaKernels && tensor.is_cuda();
 }
 
-// Whether ATen calls serve the tensor, for an op that has kernels for CPU and CUDA.
-inline bool use_aten_path(const at::Tensor& tensor) {
-  return tensor.is_cpu() ? aten_path_on_cpu() : !use_cuda_kernel(tensor);
+// Whether the loops for the CPU serve the tensor. What neither these nor CUDA kernels serve, as
+// everything but the CPU for an op without CUDA kernels, takes the path of ATen calls.
+inline bool use_cpu_loops(const at::Tensor& tensor) {
+  return tensor.is_cpu() && !aten_path_on_cpu();
+}
+
+// Whether one of them does, for an op that has both.
+inline bool use_own_kernel(const at::Tensor& tensor) {
+  return use_cpu_loops(tensor) || use_cuda_kernel(tensor);
 }
 
 }  // namespace parallel_ext

@@ -162,7 +162,7 @@ double Dropout::scale() const {
 void drop(const Dropout& dropout, int64_t first_row, const at::Tensor& input,
           const at::Tensor& output) {
   const MaskPart part = part_of(dropout, first_row, input);
-  if (use_aten_path(input)) {
+  if (!use_own_kernel(input)) {
     output.copy_(input.masked_fill(mask(part, input).logical_not(), 0));
     return;
   }
@@ -183,7 +183,7 @@ void drop_and_add(const Dropout& dropout, int64_t first_row, const at::Tensor& i
                   const at::Tensor& output, const at::Tensor& addend, double factor,
                   const at::Tensor& target) {
   const MaskPart part = part_of(dropout, first_row, input);
-  if (use_aten_path(input)) {
+  if (!use_own_kernel(input)) {
     const at::Tensor dropped = mask(part, input).logical_not();
     output.copy_(input.masked_fill(dropped, 0));
     target.add_(addend.masked_fill(dropped, 0), factor);

@@ -319,26 +319,24 @@ at::Tensor Exchange::sums_of(const char* op, const at::Tensor& rows, const int64
   return sums;
 }
 
-bool on_cpu_loops(const at::Tensor& tensor) { return tensor.is_cpu() && !aten_path_on_cpu(); }
-
 }  // namespace
 
 AtExperts bring_to_experts(const char* op, const at::Tensor& input, const at::Tensor& weights,
                            const Route& route, const ExchangeLayout& layout) {
-  if (!on_cpu_loops(input)) return bring_to_experts_aten(op, input, weights, route, layout);
+  if (!use_cpu_loops(input)) return bring_to_experts_aten(op, input, weights, route, layout);
   return Exchange(layout).to_experts(op, input, weights, route);
 }
 
 at::Tensor bring_to_experts_again(const char* op, const at::Tensor& input, const at::Tensor& tokens,
                                   const at::Tensor& origins, const ExchangeLayout& layout) {
-  if (!on_cpu_loops(input)) return bring_to_experts_again_aten(op, input, tokens, origins, layout);
+  if (!use_cpu_loops(input)) return bring_to_experts_again_aten(op, input, tokens, origins, layout);
   return Exchange(layout).to_experts_again(op, input, tokens, origins);
 }
 
 AtTokens bring_back(const char* op, const at::Tensor& rows,
                     const std::optional<at::Tensor>& weights, const at::Tensor& origins,
                     const at::Tensor& rows_of_choices, const ExchangeLayout& layout) {
-  if (!on_cpu_loops(rows)) {
+  if (!use_cpu_loops(rows)) {
     return bring_back_aten(op, rows, weights, origins, rows_of_choices, layout);
   }
   return Exchange(layout).back(op, rows, weights, origins, rows_of_choices);

@@ -146,7 +146,7 @@ Tensors<2> moe_gated_silu_backward_aten(const at::Tensor& grad_output, const at:
 
 at::Tensor moe_gated_silu_kernel(const at::Tensor& gate_up, const at::Tensor& weights) {
   check_gated_silu("moe_gated_silu", gate_up, weights);
-  return (use_aten_path(gate_up) ? moe_gated_silu_aten : moe_gated_silu_own)(gate_up, weights);
+  return (use_own_kernel(gate_up) ? moe_gated_silu_own : moe_gated_silu_aten)(gate_up, weights);
 }
 
 Tensors<2> moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const at::Tensor& gate_up,
@@ -155,7 +155,7 @@ Tensors<2> moe_gated_silu_backward_kernel(const at::Tensor& grad_output, const a
   check_gated_silu(op, gate_up, weights);
   check_same_dtype(op, "grad_output", grad_output, "gate_up", gate_up);
   check_shape(op, "grad_output", grad_output, {gate_up.size(0), gate_up.size(1) / 2});
-  return (use_aten_path(gate_up) ? moe_gated_silu_backward_aten : moe_gated_silu_backward_own)(
+  return (use_own_kernel(gate_up) ? moe_gated_silu_backward_own : moe_gated_silu_backward_aten)(
       grad_output, gate_up, weights);
 }
 

@@ -178,7 +178,7 @@ Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_pe
 
 Tensors<5> moe_route_plan_cpu_or_aten(const at::Tensor& ids, at::IntArrayRef experts_per_rank,
                                       int64_t row_bytes, int64_t rank) {
-  return (aten_path_on_cpu() ? moe_route_plan_aten : moe_route_plan_cpu)(ids, experts_per_rank,
+  return (use_cpu_loops(ids) ? moe_route_plan_cpu : moe_route_plan_aten)(ids, experts_per_rank,
                                                                          row_bytes, rank);
 }
 

@@ -129,7 +129,7 @@ at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& 
   // The sum of V masses of at most 2^bits fits into an int64.
   const int bits = 61 - static_cast<int>(std::ceil(std::log2(static_cast<double>(vocab_size))));
   const double scale = std::ldexp(1.0, bits);
-  const auto mass_of = use_aten_path(shard.logits) ? vocab_shard_mass_aten : vocab_shard_mass_cpu;
+  const auto mass_of = use_cpu_loops(shard.logits) ? vocab_shard_mass_cpu : vocab_shard_mass_aten;
   at::Tensor order = at::zeros_like(max, at::kLong), needed;
   for (int64_t shift = kLogitBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
     const at::Tensor mass =
@@ -199,7 +199,7 @@ at::Tensor vocab_sample_kernel(const at::Tensor& logits_in, int64_t vocab_size, 
   const SampleShard shard{logits, vocab_start, filters.temperature};
   const at::Tensor floor = floor_of(shard, vocab_size, filters, group);
   const at::Tensor candidates =
-      (use_aten_path(logits) ? vocab_shard_draw_aten : vocab_shard_draw_cpu)(shard, floor, seed,
+      (use_cpu_loops(logits) ? vocab_shard_draw_cpu : vocab_shard_draw_aten)(shard, floor, seed,
                                                                              step);
   const auto [score, id] = best_of(all_gather(kSample, candidates, group));
   return id.masked_fill(score.isfinite().logical_not(), -1);

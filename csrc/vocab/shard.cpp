@@ -56,8 +56,8 @@ void gradient_on_cuda(const VocabShard& shard, const at::Tensor& normalizer,
 
 at::Tensor vocab_shard_stats(const VocabShard& shard, const StatsRows& rows) {
   if (use_cuda_kernel(shard.logits)) return stats_on_cuda(shard, rows);
-  if (use_aten_path(shard.logits)) return vocab_shard_stats_aten(shard, rows);
-  return vocab_shard_stats_cpu(shard, rows);
+  if (use_cpu_loops(shard.logits)) return vocab_shard_stats_cpu(shard, rows);
+  return vocab_shard_stats_aten(shard, rows);
 }
 
 void vocab_shard_gradient(const VocabShard& shard, const at::Tensor& normalizer_in,
@@ -65,10 +65,10 @@ void vocab_shard_gradient(const VocabShard& shard, const at::Tensor& normalizer_
   const at::Tensor normalizer = normalizer_in.contiguous(), factors = factors_in.contiguous();
   if (use_cuda_kernel(shard.logits)) {
     gradient_on_cuda(shard, normalizer, factors, grad_logits);
-  } else if (use_aten_path(shard.logits)) {
-    vocab_shard_gradient_aten(shard, normalizer, factors, grad_logits);
-  } else {
+  } else if (use_cpu_loops(shard.logits)) {
     vocab_shard_gradient_cpu(shard, normalizer, factors, grad_logits);
+  } else {
+    vocab_shard_gradient_aten(shard, normalizer, factors, grad_logits);
   }
 }
 

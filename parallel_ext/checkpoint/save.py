@@ -201,6 +201,7 @@ class _Plan:
 
         The copies hold what the values are now, whatever training makes of them.
         """
+        devices = set()
         for file in self.files:
             for spec in file.tensors:
                 value = self.values[spec.name]
@@ -209,10 +210,12 @@ class _Plan:
                         value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda
                     )
                     self.values[spec.name] = copy.copy_(value, non_blocking=True)
+                    devices.add(value.device)
                 else:
                     self.values[spec.name] = torch.empty_like(value, device="meta")
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize(mesh.device)
+        for device in devices:  # of the tensors, which need not be the mesh's
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Mesh:
         self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
         if self.world_size == 1:
             return
-        asked = {"tp": tp, "ep": ep, "dp": dp, "timeout": timeout}
+        asked = {"tp": tp, "ep": ep, "dp": dp, "timeout": timeout, "device": device.type}
         require_equal(self.control, "init_mesh", asked)
         tp_rows, dp_columns = _grid(self.world_size, tp)
         ep_rows, edp_columns = _grid(self.world_size, ep)
@@ -261,7 +261,47 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
-def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 120.0) -> Mesh:
+def _device_of(asked: torch.device | str | None) -> torch.device:
+    """Return the device of this rank: the one asked for, else a GPU of its own if there is one.
+
+    Raises:
+        ValueError: it is neither a CPU nor a GPU.
+        RuntimeError: there is no such GPU, or the group of the job does not serve the device.
+    """
+    served: Sequence[str] = ("cpu", "cuda")
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    if dist.is_initialized():
+        served = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
+        local_rank = None  # who has made the group has chosen the GPU
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() and "cuda" in served else "cpu"
+    device = torch.device(asked)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"init_mesh: device must be a CPU or a CUDA device, got {asked!r}")
+    if device.type not in served:
+        raise RuntimeError(
+            f"init_mesh: device={str(device)!r}, but torch.distributed was initialised with "
+            f"{dist.get_backend_config()}, which serves {' and '.join(served)}"
+        )
+    if device.type == "cpu":
+        return device
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.index is None:
+        # A launcher may show each rank one GPU only.
+        chosen = torch.cuda.current_device if local_rank is None else lambda: int(local_rank) % gpus
+        device = torch.device("cuda", chosen() if gpus else 0)
+    if device.index >= gpus:
+        raise RuntimeError(f"init_mesh: device={str(asked)!r}, but torch sees {gpus} GPUs")
+    return device
+
+
+def init_mesh(
+    tp: int = 1,
+    ep: int = 1,
+    dp: int | None = None,
+    timeout: float = 120.0,
+    device: torch.device | str | None = None,
+) -> Mesh:
     """Lay the ranks of the job out as ``(dp, tp)`` and create their groups.
 
     Every rank must call it, with the same arguments. Under ``torchrun`` it initialises
@@ -276,12 +316,16 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
         timeout: seconds after which a function that only some ranks call, this one included,
             raises :class:`CollectiveTimeout` on those that did. Also of collectives on the groups
             made here.
+        device: of this rank's parameters. When None a GPU if torch sees one and the group of the
+            job, if it is there already, serves GPUs: the current one, or that of ``LOCAL_RANK``
+            (under SLURM ``SLURM_LOCALID``) where the group is made here; else the CPU.
 
     Returns:
         The mesh, on every rank with its own ``tp_rank``, ``dp_rank``, ``ep_rank``, ``edp_rank``.
 
     Raises:
-        ValueError: the sizes do not multiply to the world size.
+        ValueError: the sizes do not multiply to the world size, or ``device`` is no CPU or GPU.
+        RuntimeError: there is no such GPU, or the group of the job does not serve the device.
         CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
         DisagreementError: the ranks ask for different meshes.
 
@@ -294,11 +338,11 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
     tp, ep = _positive("tp", tp), _positive("ep", ep)
     if dp is not None:
         dp = _positive("dp", dp)
-    cuda = torch.cuda.is_available()
+    device = _device_of(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if not dist.is_initialized() and "RANK" in os.environ:
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        join_job("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout)
+        join_job("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         _made_here.append(dist.group.WORLD)
     world_size = world()[1]
     if world_size % tp or (dp is not None and dp * tp != world_size):
@@ -309,7 +353,5 @@ def init_mesh(tp: int = 1, ep: int = 1, dp: int | None = None, timeout: float = 
         )
     if world_size % ep:
         raise ValueError(f"init_mesh: ep={ep} does not divide the world of {world_size} ranks")
-    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     Mesh.last = Mesh(tp, ep, world_size // tp, timeout, device)
     return Mesh.last

@@ -179,9 +179,10 @@ class _DeviceContents:
             numbers.append(bad.sum())
         if piece is not None:
             numbers.append(content_number(piece.values))
-        self.numbers = torch.stack(numbers).to("cpu", non_blocking=True) if numbers else None
+        # Some may be on the host, as a mask that was left there.
+        self.numbers = [number.to("cpu", non_blocking=True) for number in numbers]
         self.arrived = None
-        if numbers and numbers[0].is_cuda:
+        if any(number.is_cuda for number in numbers):
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
@@ -190,11 +191,12 @@ class _DeviceContents:
         previous: _DeviceContents | None,
     ) -> tuple[dict[str, str], str | None, Piece | None, int]:
         """Return the previous call's contents, the error of its ids, its piece and its number."""
-        if previous is None or previous.numbers is None:
+        if previous is None:
             return {}, None, None, 0
         if previous.arrived is not None:
             previous.arrived.synchronize()
-        values, piece, error = previous.numbers.tolist(), previous.piece, None
+        values = [number.item() for number in previous.numbers]
+        piece, error = previous.piece, None
         number = 0 if piece is None else values.pop()
         contents = {
             f"{name} of the call before": f"{value:x}"

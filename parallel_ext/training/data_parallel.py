@@ -50,7 +50,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         TypeError: the model was not parallelized before.
         ValueError: another mesh, another stage, or a model that is data parallel already; on all
             ranks.
-        RuntimeError: torch is older than 2.13.
+        RuntimeError: with several dp ranks, torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
 
     Source: ``torch.distributed.fsdp.fully_shard``; the stages are those of ZeRO (arXiv 1910.02054).
@@ -61,7 +61,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     mesh.control.barrier("data_parallel")
 
     def prepare() -> tuple[nn.Module, ParallelState]:
-        _check_torch()
+        if mesh.dp_size > 1:
+            _check_torch()
         own, state = model_of(model), state_of(model)
         if state.mesh is not mesh:
             raise ValueError(f"data_parallel: this model was parallelized with {state.mesh!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -116,16 +117,20 @@ def total_norm(
         raise ValueError(f"{op_name}: norm_type must be a positive number or inf, got {norm_type}")
     infinite = norm_type == float("inf")
 
-    def power_of(tensor: torch.Tensor) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float64)
-        return norm if infinite else norm**norm_type
+    def powers_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # In fp64 without copies in fp64, which a GPU else makes of each tensor.
+        norms = torch._foreach_norm(tensors, norm_type, dtype=torch.float64)
+        return list(norms) if infinite else [norm**norm_type for norm in norms]
 
     def joined(powers: torch.Tensor) -> torch.Tensor:
         return powers.amax(0) if infinite else powers.sum(0)
 
     def of_all(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            of_dtype.setdefault(tensor.dtype, []).append(tensor)
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return joined(torch.stack([zero, *map(power_of, tensors)]))
+        return joined(torch.stack([zero, *chain.from_iterable(map(powers_of, of_dtype.values()))]))
 
     powers, everything = [], list(beside)
     for mesh, held in tensors.items():

@@ -13,6 +13,7 @@ from ranks import pool
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel_ext as px
+from parallel_ext.distributed.mesh import _device_of
 
 
 def _view(tp: int) -> dict[str, Any]:
@@ -73,3 +74,71 @@ def test_a_mesh_is_shared_by_copies_and_is_not_pickled() -> None:
     assert copy.deepcopy(mesh) is mesh
     with pytest.raises(TypeError, match=r"model\.save_pretrained, px\.save_checkpoint"):
         pickle.dumps(mesh)
+
+
+NCCL, GLOO, CPU_ONLY = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "group", "environment", "asked", "expected"),
+    [
+        (0, None, {"LOCAL_RANK": "1"}, None, "cpu"),
+        (1, None, {}, None, "cuda:0"),  # one process without torchrun
+        (8, None, {"LOCAL_RANK": "3"}, None, "cuda:3"),
+        (8, None, {"SLURM_LOCALID": "5"}, None, "cuda:5"),
+        (1, None, {"LOCAL_RANK": "3"}, None, "cuda:0"),  # each rank is shown one GPU
+        (8, NCCL, {"LOCAL_RANK": "3"}, None, "cuda:2"),  # the current one
+        (8, GLOO, {}, "cuda", "cuda:2"),
+        (8, CPU_ONLY, {}, None, "cpu"),
+        (8, None, {"LOCAL_RANK": "3"}, "cpu", "cpu"),
+        (8, None, {"LOCAL_RANK": "3"}, torch.device("cuda", 6), "cuda:6"),
+    ],
+)
+def test_the_device_is_the_one_asked_for_or_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    group: str | None,
+    environment: dict[str, str],
+    asked: Any,
+    expected: str,
+) -> None:
+    _machine(monkeypatch, gpus, group, environment)
+    assert str(_device_of(asked)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "group", "asked", "error", "words"),
+    [
+        (0, None, "cuda", RuntimeError, "device='cuda', but torch sees 0 GPUs"),
+        (2, None, "cuda:2", RuntimeError, "device='cuda:2', but torch sees 2 GPUs"),
+        (2, CPU_ONLY, "cuda", RuntimeError, "with cpu:gloo, which serves cpu"),
+        (2, "cuda:nccl", "cpu", RuntimeError, "with cuda:nccl, which serves cuda"),
+        (2, None, "meta", ValueError, "must be a CPU or a CUDA device, got 'meta'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    group: str | None,
+    asked: str,
+    error: type[Exception],
+    words: str,
+) -> None:
+    _machine(monkeypatch, gpus, group, {})
+    with pytest.raises(error, match=words):
+        px.init_mesh(device=asked)
+
+
+def _machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, group: str | None, environment: dict[str, str]
+) -> None:
+    """Let torch say that there are GPUs, the third current, and a group of the job."""
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: min(2, gpus - 1))
+    monkeypatch.setattr(dist, "is_initialized", lambda: group is not None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: group)

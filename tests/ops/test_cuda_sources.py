@@ -293,6 +293,46 @@ def test_setup_refuses_what_it_cannot_do(monkeypatch, toolkit):
         _extension(monkeypatch, "13.0", toolkit, "yes")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "found", "known", "expected"),
+    [
+        (None, 0, "sm_75 sm_80 sm_90 sm_100 sm_120", "8.0;9.0;10.0+PTX"),
+        (None, 0, "sm_80 sm_90", "8.0;9.0+PTX"),
+        (None, 0, None, "8.0;9.0+PTX"),
+        ("8.6", 0, "sm_80 sm_90", "8.6"),
+        (None, 1, "sm_80 sm_90", None),  # which torch asks for its number
+    ],
+)
+def test_setup_builds_for_gpus_that_are_not_there(
+    monkeypatch, toolkit, chosen, found, known, expected
+):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen or "")
+    if not chosen:
+        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    if known is not None:
+        monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: known, raising=False)
+    _extension(monkeypatch, "13.0", toolkit)
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == expected
+    if expected:
+        flags = cpp_extension._get_cuda_arch_flags()
+        assert any(flag.endswith("sm_90") for flag in flags) or chosen
+        assert any("code=compute_" in flag for flag in flags) == (not chosen)
+
+
+def test_only_tensors_on_the_cpu_reach_the_loops_for_it():
+    """Loops that get the address of a GPU's memory crash, and no machine without one can tell."""
+    found = 0
+    for source in CSRC.rglob("*.cpp"):
+        lines = source.read_text().splitlines()
+        for before, line in zip(["", *lines], lines, strict=False):
+            # What is not indented declares or defines a function.
+            if re.match(r" +[^/]*\b\w+(?<!is)(?<!_on)_cpu\b", line):
+                assert re.search("use_cpu_loops|DispatchKey::CPU", before + line), source.name
+                found += 1
+    assert found > 3
+
+
 @pytest.mark.parametrize("cuda", [None, "13.0"])
 def test_an_sdist_holds_all_sources_wherever_it_is_made(monkeypatch, toolkit, cuda):
     extension = _extension(monkeypatch, cuda, toolkit)

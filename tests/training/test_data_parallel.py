@@ -391,3 +391,10 @@ def test_a_mean_of_gradients_counts_what_was_averaged_before_once() -> None:
     hidden = partials.open_with(torch.ones(1, requires_grad=True))
     (hidden * parameter.sum()).backward()
     assert torch.equal(parameter.grad, torch.ones(3))
+
+
+def test_one_dp_rank_needs_no_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
+    mesh = px.init_mesh()
+    model = parallel(Tiny().model(), mesh)
+    assert px.data_parallel(model, mesh) is model
