@@ -34,6 +34,7 @@ def from_pretrained(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
+    config: transformers.PreTrainedConfig | None = None,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Build a parallel model of which each rank reads only its own slices from disk.
@@ -57,6 +58,8 @@ def from_pretrained(
         subfolder: where in the source the model is.
         revision, token, cache_dir, local_files_only: of the hub, as in HuggingFace; a directory
             needs none of them.
+        config: that of the files with other options, such as ``attention_dropout``; the sizes stay
+            those of the files. None for that of the files.
         options: of :func:`parallelize`.
 
     Returns:
@@ -75,7 +78,7 @@ def from_pretrained(
     """
     check_mesh("from_pretrained", mesh)
     mesh.control.barrier("from_pretrained")
-    op_name = f"from_pretrained({str(source)!r})"
+    op_name, given = f"from_pretrained({str(source)!r})", config
 
     def check() -> tuple[dict[str, Any], torch.dtype | None]:
         for name, value in {
@@ -86,6 +89,8 @@ def from_pretrained(
             check_text(name, value)
         if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
             raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
+        if config is not None and not isinstance(config, transformers.PreTrainedConfig):
+            raise TypeError(f"config must be a configuration of transformers, got {config!r}")
         return check_options(from_pretrained, parallelize, options), dtype_of(dtype, torch_dtype)
 
     options, dtype = mesh.control.run_on_all(op_name, check)
@@ -101,7 +106,7 @@ def from_pretrained(
     device = mesh.device if device is None else torch.device(device)
     with mesh.control.run_on_all(op_name, lambda: HFDirectory(local)) as directory:
         config, generation_config = mesh.control.run_on_all(
-            op_name, lambda: configurations(directory, vocab_size)
+            op_name, lambda: configurations(directory, vocab_size, given)
         )
         model = mesh.control.run_on_all(
             op_name, lambda: build_on_meta(directory, config, attn_implementation)

@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "code": ({"trust_remote_code": True}, TypeError, "does not take trust_remote_code: code that"),
     "devices": ({"device_map": "auto"}, TypeError, "does not take device_map: the mesh places"),
-    "configuration": ({"config": {}}, TypeError, "does not take config: the configuration is"),
+    "configuration": ({"config": {}}, TypeError, "config must be a configuration of"),
     "quantized": ({"load_in_8bit": True}, TypeError, "quantized models are not served"),
 }
 
