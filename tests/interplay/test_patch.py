@@ -165,3 +165,25 @@ def test_a_model_is_plain_after_unpatch(tmp_path: Path) -> None:
         px.unpatch()
         model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert "parallel_ext_local_shards" not in dict(model.named_children())
+
+
+class _Own(transformers.LlamaForCausalLM):
+    """A class of a script's own."""
+
+
+@pytest.mark.parametrize(
+    "cls", [transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, _Own]
+)
+def test_options_of_the_configuration_count(tmp_path: Path, cls: Any) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    px.patch()
+    try:
+        model = cls.from_pretrained(
+            tmp_path, attention_dropout=0.25, attn_implementation="eager", device_map=None
+        )
+    finally:
+        px.unpatch()
+    assert "parallel_ext_local_shards" in dict(model.named_children())
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    assert model.config._attn_implementation == "eager"
+    assert isinstance(model, _Own) == (cls is _Own)
