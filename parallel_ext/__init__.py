@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         DisagreementError,
     )
     from parallel_ext.distributed.mesh import Mesh, init_mesh, shutdown
+    from parallel_ext.interplay.patch import patch, unpatch
     from parallel_ext.lora.config import LoraConfig
     from parallel_ext.ops.workspaces import release_workspaces
     from parallel_ext.parallel.drift import check_replicas
@@ -73,6 +74,7 @@ _HOMES = {
     "checkpoint.verify": ("verify", "verify_checkpoint"),
     "distributed.errors": ("CheckpointError", "CollectiveTimeout", "DisagreementError"),
     "distributed.mesh": ("Mesh", "init_mesh", "shutdown"),
+    "interplay.patch": ("patch", "unpatch"),
     "lora.config": ("LoraConfig",),
     "ops.workspaces": ("release_workspaces",),
     "parallel.drift": ("check_replicas",),

@@ -27,11 +27,12 @@ BELOW = {
     "parallel": ["ops", "distributed", "sharding", "nn", "models", "io"],
     "checkpoint": ["ops", "distributed", "sharding", "nn", "models", "io", "parallel"],
     "training": ["ops", "distributed", "sharding", "nn", "models", "parallel", "checkpoint"],
-    "interplay": ["distributed", "sharding", "nn", "io", "parallel", "training"],
+    "interplay": ["ops", "distributed", "sharding", "nn", "io", "parallel", "training"],
     "lora": [
         *("ops", "distributed", "sharding", "nn", "models", "io", "parallel", "checkpoint"),
         "interplay",
     ],
+    "run": ["interplay"],
 }
 """What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""
 

@@ -12,6 +12,7 @@ from parallel_ext.interplay.accelerate import extend_accelerator
 from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
 from parallel_ext.interplay.refusals import REFUSALS, register
+from parallel_ext.interplay.trl import extend_trl
 from parallel_ext.nn.stale_parameters import refuse_stale
 from parallel_ext.parallel.extending import extend, restore_all
 
@@ -30,6 +31,7 @@ def serve() -> None:
     register(REFUSALS)
     extend_accelerator()
     extend_dcp()
+    extend_trl()
     register_flops()
     if not _hooks:
         for hook in (optimizers.refuse_on_shards, refuse_stale):

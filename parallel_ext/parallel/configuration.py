@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -37,8 +38,16 @@ _REFUSED = {
 }
 
 
+def served() -> list[str]:
+    """Return the values of ``config.model_type`` that can be made parallel."""
+    return sorted({*TABLES, *OWN})
+
+
 def configurations(
-    directory: HFDirectory, vocab_size: int | None, wants_own_code: bool = False
+    directory: HFDirectory,
+    vocab_size: int | None,
+    wants_own_code: bool = False,
+    given: transformers.PreTrainedConfig | None = None,
 ) -> tuple[transformers.PreTrainedConfig, transformers.GenerationConfig | None]:
     """Make model and generation configuration from what was read when a directory was opened.
 
@@ -48,8 +57,10 @@ def configurations(
         directory: of a model that has a table.
         vocab_size: the true size of the vocabulary; None for that of the file.
         wants_own_code: whether a model with code beside its files is to be made by it.
+        given: the caller's own, of the same class, in place of the file's.
 
     Raises:
+        TypeError: the caller's configuration is of another class.
         CheckpointError: a value with which no model can be built, or none in reasonable time and
             memory, or that is not served; names file, field and value.
     """
@@ -59,10 +70,10 @@ def configurations(
         raise CheckpointError(f"{path}: {problem}")
     model_type = own or content.get("model_type")
     if not isinstance(model_type, str) or model_type not in TABLES:
-        served = ", ".join(sorted({*TABLES, *OWN}))
         custom = "; custom code that comes with files is not run" * ("auto_map" in content)
         raise CheckpointError(
-            f"{path}: model_type is {shown(model_type)}, but served are {served}{custom}"
+            f"{path}: model_type is {shown(model_type)}, but served are "
+            f"{', '.join(served())}{custom}"
         )
     if wants_own_code and own is None and "auto_map" in content:
         raise CheckpointError(
@@ -74,6 +85,13 @@ def configurations(
         config = kind.from_dict(_without(content, _spellings(_IMPLEMENTATIONS)))
     except Exception as error:
         raise CheckpointError(_refusal(path, content, error)) from error
+    if given is not None:
+        if type(given) is not type(config):
+            raise TypeError(
+                f"from_pretrained: config must be a {type(config).__name__}, as {path} is, got "
+                f"{shown(given)}"
+            )
+        config = copy.deepcopy(given)
     if vocab_size is not None:
         config.vocab_size = vocab_size
     rows, pad = config.vocab_size, config.pad_token_id

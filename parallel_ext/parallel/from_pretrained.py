@@ -36,6 +36,7 @@ def from_pretrained(
     local_files_only: bool = False,
     force_download: bool = False,
     trust_remote_code: bool | None = None,
+    config: transformers.PreTrainedConfig | None = None,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Build a parallel model of which each rank reads only its own slices from disk.
@@ -61,6 +62,8 @@ def from_pretrained(
             HuggingFace; a directory needs none of them.
         trust_remote_code: permission to run code beside the files, which is never done: True is
             refused where they ask for other code than transformers' or this package's.
+        config: that of the files with other options, such as ``attention_dropout``; the sizes stay
+            those of the files. None for that of the files.
         options: of :func:`parallelize`.
 
     Returns:
@@ -79,7 +82,7 @@ def from_pretrained(
     """
     mesh = given_or_last("from_pretrained", mesh)
     mesh.control.barrier("from_pretrained")
-    op_name = f"from_pretrained({str(source)!r})"
+    op_name, given = f"from_pretrained({str(source)!r})", config
 
     def check() -> tuple[dict[str, Any], torch.dtype | None]:
         for name, value in {
@@ -90,6 +93,8 @@ def from_pretrained(
             check_text(name, value)
         if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
             raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
+        if config is not None and not isinstance(config, transformers.PreTrainedConfig):
+            raise TypeError(f"config must be a configuration of transformers, got {config!r}")
         return check_options(from_pretrained, parallelize, options), dtype_of(dtype, torch_dtype)
 
     options, dtype = mesh.control.run_on_all(op_name, check)
@@ -106,7 +111,8 @@ def from_pretrained(
     device = mesh.device if device is None else torch.device(device)
     with mesh.control.run_on_all(op_name, lambda: HFDirectory(local)) as directory:
         config, generation_config = mesh.control.run_on_all(
-            op_name, lambda: configurations(directory, vocab_size, bool(trust_remote_code))
+            op_name,
+            lambda: configurations(directory, vocab_size, bool(trust_remote_code), given),
         )
         model = mesh.control.run_on_all(
             op_name, lambda: build_on_meta(directory, config, attn_implementation)

@@ -26,7 +26,6 @@ _WHY_NOT = {
     "device_map": "the mesh places the parameters; pass device= for another device",
     "max_memory": _SHARDS,
     **dict.fromkeys(("offload_folder", "offload_buffers", "offload_state_dict"), _SHARDS),
-    "config": "the configuration is the one beside the weights; change it there",
     "state_dict": "the weights are those of the files; or load the model and px.parallelize it",
     "quantization_config": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,

@@ -64,7 +64,7 @@ REFUSED = {
     "variant": ({"variant": "fp16"}, TypeError, "variant: weights are read from model.safetensors"),
     "older token": ({"use_auth_token": "x"}, TypeError, "use_auth_token: it is token now"),
     "devices": ({"device_map": "auto"}, TypeError, "does not take device_map: the mesh places"),
-    "configuration": ({"config": {}}, TypeError, "does not take config: the configuration is"),
+    "configuration": ({"config": {}}, TypeError, "config must be a configuration of"),
     "quantized": ({"load_in_8bit": True}, TypeError, "quantized models are not served"),
 }
 

@@ -1,0 +1,257 @@
+"""``px.patch``: HuggingFace scripts as they are, whose models become parallel when they are loaded.
+
+What is extended here belongs to scripts: how they load a model, shard their data, and build an
+optimizer. What other packages do with a parallel model (:mod:`parallel_ext.interplay.serve`) holds
+with and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
+from transformers import PreTrainedModel
+
+from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.parallel.configuration import served
+from parallel_ext.parallel.extending import extend, restore, run_extensions
+from parallel_ext.parallel.from_pretrained import from_pretrained
+from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.parallelize import parallelize
+from parallel_ext.parallel.state import state_of
+from parallel_ext.training.data_parallel import data_parallel
+
+# Options of from_pretrained for which the mesh stands, and those that change nothing here.
+_PLACED = {
+    *("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict"),
+    *("tp_plan", "tp_size", "device_mesh", "distributed_config"),
+}
+_UNUSED = {
+    *("_from_auto", "_commit_hash", "force_download", "use_safetensors", "weights_only"),
+    *("disable_mmap", "proxies", "trust_remote_code"),
+}
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """What :func:`patch` was given, and the mesh that it has made."""
+
+    options: dict[str, Any]
+    mesh: Mesh
+
+    @property
+    def zero(self) -> int:
+        return self.options["zero"]
+
+
+_patches: list[_Patch] = []  # one, or none
+
+
+def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) -> Mesh:
+    """Let HuggingFace scripts load parallel models from here on, and train them as one process.
+
+    Every rank calls it, before it loads a model; ``torchrun -m parallel_ext.run`` does so before a
+    script begins. From then on ``from_pretrained`` of causal language models (Auto classes and
+    concrete ones) returns parallel models, an optimizer of one calls
+    :func:`parallel_ext.data_parallel` where there are several dp ranks, and a
+    ``DistributedSampler`` shards data over the dp ranks. Calling it again with the same arguments
+    changes nothing.
+
+    Args:
+        tp: ranks that share one model.
+        ep: ranks over which the experts of a mixture are sharded.
+        zero: stage of :func:`parallel_ext.data_parallel`, 2 or 3.
+        plain: names of classes, such as ``"GPT2LMHeadModel"``, that each rank loads whole: causal
+            models that only help. Models of other kinds are always loaded so.
+
+    Returns:
+        The mesh, for scripts that want ``mesh.dp_rank``; :func:`parallel_ext.init_mesh` has made
+        it.
+
+    Raises:
+        ValueError: it is in force with other arguments, or they do not fit the number of ranks.
+        CollectiveTimeout: not all ranks called it.
+
+    Example:
+        >>> mesh = patch()
+        >>> unpatch()
+    """
+    if zero not in (2, 3):
+        raise ValueError(f"patch: zero must be 2 or 3, got {zero!r}")
+    options = {"tp": tp, "ep": ep, "zero": zero, "plain": sorted(plain)}
+    if _patches:
+        if _patches[0].options != options:
+            raise ValueError(
+                f"patch: it is in force with {_patches[0].options}, and was called with {options}; "
+                "call px.unpatch() first"
+            )
+        return _patches[0].mesh
+    run_extensions()
+    _patches.append(_Patch(options, init_mesh(tp=tp, ep=ep)))
+    for function, extension in _EXTENDED.items():
+        extend(function, extension)
+    return _patches[0].mesh
+
+
+def unpatch() -> None:
+    """Undo :func:`patch`: what is loaded from here on is plain.
+
+    Models that are parallel stay so, and so does the mesh. Without a patch it does nothing.
+
+    Example:
+        >>> unpatch()
+    """
+    for function in _EXTENDED:
+        restore(function)
+    _patches.clear()
+
+
+def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``PreTrainedModel.from_pretrained`` to return parallel models of causal classes."""
+    patched = _patches[0]
+    if not _is_causal(cls) or cls.__name__ in patched.options["plain"]:
+        return plain(cls, source, *args, **kwargs)
+    if "_adapter_model_path" in (kwargs.pop("adapter_kwargs", None) or {}):
+        raise NotImplementedError(
+            f"px.patch: {source} holds an adapter; load the model that it belongs to, then "
+            "peft.PeftModel.from_pretrained(model, directory)"
+        )
+    if not _is_of_table(cls):  # which knows what it reads itself
+        return parallelize(plain(cls, source, *args, **kwargs), patched.mesh)
+    if cls.config_class.model_type not in served():
+        raise NotImplementedError(
+            f"px.patch: {cls.__name__} is not served; served are {', '.join(served())}. "
+            f"plain=[{cls.__name__!r}] loads it whole on each rank, for a model that only helps"
+        )
+    if args:
+        raise TypeError(f"px.patch: {cls.__name__}.from_pretrained takes options by name")
+    config = kwargs.pop("config", None)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _PLACED | _UNUSED}
+    if not isinstance(config, transformers.PreTrainedConfig):
+        config, kwargs = _configuration(cls, source if config is None else config, kwargs)
+    return from_pretrained(source, patched.mesh, config=config, **kwargs)
+
+
+_OF_THE_HUB = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
+
+
+def _configuration(
+    cls: type, source: Any, kwargs: dict[str, Any]
+) -> tuple[transformers.PreTrainedConfig, dict[str, Any]]:
+    """Return the configuration with the changes that are among the options, and other options."""
+    hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
+    own = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
+    rest = {name: value for name, value in kwargs.items() if name not in {*hub, *own}}
+    config, unused = cls.config_class.from_pretrained(
+        source, return_unused_kwargs=True, **hub, **rest
+    )
+    return config, {**unused, **hub, **own}
+
+
+def _is_causal(cls: type) -> bool:
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return any(base.__name__ in names for base in cls.__mro__) or cls.__name__.endswith(
+        "ForCausalLM"
+    )
+
+
+def _is_of_table(cls: type) -> bool:
+    """Return whether ``px.from_pretrained`` builds just this class."""
+    return cls.__module__.startswith(("transformers.", "parallel_ext."))
+
+
+def _start_sampler(
+    plain: Callable[..., None],
+    self: DistributedSampler,
+    dataset: Any,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``DistributedSampler`` to shard over the dp ranks; tp ranks get the same samples."""
+    mesh = _patches[0].mesh
+    if num_replicas in (None, mesh.world_size) and rank in (None, mesh.rank):
+        num_replicas, rank = mesh.dp_size, mesh.dp_rank
+    plain(self, dataset, num_replicas, rank, *args, **kwargs)
+
+
+def _start_job(plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Extend ``init_process_group`` to accept that :func:`patch` has called it before a script."""
+    if not dist.is_initialized():
+        plain(*args, **kwargs)
+
+
+def _start_optimizer(
+    plain: Callable[..., None], self: Optimizer, params: Any, defaults: dict[str, Any]
+) -> None:
+    """Extend ``Optimizer`` so that the dp ranks train one model together.
+
+    Raises:
+        RuntimeError: it gets parameters that each rank would train for itself.
+    """
+    patched = _patches[0]
+    if isinstance(params, torch.Tensor) or patched.mesh.world_size == 1:
+        plain(self, params, defaults)
+        return
+    params = [_with_list(each) for each in params]
+    tensors = [tensor for each in params for tensor in _tensors_in(each)]
+    owners = owners_of(tensors)
+    beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
+    if beside and (not owners or patched.mesh.dp_size > 1):
+        raise RuntimeError(
+            f"px.patch: {type(self).__name__} gets parameters of no parallel model, the first of "
+            f"shape {tuple(beside[0].shape)}, which each rank would train for itself; load a "
+            "causal language model by from_pretrained, call px.parallelize(model, mesh), or "
+            "px.unpatch() to train it so"
+        )
+    for model in {owned.model for owned in owners.values()}:
+        state = state_of(model)
+        if state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller:
+            data_parallel(model, state.mesh, patched.zero)
+    now = {
+        key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
+        for key, owned in owners.items()
+    }
+    plain(self, [_exchanged(each, now) for each in params], defaults)
+
+
+def _with_list(group: Any) -> Any:
+    """Return a parameter, or a group of an optimizer whose parameters can be read twice."""
+    if not isinstance(group, dict) or isinstance(group["params"], torch.Tensor):
+        return group
+    return {**group, "params": list(group["params"])}
+
+
+def _tensors_in(group: Any) -> list[torch.Tensor]:
+    if isinstance(group, torch.Tensor):
+        return [group]
+    if isinstance(group, tuple):  # a name and a parameter
+        return [group[1]]
+    inner = group["params"]
+    inner = [inner] if isinstance(inner, torch.Tensor) else inner
+    return [tensor for each in inner for tensor in _tensors_in(each)]
+
+
+def _exchanged(group: Any, now: dict[int, torch.Tensor]) -> Any:
+    if isinstance(group, torch.Tensor):
+        return now.get(id(group), group)
+    if isinstance(group, tuple):
+        return group[0], _exchanged(group[1], now)
+    inner = group["params"]
+    inner = [inner] if isinstance(inner, torch.Tensor) else inner
+    return {**group, "params": [_exchanged(each, now) for each in inner]}
+
+
+_EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    PreTrainedModel.from_pretrained.__func__: _load,
+    DistributedSampler.__init__: _start_sampler,
+    dist.init_process_group: _start_job,
+    Optimizer.__init__: _start_optimizer,
+}

@@ -1,0 +1,44 @@
+"""Run a HuggingFace script on several ranks: ``torchrun ... -m parallel_ext.run script.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from parallel_ext.interplay.patch import patch
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Call :func:`parallel_ext.patch`, then run a script with its own arguments as ``__main__``.
+
+    Args:
+        arguments: of the command line; those of the process when None.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_ext.run",
+        description="Run a HuggingFace script whose models become parallel when it loads them.",
+    )
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share one model")
+    parser.add_argument("--ep", type=int, default=1, help="ranks over which experts are sharded")
+    parser.add_argument("--zero", type=int, default=2, choices=(2, 3), help="stage over dp ranks")
+    parser.add_argument(
+        "--plain",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="a class of models that each rank loads whole; may be given several times",
+    )
+    parser.add_argument("script", help="the script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    asked = parser.parse_args(arguments)
+    patch(tp=asked.tp, ep=asked.ep, zero=asked.zero, plain=asked.plain)
+    sys.argv = [asked.script, *asked.args]
+    sys.path[0] = os.path.dirname(os.path.abspath(asked.script))
+    runpy.run_path(asked.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Plain HuggingFace scripts under ``px.patch`` and ``python -m parallel_ext.run``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from ranks import Raised, pool
+from reference import Tiny
+from torch.utils.data import DataLoader, DistributedSampler
+
+import parallel_ext as px
+
+SCRIPT = """
+import sys
+import torch
+import transformers
+from torch.utils.data import DataLoader, DistributedSampler
+
+directory, kind = sys.argv[1:]
+if kind == "auto":
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float64")
+else:
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, device_map=None, low_cpu_mem_usage=True, use_cache=False
+    )
+model.train()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+sampler = DistributedSampler(ids, shuffle=False) if torch.distributed.is_initialized() else None
+size = 4 if sampler is None else 4 // sampler.num_replicas
+for batch in DataLoader(ids, size, sampler=sampler):
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"RESULT {loss.item():.9f} {float(norm):.9f}", flush=True)
+model.save_pretrained(directory + "/out")
+"""
+
+
+def _results(output: str) -> list[list[float]]:
+    lines = [line for line in output.splitlines() if line.startswith("RESULT")]
+    return [[float(word) for word in line.split()[1:]] for line in lines]
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_an_unchanged_script_equals_one_process(tmp_path: Path) -> None:
+    script, directory = tmp_path / "script.py", tmp_path / "model"
+    script.write_text(SCRIPT)
+    Tiny(dtype=torch.float32).model().save_pretrained(directory)
+    arguments = [str(script), str(directory)]
+    plain = _results(_run(sys.executable, *arguments, "auto"))
+    files = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
+    assert len(plain) == 3
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python"]
+    launcher += [sys.executable, "-m", "parallel_ext.run"]
+    found = _results(_run(*launcher, "--tp=2", *arguments, "class"))
+    assert len(found) == 6
+    for rank in (found[0::2], found[1::2]):
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(plain), rtol=1e-5, atol=1e-6)
+    saved = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
+    for name, tensor in files.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
+    """Losses and norms of three steps; under ``px.patch`` where there is a ``tp``."""
+    if tp is not None:
+        px.patch(tp=tp)
+        assert px.patch(tp=tp) is px.patch(tp=tp)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+        if lora:
+            config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+            model = peft.get_peft_model(model, config)
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.data.fill_(0.02)
+        model.train()
+        optimizer = torch.optim.SGD([{"params": p} for p in model.parameters()], lr=0.1)
+        ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+        sampler = None if tp is None else DistributedSampler(ids, shuffle=False)
+        results = []
+        for batch in DataLoader(ids, 4 if tp is None else 2 * tp, sampler=sampler):
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append([loss.item(), float(norm)])
+        return results
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_plain_loop_equals_one_process(tmp_path: Path, tp: int, lora: bool) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    plain = torch.tensor(_train(str(tmp_path), None, lora))
+    ranks = torch.tensor(pool(2).run(_train, str(tmp_path), tp, lora))
+    ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
+    for found in ranks:
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def _refused(directory: str) -> list[Any]:
+    px.patch(tp=2, plain=["GPT2LMHeadModel"])
+    try:
+        results: list[Any] = []
+        for call in (
+            lambda: transformers.OPTForCausalLM.from_pretrained(directory),
+            lambda: torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()),
+            lambda: px.patch(tp=1),
+        ):
+            try:
+                results.append(call())
+            except Exception as error:
+                results.append(Raised(error))
+        helper = transformers.GPT2LMHeadModel.from_pretrained(directory + "/gpt2")
+        results.append(helper.num_parameters())
+        return results
+    finally:
+        px.unpatch()
+
+
+def test_what_is_not_served_is_named_at_its_first_use(tmp_path: Path) -> None:
+    opt = transformers.OPTConfig(
+        vocab_size=9, hidden_size=4, num_hidden_layers=1, ffn_dim=4, num_attention_heads=1
+    )
+    transformers.OPTForCausalLM(opt).save_pretrained(tmp_path)
+    gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
+    helper = transformers.GPT2LMHeadModel(gpt2)
+    helper.save_pretrained(tmp_path / "gpt2")
+    for found in pool(2).run(_refused, str(tmp_path)):
+        assert "OPTForCausalLM is not served" in found[0].text
+        assert "plain=['OPTForCausalLM']" in found[0].text
+        assert "AdamW gets parameters of no parallel model" in found[1].text
+        assert "px.unpatch() first" in found[2].text
+        assert found[3] == helper.num_parameters()
+
+
+def test_a_model_is_plain_after_unpatch(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    for _ in range(2):
+        px.patch()
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert "parallel_ext_local_shards" in dict(model.named_children())
+        px.unpatch()
+        px.unpatch()
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert "parallel_ext_local_shards" not in dict(model.named_children())
+
+
+class _Own(transformers.LlamaForCausalLM):
+    """A class of a script's own."""
+
+
+@pytest.mark.parametrize(
+    "cls", [transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, _Own]
+)
+def test_options_of_the_configuration_count(tmp_path: Path, cls: Any) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    px.patch()
+    try:
+        model = cls.from_pretrained(
+            tmp_path, attention_dropout=0.25, attn_implementation="eager", device_map=None
+        )
+    finally:
+        px.unpatch()
+    assert "parallel_ext_local_shards" in dict(model.named_children())
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    assert model.config._attn_implementation == "eager"
+    assert isinstance(model, _Own) == (cls is _Own)

@@ -1,0 +1,56 @@
+"""TRL's fused output head on a parallel model, beside TRL on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import pool
+from reference import Tiny, gradients_of, parallel, shard_differences, worst
+
+import parallel_ext as px
+
+trl_utils = pytest.importorskip("trl.trainer.utils")
+
+FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+TINY = Tiny(bias=True)
+
+
+def _differences(tp: int, temperature: float, dft: bool) -> dict[str, float]:
+    """The largest differences of the fields and gradients from those of TRL in one process."""
+    mesh = px.init_mesh(tp=tp)
+    reference = TINY.model()
+    model = parallel(reference, mesh)
+    if mesh.dp_size > 1:
+        px.data_parallel(model, mesh)
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, TINY.vocab_size, (4, 9), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -100)
+    results = []
+    for each in (reference, model):
+        trl_utils.add_fused_lm_head(each, temperature, outputs=FIELDS)
+        rows = slice(None)
+        if each is model:
+            rows = slice(mesh.dp_rank, None, mesh.dp_size)
+        output = each(input_ids=ids[rows], labels=labels[rows], fused_lm_head=True)
+        per_token = output.log_probs * (output.log_probs.exp().detach() if dft else 1.0)
+        dp = mesh.dp_size if each is model else 1
+        (-per_token.sum() * dp / 17 + output.entropy.sum() * dp / 31).backward()
+        results.append(output)
+    plain, own = results
+    rows = slice(mesh.dp_rank, None, mesh.dp_size)
+    differences = {
+        name: (getattr(own, name).double() - getattr(plain, name)[rows].double()).abs().max().item()
+        for name in (*FIELDS, "label_mask")
+    }
+    own_loss = -own.log_probs.sum() / own.label_mask.sum()
+    differences["loss"] = (own.loss - own_loss).abs().item()
+    gradients = shard_differences(model, gradients_of(reference), True)
+    return {**differences, "gradients": worst(gradients)[0]}
+
+
+@pytest.mark.parametrize("dft", [False, True])
+@pytest.mark.parametrize(("tp", "temperature"), [(1, 1.0), (2, 1.0), (2, 0.7)])
+def test_the_fused_head_equals_trl_in_one_process(tp: int, temperature: float, dft: bool) -> None:
+    for differences in pool(2).run(_differences, tp, temperature, dft):
+        for name, difference in differences.items():
+            assert difference < 1e-5, (name, difference)
