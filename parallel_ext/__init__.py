@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from parallel_ext.distributed.mesh import Mesh, init_mesh, shutdown
     from parallel_ext.lora.config import LoraConfig
+    from parallel_ext.models import register
     from parallel_ext.ops.workspaces import release_workspaces
     from parallel_ext.parallel.drift import check_replicas
     from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict
@@ -74,6 +75,7 @@ _HOMES = {
     "distributed.errors": ("CheckpointError", "CollectiveTimeout", "DisagreementError"),
     "distributed.mesh": ("Mesh", "init_mesh", "shutdown"),
     "lora.config": ("LoraConfig",),
+    "models": ("register",),
     "ops.workspaces": ("release_workspaces",),
     "parallel.drift": ("check_replicas",),
     "parallel.from_pretrained": ("from_pretrained", "full_state_dict"),

@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
-from parallel_ext.models import OWN, TABLES, learn
+from parallel_ext.models import OWN, SPECS, learn
 
 _MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
 _MAX_LABELS = 30_000  # ImageNet-21k has 21 841
@@ -45,7 +45,7 @@ def configurations(
     The attention that the file asks for does not count: only the caller chooses code.
 
     Args:
-        directory: of a model that has a table.
+        directory: of a model that has a spec.
         vocab_size: the true size of the vocabulary; None for that of the file.
 
     Raises:
@@ -57,8 +57,8 @@ def configurations(
     for problem in _problems(content, len(directory.shapes)):
         raise CheckpointError(f"{path}: {problem}")
     model_type = own or content.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TABLES:
-        served = ", ".join(sorted({*TABLES, *OWN}))
+    if not isinstance(model_type, str) or model_type not in SPECS:
+        served = ", ".join(sorted({*SPECS, *OWN}))
         custom = "; custom code that comes with files is not run" * ("auto_map" in content)
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}, but served are {served}{custom}"

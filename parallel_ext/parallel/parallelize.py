@@ -1,4 +1,4 @@
-"""``parallelize``: walks a model by its table, replaces modules, attaches the run-time methods."""
+"""``parallelize``: walks a model by its spec, replaces modules, attaches the run-time methods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel_ext.parallel.validate import (
     check_plain,
     check_servable,
     check_unsharded,
-    table_for,
+    spec_for,
 )
 
 
@@ -48,7 +48,7 @@ def parallelize(
     the whole model.
 
     Args:
-        model: a model whose ``config.model_type`` has a table (``llama``, ``mixtral``,
+        model: a model whose ``config.model_type`` has a spec (``llama``, ``mixtral``,
             ``qwen3_moe``, ``cogagent``), with equal weights on all ranks. Its modules are replaced,
             so optimizers are built afterwards.
         mesh: from :func:`parallel_ext.init_mesh`.
@@ -86,17 +86,17 @@ def parallelize(
 
     def prepare() -> Plan:
         options.check()
-        table = table_for(model)
-        check_names(model, table)
+        spec = spec_for(model)
+        check_names(model, spec)
         check_unsharded(model)
-        check_plain(model, table)
+        check_plain(model, spec)
         check_servable(model, mesh, allow_different_dropout)
-        check_mixture(model, table, mesh, agreement)
-        layout = layout_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
-        return Plan(mesh, table, layout, options)
+        check_mixture(model, spec, mesh, agreement)
+        layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
+        return Plan(mesh, spec, layout, options)
 
     plan = mesh.control.run_on_all("parallelize", prepare)
-    check_equal(model, mesh, plan.layout, plan.options)
+    check_equal(model, plan)
     partials, routings = replace_modules(model, plan)
     _attach(model, plan, ParallelState(plan, partials, routings))
     _warn_of_uneven_vocabulary(plan)
