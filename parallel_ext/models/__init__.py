@@ -13,6 +13,7 @@ from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from parallel_ext.models.llama import GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3
 from parallel_ext.models.mixtral import MIXTRAL
+from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
 from parallel_ext.models.spec import ModelSpec
 
@@ -23,7 +24,7 @@ SPECS: dict[str, ModelSpec] = {
     for spec in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE),
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
-        *(MIXTRAL, QWEN3_MOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
 }
 """By ``config.model_type``."""
@@ -33,6 +34,14 @@ OWN = {"cogagent": ("CogAgentForCausalLM", "parallel_ext.models.cogagent")}
 
 Its spec stands in :data:`SPECS` once that is imported.
 """
+
+MISSING = {
+    "gemma3": "an image tower beside the decoder; its text model, gemma3_text, is served",
+    "gpt_oss": "experts with biases, and attention sinks, which belong to heads",
+    "olmo2": "a norm over all heads, which are sharded",
+    "phi3": "projections that join unequal parts, such as queries and fewer keys and values",
+}
+"""``config.model_type`` of an architecture that no spec can describe -> what is missing for it."""
 
 PUBLISHED: dict[str, ModelSpec] = {}
 """By ``model_type`` as well: for classes with a name in :data:`OWN` that others publish."""
@@ -52,6 +61,14 @@ def learn(config: Mapping[str, Any]) -> str | None:
             importlib.import_module(module)
             return model_type
     return None
+
+
+def why_unserved(model_type: object) -> str:
+    """Return what to do about a ``model_type`` without a spec, for errors."""
+    missing = MISSING.get(model_type) if isinstance(model_type, str) else None
+    if missing is not None:
+        return f"; not yet possible is {missing}"
+    return "; px.register takes a spec of your own"
 
 
 def register(spec: ModelSpec, *, replace: bool = False) -> None:

@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
-from parallel_ext.models import OWN, SPECS, learn
+from parallel_ext.models import OWN, SPECS, learn, why_unserved
 
 _MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
 _MAX_LABELS = 30_000  # ImageNet-21k has 21 841
@@ -61,7 +61,8 @@ def configurations(
         served = ", ".join(sorted({*SPECS, *OWN}))
         custom = "; custom code that comes with files is not run" * ("auto_map" in content)
         raise CheckpointError(
-            f"{path}: model_type is {shown(model_type)}, but served are {served}{custom}"
+            f"{path}: model_type is {shown(model_type)}, but served are {served}"
+            f"{custom or why_unserved(model_type)}"
         )
     try:
         kind = transformers.CONFIG_MAPPING[model_type]

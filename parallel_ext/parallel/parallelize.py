@@ -48,9 +48,9 @@ def parallelize(
     the whole model.
 
     Args:
-        model: a model whose ``config.model_type`` has a spec (``llama``, ``mixtral``,
-            ``qwen3_moe``, ``cogagent``), with equal weights on all ranks. Its modules are replaced,
-            so optimizers are built afterwards.
+        model: a model whose ``config.model_type`` has a spec, one of the package's or
+            one that :func:`parallel_ext.register` was given, with equal weights on all ranks. Its
+            modules are replaced, so optimizers are built afterwards.
         mesh: from :func:`parallel_ext.init_mesh`.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None
