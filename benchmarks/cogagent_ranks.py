@@ -22,7 +22,7 @@ import parallel_ext as px
 from parallel_ext import _C
 from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM
 from parallel_ext.models.cogagent.modeling import CogAgentModel
-from parallel_ext.models.cogagent.table import COGAGENT
+from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION, TokenRoute, build_position_ids
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import CopyInput, replace_modules

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.stream import plan_files, plan_turns
 from parallel_ext.parallel.plan import layout_of
-from parallel_ext.parallel.validate import table_for
+from parallel_ext.parallel.validate import spec_for
 from parallel_ext.sharding.layout import ModelLayout
 
 RANKS = Path(__file__).with_name("training_checkpoint_ranks.py")
@@ -153,7 +153,7 @@ def mixtral_layout(sharded: bool, world_size: int, tp: int = 8, ep: int = 8) -> 
     """Mixtral-8x7B on that many ranks; ``sharded`` over the dp ranks, as ZeRO does, or not."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MixtralConfig(dtype="bfloat16"))
-    layout = layout_of(model, table_for(model), tp, ep)
+    layout = layout_of(model, spec_for(model), tp, ep)
     if not sharded:
         return layout
     columns = {

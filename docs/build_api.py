@@ -13,7 +13,6 @@ import pdoc
 
 MODULES = [
     "parallel_ext",
-    "!parallel_ext.models",  # internal, all but the one that follows
     "parallel_ext.models.cogagent",
     "parallel_ext.lora",
     "parallel_ext.lora.swiss_army",

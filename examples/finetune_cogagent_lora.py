@@ -42,7 +42,7 @@ from parallel_ext.models.cogagent import (
     CogAgentProcessor,
     Conversation,
 )
-from parallel_ext.models.cogagent.table import COGAGENT
+from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.parallel.plan import layout_of
 
 # Not EVA2-CLIP-L, the tower of the high-resolution picture, which is whole on every rank.

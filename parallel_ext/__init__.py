@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from parallel_ext.distributed.mesh import Mesh, init_mesh, shutdown
     from parallel_ext.interplay.patch import patch, unpatch
     from parallel_ext.lora.config import LoraConfig
+    from parallel_ext.models import register
     from parallel_ext.ops.workspaces import release_workspaces
     from parallel_ext.parallel.drift import check_replicas
     from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict
@@ -76,6 +77,7 @@ _HOMES = {
     "distributed.mesh": ("Mesh", "init_mesh", "shutdown"),
     "interplay.patch": ("patch", "unpatch"),
     "lora.config": ("LoraConfig",),
+    "models": ("register",),
     "ops.workspaces": ("release_workspaces",),
     "parallel.drift": ("check_replicas",),
     "parallel.from_pretrained": ("from_pretrained", "full_state_dict"),

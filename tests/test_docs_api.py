@@ -12,7 +12,8 @@ import pytest
 import parallel_ext as px
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "build_api.py"
-PUBLIC = ["parallel_ext", "parallel_ext.ops", "parallel_ext.nn", "parallel_ext.models.cogagent"]
+PUBLIC = ["parallel_ext", "parallel_ext.ops", "parallel_ext.nn", "parallel_ext.models"]
+PUBLIC += ["parallel_ext.models.cogagent"]
 
 
 def _build(pages: Path, before: str = "") -> subprocess.CompletedProcess[str]:

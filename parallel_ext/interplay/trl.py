@@ -46,7 +46,7 @@ def add_fused_lm_head(
             "add_fused_lm_head(cast_lm_head_to_fp32=True) is not supported on a parallel model of "
             f"{model.dtype}; load it with dtype=torch.float32"
         )
-    if state.table.changes_logits:
+    if state.spec.changes_logits:
         raise NotImplementedError(
             f"add_fused_lm_head: {type(model).__name__} changes its logits, which is not supported "
             "on a parallel model"
@@ -77,7 +77,7 @@ def _fields(
     labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     count = kwargs.pop("num_items_in_batch", None)
     state: ParallelState = getattr(model, STATE_NAME)
-    head = model.get_submodule(state.table.head)
+    head = model.get_submodule(state.spec.head)
     if (why_not := why_not_fused(head)) is not None:
         raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
     call = LossCall(fused=True, shared=True)

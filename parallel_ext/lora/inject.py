@@ -54,7 +54,7 @@ def refuse_mixture(
     Raises:
         NotImplementedError: names the first of them that ``config`` targets.
     """
-    mixture = state.table.mixture
+    mixture = state.spec.mixture
     if mixture is None or not config.target_modules:
         return
     _, *parts = mixture.modules()
@@ -81,7 +81,7 @@ def refuse_whole(
         return
     for path, module in model.named_modules():
         if isinstance(module, _WHOLE) and check_target_module_exists(config, path):
-            reasons = state.table.unadapted.items()
+            reasons = state.spec.unadapted.items()
             why = [reason for beginning, reason in reasons if path.startswith(beginning)]
             raise NotImplementedError(
                 f"{op_name}: an adapter on {path} is not supported: "

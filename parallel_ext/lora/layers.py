@@ -272,4 +272,4 @@ class LoraVocabEmbedding(Adapted):
             factor_b = self._caught(factor_b, name, base.group)
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
-        return ops.reduce_from_region(partial, base.group)
+        return base.scaled(ops.reduce_from_region(partial, base.group))

@@ -1,4 +1,7 @@
-"""The architectures that can be spread over ranks, each a table of module names."""
+"""The architectures that can be spread over ranks, each a spec of module names.
+
+:func:`register` adds one of your own.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,41 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from parallel_ext.models.llama import LLAMA
+from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from parallel_ext.models.llama import GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3
 from parallel_ext.models.mixtral import MIXTRAL
+from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
-from parallel_ext.models.spec import ModelTable
+from parallel_ext.models.spec import ModelSpec
 
-TABLES: dict[str, ModelTable] = {table.model_type: table for table in (LLAMA, MIXTRAL, QWEN3_MOE)}
+__all__ = ["SPECS", "AttentionNames", "MixtureNames", "ModelSpec", "RegionNames", "register"]
+
+SPECS: dict[str, ModelSpec] = {
+    spec.model_type: spec
+    for spec in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE),
+        *(GEMMA, GEMMA2, GEMMA3_TEXT),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    )
+}
 """By ``config.model_type``."""
 
 OWN = {"cogagent": ("CogAgentForCausalLM", "parallel_ext.models.cogagent")}
 """``config.model_type`` -> the class of an architecture whose code is ours, and where it is.
 
-Its table stands in :data:`TABLES` once that is imported.
+Its spec stands in :data:`SPECS` once that is imported.
 """
 
-PUBLISHED: dict[str, ModelTable] = {}
+MISSING = {
+    "gemma3": "an image tower beside the decoder; its text model, gemma3_text, is served",
+    "gpt_oss": "experts with biases, and attention sinks, which belong to heads",
+    "olmo2": "a norm over all heads, which are sharded",
+    "phi3": "projections that join unequal parts, such as queries and fewer keys and values",
+}
+"""``config.model_type`` of an architecture that no spec can describe -> what is missing for it."""
+
+PUBLISHED: dict[str, ModelSpec] = {}
 """By ``model_type`` as well: for classes with a name in :data:`OWN` that others publish."""
 
 
@@ -38,3 +61,44 @@ def learn(config: Mapping[str, Any]) -> str | None:
             importlib.import_module(module)
             return model_type
     return None
+
+
+def why_unserved(model_type: object) -> str:
+    """Return what to do about a ``model_type`` without a spec, for errors."""
+    missing = MISSING.get(model_type) if isinstance(model_type, str) else None
+    if missing is not None:
+        return f"; not yet possible is {missing}"
+    return "; px.register takes a spec of your own"
+
+
+def register(spec: ModelSpec, *, replace: bool = False) -> None:
+    """Let ``parallelize`` and ``from_pretrained`` serve the models that a spec describes.
+
+    Every rank calls it with an equal spec, before the model is made; ``parallelize`` compares the
+    specs of the ranks, and looks up all names in the model.
+
+    Args:
+        spec: of an architecture, known by its ``model_type``.
+        replace: whether it may take the place of a spec with the same ``model_type``.
+
+    Raises:
+        TypeError: it is not a spec, or a field of it has a value of another type.
+        ValueError: a path is empty, no block says what is sharded, the ``model_type`` is that of
+            code in this package, or there is another spec for it and ``replace`` is False.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> register(replace(SPECS["llama"], model_type="my_llama"))
+        >>> del SPECS["my_llama"]
+    """
+    if not isinstance(spec, ModelSpec):
+        raise TypeError(f"register: expected a px.models.ModelSpec, got {type(spec).__name__}")
+    spec.check()
+    if spec.model_type in OWN:
+        raise ValueError(f"register: {spec.model_type!r} is a model of this package")
+    known = SPECS.get(spec.model_type)
+    if known is not None and known != spec and not replace:
+        raise ValueError(
+            f"register: there is another spec for model_type {spec.model_type!r}; pass replace=True"
+        )
+    SPECS[spec.model_type] = spec

@@ -51,7 +51,18 @@ class AttentionNames:
         return ("head_dim", "num_key_value_groups")
 
     def layouts(self, path: str, shapes: Shapes, heads: AttentionHeads, head_dim: int) -> Layouts:
-        """Return the layouts of the sharded parameters of the attention at ``path``."""
+        """Return the layouts of the sharded parameters of the attention at ``path``.
+
+        Raises:
+            ValueError: it has a parameter that the spec does not name, or a norm over all heads.
+        """
+        named = tuple(f"{path}.{name}." for name in self.modules())
+        others = [n for n in shapes if n.startswith(f"{path}.") and not n.startswith(named)]
+        if others:
+            raise ValueError(
+                f"{', '.join(others)}: the spec does not say how an attention with sharded heads "
+                "shards it"
+            )
         query, key_value = (
             tuple((start * head_dim, stop * head_dim) for start, stop in ranges)
             for ranges in (heads.query, heads.key_value)

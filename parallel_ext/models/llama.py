@@ -1,12 +1,17 @@
-"""Llama, and what shares its architecture under ``model_type: llama`` (SmolLM2, TinyLlama, ...)."""
+"""Llama, and the architectures whose modules have the names of Llama's.
+
+Under ``model_type: llama`` there are SmolLM2, TinyLlama and more.
+"""
+
+from dataclasses import replace
 
 from parallel_ext.models.blocks import AttentionNames, RegionNames
-from parallel_ext.models.spec import ModelTable
+from parallel_ext.models.spec import ModelSpec
 
 ATTENTION = AttentionNames("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 MLP = RegionNames("mlp", inputs={"gate_proj": 1, "up_proj": 1}, outputs=("down_proj",))
 
-LLAMA = ModelTable(
+LLAMA = ModelSpec(
     model_type="llama",
     embedding="model.embed_tokens",
     head="lm_head",
@@ -14,3 +19,11 @@ LLAMA = ModelTable(
     attention=ATTENTION,
     mlp=MLP,
 )
+
+MISTRAL = replace(LLAMA, model_type="mistral")
+QWEN2 = replace(LLAMA, model_type="qwen2")
+QWEN3 = replace(
+    LLAMA, model_type="qwen3", attention=replace(ATTENTION, head_norms=("q_norm", "k_norm"))
+)
+SMOLLM3 = replace(LLAMA, model_type="smollm3")
+GRANITE = replace(LLAMA, model_type="granite", logits_divisor="logits_scaling")

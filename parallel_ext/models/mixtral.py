@@ -5,9 +5,9 @@ Files keep the names of the hub, one tensor for each matrix of each expert.
 
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION
-from parallel_ext.models.spec import ModelTable
+from parallel_ext.models.spec import ModelSpec
 
-MIXTRAL = ModelTable(
+MIXTRAL = ModelSpec(
     model_type="mixtral",
     embedding="model.embed_tokens",
     head="lm_head",

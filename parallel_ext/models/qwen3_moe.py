@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION, MLP
-from parallel_ext.models.spec import ModelTable
+from parallel_ext.models.spec import ModelSpec
 
-QWEN3_MOE = ModelTable(
+QWEN3_MOE = ModelSpec(
     model_type="qwen3_moe",
     embedding="model.embed_tokens",
     head="lm_head",

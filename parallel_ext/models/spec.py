@@ -1,10 +1,11 @@
-"""The tables of architectures, and the layouts of parameters that follow from them."""
+"""The specs of architectures, and the layouts of parameters that follow from them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 
 from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
 from parallel_ext.sharding.layout import (
@@ -18,7 +19,7 @@ from parallel_ext.sharding.layout import (
 
 
 @dataclass(frozen=True)
-class ModelTable:
+class ModelSpec:
     """The module names of one architecture.
 
     Attributes:
@@ -36,7 +37,12 @@ class ModelTable:
             a batch needs each of them, it returns whether they run. Equal on all dp ranks.
         unadapted: beginning of a path -> why a module there takes no adapter, for errors.
         changes_logits: whether the class changes what the output head returns, as into fp32; the
-            loss is then not fused.
+            loss is then not fused. Not for what the next two say.
+        logits_divisor, logits_softcap: attributes of the configuration by which the class divides
+            the logits, and at which it then caps them; the loss does the same where it is fused.
+        scaled_embedding: class of an embedding that multiplies the rows that it looks up by its
+            buffer ``embed_scale``, whose value is ``scalar_embed_scale`` as well; None where the
+            embedding is a plain ``nn.Embedding``.
     """
 
     model_type: str
@@ -52,6 +58,42 @@ class ModelTable:
     skips: str | None = None
     unadapted: Mapping[str, str] = field(default_factory=dict)
     changes_logits: bool = False
+    logits_divisor: str | None = None
+    logits_softcap: str | None = None
+    scaled_embedding: str | None = None
+
+    def check(self) -> None:
+        """Raise unless the fields have values of their types, and something is sharded.
+
+        Raises:
+            TypeError: a field has a value of another type.
+            ValueError: a path is empty, or no block says what is sharded.
+        """
+        kinds = {
+            **dict.fromkeys(("model_type", "embedding", "head", "layers"), str),
+            "attention": (AttentionNames, NoneType),
+            "mlp": (RegionNames, NoneType),
+            "mixture": (MixtureNames, NoneType),
+            **dict.fromkeys(("regions", "shared", "towers"), tuple),
+            **dict.fromkeys(("skips", "logits_divisor"), (str, NoneType)),
+            **dict.fromkeys(("logits_softcap", "scaled_embedding"), (str, NoneType)),
+            "unadapted": Mapping,
+            "changes_logits": bool,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"ModelSpec: {name} is {value!r}, a {type(value).__name__}")
+            if kind is str and not value:
+                raise ValueError(f"ModelSpec: {name} is empty")
+        for region in self.regions:
+            if not isinstance(region, RegionNames):
+                raise TypeError(f"ModelSpec: regions holds {region!r}, which is no RegionNames")
+        if not (self.attention or self.mlp or self.mixture or self.regions):
+            raise ValueError(
+                f"ModelSpec: the spec of {self.model_type!r} has no attention, mlp, mixture or "
+                "regions, so nothing would be sharded but the vocabulary"
+            )
 
     def blocks(self, names: Collection[str]) -> dict[str, Block]:
         """Map the path of every block of a model to the names of its modules.
@@ -120,7 +162,7 @@ class ModelSizes:
 
 
 def plan(
-    table: ModelTable,
+    spec: ModelSpec,
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     sizes: ModelSizes,
@@ -133,7 +175,7 @@ def plan(
     A pure function of its arguments, so that every rank computes the same.
 
     Args:
-        table: the architecture.
+        spec: the architecture.
         shapes: full shape of every parameter and persistent buffer by HuggingFace name; tied
             aliases may be left out.
         tied: alias -> the name of the tensor that it shares.
@@ -152,11 +194,11 @@ def plan(
     rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
     found: dict[str, TensorLayout] = {}
     parts: dict[str, tuple[Part, ...]] = {}
-    for path in (table.embedding, table.head):
+    for path in (spec.embedding, spec.head):
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
             if name in shapes:
                 found[name] = shard_along(name, shapes[name], 0, rows)
-    for path, block in table.blocks(shapes).items():
+    for path, block in spec.blocks(shapes).items():
         if isinstance(block, AttentionNames):
             heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
             found |= block.layouts(path, shapes, heads, sizes.head_dim)

@@ -17,7 +17,7 @@ Fused, no rank ever holds its logits: ``linear_vocab_cross_entropy`` makes them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -46,10 +46,18 @@ class LossCall:
             with; it returns its own columns of the logits otherwise.
         why_not: why it is not fused although nobody has asked for logits.
         shared: whether forwards without labels inside of it are meant as well.
+        changes: what the model's class does to the logits, as options of the loss.
     """
 
-    def __init__(self, fused: bool, why_not: str | None = None, shared: bool = False) -> None:
+    def __init__(
+        self,
+        fused: bool,
+        why_not: str | None = None,
+        shared: bool = False,
+        changes: Mapping[str, float] | None = None,
+    ) -> None:
         self.fused, self.why_not, self.shared = fused, why_not, shared
+        self._changes = changes or {}
         self._head: VocabParallelHead | None = None
         self._hidden: torch.Tensor | None = None
 
@@ -80,7 +88,9 @@ class LossCall:
         head = None
         if self._head is not None:
             head = self._head.weight, self._head.bias
-            if output is not self._hidden:
+            if self._changes:  # the class has changed the hidden states that it took for logits
+                output, options = self._hidden, {**options, **self._changes}
+            elif output is not self._hidden:
                 raise RuntimeError(
                     "the forward of this model's class changes what the output head returns, which "
                     "in training are hidden states; parallelize(..., fused_loss=False) gives it "

@@ -28,6 +28,7 @@ class VocabParallelEmbedding(ShardedModule):
         group: the tensor-parallel group.
         partials: sums the partial gradients of adapters.
         tied: whether the weight is the head's too.
+        embed_scale: a scalar by which the rows are multiplied that are looked up, or None.
 
     ``num_embeddings`` is the true vocabulary size. Called with replicated int64 or int32 ids [...]
     it returns the replicated [..., H].
@@ -41,8 +42,10 @@ class VocabParallelEmbedding(ShardedModule):
         group: Group,
         partials: PartialGradients | None = None,
         tied: bool = False,
+        embed_scale: torch.Tensor | None = None,
     ) -> None:
         super().__init__({"weight": layout}, group)
+        self.register_buffer("embed_scale", embed_scale, persistent=False)
         self.padding_idx = padding_idx
         self.weight = weight
         self.partials, self.tied = partials, tied
@@ -111,7 +114,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.sizes = [stop - start for start, stop in ranges]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.vocab_embedding(
+        rows = ops.vocab_embedding(
             input.long() if input.dtype == torch.int32 else input,
             self.weight,
             self.num_embeddings,
@@ -120,6 +123,11 @@ class VocabParallelEmbedding(ShardedModule):
             sizes=self.sizes,
             group=self.group,
         )
+        return self.scaled(rows)
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows that were looked up as the embedding returns them, times its scale if any."""
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
 
 
 class VocabParallelHead(ShardedModule):

@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
-from parallel_ext.models import OWN, TABLES, learn
+from parallel_ext.models import OWN, SPECS, learn, why_unserved
 
 _MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
 _MAX_LABELS = 30_000  # ImageNet-21k has 21 841
@@ -40,7 +40,7 @@ _REFUSED = {
 
 def served() -> list[str]:
     """Return the values of ``config.model_type`` that can be made parallel."""
-    return sorted({*TABLES, *OWN})
+    return sorted({*SPECS, *OWN})
 
 
 def configurations(
@@ -54,7 +54,7 @@ def configurations(
     The attention that the file asks for does not count: only the caller chooses code.
 
     Args:
-        directory: of a model that has a table.
+        directory: of a model that has a spec.
         vocab_size: the true size of the vocabulary; None for that of the file.
         wants_own_code: whether a model with code beside its files is to be made by it.
         given: the caller's own, of the same class, in place of the file's.
@@ -69,11 +69,11 @@ def configurations(
     for problem in _problems(content, len(directory.shapes)):
         raise CheckpointError(f"{path}: {problem}")
     model_type = own or content.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TABLES:
+    if not isinstance(model_type, str) or model_type not in SPECS:
         custom = "; custom code that comes with files is not run" * ("auto_map" in content)
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}, but served are "
-            f"{', '.join(served())}{custom}"
+            f"{', '.join(served())}{custom or why_unserved(model_type)}"
         )
     if wants_own_code and own is None and "auto_map" in content:
         raise CheckpointError(

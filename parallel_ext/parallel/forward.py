@@ -61,7 +61,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         want_dict = model.config.return_dict
     state.forward_ran = True
     _check_ends(model, state)
-    call = None if labels is None else _loss_call(model, state)
+    call = None if labels is None else _loss_call(model, state, options)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)
     trains_apart = torch.is_grad_enabled() and _would_train_apart(state)
@@ -82,16 +82,30 @@ def _wants_logits(model: nn.Module, state: ParallelState) -> bool:
     return state.training_logits or not model.training
 
 
-def _loss_call(model: nn.Module, state: ParallelState) -> LossCall:
-    """Return how the forward that begins is to compute its loss."""
+def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, float]:
+    """Return what the class's forward does to the logits, as options of the loss."""
+    spec, changes = state.spec, {}
+    if spec.logits_divisor is not None:
+        changes["logit_scale"] = 1.0 / getattr(model.config, spec.logits_divisor)
+    if spec.logits_softcap is not None:
+        cap = getattr(model.config, spec.logits_softcap)
+        changes |= {} if cap is None else {"softcap": cap}
+    return changes
+
+
+def _loss_call(model: nn.Module, state: ParallelState, options: dict[str, Any]) -> LossCall:
+    """Return how the forward that begins, with these options of the loss, is to compute it."""
     if _wants_logits(model, state):
         return LossCall(fused=False)
     why_not = "fused_loss is False"
     if state.fused_loss is not False:
-        why_not = why_not_fused(model.get_submodule(state.table.head))
-        if why_not is None and state.table.changes_logits:
+        why_not = why_not_fused(model.get_submodule(state.spec.head))
+        if why_not is None and state.spec.changes_logits:
             why_not = f"{type(model).__name__} changes its logits"
-    return LossCall(fused=why_not is None, why_not=why_not)
+    changes = _changes_of_logits(model, state)
+    if why_not is None and changes and options.keys() & {"softcap", "logit_scale"}:
+        why_not = f"softcap and logit_scale come after what {type(model).__name__} does to logits"
+    return LossCall(fused=why_not is None, why_not=why_not, changes=changes)
 
 
 def _with_loss(
@@ -189,7 +203,7 @@ def _check_ends(model: nn.Module, state: ParallelState) -> None:
     """Raise unless embedding and output head are those that know their rows of the vocabulary."""
     if state.mesh.tp_size == 1:
         return
-    ends = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
+    ends = {state.spec.embedding: VocabParallelEmbedding, state.spec.head: VocabParallelHead}
     for path, kind in ends.items():
         module = model.get_submodule(path)
         if isinstance(module, kind) or any(isinstance(each, kind) for each in module.modules()):
@@ -232,7 +246,7 @@ def _keep_choices(model: nn.Module, state: ParallelState) -> Kept | None:
     """Let layers keep their choices of experts in this forward if a backward recomputes them."""
     kept: Kept | None = None
     if state.routings and model.training:
-        layers = model.get_submodule(state.table.layers)
+        layers = model.get_submodule(state.spec.layers)
         if any(layer.gradient_checkpointing for layer in layers):
             kept = {}
     for routing in state.routings:
@@ -278,7 +292,7 @@ def _refuse_training_apart(state: ParallelState) -> NoReturn:
 
 
 def _draws_jitter(model: nn.Module, state: ParallelState) -> bool:
-    noise = state.table.mixture.jitter_of(model.config) if state.routings else 0.0
+    noise = state.spec.mixture.jitter_of(model.config) if state.routings else 0.0
     return model.training and noise > 0
 
 

@@ -17,7 +17,7 @@ from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
-from parallel_ext.parallel.validate import table_for
+from parallel_ext.parallel.validate import spec_for
 
 
 def from_pretrained(
@@ -139,10 +139,8 @@ def _check(
     vocab_size: int | None,
 ) -> None:
     """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
-    table = table_for(model)
-    vocabulary = [
-        f"{path}.{n}" for path in (table.embedding, table.head) for n in ("weight", "bias")
-    ]
+    spec = spec_for(model)
+    vocabulary = [f"{path}.{n}" for path in (spec.embedding, spec.head) for n in ("weight", "bias")]
     if vocab_size is not None:
         directory.cut_vocabulary(vocabulary, vocab_size)
     directory.check(state_of(model).layout.in_files(), vocabulary)

@@ -152,7 +152,7 @@ def num_parameters(
         exclude_embeddings: leave out the embedding.
     """
     state: ParallelState = getattr(model, STATE_NAME)
-    left_out = f"{state.table.embedding}.weight" if exclude_embeddings else None
+    left_out = f"{state.spec.embedding}.weight" if exclude_embeddings else None
     return sum(
         layout.numel
         for name, parameter, layout in named_shards(model)

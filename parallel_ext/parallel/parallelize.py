@@ -1,4 +1,4 @@
-"""``parallelize``: walks a model by its table, replaces modules, attaches the run-time methods."""
+"""``parallelize``: walks a model by its spec, replaces modules, attaches the run-time methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parallel_ext.parallel.validate import (
     check_plain,
     check_servable,
     check_unsharded,
-    table_for,
+    spec_for,
 )
 
 
@@ -49,9 +49,9 @@ def parallelize(
     the whole model.
 
     Args:
-        model: a model whose ``config.model_type`` has a table (``llama``, ``mixtral``,
-            ``qwen3_moe``, ``cogagent``), with equal weights on all ranks. Its modules are replaced,
-            so optimizers are built afterwards.
+        model: a model whose ``config.model_type`` has a spec, one of the package's or
+            one that :func:`parallel_ext.register` was given, with equal weights on all ranks. Its
+            modules are replaced, so optimizers are built afterwards.
         mesh: from :func:`parallel_ext.init_mesh`; the one made last when None.
         vocab_multiple_of: boundaries between the ranks' vocabulary rows are multiples of this.
         training_logits: gather ``logits`` in training with labels as well, where they are None
@@ -87,17 +87,17 @@ def parallelize(
 
     def prepare() -> Plan:
         options.check()
-        table = table_for(model)
-        check_names(model, table)
+        spec = spec_for(model)
+        check_names(model, spec)
         check_unsharded(model)
-        check_plain(model, table)
+        check_plain(model, spec)
         check_servable(model, mesh, allow_different_dropout)
-        check_mixture(model, table, mesh, agreement)
-        layout = layout_of(model, table, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
-        return Plan(mesh, table, layout, options)
+        check_mixture(model, spec, mesh, agreement)
+        layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
+        return Plan(mesh, spec, layout, options)
 
     plan = mesh.control.run_on_all("parallelize", prepare)
-    check_equal(model, mesh, plan.layout, plan.options)
+    check_equal(model, plan)
     partials, routings = replace_modules(model, plan)
     _attach(model, plan, ParallelState(plan, partials, routings))
     _warn_of_uneven_vocabulary(plan)

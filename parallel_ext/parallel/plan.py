@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import RegionNames
-from parallel_ext.models.spec import ModelSizes, ModelTable, plan
+from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
 from parallel_ext.nn.sharded_module import persistent_buffers
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
@@ -49,26 +49,26 @@ class Plan:
 
     Attributes:
         mesh: the ranks.
-        table: the names of the model's modules.
+        spec: the names of the model's modules.
         layout: where every parameter and persistent buffer lives.
         options: of the call.
     """
 
     mesh: Mesh
-    table: ModelTable
+    spec: ModelSpec
     layout: ModelLayout
     options: Options = Options()
 
     @property
     def vocab_ranges(self) -> tuple[Range, ...]:
         """The ids of every tp rank."""
-        rows = self.layout[f"{self.table.embedding}.weight"]
+        rows = self.layout[f"{self.spec.embedding}.weight"]
         return tuple(rows.ranges(rank)[0] for rank in range(self.mesh.tp_size))
 
 
 def layout_of(
     model: nn.Module,
-    table: ModelTable,
+    spec: ModelSpec,
     tp_size: int,
     ep_size: int = 1,
     vocab_multiple_of: int = 1,
@@ -76,8 +76,8 @@ def layout_of(
     """Compute the layout of every parameter and persistent buffer of a model, also one on meta.
 
     Args:
-        model: of the architecture that ``table`` describes; nothing of it changes.
-        table: the architecture.
+        model: of the architecture that ``spec`` describes; nothing of it changes.
+        spec: the architecture.
         tp_size, ep_size, vocab_multiple_of: as of :func:`parallel_ext.models.spec.plan`.
 
     Raises:
@@ -93,8 +93,8 @@ def layout_of(
             names[id(parameter)] = name
             shapes[name] = tuple(parameter.shape)
     config = model.config
-    embedding, rows = f"{table.embedding}.weight", config.vocab_size
-    for name in (embedding, f"{table.head}.weight"):
+    embedding, rows = f"{spec.embedding}.weight", config.vocab_size
+    for name in (embedding, f"{spec.head}.weight"):
         shape = shapes[tied.get(name, name)]
         if shape[0] != rows:
             raise ValueError(
@@ -102,23 +102,21 @@ def layout_of(
                 f"expected ({rows}, {shape[1]})"
             )
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
-    sizes = _sizes(model, table, shapes)
-    layout = plan(table, {**shapes, **buffers}, tied, sizes, tp_size, ep_size, vocab_multiple_of)
+    sizes = _sizes(model, spec, shapes)
+    layout = plan(spec, {**shapes, **buffers}, tied, sizes, tp_size, ep_size, vocab_multiple_of)
     return replace(layout, buffers=frozenset(buffers))
 
 
-def _sizes(
-    model: nn.Module, table: ModelTable, shapes: Mapping[str, tuple[int, ...]]
-) -> ModelSizes:
-    config, blocks = model.config, table.blocks(shapes)
+def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:
+    config, blocks = model.config, spec.blocks(shapes)
     heads_of = {
         path: getattr(model.get_submodule(path), block.heads)
         for path, block in blocks.items()
         if isinstance(block, RegionNames) and block.heads is not None
     }
-    if table.attention is None:
+    if spec.attention is None:
         return ModelSizes(config.vocab_size, heads_of=heads_of)
-    attention = next((path for path, block in blocks.items() if block is table.attention), None)
+    attention = next((path for path, block in blocks.items() if block is spec.attention), None)
     return ModelSizes(
         config.vocab_size,
         config.num_attention_heads,

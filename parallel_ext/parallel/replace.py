@@ -62,34 +62,34 @@ class SumOutput:
 
 
 def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | None, list[Routing]]:
-    """Replace all modules that the plan's table names, each old weight freed before the next.
+    """Replace all modules that the plan's spec names, each old weight freed before the next.
 
     Returns:
         What sums the partial gradients, if there are several ranks, and the layers' routings.
     """
-    table, partials = plan.table, PartialGradients() if plan.mesh.world_size > 1 else None
+    spec, partials = plan.spec, PartialGradients() if plan.mesh.world_size > 1 else None
     replace = _Replacer(model, plan.layout, plan.mesh, partials)
-    replace.embedding(table.embedding)
-    for path, block in table.blocks(plan.layout).items():
+    replace.embedding(spec.embedding, spec.scaled_embedding is not None)
+    for path, block in spec.blocks(plan.layout).items():
         if isinstance(block, AttentionNames):
             replace.attention(path, block)
         elif isinstance(block, RegionNames):
             replace.region(path, block)
         else:
             replace.mixture(path, block)
-    replace.head(table.head)
+    replace.head(spec.head)
     return partials, replace.routings
 
 
 def enter_and_leave(model: nn.Module, plan: Plan) -> None:
     """Let hidden states enter the parallel parts, and leave them where these do not sum."""
-    table, tp = plan.table, plan.mesh.tp
+    spec, tp = plan.spec, plan.mesh.tp
     if tp.size == 1:
         return
     copy_input, copy_output = CopyInput(tp), CopyOutput(tp)
-    for path in table.shared:
+    for path in spec.shared:
         model.get_submodule(path).register_forward_hook(copy_output)
-    for path, block in table.blocks(plan.layout).items():
+    for path, block in spec.blocks(plan.layout).items():
         # A mixture takes its slice of the tokens itself; its router sees all on every rank.
         if isinstance(block, MixtureNames):
             continue
@@ -152,13 +152,19 @@ class _Replacer:
         module.train(self.model.get_submodule(path).training)
         self.model.set_submodule(path, module)
 
-    def embedding(self, path: str) -> None:
+    def embedding(self, path: str, scaled: bool) -> None:
         weight, _, layouts = self._shards(path)
-        padding_idx = self.model.get_submodule(path).padding_idx
-        tp, tied = self.mesh.tp, self._tied(path)
+        old, tied = self.model.get_submodule(path), self._tied(path)
+        scale = old.embed_scale if scaled else None
+        if scaled and weight.is_meta:
+            # It was rounded to the dtype of the configuration, which the weights need not have.
+            scale = torch.tensor(old.scalar_embed_scale, dtype=torch.float64)
         self._put(
             path,
-            VocabParallelEmbedding(weight, layouts["weight"], padding_idx, tp, self.partials, tied),
+            VocabParallelEmbedding(
+                *(weight, layouts["weight"], old.padding_idx, self.mesh.tp, self.partials, tied),
+                scale,
+            ),
         )
 
     def head(self, path: str) -> None:

@@ -83,8 +83,8 @@ def resize_token_embeddings(
         "the class of optimizer": None if optimizer is None else type(optimizer).__name__,
     }
     require_equal(mesh.control, _OP_NAME, {name: repr(value) for name, value in asked.items()})
-    embedding = model.get_submodule(state.table.embedding)
-    head = model.get_submodule(state.table.head)
+    embedding = model.get_submodule(state.spec.embedding)
+    head = model.get_submodule(state.spec.head)
     rows = mesh.control.run_on_all(
         _OP_NAME, lambda: _check(state, embedding, head, new_num_tokens, pad_to_multiple_of)
     )
@@ -146,7 +146,7 @@ def _check(
         raise RuntimeError(
             f"{_OP_NAME}: px.data_parallel has sharded the rows over the dp ranks; resize before it"
         )
-    kinds = {state.table.embedding: VocabParallelEmbedding, state.table.head: VocabParallelHead}
+    kinds = {state.spec.embedding: VocabParallelEmbedding, state.spec.head: VocabParallelHead}
     for (path, kind), module in zip(kinds.items(), (embedding, head), strict=True):
         if type(module) is not kind:
             raise RuntimeError(

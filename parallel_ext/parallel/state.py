@@ -34,7 +34,7 @@ class ParallelState(nn.Module):
 
     Attributes:
         mesh: the ranks.
-        table: the names of its modules.
+        spec: the names of its modules.
         layout: where every parameter lives.
         vocab_range: the ids of this rank.
         vocab_sizes: number of ids of every tp rank.
@@ -65,7 +65,7 @@ class ParallelState(nn.Module):
     ) -> None:
         super().__init__()
         mesh, options = plan.mesh, plan.options
-        self.mesh, self.table = mesh, plan.table
+        self.mesh, self.spec = mesh, plan.spec
         self.vocab_multiple_of = options.vocab_multiple_of
         self.training_logits, self.fused_loss = options.training_logits, options.fused_loss
         self.agreement: Agreement | None = None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import transformers
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models import OWN, PUBLISHED, TABLES, learn
+from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
 from parallel_ext.models.blocks import MixtureNames
-from parallel_ext.models.spec import ModelTable
+from parallel_ext.models.spec import ModelSpec
+from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.digests import content_digest
-from parallel_ext.sharding.layout import ModelLayout
 
 _MODEL_ATTRIBUTES = (
     "save_pretrained",
@@ -28,11 +30,11 @@ _ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads", "a
 _MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
 
 
-def table_for(model: nn.Module) -> ModelTable:
-    """Return the table of a model's class: ours, HuggingFace's, or one that others publish.
+def spec_for(model: nn.Module) -> ModelSpec:
+    """Return the spec of a model's class: ours, HuggingFace's, or one that others publish.
 
     Raises:
-        ValueError: there is no table for it.
+        ValueError: there is no spec for it.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     classes = {cls.__name__: cls for cls in reversed(type(model).__mro__)}
@@ -40,28 +42,32 @@ def table_for(model: nn.Module) -> ModelTable:
     cls = None if own is None else classes.get(OWN[own][0])
     if cls is not None and not cls.__module__.startswith("parallel_ext."):
         return PUBLISHED[own]
-    if model_type not in TABLES:
+    if model_type not in SPECS:
         raise ValueError(
-            f"parallelize: no table for model_type {model_type!r} ({type(model).__name__}); "
-            f"supported are {', '.join(sorted({*TABLES, *OWN}))}"
+            f"parallelize: no spec for model_type {model_type!r} ({type(model).__name__}); "
+            f"supported are {', '.join(sorted({*SPECS, *OWN}))}{why_unserved(model_type)}"
         )
-    return TABLES[model_type]
+    return SPECS[model_type]
 
 
-def check_plain(model: nn.Module, table: ModelTable) -> None:
+def check_plain(model: nn.Module, spec: ModelSpec) -> None:
     """Raise unless the modules to replace are plain, with nothing that would be lost."""
     known = {}
-    if (mixture := table.mixture) is not None:
+    if (mixture := spec.mixture) is not None:
         known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
-    for path in table.modules(_parameter_names(model)):
+    if spec.scaled_embedding is not None:
+        known[spec.embedding] = spec.scaled_embedding
+    for path in spec.modules(_parameter_names(model)):
         module = model.get_submodule(path)
-        if (expected := known.get(path.rpartition(".")[2])) is not None:
+        if (expected := known.get(path, known.get(path.rpartition(".")[2]))) is not None:
             if type(module).__name__ != expected:
                 raise ValueError(
                     f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
                     f"{expected}, whose forward is known"
                 )
             _check_bare(path, module)
+            if isinstance(module, nn.Embedding):
+                _check_embedding(path, module)
             continue
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             continue  # an attention, its norms, an MLP, which stay
@@ -97,21 +103,22 @@ def _check_embedding(path: str, module: nn.Embedding) -> None:
             )
 
 
-def check_names(model: nn.Module, table: ModelTable) -> None:
-    """Raise one error that lists every name that the table needs and the model lacks."""
+def check_names(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise one error that lists every name that the spec needs and the model lacks."""
     cls = type(model).__name__
-    if not hasattr(model, table.head) and not cls.endswith("ForCausalLM"):
+    if not hasattr(model, spec.head) and not cls.endswith("ForCausalLM"):
         raise ValueError(
-            f"parallelize: {cls} is not served: of {table.model_type!r} only the class with an "
+            f"parallelize: {cls} is not served: of {spec.model_type!r} only the class with an "
             "output head is, ...ForCausalLM"
         )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
-    if table.attention:
+    if spec.attention:
         of_config += _ATTENTION_CONFIG_ATTRIBUTES
-    if table.mixture:
+    if spec.mixture:
         of_model += _MIXTURE_MODEL_ATTRIBUTES
-        of_config += (table.mixture.num_experts, "output_router_logits")
-        of_config += (table.mixture.jitter,) if table.mixture.jitter else ()
+        of_config += (spec.mixture.num_experts, "output_router_logits")
+        of_config += (spec.mixture.jitter,) if spec.mixture.jitter else ()
+    of_config += tuple(filter(None, (spec.logits_divisor, spec.logits_softcap)))
     missing = [f"{cls}.{n}" for n in of_model if not hasattr(model, n)]
     missing += [f"config.{n}" for n in of_config if not hasattr(model.config, n)]
 
@@ -123,20 +130,23 @@ def check_names(model: nn.Module, table: ModelTable) -> None:
             return None
 
     names = _parameter_names(model)
-    for path in (table.layers, *table.towers, *table.modules(names)):
+    if spec.scaled_embedding is not None and (embedding := find(spec.embedding)) is not None:
+        of_embedding = ("embed_scale", "scalar_embed_scale")
+        missing += [f"{spec.embedding}.{n}" for n in of_embedding if not hasattr(embedding, n)]
+    for path in (spec.layers, *spec.towers, *spec.modules(names)):
         find(path)
-    if table.skips is not None and find(table.skips.rpartition(".")[0]) is not None:
-        owner, _, method = table.skips.rpartition(".")
+    if spec.skips is not None and find(spec.skips.rpartition(".")[0]) is not None:
+        owner, _, method = spec.skips.rpartition(".")
         if not hasattr(model.get_submodule(owner), method):
-            missing.append(table.skips)
-    for path, block in table.blocks(names).items():
+            missing.append(spec.skips)
+    for path, block in spec.blocks(names).items():
         if path not in missing:
             owner = model.get_submodule(path)
             missing += [f"{path}.{n}" for n in block.attributes() if not hasattr(owner, n)]
     if missing:
         raise ValueError(
             f"parallelize: {cls} of transformers {transformers.__version__} "
-            f"lacks what the table for {table.model_type!r} names: {', '.join(missing)}"
+            f"lacks what the spec for {spec.model_type!r} names: {', '.join(missing)}"
         )
 
 
@@ -180,15 +190,15 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
         )
 
 
-def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bool) -> None:
+def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool) -> None:
     """Raise unless mesh and options fit the model's mixture of experts, or its lack of one."""
-    mixture, blocks = table.mixture, table.blocks(_parameter_names(model))
+    mixture, blocks = spec.mixture, spec.blocks(_parameter_names(model))
     paths = [path for path, block in blocks.items() if isinstance(block, MixtureNames)]
     if mixture is None or not paths:
         if mesh.ep_size > 1:
             raise ValueError(
                 f"parallelize: the mesh has ep={mesh.ep_size}, but no layer of this "
-                f"{table.model_type!r} has experts; use ep=1"
+                f"{spec.model_type!r} has experts; use ep=1"
             )
         return
     num_experts = getattr(model.config, mixture.num_experts)
@@ -215,9 +225,14 @@ def check_mixture(model: nn.Module, table: ModelTable, mesh: Mesh, agreement: bo
         )
 
 
-def check_equal(model: nn.Module, mesh: Mesh, layout: ModelLayout, options: tuple) -> None:
-    """Raise unless all ranks are to shard the same model: equal options, equal weights."""
-    own = {"options": repr(options), "tied": repr(sorted(layout.tied.items()))}
+def check_equal(model: nn.Module, plan: Plan) -> None:
+    """Raise unless all ranks are to shard the same model: equal options, spec and weights."""
+    mesh, layout = plan.mesh, plan.layout
+    own = {
+        "options": repr(plan.options),
+        "spec": re.sub(r" at 0x\w+", "", repr(plan.spec)),  # of a function, its address
+        "tied": repr(sorted(layout.tied.items())),
+    }
     for name, parameter in model.named_parameters():
         digest = "meta" if parameter.is_meta else content_digest(parameter)
         own[name] = (

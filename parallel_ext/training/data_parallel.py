@@ -78,8 +78,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     if mesh.dp_size > 1:
         with called_by_this_package():
             _shard(own, state, zero)
-        if state.table.skips is not None:
-            owner, _, method = state.table.skips.rpartition(".")
+        if state.spec.skips is not None:
+            owner, _, method = state.spec.skips.rpartition(".")
             setattr(own.get_submodule(owner), method, RunsOnAny(mesh))
         for module in {own, model}:  # perhaps inside PEFT's
             module.zero_grad = MethodType(_zero_grad, module)
@@ -169,7 +169,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None),
     }
     dense, of_experts = _device_mesh(mesh, mesh.tp_size), _device_mesh(mesh, mesh.ep_size)
-    for path in (state.table.layers, *state.table.towers):
+    for path in (state.spec.layers, *state.spec.towers):
         for layer in model.get_submodule(path):
             for module in layer.modules():
                 # Also where edp_size is 1: no optimizer takes plain tensors and DTensors at once.

@@ -247,7 +247,7 @@ def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[Non
 @contextmanager
 def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
     """Run the block with only the first ``count`` decoder layers in the model."""
-    path = state_of(model).table.layers
+    path = state_of(model).spec.layers
     layers = model.get_submodule(path)
     if count is None:
         count = len(layers)

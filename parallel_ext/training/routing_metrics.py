@@ -77,7 +77,7 @@ class RoutingMetrics:
 
         self._file = mesh.control.run_on_all("RoutingMetrics", prepare)
         num_layers = len(self._state.routings)
-        num_experts = getattr(model_of(model).config, self._state.table.mixture.num_experts)
+        num_experts = getattr(model_of(model).config, self._state.spec.mixture.num_experts)
         self._counter = RoutingCounter(num_layers, num_experts)
         self._state.routing_counter = self._counter
         for layer, routing in enumerate(self._state.routings):

@@ -685,7 +685,7 @@ IN_CONFIG = {
         _config(gradient_checkpointing=True), (CONFIG, "gradient_checkpointing is True")
     ),
     "another architecture": Case(
-        _config(model_type="gpt2"), (CONFIG, "model_type is 'gpt2', but served are cogagent, llama")
+        _config(model_type="gpt2"), (CONFIG, "model_type is 'gpt2', but served are cogagent, gemma")
     ),
     "foreign code": Case(
         _config(model_type="lama", auto_map={"AutoConfig": "x.Y"}), (CONFIG, "custom code")

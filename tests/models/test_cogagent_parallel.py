@@ -24,7 +24,7 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.models.cogagent import CogAgentConfig, CogAgentForCausalLM, build_position_ids
-from parallel_ext.models.cogagent.table import COGAGENT
+from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.models.spec import ModelSizes, plan
 from parallel_ext.sharding.layout import ModelLayout
 

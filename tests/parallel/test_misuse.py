@@ -240,7 +240,7 @@ def _parallelize(case: str) -> None:
         model = Tiny(heads=2, key_value_heads=2).model()
     elif case == "attention dropout":
         model.config.attention_dropout = 0.1
-    elif case == "table":
+    elif case == "spec":
         model.model.layers[1].self_attn.query = model.model.layers[1].self_attn.q_proj
         del model.model.layers[1].self_attn.q_proj
         del model.model.layers[0].mlp.down_proj
@@ -283,11 +283,11 @@ def _parallelize(case: str) -> None:
     {
         "too many ranks": ["tp=3 is more than 2 query heads on 2 key-value heads can serve"],
         "attention dropout": ["attention_dropout is 0.1", "allow_different_dropout=True"],
-        "table": [
+        "spec": [
             "model.layers.0.mlp.down_proj, model.layers.1.self_attn.q_proj",
             f"transformers {transformers.__version__}",
         ],
-        "other model": ["no table for model_type 'gpt2'", "supported are cogagent, llama"],
+        "other model": ["no spec for model_type 'gpt2'", "supported are cogagent, gemma"],
         "twice": ["parallel already"],
         "hook": ["lm_head has hooks"],
         "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],

@@ -11,7 +11,7 @@ from parallel_ext.models.cogagent.modeling import (
 )
 from parallel_ext.models.cogagent.processing import CogAgentProcessor, Conversation
 from parallel_ext.models.cogagent.published import PUBLISHED_COGAGENT
-from parallel_ext.models.cogagent.table import COGAGENT
+from parallel_ext.models.cogagent.spec import COGAGENT
 from parallel_ext.models.cogagent.tokens import (
     LANGUAGE,
     VISION,
@@ -32,7 +32,7 @@ __all__ = [
     "vision_expert_mask",
 ]
 
-models.TABLES[COGAGENT.model_type] = COGAGENT
+models.SPECS[COGAGENT.model_type] = COGAGENT
 models.PUBLISHED[COGAGENT.model_type] = PUBLISHED_COGAGENT
 AutoConfig.register("cogagent", CogAgentConfig, exist_ok=True)
 AutoModel.register(CogAgentConfig, CogAgentModel, exist_ok=True)

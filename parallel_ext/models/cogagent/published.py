@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from parallel_ext.models.cogagent.decoder import expert_output, expert_query_key_value, rotate
-from parallel_ext.models.cogagent.table import COGAGENT, LAYER
+from parallel_ext.models.cogagent.spec import COGAGENT, LAYER
 from parallel_ext.models.cogagent.tokens import TokenRoute
 
 

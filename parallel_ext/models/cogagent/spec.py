@@ -7,12 +7,12 @@ the published model.
 """
 
 from parallel_ext.models.blocks import RegionNames
-from parallel_ext.models.spec import ModelTable
+from parallel_ext.models.spec import ModelSpec
 
 LAYER = "model.layers.*"
 LOW_LAYER = "model.vision.transformer.layers.*"
 
-COGAGENT = ModelTable(
+COGAGENT = ModelSpec(
     model_type="cogagent",
     embedding="model.embed_tokens",
     head="lm_head",

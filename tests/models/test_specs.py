@@ -1,0 +1,277 @@
+"""Every architecture that is a mere spec trains, saves and generates as the single process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from reference import batch, difference, exact, mesh_of, parallel, worst
+from reference_life import differences_in_life
+from reference_mixtral import Layout, batches, differences_of_adapter
+from torch import nn
+from transformers.models.gemma2 import modeling_gemma2
+
+import parallel_ext as px
+from parallel_ext.models import SPECS
+
+KINDS = {
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": {"attention_bias": True},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        **{"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
+        "attention_multiplier": 0.3,
+    },
+    "gemma": {},
+    "gemma2": {
+        **{"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.4},
+        "query_pre_attn_scalar": 5,
+    },
+    "qwen2_moe": {
+        **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"shared_expert_intermediate_size": 17, "mlp_only_layers": [0]},
+        "experts_implementation": "eager",
+    },
+    "gemma3_text": {"sliding_window": 4, "final_logit_softcapping": 0.5},
+}
+
+
+@dataclass(frozen=True)
+class OfSpec:
+    """A small model of some architecture; the sizes divide nothing."""
+
+    kind: str
+    tied: bool = False
+    key_value_heads: int = 3
+    vocab_size: int = 101
+    dtype: torch.dtype = torch.float64
+
+    def config(self) -> transformers.PreTrainedConfig:
+        return transformers.CONFIG_MAPPING[self.kind](
+            vocab_size=self.vocab_size,
+            hidden_size=72,
+            intermediate_size=37,
+            num_hidden_layers=2,
+            num_attention_heads=9,
+            num_key_value_heads=self.key_value_heads,
+            head_dim=8,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=64,
+            attn_implementation="eager" if self.kind == "gemma2" else "sdpa",
+            attention_dropout=0.0,
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            **KINDS[self.kind],
+        )
+
+    def model(self, seed: int = 1) -> transformers.PreTrainedModel:
+        """The single-process model, the same on every rank."""
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(self.config()).to(self.dtype).train()
+        for parameter in model.parameters():  # the initial biases of 0 and norms of 1 hide errors
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, mean=1.0, std=0.3)
+        return model if self.dtype != torch.float64 else _exact(model)
+
+
+def _gemma_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + self.weight, self.eps)
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    softcap: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Gemma 2's, without its softmax in fp32."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = torch.tanh(query @ key.mT * scaling / softcap) * softcap
+    return ((scores + attention_mask).softmax(-1) @ value).transpose(1, 2), None
+
+
+def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    model = exact(model)
+    for module in model.modules():
+        if type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_gemma_norm, module)
+    return model
+
+
+def _in_life(tiny: OfSpec, layout: Layout, folder: str, sizes: tuple[int, ...]) -> dict[str, float]:
+    plain = modeling_gemma2.eager_attention_forward
+    modeling_gemma2.eager_attention_forward = _eager_attention
+    try:
+        return differences_in_life(tiny, layout, folder, sizes=sizes)
+    finally:
+        modeling_gemma2.eager_attention_forward = plain
+
+
+CASES = {
+    **{f"{kind} on 2": (OfSpec(kind), 2, ()) for kind in KINDS},
+    **{f"{kind} on 3, tied": (OfSpec(kind, tied=True), 3, ()) for kind in KINDS},
+    "qwen2, one key-value head": (OfSpec("qwen2", key_value_heads=1), 2, ()),
+    "qwen3, one key-value head": (OfSpec("qwen3", key_value_heads=1), 3, ()),
+    "granite resized": (OfSpec("granite"), 2, (104, 99)),
+    "gemma3 resized": (OfSpec("gemma3_text", tied=True), 2, (104,)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
+    case: str, tmp_path: Path
+) -> None:
+    tiny, tp, sizes = CASES[case]
+    layout = Layout(1, tp, tp if "moe" in tiny.kind else 1)
+    for differences in pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes):
+        error, name = worst(differences)
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def _loaded(source: str) -> dict[str, Any]:
+    """What a model from files computes, beside what transformers' own computes."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = px.from_pretrained(source, mesh_of(), dtype=torch.float32)
+    one, prompt = batch(101), torch.tensor([[5, 6, 7, 8, 9, 10]])
+    evaluated, expected = model(**one), plain.eval()(**one)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        tokens = plain.generate(prompt, **options)
+        ours = (model.generate(prompt, **options), px.generate(model, prompt, **options))
+    model.train()
+    found = {
+        "logits": difference(evaluated.logits, expected.logits),
+        "loss": difference(evaluated.loss, expected.loss),
+        "loss in training": difference(model(**one).loss, expected.loss),
+        "tokens": max(float(not torch.equal(each, tokens)) for each in ours),
+    }
+    if "moe" not in model.config.model_type:  # transformers' experts take no fp64
+        exact = px.from_pretrained(source, mesh_of(), dtype="float64").train()
+        found["gradients"] = px.check_gradients(exact, batch(101, left=False)).worst[1]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    """Also where the files and their configuration are bf16, and the model is not."""
+    replace(OfSpec(kind, tied=True), dtype=torch.bfloat16).model().save_pretrained(tmp_path)
+    for found in pool(2).run(_loaded, str(tmp_path)):
+        error, name = worst(found)
+        assert error <= 1e-5, f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "granite", "gemma3_text"])
+def test_adapters_have_the_gradients_of_peft(kind: str) -> None:
+    projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    options = {"r": 3, "target_modules": [*projections, "embed_tokens", "lm_head"]}
+    for differences in pool(2).run(_adapted, kind, options):
+        error, name = worst(differences)
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def _adapted(kind: str, options: dict[str, Any]) -> dict[str, float]:
+    tiny, layout = OfSpec(kind), Layout(1, 2, 1)
+    return differences_of_adapter(tiny.model, layout, batches(tiny, layout.dp), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("granite", "logits_divisor"), ("gemma2", "logits_softcap")],
+)
+def test_a_loss_that_does_not_know_what_the_class_does_to_the_logits_is_refused(
+    kind: str, field: str
+) -> None:
+    for error in pool(2).run_raising(_without, kind, field):
+        assert "changes what the output head returns" in str(error)
+
+
+def _without(kind: str, field: str) -> None:
+    px.register(replace(SPECS[kind], **{field: None}), replace=True)
+    try:
+        model = parallel(OfSpec(kind).model(), mesh_of())
+        model(**batch(101)).loss.backward()
+    finally:
+        px.register(replace(SPECS[kind], **{field: _FIELDS[field]}), replace=True)
+
+
+def test_ranks_with_other_specs_raise_on_every_rank() -> None:
+    for error in pool(2).run_raising(_other_specs):
+        assert "DisagreementError" in str(error)
+        assert "ModelSpec(" in str(error)
+
+
+def _other_specs() -> None:
+    own = replace(SPECS["llama"], towers=("model.layers",) * mesh_of().rank)
+    px.register(own, replace=True)
+    try:
+        px.parallelize(transformers.LlamaForCausalLM(_llama()), mesh_of())
+    finally:
+        px.register(replace(own, towers=()), replace=True)
+
+
+def _llama() -> transformers.LlamaConfig:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 11}
+    return transformers.LlamaConfig(**sizes, num_hidden_layers=1)
+
+
+LLAMA = SPECS["llama"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        ("llama", TypeError, "expected a px.models.ModelSpec, got str"),
+        (replace(LLAMA, model_type="new", head=""), ValueError, "head is empty"),
+        (replace(LLAMA, model_type="new", mlp="mlp"), TypeError, "mlp is 'mlp', a str"),
+        (
+            replace(LLAMA, model_type="new", attention=None, mlp=None),
+            ValueError,
+            "nothing would be sharded but the vocabulary",
+        ),
+        (replace(LLAMA, model_type="cogagent"), ValueError, "'cogagent' is a model of this"),
+        (replace(LLAMA, head="model.head"), ValueError, "pass replace=True"),
+    ],
+)
+def test_register_refuses(spec: Any, error: type[Exception], words: str) -> None:
+    before = dict(SPECS)
+    with pytest.raises(error, match=words):
+        px.register(spec)
+    assert before == SPECS
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("olmo2", "a norm over all heads"),
+        ("phi3", "projections that join unequal parts"),
+        ("gpt_oss", "attention sinks"),
+        ("gpt2", "px.register takes a spec of your own"),
+    ],
+)
+def test_a_model_without_a_spec_is_refused_with_what_is_missing(kind: str, words: str) -> None:
+    model = nn.Module()
+    model.config = transformers.CONFIG_MAPPING[kind]()
+    with pytest.raises(ValueError, match=words):
+        px.parallelize(model, px.init_mesh())
+
+
+def test_a_parameter_of_an_attention_that_no_spec_names_is_refused() -> None:
+    model = transformers.LlamaForCausalLM(_llama())
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="layers.0.self_attn.sinks: the spec does not say"):
+        px.parallelize(model, px.init_mesh())
+
+
+_FIELDS = {"logits_divisor": "logits_scaling", "logits_softcap": "final_logit_softcapping"}
