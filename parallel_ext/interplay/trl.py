@@ -46,7 +46,8 @@ def add_fused_lm_head(
             "add_fused_lm_head(cast_lm_head_to_fp32=True) is not supported on a parallel model of "
             f"{model.dtype}; load it with dtype=torch.float32"
         )
-    if state.spec.changes_logits:
+    spec = state.spec
+    if spec.changes_logits or spec.logits_divisor or spec.logits_softcap:
         raise NotImplementedError(
             f"add_fused_lm_head: {type(model).__name__} changes its logits, which is not supported "
             "on a parallel model"
