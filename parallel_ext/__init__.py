@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from parallel_ext.training.gradients import clip_grad_norm_, no_sync
     from parallel_ext.training.preemption import preempted, stop_requested
     from parallel_ext.training.routing_metrics import RoutingMetrics
+    from parallel_ext.training.trainer import Trainer, TrainerMixin
 
 __version__ = VERSION
 
@@ -91,6 +92,7 @@ _HOMES = {
     "training.gradients": ("clip_grad_norm_", "no_sync"),
     "training.preemption": ("preempted", "stop_requested"),
     "training.routing_metrics": ("RoutingMetrics",),
+    "training.trainer": ("Trainer", "TrainerMixin"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _ROOMS = ("models", "nn", "ops")

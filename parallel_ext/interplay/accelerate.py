@@ -26,14 +26,11 @@ from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.gradients import no_sync as px_no_sync
+from parallel_ext.training.trainer import TrainerMixin
 
 Plain = Callable[..., Any]
 
-_TRAINER = Refusal(
-    "transformers:Trainer",
-    "write the loop with an accelerate.Accelerator, whose prepare serves parallel models",
-    Where.RANKS,
-)
+_TRAINER = Refusal("transformers:Trainer", "px.Trainer trains parallel models", Where.RANKS)
 
 _meshes: WeakKeyDictionary[Accelerator, Mesh] = WeakKeyDictionary()
 """The mesh of each ``Accelerator`` that serves a parallel model. Not those of a Trainer."""
@@ -89,7 +86,7 @@ def prepare_model(
         return plain(self, model, device_placement, evaluation_mode)
     _check(self, model, evaluation_mode)
     prepared = plain(self, model, device_placement=False, evaluation_mode=True)
-    if _trainer_above() is None:
+    if not _is_called_by_another_trainer():
         _meshes[self] = state_of(model).mesh
     return prepared
 
@@ -97,9 +94,8 @@ def prepare_model(
 def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) -> None:
     """Raise unless an ``Accelerator`` can serve a parallel model."""
     state = state_of(model)
-    mesh, trainer = state.mesh, _trainer_above()
-    ours = any(each.__module__.startswith("parallel_ext.") for each in type(trainer).__mro__)
-    if trainer is not None and not ours:
+    mesh = state.mesh
+    if _is_called_by_another_trainer():
         refuse(_TRAINER, model)
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -138,15 +134,15 @@ def _check_ranks(accelerator: Accelerator, mesh: Mesh) -> None:
         )
 
 
-def _trainer_above() -> object | None:
-    """Return the ``transformers.Trainer`` from whose methods this function was called, if any."""
+def _is_called_by_another_trainer() -> bool:
+    """Return whether a method of a ``transformers.Trainer`` without px.TrainerMixin has called."""
     frame = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if any(each.__module__ == "transformers.trainer" for each in type(caller).__mro__):
-            return caller
+        modules = {each.__module__ for each in type(frame.f_locals.get("self")).__mro__}
+        if "transformers.trainer" in modules:
+            return TrainerMixin.__module__ not in modules
         frame = frame.f_back
-    return None
+    return False
 
 
 def _served(accelerator: Accelerator) -> Mesh | None:
@@ -162,7 +158,7 @@ def _find_mesh(accelerator: Accelerator) -> None:
         ValueError: there are several, of other sizes.
     """
     own = accelerator in _meshes or accelerator._models
-    if own or accelerator.torch_device_mesh is not None or _trainer_above() is not None:
+    if own or accelerator.torch_device_mesh is not None or _is_called_by_another_trainer():
         return
     meshes = {state_of(model).mesh for model in parallel_models()}
     if len({(mesh.dp_size, mesh.tp_size) for mesh in meshes}) > 1:

@@ -54,6 +54,8 @@ class ParallelState(nn.Module):
         generates: whether ``generate`` is running.
         turn_over_dp: which parameter the dp ranks compare next.
         own_forward: the function that stands for the class's forward in the instance.
+        caller_scales_loss: whether the caller multiplies a loss that has ``num_items_in_batch`` by
+            the number of dp ranks, as HuggingFace's trainer does.
         forward_ran: whether it has run in this call, where another forward stands there.
     """
 
@@ -84,6 +86,7 @@ class ParallelState(nn.Module):
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
         self.turn_over_dp = Turn(tuple(ranks), mesh.world_size)
         self.own_forward: Callable[..., Any] | None = None
+        self.caller_scales_loss = False
         self.forward_ran = False
 
     def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:

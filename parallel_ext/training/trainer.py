@@ -1,0 +1,335 @@
+"""HuggingFace's ``Trainer`` around a parallel model: the training of the single process.
+
+What a trainer asks of accelerate (loaders, gathering, accumulation, clipping) is served by
+:mod:`parallel_ext.interplay.accelerate`; here are what it counts by itself, and its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from parallel_ext.checkpoint import rng
+from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from parallel_ext.checkpoint.manifest import STATE_FOLDER
+from parallel_ext.checkpoint.steps import latest_checkpoint
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.state import is_parallel, state_of
+
+_FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
+_STATE = "trainer_state.json"  # transformers' name; written last
+_ARGUMENTS = "training_args.bin"  # transformers' name
+
+# Arguments that are refused, unless they are None, False or 0.
+_WHY_NOT = {
+    "auto_find_batch_size": "one rank would try another batch size than the others",
+    "deepspeed": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",
+    "enable_jit_checkpoint": "ranks would save at different steps; ask px.stop_requested",
+    "fsdp": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",
+    "parallelism_config": "the mesh says it, as in px.init_mesh(tp=2)",
+    "save_on_each_node": "all ranks write one checkpoint, to a directory that they share",
+}
+
+
+class TrainerMixin:
+    """Let a subclass of ``transformers.Trainer`` train a parallel model as one process would.
+
+    It stands before the trainer: ``class MySFTTrainer(px.TrainerMixin, trl.SFTTrainer)``. Every
+    rank makes the trainer and calls its methods. ``per_device_train_batch_size`` is that of a dp
+    rank, whose tp ranks get the same rows: the batch of the job is that times ``dp``. Losses,
+    norms, metrics, predictions and files are those of the single process with this batch.
+
+    A checkpoint is a HuggingFace directory, or PEFT's, with the state of the training in
+    ``parallel_ext``. Weights lie on the disk once: the files beside it are links to those in it.
+    Training resumes from it on any layout.
+
+    Raises:
+        TypeError: the model is not parallel.
+        ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
+    """
+
+    model: nn.Module
+    args: transformers.TrainingArguments
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not is_parallel(self.model):
+            raise TypeError(
+                f"{type(self).__name__} trains a parallel model, but was given a "
+                f"{type(self.model).__name__}; call px.parallelize or px.from_pretrained before"
+            )
+        _check_arguments(type(self).__name__, self.args, self._mesh)
+        self._random_states: dict[str, torch.Tensor] = {}  # of the checkpoint that was loaded
+
+    @property
+    def _mesh(self) -> Mesh:
+        return state_of(self.model).mesh
+
+    # --- What the single process would count ---
+
+    def get_tp_size(self) -> int:
+        """Return the number of processes that get the same rows."""
+        return self._mesh.tp_size
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss by the trainer's own rule, whose factor of dp is not applied twice."""
+        state = state_of(self.model)
+        state.caller_scales_loss = self.args.average_tokens_across_devices
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            state.caller_scales_loss = False
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the labels of all dp ranks, of whom each tp rank is asked once."""
+        items = super()._get_num_items_in_batch(*args, **kwargs)
+        if not torch.is_tensor(items):
+            return items
+        items = items * self.get_tp_size()  # by which it was divided, as if all had been asked
+        if not self.args.average_tokens_across_devices and self._mesh.dp_size > 1:
+            items = self.accelerator.gather(items).sum()
+        return items
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Return this rank's share of the operations, which the trainer adds up over all ranks."""
+        return super().floating_point_ops(inputs) / self.get_tp_size()
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # torch.nn.utils.clip_grad_norm_ knows parameters of all meshes
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where its mesh has put it."""
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
+        """Evaluate one batch, without the rows that fill up the last one, on all dp ranks."""
+        inputs = self._without_filling(inputs)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None and self._mesh.dp_size > 1:
+            loss = self.accelerator.reduce(loss, "mean")
+        return loss, logits, labels
+
+    def _without_filling(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch without the labels of rows that are there a second time.
+
+        accelerate repeats rows so that the last batches of all dp ranks have the same size, and
+        drops them from what is gathered. The loss of the job must not see them either.
+        """
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        if self._mesh.dp_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        if not torch.is_tensor(labels):
+            return inputs
+        own = max(0, state.remainder - self._mesh.dp_rank * len(labels))
+        labels = labels.clone()
+        labels[own:] = -100
+        return {**inputs, "labels": labels}
+
+    # --- Files ---
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Write the model's HuggingFace or PEFT directory; every rank calls it."""
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        self.model.save_pretrained(output_dir)
+        self._mesh.control.run_on_all("save_model", lambda: self._save_beside(output_dir))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, in a checkpoint with all that training needs to resume."""
+        if _internal_call:
+            self._save_step(Path(self.args.output_dir if output_dir is None else output_dir))
+        else:
+            super().save_model(output_dir)
+
+    def _save_beside(self, output_dir: str | os.PathLike[str]) -> None:
+        """Write tokenizer and arguments, on the rank that writes."""
+        if not self.args.should_save:
+            return
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, _ARGUMENTS))
+
+    def _save_step(self, checkpoint: Path) -> None:
+        control, step = self._mesh.control, self.state.global_step
+        root = checkpoint / _FOLDER
+
+        def make_room() -> None:  # for one of the same step, of a run that was given up
+            if self.args.should_save and checkpoint.exists():
+                shutil.rmtree(checkpoint)
+
+        control.run_on_all("save_model", make_room)
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        if self.args.save_only_model:
+            optimizer = scheduler = None
+        rows = self.get_total_train_batch_size(self.args)
+        data_state = {"rows_of_a_step": rows}
+        path = save_checkpoint(root, step, self.model, _unwrapped(optimizer), scheduler, data_state)
+
+        def link() -> None:
+            if self.args.should_save:
+                _link_files(path, checkpoint)
+            self._save_beside(checkpoint)
+
+        control.run_on_all("save_model", link)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write nothing: they are in what ``save_model`` has written."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write nothing: those of all ranks are in what ``save_model`` has written."""
+
+    # --- Resuming ---
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """Train, perhaps from a checkpoint of any layout; with True from the last complete one."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = (
+                self._last_checkpoint() or True
+            )  # which says that there is none
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _last_checkpoint(self) -> str | None:
+        """Return the newest checkpoint that was not interrupted, as rank 0 sees it."""
+
+        def find() -> str | None:
+            folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            numbered = {int(p.name.rpartition("-")[2]): p for p in folders if _is_number(p)}
+            newest_first = (numbered[number] for number in sorted(numbered, reverse=True))
+            return next((str(path) for path in newest_first if _is_complete(path)), None)
+
+        found = self._mesh.control.run_on_all("train", find)
+        return self._mesh.control.all_gather_object(found)[0]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load nothing yet: the weights come with the optimizer, once that is there."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        root = Path(checkpoint) / _FOLDER
+        path = self._mesh.control.run_on_all("train", lambda: _step_in(root))
+        optimizer, scheduler = _unwrapped(self.optimizer), self.lr_scheduler
+        if not any((path / STATE_FOLDER).glob("optim-*")):  # of save_only_model
+            optimizer = scheduler = None
+        resumed = load_checkpoint(root, self.model, optimizer, scheduler)
+        self._check_rows(resumed.data_state)
+        self._random_states = rng.capture(self._mesh)
+
+    def _check_rows(self, data_state: dict[str, int]) -> None:
+        """Raise if the steps that were trained had another number of rows.
+
+        Raises:
+            ValueError: they had, so that other rows would be left out than were trained on.
+        """
+        then, now = data_state["rows_of_a_step"], self.get_total_train_batch_size(self.args)
+        if then != now and not self.args.ignore_data_skip:
+            raise ValueError(
+                f"train: the checkpoint was made with {then} rows a step, but this run has {now}: "
+                f"per_device_train_batch_size={self.args.per_device_train_batch_size} times "
+                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps} times "
+                f"dp={self._mesh.dp_size}; choose them so that the product is {then}, or pass "
+                "ignore_data_skip=True, which begins with the first row again"
+            )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set the random numbers to those of the checkpoint, after the skipped rows drew some."""
+        if self._random_states:
+            rng.restore(self._random_states, self._mesh)
+
+    def _load_best_model(self) -> None:
+        states = rng.capture(self._mesh)
+        load_checkpoint(Path(self.state.best_model_checkpoint) / _FOLDER, self.model)
+        rng.restore(states, self._mesh)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to search.
+
+        Raises:
+            NotImplementedError: always: each trial needs a new model on all ranks.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}.hyperparameter_search is not supported: start a job for each "
+            "trial"
+        )
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """HuggingFace's ``Trainer`` for a parallel model; see :class:`TrainerMixin`.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=rows)  # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
+    """
+
+
+def _check_arguments(name: str, args: transformers.TrainingArguments, mesh: Mesh) -> None:
+    for argument, why in _WHY_NOT.items():
+        if getattr(args, argument, None):
+            raise ValueError(f"{name}: {argument}={getattr(args, argument)!r} is not served: {why}")
+    if mesh.tp_size > 1 and args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            f"{name}: train_sampling_strategy='batch_rebalance' gives each process other rows, but "
+            "tp ranks share theirs; use 'group_by_length'"
+        )
+    if mesh.tp_size > 1 and args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"{name}: neftune_noise_alpha draws noise that depends on tp; leave it out"
+        )
+    if args.world_size != mesh.world_size or args.n_gpu > 1:
+        raise ValueError(
+            f"{name}: TrainingArguments see {args.world_size} processes with {args.n_gpu} GPUs "
+            f"each, but the mesh has {mesh.world_size} ranks; start the job with torchrun, one "
+            "rank for each GPU, and on CPUs pass use_cpu=True"
+        )
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Put the files of a directory, without its folders, into another: one copy on the disk."""
+    for file in source.iterdir():
+        if file.is_file() and file.name != "COMMIT":
+            try:
+                os.link(file, target / file.name)
+            except OSError:  # of a file system without hard links
+                os.symlink(file.relative_to(target), target / file.name)
+
+
+def _step_in(root: Path) -> Path:
+    """Return the directory that ``px.save_checkpoint`` has written below a root.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = latest_checkpoint(root)
+    if path is None:
+        raise CheckpointError(
+            f"{root.parent} is no complete checkpoint of px.Trainer; px.from_pretrained reads the "
+            "weights of a HuggingFace directory"
+        )
+    return path
+
+
+def _is_number(path: Path) -> bool:
+    return path.name.rpartition("-")[2].isdecimal()
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has all its parts, the last of which is the trainer's state."""
+    try:
+        TrainerState.load_from_json(str(checkpoint / _STATE))
+        return latest_checkpoint(checkpoint / _FOLDER) is not None
+    except (OSError, json.JSONDecodeError, CheckpointError):
+        return False
