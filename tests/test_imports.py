@@ -37,7 +37,9 @@ BELOW = {
 """What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""
 
 PACKAGES = {
-    "transformers": ["models/cogagent", "io/hf_", "parallel", "interplay", "lora"],
+    "transformers": [
+        *("models/cogagent", "io/hf_", "parallel", "interplay", "lora", "training/trainer"),
+    ],
     "huggingface_hub": ["parallel", "io/hf_"],
     "accelerate": ["parallel", "training/accelerate", "interplay"],
     "peft": ["lora"],

@@ -26,10 +26,10 @@ from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.gradients import no_sync as px_no_sync
-from parallel_ext.training.trainer import TrainerMixin
 
 Plain = Callable[..., Any]
 
+_OUR_TRAINER = "parallel_ext.training.trainer"  # not imported, since transformers' takes long
 _TRAINER = Refusal("transformers:Trainer", "px.Trainer trains parallel models", Where.RANKS)
 
 _meshes: WeakKeyDictionary[Accelerator, Mesh] = WeakKeyDictionary()
@@ -140,7 +140,7 @@ def _is_called_by_another_trainer() -> bool:
     while frame is not None:
         modules = {each.__module__ for each in type(frame.f_locals.get("self")).__mro__}
         if "transformers.trainer" in modules:
-            return TrainerMixin.__module__ not in modules
+            return _OUR_TRAINER not in modules
         frame = frame.f_back
     return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ class TrainerMixin:
         if not self.args.average_tokens_across_devices and self._mesh.dp_size > 1:
             items = self.accelerator.gather(items).sum()
         return items
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take the batches of a step, without the labels of rows that fill up the last one."""
+        batches = map(self._without_filling, epoch_iterator)
+        return super().get_batch_samples(batches, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Return this rank's share of the operations, which the trainer adds up over all ranks."""

@@ -301,7 +301,7 @@ def transformers_adafactor(trial: Trial) -> None:
 
 @refused(
     "transformers.Trainer",
-    instead="write the loop with an accelerate.Accelerator",
+    instead="px.Trainer trains parallel models",
     spreads=(Spread(2), Spread(1, 2), Spread(1, 2, 2)),
 )
 def trainer(trial: Trial) -> None:
@@ -315,7 +315,7 @@ def trainer(trial: Trial) -> None:
 
 @refused(
     "transformers.Trainer.evaluate",
-    instead="write the loop with an accelerate.Accelerator",
+    instead="px.Trainer trains parallel models",
 )
 def trainer_evaluate(trial: Trial) -> None:
     with processes(trial):

@@ -372,7 +372,7 @@ def _trained_by_trainer(folder: str) -> None:
 
 
 def test_trainer_is_refused_with_a_sentence(tmp_path: Any) -> None:
-    words = ("transformers's Trainer is not supported", "write the loop with an accelerate.Accel")
+    words = ("transformers's Trainer is not supported", "px.Trainer trains parallel models")
     ranks = Ranks(2)  # its own, since accelerate keeps what it found for the whole process
     try:
         _everywhere(ranks.run_raising(_trained_by_trainer, str(tmp_path)), *words)

@@ -1,0 +1,351 @@
+"""``px.Trainer`` beside transformers' Trainer in one process: logs, predictions, files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from interplay_accelerate import processes
+from ranks import Raised, pool
+from reference import Tiny, parallel
+from reference_lora import config
+from reference_mixtral import Layout, TinyMixtral
+from reference_training import quietly
+from safetensors.torch import load_file
+from torch.nn import functional
+
+import parallel_ext as px
+from parallel_ext.training import trainer as px_trainer
+
+LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1, balance=True)
+ONE = Layout(1, 1, 1)
+LORA_ERROR = 1e-6  # PEFT's factors are of fp32
+ROWS_AT_ONCE = 4
+STEPS = {"logging_steps": 1, "save_steps": 1, "eval_steps": 2, "eval_strategy": "steps"}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training, of a parallel model or, without a layout, of the plain one."""
+
+    layout: Layout | None = None
+    tiny: Any = LLAMA
+    zero: int | None = None
+    lora: bool = False
+    own_loss: bool = False
+    rows: tuple[int, int] = (24, 7)  # for training and evaluation
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Job:
+        return replace(self, layout=None, zero=None)
+
+
+DP, BOTH = Layout(2, 1, 1), Layout(2, 2, 1)
+JOBS = {
+    "one rank": Job(ONE),
+    "tp 2": Job(Layout(1, 2, 1)),
+    "dp 2": Job(DP, zero=2),
+    "dp 2, tp 2": Job(BOTH, zero=3),
+    "dp 2, counts of each rank": Job(DP, zero=2, options={"average_tokens_across_devices": False}),
+    "tp 2, lora": Job(Layout(1, 2, 1), lora=True),
+    "dp 2, lora": Job(DP, zero=2, lora=True),
+    "ep 2": Job(Layout(1, 2, 2), MIXTRAL),
+    "dp 2, ep 2": Job(Layout(2, 1, 2), MIXTRAL, zero=2, rows=(24, 8)),
+    "tp 2, label smoothing": Job(Layout(1, 2, 1), options={"label_smoothing_factor": 0.1}),
+    "dp 2, own loss": Job(DP, zero=2, own_loss=True),
+    "tp 2, checkpointing": Job(Layout(1, 2, 1), options={"gradient_checkpointing": True}),
+    "dp 2, no clipping": Job(DP, zero=2, options={"max_grad_norm": 0.0}),
+    "dp 2, an epoch with a shorter last batch": Job(
+        DP, zero=2, rows=(22, 7), options={"include_num_input_tokens_seen": "no"}
+    ),
+    "tp 2, weights alone": Job(Layout(1, 2, 1), options={"save_only_model": True}),
+}
+
+
+def rows_of(number: int, seed: int, vocab_size: int) -> list[dict[str, torch.Tensor]]:
+    """Rows with uneven numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for row in range(number):
+        ids = torch.randint(0, vocab_size, (7,), generator=generator)
+        labels = ids.clone()
+        labels[: row % 6] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def fp64_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    **_: Any,
+) -> torch.Tensor:
+    """The loss of transformers' causal models, which goes by fp32."""
+    how = "mean" if num_items_in_batch is None else "sum"
+    logits, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = functional.cross_entropy(logits, targets, reduction=how)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def own_loss(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Twice the cross entropy, by the count that the trainer gives."""
+    logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return 2 * total / num_items_in_batch
+
+
+def logits_of(predictions: Any) -> Any:
+    """The logits [N, S, V], beside which a mixture returns those of its routers."""
+    parts = predictions if isinstance(predictions, tuple) else (predictions,)
+    return next(part for part in parts if getattr(part, "ndim", 0) == 3)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    chosen = logits_of(prediction.predictions).argmax(-1)
+    right = chosen[:, :-1] == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "rows": len(chosen)}
+
+
+class Logs(transformers.TrainerCallback):
+    """Keeps what is logged, without times."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        timed = ("runtime", "per_second", "preparation")
+        self.entries.append({k: v for k, v in logs.items() if not any(t in k for t in timed)})
+
+
+@contextmanager
+def world() -> Iterator[None]:
+    """Let accelerate see the ranks of the pool."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with processes(SimpleNamespace(mesh=SimpleNamespace(rank=rank, world_size=size))), quietly():
+        yield
+
+
+def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tuple[Any, Logs]:
+    """The trainer of a job, and its logs."""
+    model, dp = job.tiny.model(1 if job.lora else seed), 1  # its adapter alone is saved
+    if job.layout is None:
+        model.loss_function = fp64_loss
+    else:
+        mesh = job.layout.mesh() if dist.is_initialized() else px.init_mesh()
+        model, dp = parallel(model, mesh), mesh.dp_size
+    if job.lora:
+        how = config(lora_dropout=0.0)
+        base = job.tiny.model()
+        base.loss_function = fp64_loss
+        plain = peft.get_peft_model(base, peft.LoraConfig(**_plain(how)))
+        factors = {n: v for n, v in plain.state_dict().items() if "lora_" in n}
+        model = peft.get_peft_model(model, how) if job.layout else plain
+        torch.manual_seed(seed)
+        drawn = {name: torch.randn_like(value) for name, value in factors.items()}
+        model.load_state_dict(drawn, strict=False)
+    if job.zero:
+        px.data_parallel(model, mesh, job.zero)
+    args = transformers.TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=ROWS_AT_ONCE // dp,
+        per_device_eval_batch_size=ROWS_AT_ONCE // dp,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        num_train_epochs=1,
+        report_to=[],
+        disable_tqdm=True,
+        **{"max_grad_norm": 0.3, "include_num_input_tokens_seen": "all", **STEPS, **job.options},
+    )
+    logs = Logs()
+    cls = cls or (transformers.Trainer if job.layout is None else px.Trainer)
+    trainer = cls(
+        model,
+        args,
+        train_dataset=rows_of(job.rows[0], 1, job.tiny.vocab_size),
+        eval_dataset=rows_of(job.rows[1], 2, job.tiny.vocab_size),
+        compute_metrics=accuracy,
+        compute_loss_func=own_loss if job.own_loss else None,
+        callbacks=[logs],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer, logs
+
+
+def _plain(how: Any) -> dict[str, Any]:
+    names = ("r", "lora_alpha", "target_modules", "init_lora_weights", "lora_dropout")
+    return {name: getattr(how, name) for name in names}
+
+
+def run(
+    job: Job, folder: Path, resume: Any = None, seed: int = 1, average: bool = True
+) -> tuple[Any, ...]:
+    """Train, evaluate and predict."""
+    unscaled = mock.patch.object(
+        px_trainer.TrainerMixin, "compute_loss", transformers.Trainer.compute_loss
+    )
+    with world():
+        if not average:
+            unscaled.start()
+        try:
+            trainer, logs = made(job, folder, seed)
+            trainer.train(resume_from_checkpoint=resume)
+            found = trainer.predict(rows_of(job.rows[1], 3, job.tiny.vocab_size))
+            logits = torch.tensor(logits_of(found.predictions))
+            return logs.entries, logits, found.metrics["test_loss"]
+        finally:
+            if not average:
+                unscaled.stop()
+
+
+_expected: dict[str, Any] = {}
+
+
+def expected(name: str, folder: Path) -> Any:
+    """What transformers' Trainer does with the plain model in one process."""
+    job = JOBS[name].plain
+    key = str(job)
+    if key not in _expected:
+        _expected[key] = pool(1).run(run, job, folder / "plain")[0]
+    return _expected[key]
+
+
+def check_same(ours: Any, theirs: Any, error: float = 1e-9) -> None:
+    (entries, logits, loss), (of_one, plain_logits, plain_loss) = ours, theirs
+    assert len(entries) == len(of_one)
+    for entry, of_plain in zip(entries, of_one, strict=True):
+        assert entry.keys() == of_plain.keys()
+        for key, value in entry.items():  # a trainer adds losses up in fp32
+            if key == "total_flos" and "num_input_tokens_seen" not in entry:
+                continue  # of rows that fill up a batch too
+            rel = 3e-7 if key in ("loss", "train_loss") else error
+            assert value == pytest.approx(of_plain[key], rel=rel, abs=1e-9), key
+    assert torch.allclose(logits, plain_logits, rtol=error, atol=10 * error)
+    assert loss == pytest.approx(plain_loss, rel=error)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_training_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    job, theirs = JOBS[name], expected(name, tmp_path)
+    for ours in pool(job.layout.world).run(run, job, tmp_path / "ours"):
+        check_same(ours, theirs, LORA_ERROR if job.lora else 1e-9)
+
+
+def test_the_comparison_notices_a_loss_that_is_scaled_twice(tmp_path: Path) -> None:
+    theirs = expected("dp 2", tmp_path)
+    for ours in pool(2).run(run, JOBS["dp 2"], tmp_path / "ours", None, 1, False):
+        with pytest.raises(AssertionError):
+            check_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("tp 2", "tp 2"), ("tp 2", "dp 2"), ("dp 2, tp 2", "one rank"), ("dp 2, lora", "tp 2, lora")],
+)
+def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Path) -> None:
+    """From the last checkpoint that is complete; other weights are there before."""
+    folder = tmp_path / "ours"
+    pool(JOBS[saved].layout.world).run(run, JOBS[saved], folder)
+    (folder / "checkpoint-3" / "trainer_state.json").write_text('{"epoch":')  # killed while written
+    shutil.rmtree(folder / "checkpoint-2" / "parallel_ext")  # killed before
+    entries, *predicted = expected(loaded, tmp_path)
+    rest = entries[1:]  # after the first step
+    for ours in pool(JOBS[loaded].layout.world).run(run, JOBS[loaded], folder, True, 7):
+        ours[0][-1].pop("train_loss"), (last := dict(rest[-1])).pop("train_loss")
+        error = LORA_ERROR if JOBS[loaded].lora else 1e-9
+        check_same(ours, ([*rest[:-1], last], *predicted), error)
+
+
+def _files(job: Job, folder: Path) -> None:
+    with world():
+        trainer, _ = made(job, folder)
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+
+
+def test_files_are_huggingfaces_and_lie_on_the_disk_once(tmp_path: Path) -> None:
+    job = replace(JOBS["tp 2"], tiny=Tiny(layers=1, dtype=torch.float32))
+    pool(2).run(_files, replace(job, options={"save_total_limit": 1}), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "final"}
+    final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
+    kept = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    assert all(torch.equal(value, final[name]) for name, value in kept.state_dict().items())
+    for file in (tmp_path / "checkpoint-3").glob("*.safetensors"):
+        assert file.stat().st_nlink == 2
+        assert set(load_file(file)) <= set(final)
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+
+
+def _best(job: Job, folder: Path) -> tuple[float, float]:
+    with world():
+        trainer, logs = made(job, folder)
+        trainer.train()
+        losses = [entry["eval_loss"] for entry in logs.entries if "eval_loss" in entry]
+        return max(losses), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("weights_alone", [False, True])
+def test_the_best_model_is_loaded_at_the_end(weights_alone: bool, tmp_path: Path) -> None:
+    options = {**BEST, "eval_steps": 1, "save_only_model": weights_alone}
+    for best, last in pool(2).run(_best, replace(JOBS["dp 2"], options=options), tmp_path):
+        assert last == pytest.approx(best, rel=1e-9)
+
+
+def _made(job: Job, folder: Path, cls: type | None = None) -> None:
+    with world():
+        made(job, folder, cls=cls)[0].train()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not served"),
+        ({"save_on_each_node": True}, "to a directory that they share"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "use 'group_by_length'"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha draws noise"),
+    ],
+)
+def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    job = replace(JOBS["tp 2"], options=options)
+    for raised in pool(2).run_raising(_made, job, tmp_path):
+        assert isinstance(raised, Raised)
+        assert words in raised.text
+
+
+def test_other_trainers_are_refused_by_name(tmp_path: Path) -> None:
+    for raised in pool(2).run_raising(_made, JOBS["tp 2"], tmp_path, transformers.Trainer):
+        assert "px.Trainer" in raised.text
+
+
+def test_a_plain_model_is_refused(tmp_path: Path) -> None:
+    with world(), pytest.raises(TypeError, match=r"px\.parallelize or px\.from_pretrained"):
+        made(JOBS["tp 2"].plain, tmp_path, cls=px.Trainer)
+
+
+def _other_batch(job: Job, folder: Path) -> None:
+    with world():
+        trainer, _ = made(job, folder)
+        trainer.args.gradient_accumulation_steps = 1
+        trainer.train(str(folder / "checkpoint-1"))
+
+
+def test_another_number_of_rows_a_step_is_refused(tmp_path: Path) -> None:
+    pool(2).run(run, JOBS["tp 2"], tmp_path)
+    for raised in pool(2).run_raising(_other_batch, JOBS["tp 2"], tmp_path):
+        assert "was made with 8 rows a step, but this run has 4" in raised.text
