@@ -14,6 +14,7 @@ def release_workspaces() -> int:
         The number of bytes.
 
     Example:
+        >>> released = release_workspaces()
         >>> release_workspaces()
         0
     """
