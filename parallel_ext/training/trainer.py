@@ -38,7 +38,6 @@ _WHY_NOT = {
     "enable_jit_checkpoint": "ranks would save at different steps; ask px.stop_requested",
     "fsdp": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",
     "parallelism_config": "the mesh says it, as in px.init_mesh(tp=2)",
-    "precompute_ref_log_probs": "give TRL's DPOTrainer a parallel ref_model",
     "save_on_each_node": "all ranks write one checkpoint, to a directory that they share",
     "sync_ref_model": "TRL's callback pairs the parameters of two models that may be sharded apart",
 }
@@ -178,6 +177,17 @@ class TrainerMixin:
         labels = labels.clone()
         labels[own:] = -100
         return {**inputs, "labels": labels}
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to, where TRL's ``DPOTrainer`` is made with ``precompute_ref_log_probs``.
+
+        Raises:
+            ValueError: always: rank 0 caches them by the weights of its own shard.
+        """
+        raise ValueError(
+            f"{type(self).__name__}: precompute_ref_log_probs=True is not served; give TRL's "
+            "DPOTrainer a parallel ref_model"
+        )
 
     # --- Files ---
 

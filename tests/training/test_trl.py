@@ -164,10 +164,13 @@ def run(case: Case, layout: Layout, folder: Path, count_tp_ranks: bool = False) 
             logging_steps=1,
             num_train_epochs=1,
             eval_strategy="epoch",
-            save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            **{"per_device_eval_batch_size": batch, **case.arguments},
+            **{
+                "per_device_eval_batch_size": batch,
+                "save_strategy": "no",
+                **case.arguments,
+            },
         )
         number = 32 if case.arguments.get("packing") else 16
         trainer = (of_plain if layout.plain else of_ours)(
@@ -224,6 +227,9 @@ REFUSED = {
         arguments={"average_tokens_across_devices": False}
     ),
     "sync_ref_model=True is not served": Case("dpo", "pairs", arguments={"sync_ref_model": True}),
+    "precompute_ref_log_probs=True is not served": Case(
+        "dpo", "pairs", arguments={"precompute_ref_log_probs": True}
+    ),
     "a multiple of 6 rows": Case("dpo", "pairs", arguments={"per_device_eval_batch_size": 3}),
 }
 
