@@ -25,6 +25,7 @@ from parallel_ext.checkpoint.manifest import STATE_FOLDER
 from parallel_ext.checkpoint.steps import latest_checkpoint
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.state import is_parallel, state_of
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
@@ -39,7 +40,11 @@ _WHY_NOT = {
     "fsdp": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",
     "parallelism_config": "the mesh says it, as in px.init_mesh(tp=2)",
     "save_on_each_node": "all ranks write one checkpoint, to a directory that they share",
+    "sync_ref_model": "TRL's callback pairs the parameters of two models that may be sharded apart",
 }
+
+# The classes of trl whose losses and metrics are those of one process.
+_SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
 
 
 class TrainerMixin:
@@ -57,24 +62,44 @@ class TrainerMixin:
     Raises:
         TypeError: the model is not parallel.
         ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
+        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
     """
 
     model: nn.Module
     args: transformers.TrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        name, trl = type(self).__name__, self._class_of_trl
+        if trl is not None and trl not in _SERVED_OF_TRL:
+            raise NotImplementedError(
+                f"{name}: trl's {trl} is not supported around a parallel model; "
+                f"{' and '.join(_SERVED_OF_TRL)} are"
+            )
+        run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
         if not is_parallel(self.model):
             raise TypeError(
-                f"{type(self).__name__} trains a parallel model, but was given a "
+                f"{name} trains a parallel model, but was given a "
                 f"{type(self.model).__name__}; call px.parallelize or px.from_pretrained before"
             )
-        _check_arguments(type(self).__name__, self.args, self._mesh)
+        _check_arguments(name, self.args, self._mesh)
+        apart = self._mesh.dp_size > 1 and not self.args.average_tokens_across_devices
+        if trl == "SFTTrainer" and apart:
+            raise ValueError(
+                f"{name}: average_tokens_across_devices=False is not served at "
+                f"dp={self._mesh.dp_size}: TRL would divide the gradients by dp; leave it out"
+            )
         self._random_states: dict[str, torch.Tensor] = {}  # of the checkpoint that was loaded
 
     @property
     def _mesh(self) -> Mesh:
         return state_of(self.model).mesh
+
+    @property
+    def _class_of_trl(self) -> str | None:
+        """The name of TRL's trainer that this is, if any."""
+        of_trl = (each for each in type(self).__mro__ if each.__module__.startswith("trl."))
+        return next((each.__name__ for each in of_trl), None)
 
     # --- What the single process would count ---
 
@@ -82,12 +107,23 @@ class TrainerMixin:
         """Return the number of processes that get the same rows."""
         return self._mesh.tp_size
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
         """Compute the loss by the trainer's own rule, whose factor of dp is not applied twice."""
         state = state_of(self.model)
+        by_rank = num_items_in_batch is None and self._mesh.dp_size > 1
+        if by_rank and self._class_of_trl == "SFTTrainer":
+            # In an evaluation TRL would divide by the labels of this rank, and not of the batch.
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+            self.current_gradient_accumulation_steps = 1
         state.caller_scales_loss = self.args.average_tokens_across_devices
         try:
-            return super().compute_loss(*args, **kwargs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             state.caller_scales_loss = False
 
@@ -135,12 +171,31 @@ class TrainerMixin:
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         if self._mesh.dp_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return inputs
+        if self._class_of_trl == "DPOTrainer":
+            rows = self.args.per_device_eval_batch_size * self._mesh.dp_size
+            raise ValueError(
+                f"{type(self).__name__}: the evaluation would count pairs twice, which fill up the "
+                f"last batch; choose a dataset of a multiple of {rows} rows, that is "
+                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size} times "
+                f"dp={self._mesh.dp_size}"
+            )
         if not torch.is_tensor(labels):
             return inputs
         own = max(0, state.remainder - self._mesh.dp_rank * len(labels))
         labels = labels.clone()
         labels[own:] = -100
         return {**inputs, "labels": labels}
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to, where TRL's ``DPOTrainer`` is made with ``precompute_ref_log_probs``.
+
+        Raises:
+            ValueError: always: rank 0 caches them by the weights of its own shard.
+        """
+        raise ValueError(
+            f"{type(self).__name__}: precompute_ref_log_probs=True is not served; give TRL's "
+            "DPOTrainer a parallel ref_model"
+        )
 
     # --- Files ---
 
