@@ -343,7 +343,7 @@ def require_equal(
         control: of the ranks.
         op_name: the call, for errors.
         values: this rank's, by the names that errors use; of the types of :func:`messages.encode`,
-            and equal where their ``repr`` is.
+            and equal where their ``repr`` is, or as numbers (120 and 120.0).
         records: the dataclasses and named tuples that may be in them.
         partial: leave a rank that lacks a name out of the comparison; else it lacks the value.
         noun: what a name names, before it in the error.
@@ -365,19 +365,23 @@ def require_equal(
         merged = {**of_rank, **merged}
     differing = []
     for name in sorted(merged):
-        ranks_with: dict[str, list[str]] = {}
+        ranks_with: dict[Any, list[int]] = {}  # None: those that lack it
         for rank, of_rank in enumerate(everyone):
             if name in of_rank or not partial:
-                value = _shown(of_rank[name]) if name in of_rank else "absent"
-                ranks_with.setdefault(value, []).append(str(rank))
+                key = _compared(of_rank[name]) if name in of_rank else None
+                ranks_with.setdefault(key, []).append(rank)
         if len(ranks_with) > 1:
             differing.append((name, ranks_with))
     if not differing:
         return merged
     name, ranks_with = differing[0]
+    first_of = [everyone[ranks[0]] for ranks in ranks_with.values()]
+    texts = [_shown(of_rank[name]) if name in of_rank else "absent" for of_rank in first_of]
+    if len(set(texts)) < len(texts):  # such as of 1 and "1"
+        texts = [repr(of_rank[name]) if name in of_rank else "absent" for of_rank in first_of]
     seen = " and ".join(
-        f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        for value, ranks in ranks_with.items()
+        f"{text} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for text, ranks in zip(texts, ranks_with.values(), strict=True)
     )
     more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
     raise DisagreementError(
@@ -388,6 +392,12 @@ def require_equal(
 
 def _digest(text: str, size: int) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=size).digest()
+
+
+def _compared(value: Any) -> Any:
+    """Return a key that is equal for equal values: the number itself, else the text."""
+    is_number = isinstance(value, (int, float)) and value == value  # NaN equals only its text
+    return value if is_number else repr(value)
 
 
 def _shown(value: Any) -> str:

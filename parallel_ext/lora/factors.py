@@ -1,4 +1,7 @@
-"""The factors of an adapter: each rank holds its part of numbers that no layout changes."""
+"""The factors of PEFT's adapters: each rank holds its shard of values that no layout changes.
+
+``nn/lora.py`` says how the factors of a linear layer are sharded.
+"""
 
 from __future__ import annotations
 

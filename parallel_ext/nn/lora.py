@@ -107,7 +107,19 @@ class KeptParameters:
 
     def __init__(self) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}  # of the parameters after the merge
+        self._merged: dict[str, tuple[nn.Parameter, int]] = {}  # and its version after the merge
+
+    def __getstate__(self) -> dict[str, Any]:
+        changed = {name for name, (own, version) in self._merged.items() if own._version != version}
+        parameters = {name: own for name, (own, _) in self._merged.items()}
+        return {"values": self._values, "parameters": parameters, "changed": changed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._values, changed = state["values"], state["changed"]
+        self._merged = {  # a copy of a parameter counts its versions from 0
+            name: (own, -1 if name in changed else own._version)
+            for name, own in state["parameters"].items()
+        }
 
     def replace(
         self, module: nn.Module, values: Mapping[str, torch.Tensor], keep: bool = True
@@ -118,7 +130,7 @@ class KeptParameters:
             if keep and name not in self._values:
                 self._values[name] = parameter.detach().clone()
             parameter.data.copy_(value)
-            self._versions[name] = parameter._version
+            self._merged[name] = parameter, parameter._version
 
     def put_back(self, module: ShardedModule) -> None:
         """Give the parameters their former values, bit for bit.
@@ -127,14 +139,14 @@ class KeptParameters:
             RuntimeError: one was changed since :meth:`replace`, which would be lost.
         """
         for name in self._values:
-            if getattr(module, name)._version != self._versions[name]:
+            if getattr(module, name)._version != self._merged[name][1]:
                 raise RuntimeError(
                     f"unmerge: {module.layouts[name].name} was changed after the merge, and "
                     "putting it back would lose that; change the base before merging"
                 )
         for name, value in self._values.items():
             getattr(module, name).data.copy_(value)
-        self._values, self._versions = {}, {}
+        self._values, self._merged = {}, {}
 
 
 class LoraLinear(nn.Module):

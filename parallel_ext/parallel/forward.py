@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -68,8 +69,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _refuse_what_fails(model, state, arguments, call)
     if trains_apart and model.training:
         _refuse_training_apart(state)
-    kept = _keep_choices(model, state)
-    with running(call), _counted_if_trained(model, state):
+    kept = _choices_to_keep(model, state)
+    with running(call), _counted_if_trained(model, state), _kept_by_layers(state, kept):
         output = type(model).forward(model, **inputs, return_dict=True)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
@@ -244,16 +245,30 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def _keep_choices(model: nn.Module, state: ParallelState) -> Kept | None:
-    """Let layers keep their choices of experts in this forward if a backward recomputes them."""
-    kept: Kept | None = None
+def _choices_to_keep(model: nn.Module, state: ParallelState) -> Kept | None:
+    """Return where this forward keeps its choices of experts, if a backward recomputes them."""
     if state.routings and model.training:
         layers = model.get_submodule(state.spec.layers)
         if any(layer.gradient_checkpointing for layer in layers):
-            kept = {}
+            return {}
+    return None
+
+
+@contextmanager
+def _kept_by_layers(state: ParallelState, kept: Kept | None) -> Iterator[None]:
+    """Let layers keep their choices of experts in ``kept``, for the forward inside the context.
+
+    Afterwards a backward that does not come from the model's output chooses again, instead of
+    finding what another forward chose. A forward inside a backward leaves that one its choices.
+    """
+    before = [routing.kept for routing in state.routings]
     for routing in state.routings:
         routing.kept = kept
-    return kept
+    try:
+        yield
+    finally:
+        for routing, former in zip(state.routings, before, strict=True):
+            routing.kept = former
 
 
 def _watch_backward(
@@ -263,11 +278,16 @@ def _watch_backward(
     if kept is None and not trains_apart:
         return
 
+    def let_layers_find(choices: Kept | None) -> None:
+        for routing in state.routings:
+            routing.kept = choices
+
     def before_backward(grad: torch.Tensor) -> None:
         if trains_apart:  # an evaluation, unless somebody goes backward from it
             _refuse_training_apart(state)
-        for routing in state.routings:
-            routing.kept = kept
+        let_layers_find(kept)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: let_layers_find(None))
 
     for tensor in tree_leaves(dict(output.items())):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

@@ -164,7 +164,7 @@ def _no_priority(root: Path) -> str:
     return str(raised.value)
 
 
-def test_a_thread_that_fails_before_it_writes_is_told(tmp_path: Path) -> None:
+def test_a_thread_that_fails_before_it_writes_raises(tmp_path: Path) -> None:
     assert "Operation not permitted" in pool(1).run(_no_priority, tmp_path)[0]
 
 

@@ -26,7 +26,7 @@ from parallel_ext.io import disk
 # One writer.
 
 
-def test_a_second_writer_is_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_writer_raises_who_is_there(tmp_path: Path) -> None:
     holder = f"process {os.getpid()} on .* since 20..-"
     with one_writer(tmp_path):
         for _ in range(2):

@@ -226,7 +226,7 @@ def test_truncated_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
         px.verify_checkpoint(step)
 
 
-def test_a_file_of_another_save_is_told_by_its_id(tmp_path: Path) -> None:
+def test_a_file_of_another_save_is_found_by_its_id(tmp_path: Path) -> None:
     step = _plain_checkpoint(tmp_path)
     manifest = read_manifest(step)
     with pytest.raises(px.CheckpointError, match="files of two saves were mixed"):

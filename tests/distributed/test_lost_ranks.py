@@ -192,7 +192,7 @@ def test_a_disk_slower_than_the_timeout_fails_no_save(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").exists()
 
 
-def test_what_a_rank_failed_by_is_told_when_others_are_lost_meanwhile() -> None:
+def test_what_a_rank_failed_by_is_in_the_error_when_others_are_lost_meanwhile() -> None:
     mesh = px.init_mesh()
 
     def fail() -> None:

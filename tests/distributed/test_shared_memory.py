@@ -338,7 +338,7 @@ def _signalled(group: Group, call: str, number: signal.Signals) -> tuple[float, 
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "swap"])
-def test_ctrl_c_ends_a_wait_and_the_other_rank_is_told(call):
+def test_ctrl_c_ends_a_wait_and_the_other_rank_raises(call):
     (seconds, error), (_, other) = on_ranks(2, _signalled, call, signal.SIGINT)
     assert error.startswith("KeyboardInterrupt")
     assert seconds < 6, "the other rank comes after 8 s"

@@ -136,7 +136,7 @@ class _LostStore:
         raise dist.DistNetworkError("Broken pipe")
 
 
-def test_a_store_that_died_during_a_long_step_is_told() -> None:
+def test_a_store_that_died_during_a_long_step_is_an_error() -> None:
     with (
         pytest.raises(TimeoutError, match="the process that kept it has died"),
         long_step(_LostStore(), 1, 0, 2, timeout=0.1),

@@ -112,7 +112,7 @@ def _train_and_save(directory: Path) -> tuple[list[float], torch.Tensor, torch.T
     return losses, before, merged, tokens
 
 
-def test_an_adapter_trains_alike_at_any_tp_and_its_merge_answers_alike(tmp_path: Path) -> None:
+def test_an_adapter_trains_equally_at_any_tp_and_its_merge_answers_equally(tmp_path: Path) -> None:
     """The failures of CogVLM #268 (sizes), #456 (merged answers) and #448 (buffers lost)."""
     runs = {tp: pool(tp).run(_train_and_save, tmp_path / f"{tp}")[0] for tp in (1, 2, 4)}
     losses, logits, _, tokens = runs[1]

@@ -289,6 +289,24 @@ def test_a_merge_is_not_undone_twice_and_loses_no_change() -> None:
         layer.unmerge()
 
 
+@pytest.mark.parametrize("changed", ["nothing", "before the copy", "after the copy"])
+def test_a_copy_of_a_merged_layer_is_unmerged_unless_it_was_changed(changed: str) -> None:
+    layer = LoraLinear(_alone(), r=2)
+    nn.init.ones_(layer.lora_B.weight)
+    plain = layer.base_layer.weight.clone()
+    layer.merge()
+    if changed == "before the copy":
+        layer.base_layer.weight.detach().add_(1)
+    copied = copy.deepcopy(layer)
+    if changed == "after the copy":
+        copied.base_layer.weight.detach().add_(1)
+    refused = pytest.raises(RuntimeError, match="weight was changed after the merge")
+    with nullcontext() if changed == "nothing" else refused:
+        copied.unmerge()
+        assert torch.equal(copied.base_layer.weight, plain)
+    assert layer.merged
+
+
 def test_evaluation_drops_nothing_and_a_new_draw_has_other_masks() -> None:
     layer = LoraLinear(_alone(), r=2, lora_dropout=0.5)
     nn.init.ones_(layer.lora_B.weight)

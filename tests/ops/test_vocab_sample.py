@@ -182,7 +182,7 @@ def test_ids_as_probable_as_the_last_one_kept_stay(size: int) -> None:
 
 @BOTH_PATHS
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_without_a_distribution_are_told(size: int, aten: bool) -> None:
+def test_rows_without_a_distribution_raise(size: int, aten: bool) -> None:
     rows = [[0.0, 1.0, 2.0], [0.0, NAN, 1.0], [INFINITY, 0.0, 1.0], [-INFINITY] * 3]
     for name, options in FILTERS.items():
         for ids in on_ranks(size, _sample, torch.tensor(rows), options, aten=aten):

@@ -412,6 +412,6 @@ def _evaluated_unevenly() -> None:
     model(**one)
 
 
-def test_dp_ranks_that_evaluate_unevenly_are_told() -> None:
+def test_dp_ranks_that_evaluate_unevenly_raise() -> None:
     for raised in pool(2).run_raising(_evaluated_unevenly):
         assert "must make equally many forwards with labels" in repr(raised)

@@ -36,7 +36,7 @@ def _works_afterwards(model: Any) -> float:
 # Inputs that differ, or are out of range, on one rank.
 
 
-def test_ranks_in_other_modes_are_told_of_nothing_else() -> None:
+def test_ranks_in_other_modes_raise_for_nothing_else() -> None:
     for raised in pool(2).run_raising(_forward_with, "eval"):
         assert "output head" not in raised.text
 
@@ -203,7 +203,7 @@ def _different_calls() -> None:
         px.full_state_dict(model)
 
 
-def test_ranks_that_call_different_functions_are_told() -> None:
+def test_ranks_that_call_different_functions_raise() -> None:
     words = ("rank 0: clip_grad_norm_", "rank 1: full_state_dict")
     _everywhere(pool(2).run_raising(_different_calls), *words, kind="DisagreementError")
 
@@ -325,7 +325,7 @@ def _other_meshes() -> None:
     px.init_mesh(tp=1 + dist.get_rank())
 
 
-def test_ranks_that_ask_for_different_meshes_are_told() -> None:
+def test_ranks_that_ask_for_different_meshes_raise() -> None:
     words = ("must be equal on all ranks, but is", "on rank 0 and", "more differ")
     _everywhere(pool(2).run_raising(_other_meshes), *words, kind="DisagreementError")
 

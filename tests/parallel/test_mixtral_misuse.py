@@ -199,13 +199,13 @@ def _one_goes_wrong(how: str) -> None:
         ("no gradients", ["ep rank 1: hidden size 32, top_k 2, torch.float64, no gradients"] * 2),
     ],
 )
-def test_what_one_rank_does_wrong_all_are_told(how: str, messages: list[str]) -> None:
+def test_what_one_rank_does_wrong_raises_on_all(how: str, messages: list[str]) -> None:
     raised = pool(2).run_raising(_one_goes_wrong, how, timeout_s=60)
     for error, message in zip(raised, messages, strict=True):
         assert message in repr(error)
 
 
-def test_tp_ranks_that_would_draw_other_noise_are_told() -> None:
+def test_tp_ranks_that_would_draw_other_noise_raise() -> None:
     for raised in pool(2).run_raising(_jitter, True, True, timeout_s=60):
         assert "must be given the same batch, but they differ in random state" in repr(raised)
 
@@ -225,7 +225,7 @@ def _noise_of_one_process(checkpointing: bool) -> tuple[float, str]:
     return worst(shard_differences(model, gradients[0], True))
 
 
-def test_ranks_that_are_seeded_alike_draw_the_noise_of_one_process() -> None:
+def test_ranks_with_equal_seeds_draw_the_noise_of_one_process() -> None:
     for error, name in pool(2).run(_noise_of_one_process, False):
         assert error <= 1e-10, name
 

@@ -189,6 +189,29 @@ def test_the_test_above_notices_a_choice_that_is_not_kept() -> None:
     assert max(pool(2).run(_rerouted, True, False)) > 0
 
 
+def _from_inside(reentrant: bool) -> list[bool]:
+    """Gradients from a hidden state are those without another forward and backward between."""
+    tiny, gradients = TinyMixtral(num_experts=5), []
+    (first, other), mesh = batches(tiny, 2)[1], Layout(1, 2, 2).mesh()
+    for forwards in (0, 1, 2):
+        model, states = parallel(tiny.model(), mesh), []
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.model.norm.register_forward_pre_hook(lambda _, args, to=states: to.append(args[0]))
+        model(**first)
+        losses = [model(**other).loss for _ in range(forwards)]
+        if forwards == 2:
+            losses[-1].backward()
+            model.zero_grad()
+        states[0].sum().backward()
+        gradients.append([p.grad for p in model.model.layers[0].parameters()])
+    return [all(map(torch.equal, gradients[0], each)) for each in gradients[1:]]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_backward_from_inside_finds_no_other_forwards_choices(reentrant: bool) -> None:
+    assert pool(2).run(_from_inside, reentrant) == [[True, True]] * 2
+
+
 def _random_numbers_of_a_step(reentrant: bool) -> bool:
     """Return whether a step leaves torch's generator as the plain model leaves it."""
     tiny, states = TinyMixtral(num_experts=5), []

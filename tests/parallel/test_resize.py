@@ -273,7 +273,7 @@ def _refused(act: Callable[[Any], None]) -> tuple[str, str, bool]:
 
 
 @pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
-def test_every_rank_is_told_why_it_is_refused(act: Callable[[Any], None]) -> None:
+def test_every_rank_raises_why_it_is_refused(act: Callable[[Any], None]) -> None:
     kind, words = REFUSED[act]
     for raised, text, same in pool(2).run(_refused, act):
         assert raised == kind

@@ -86,7 +86,7 @@ def _forced(layout: Layout, rule: str, recomputed: bool) -> tuple[dict[str, floa
     [(Layout(2, 1, 2), True), (Layout(1, 2, 2), False), (Layout(2, 2, 4), False)],
     ids=str,
 )
-def test_training_equals_a_single_process_that_is_forced_alike(
+def test_training_equals_a_single_process_with_the_same_rule(
     layout: Layout, recomputed: bool, rule: str
 ) -> None:
     for differences, choices in pool(layout.world).run(_forced, layout, rule, recomputed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from reference import gradients_of, parallel, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, batches
 
 import parallel_ext as px
+from parallel_ext.parallel.state import state_of
 
 TINY = TinyMixtral(num_experts=5)
 LAYOUT = Layout(2, 1, 2)
@@ -40,6 +42,10 @@ def _dropped(how: str, zero: int) -> tuple[float, str]:
         with pytest.raises(KeyError):
             loss.backward()
         hook.remove()
+    elif how == "a backward that is refused":  # as where a parameter of an adapter has hooks
+        loss, partials = model(**lost[mesh.dp_rank]).loss, state_of(model).partials
+        with mock.patch.object(partials, "open", side_effect=KeyError), pytest.raises(KeyError):
+            loss.backward()
     elif how == "an exception in no_sync":
         with suppress(KeyError), px.no_sync(model):
             model(**lost[mesh.dp_rank]).loss.backward()
@@ -67,6 +73,7 @@ def _dropped(how: str, zero: int) -> tuple[float, str]:
         "an exception in no_sync",
         "a backward that raises",
         "a backward from hidden states that raises",
+        "a backward that is refused",
     ],
 )
 def test_what_was_dropped_is_in_no_later_gradient(how: str, zero: int) -> None:

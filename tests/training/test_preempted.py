@@ -21,7 +21,7 @@ import parallel_ext as px
 from parallel_ext.training import preemption
 
 
-def _told(rank_told: int) -> list[bool]:
+def _asked(rank_asked: int) -> list[bool]:
     model, _, _, mesh = build(Job(layout=Layout(1, 2, 1)))
     before = signal.getsignal(signal.SIGTERM)
     seen: list[int] = []
@@ -32,7 +32,7 @@ def _told(rank_told: int) -> list[bool]:
             mock.patch.object(preemption, "_listening", False),
         ):
             answers = [px.stop_requested(model)]
-            if mesh.rank == rank_told:
+            if mesh.rank == rank_asked:
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert seen == [signal.SIGTERM], "the handler of before was dropped"
             answers += [px.stop_requested(model), px.stop_requested(model)]
@@ -41,12 +41,12 @@ def _told(rank_told: int) -> list[bool]:
     return answers
 
 
-@pytest.mark.parametrize("rank_told", [0, 1])
-def test_all_ranks_learn_at_the_same_step_that_one_was_told_to_end(rank_told: int) -> None:
-    assert pool(2).run(_told, rank_told) == [[False, True, True]] * 2
+@pytest.mark.parametrize("rank_asked", [0, 1])
+def test_all_ranks_learn_at_the_same_step_that_one_was_asked_to_end(rank_asked: int) -> None:
+    assert pool(2).run(_asked, rank_asked) == [[False, True, True]] * 2
 
 
-def _told_again_and_again() -> list[bool]:
+def _asked_again_and_again() -> list[bool]:
     """A signal at each line of what handles the one before."""
     model, _, _, _ = build(Job())
     before, sent = signal.getsignal(signal.SIGTERM), []
@@ -74,7 +74,7 @@ def _told_again_and_again() -> list[bool]:
 
 
 def test_a_signal_may_come_while_another_is_handled() -> None:
-    assert pool(1).run(_told_again_and_again, timeout_s=30) == [[False, True, True]]
+    assert pool(1).run(_asked_again_and_again, timeout_s=30) == [[False, True, True]]
 
 
 def _fork_and_end() -> int:
@@ -148,7 +148,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_a_job_under_torchrun_saves_one_step_when_it_is_told_to_end(tmp_path: Path) -> None:
+def test_a_job_under_torchrun_saves_one_step_when_it_is_asked_to_end(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         _SCRIPT.format(tests=str(Path(__file__).parents[1] / "support"), root=str(tmp_path))
