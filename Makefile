@@ -3,6 +3,7 @@
 #   make demo-lora    the same with LoRA, beside plain PEFT
 #   make demo-mixtral    a mixture of experts on up to 4 ranks
 #   make demo-cogagent    LoRA on a tiny CogAgent, merged and read again
+#   make demo-trainer    an ordinary script with HuggingFace's Trainer, unchanged on 2 ranks
 #   make demo-checkpoint    a job that is stopped and killed, and resumes elsewhere
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
@@ -23,8 +24,8 @@ PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
-.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-checkpoint test test-oldest test-interplay
-.PHONY: test-slow interplay-page docs lint bench clean
+.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer test test-oldest
+.PHONY: demo-checkpoint test-interplay test-slow interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -55,6 +56,9 @@ demo-mixtral: $(VENV)/installed
 
 demo-cogagent: $(VENV)/installed
 	$(ENV) $(PY) examples/demo_cogagent.py --work $(WORK)
+
+demo-trainer: $(VENV)/installed $(WORK)/smollm2/config.json
+	$(ENV) $(PY) examples/demo_trainer.py --work $(WORK)
 
 demo-checkpoint: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) examples/demo_checkpoint.py --work $(WORK)

@@ -7,13 +7,16 @@ with and without it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
@@ -24,8 +27,9 @@ from parallel_ext.parallel.extending import extend, restore, run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
-from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.data_parallel import data_parallel
+from parallel_ext.training.trainer import TrainerMixin
 
 # Options of from_pretrained for which the mesh stands, and those that change nothing here.
 _PLACED = {
@@ -38,12 +42,19 @@ _UNUSED = {
 }
 
 
+_USE_CPU = "ACCELERATE_USE_CPU"
+
+
 @dataclass(frozen=True)
 class _Patch:
-    """What :func:`patch` was given, and the mesh that it has made."""
+    """What :func:`patch` was given, the mesh that it has made, and whether it has set ``_USE_CPU``.
+
+    Without that variable accelerate sees one process on CPUs, however many there are.
+    """
 
     options: dict[str, Any]
     mesh: Mesh
+    uses_cpu: bool
 
     @property
     def zero(self) -> int:
@@ -59,9 +70,9 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     Every rank calls it, before it loads a model; ``torchrun -m parallel_ext.run`` does so before a
     script begins. From then on ``from_pretrained`` of causal language models (Auto classes and
     concrete ones) returns parallel models, an optimizer of one calls
-    :func:`parallel_ext.data_parallel` where there are several dp ranks, and a
-    ``DistributedSampler`` shards data over the dp ranks. Calling it again with the same arguments
-    changes nothing.
+    :func:`parallel_ext.data_parallel` where there are several dp ranks, a ``Trainer`` of one is a
+    :class:`parallel_ext.Trainer`, and a ``DistributedSampler`` shards data over the dp ranks.
+    Calling it again with the same arguments changes nothing.
 
     Args:
         tp: ranks that share one model.
@@ -93,7 +104,11 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
             )
         return _patches[0].mesh
     run_extensions()
-    _patches.append(_Patch(options, init_mesh(tp=tp, ep=ep)))
+    mesh = init_mesh(tp=tp, ep=ep)
+    uses_cpu = mesh.device.type == "cpu" and _USE_CPU not in os.environ
+    if uses_cpu:
+        os.environ[_USE_CPU] = "true"
+    _patches.append(_Patch(options, mesh, uses_cpu))
     for function, extension in _EXTENDED.items():
         extend(function, extension)
     return _patches[0].mesh
@@ -109,6 +124,9 @@ def unpatch() -> None:
     """
     for function in _EXTENDED:
         restore(function)
+    for patched in _patches:
+        if patched.uses_cpu:
+            os.environ.pop(_USE_CPU, None)
     _patches.clear()
 
 
@@ -249,9 +267,39 @@ def _exchanged(group: Any, now: dict[int, torch.Tensor]) -> Any:
     return {**group, "params": [_exchanged(each, now) for each in inner]}
 
 
+@cache
+def _parallel(cls: type) -> type:
+    """Return a class of trainers that trains parallel models."""
+    return type(cls.__name__, (TrainerMixin, cls), {"__module__": cls.__module__})
+
+
+def _start_trainer(
+    plain: Callable[..., None],
+    self: transformers.Trainer,
+    model: Any = None,
+    args: Any = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``Trainer`` to be ``px.Trainer`` where its model is parallel."""
+    patched = _patches[0]
+    served = isinstance(model, nn.Module) and is_parallel(model)
+    if isinstance(self, TrainerMixin) or not served:
+        plain(self, model, args, *rest, **kwargs)
+        return
+    self.__class__ = _parallel(type(self))
+    self.check_class()
+    state = state_of(model)
+    if state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller:
+        data_parallel(model, state.mesh, patched.zero)
+    plain(self, model, args, *rest, **kwargs)
+    self.check_served()
+
+
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     PreTrainedModel.from_pretrained.__func__: _load,
     DistributedSampler.__init__: _start_sampler,
     dist.init_process_group: _start_job,
     Optimizer.__init__: _start_optimizer,
+    transformers.Trainer.__init__: _start_trainer,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ _WHY_NOT = {
     "sync_ref_model": "TRL's callback pairs the parameters of two models that may be sharded apart",
 }
 
+OLDEST = (5, 23)
+"""The oldest transformers whose trainer is served."""
+
 # The classes of trl whose losses and metrics are those of one process.
 _SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
 
@@ -62,21 +65,46 @@ class TrainerMixin:
     Raises:
         TypeError: the model is not parallel.
         ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
+        RuntimeError: transformers is older than 5.23.
         NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
     """
 
     model: nn.Module
     args: transformers.TrainingArguments
+    _random_states: Mapping[str, torch.Tensor] | None = None  # of the checkpoint that was loaded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        name, trl = type(self).__name__, self._class_of_trl
-        if trl is not None and trl not in _SERVED_OF_TRL:
-            raise NotImplementedError(
-                f"{name}: trl's {trl} is not supported around a parallel model; "
-                f"{' and '.join(_SERVED_OF_TRL)} are"
-            )
+        self.check_class()
         run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
+        self.check_served()
+
+    def check_class(self) -> None:
+        """Raise unless this class of trainers is served.
+
+        Raises:
+            RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
+            NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
+        """
+        if _version() < OLDEST:
+            raise RuntimeError(
+                f"{type(self).__name__}: px.Trainer needs transformers {'.'.join(map(str, OLDEST))}"
+                f" or newer; this is {transformers.__version__}"
+            )
+        trl = self._class_of_trl
+        if trl is not None and trl not in _SERVED_OF_TRL:
+            raise NotImplementedError(
+                f"{type(self).__name__}: trl's {trl} is not supported around a parallel model; "
+                f"{' and '.join(_SERVED_OF_TRL)} are"
+            )
+
+    def check_served(self) -> None:
+        """Raise unless the model and the arguments are served; when the trainer has been made.
+
+        Raises:
+            TypeError, ValueError: they are not.
+        """
+        name, trl = type(self).__name__, self._class_of_trl
         if not is_parallel(self.model):
             raise TypeError(
                 f"{name} trains a parallel model, but was given a "
@@ -89,7 +117,6 @@ class TrainerMixin:
                 f"{name}: average_tokens_across_devices=False is not served at "
                 f"dp={self._mesh.dp_size}: TRL would divide the gradients by dp; leave it out"
             )
-        self._random_states: dict[str, torch.Tensor] = {}  # of the checkpoint that was loaded
 
     @property
     def _mesh(self) -> Mesh:
@@ -209,8 +236,10 @@ class TrainerMixin:
         """Write the model, in a checkpoint with all that training needs to resume."""
         if _internal_call:
             self._save_step(Path(self.args.output_dir if output_dir is None else output_dir))
-        else:
-            super().save_model(output_dir)
+            return
+        self._save(output_dir)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_beside(self, output_dir: str | os.PathLike[str]) -> None:
         """Write tokenizer and arguments, on the rank that writes."""
@@ -305,7 +334,7 @@ class TrainerMixin:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random numbers to those of the checkpoint, after the skipped rows drew some."""
-        if self._random_states:
+        if self._random_states is not None:
             rng.restore(self._random_states, self._mesh)
 
     def _load_best_model(self) -> None:
@@ -353,6 +382,10 @@ def _check_arguments(name: str, args: transformers.TrainingArguments, mesh: Mesh
             f"each, but the mesh has {mesh.world_size} ranks; start the job with torchrun, one "
             "rank for each GPU, and on CPUs pass use_cpu=True"
         )
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def _unwrapped(optimizer: Any) -> Any:

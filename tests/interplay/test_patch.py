@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import transformers
 from ranks import Raised, pool
 from reference import Tiny
 from torch.utils.data import DataLoader, DistributedSampler
+from versions import needs_trainer
 
 import parallel_ext as px
 
@@ -47,6 +49,11 @@ model.save_pretrained(directory + "/out")
 """
 
 
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+LAUNCHER += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python"]
+LAUNCHER += [sys.executable, "-m", "parallel_ext.run"]
+
+
 def _results(output: str) -> list[list[float]]:
     lines = [line for line in output.splitlines() if line.startswith("RESULT")]
     return [[float(word) for word in line.split()[1:]] for line in lines]
@@ -66,14 +73,67 @@ def test_an_unchanged_script_equals_one_process(tmp_path: Path) -> None:
     plain = _results(_run(sys.executable, *arguments, "auto"))
     files = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
     assert len(plain) == 3
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python"]
-    launcher += [sys.executable, "-m", "parallel_ext.run"]
-    found = _results(_run(*launcher, "--tp=2", *arguments, "class"))
+    found = _results(_run(*LAUNCHER, "--tp=2", *arguments, "class"))
     assert len(found) == 6
     for rank in (found[0::2], found[1::2]):
         torch.testing.assert_close(torch.tensor(rank), torch.tensor(plain), rtol=1e-5, atol=1e-6)
     saved = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
+    for name, tensor in files.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+TRAINED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+directory, out, rows = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(directory)
+ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+
+
+class OwnTrainer(Trainer):
+    def log(self, logs, *args):
+        super().log({**logs, "own": 1.0}, *args)
+
+
+arguments = TrainingArguments(
+    out, per_device_train_batch_size=int(rows), max_grad_norm=0.3, logging_steps=1, max_steps=3,
+    per_device_eval_batch_size=int(rows), eval_steps=2, eval_strategy="steps", save_steps=3,
+    report_to=[], disable_tqdm=True,
+)
+data = [{"input_ids": row, "labels": row} for row in ids]
+trainer = OwnTrainer(model, arguments, train_dataset=data, eval_dataset=data[:5])
+trainer.evaluate()
+trainer.train()
+trainer.save_model()
+"""
+
+
+def _logged(out: Path) -> list[dict[str, float]]:
+    history = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    timed = ("runtime", "per_second", "preparation")
+    return [{k: v for k, v in e.items() if not any(t in k for t in timed)} for e in history]
+
+
+@needs_trainer
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_unchanged_script_with_a_trainer_equals_one_process(tmp_path: Path, tp: int) -> None:
+    script, directory = tmp_path / "script.py", tmp_path / "model"
+    script.write_text(TRAINED)
+    Tiny(dtype=torch.float32).model().save_pretrained(directory)
+    _run(sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
+    own = [f"--tp={tp}", str(script), str(directory), str(tmp_path / "two"), str(2 * tp)]
+    _run(*LAUNCHER, *own)
+    plain, found = _logged(tmp_path / "one"), _logged(tmp_path / "two")
+    assert len(found) == len(plain) == 5
+    for entry, of_plain in zip(found, plain, strict=True):
+        assert entry["own"] == 1.0
+        assert entry == pytest.approx(of_plain, rel=1e-5)
+    files, saved = (
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("one", "two")
+    )
     for name, tensor in files.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
 

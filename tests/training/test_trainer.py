@@ -25,9 +25,12 @@ from reference_mixtral import Layout, TinyMixtral
 from reference_training import quietly
 from safetensors.torch import load_file
 from torch.nn import functional
+from versions import needs_trainer
 
 import parallel_ext as px
 from parallel_ext.training import trainer as px_trainer
+
+pytestmark = needs_trainer
 
 LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1, balance=True)
 ONE = Layout(1, 1, 1)

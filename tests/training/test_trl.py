@@ -23,9 +23,12 @@ from reference_training import quietly
 from test_accelerate import ONE, Layout, World
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from versions import needs_trainer
 
 import parallel_ext as px
 from parallel_ext.interplay import accelerate
+
+pytestmark = needs_trainer
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
