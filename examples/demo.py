@@ -36,8 +36,8 @@ LEARNING_RATE = 2e-5
 MORE_STEPS = 3
 
 
-def run(command: list[Any], threads: int) -> float:
-    """Run a command to its end; seconds that it took."""
+def run(command: list[Any], threads: int, folder: Path | None = None) -> float:
+    """Run a command to its end, perhaps in a folder; seconds that it took."""
     start = time.perf_counter()
     environment = {
         **os.environ,
@@ -45,7 +45,7 @@ def run(command: list[Any], threads: int) -> float:
         "OMP_WAIT_POLICY": "passive",  # threads that spin halve the speed of a shared machine
         "HF_HUB_OFFLINE": "1",
     }
-    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment)
+    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment, cwd=folder)
     return time.perf_counter() - start
 
 

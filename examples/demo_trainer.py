@@ -58,7 +58,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".work"))
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
-    work, text = options.work, options.work / "trainer.txt"
+    work = options.work.resolve()
+    text = work / "trainer.txt"
     model, one, two = work / "smollm2", work / "trainer-one", work / "trainer-two"
     run([HERE / "prepare_smollm2.py", model], threads=2)
     text.write_text(default_text()[:60_000])
@@ -71,7 +72,8 @@ def main() -> None:
     print("\n== 2 ranks, the same script ==", flush=True)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "--no-python"]
     command = [*launch, sys.executable, "-m", "parallel_ext.run", "--tp", 2, *arguments(two)]
-    seconds.append(run(command, threads=1))
+    # -m looks for modules in the current folder first, and here are the sources.
+    seconds.append(run(command, threads=1, folder=work))
 
     runs = {"one process": trained(one), "2 ranks, tp=2": trained(two)}
     plain, ours = runs.values()

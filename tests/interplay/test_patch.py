@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,8 +58,9 @@ def _results(output: str) -> list[list[float]]:
     return [[float(word) for word in line.split()[1:]] for line in lines]
 
 
-def _run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)
+def _run(folder: Path, *command: str) -> str:
+    """What a command prints, run in a folder: -m would find the sources in that of the tests."""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -70,10 +70,10 @@ def test_an_unchanged_script_equals_one_process(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
     arguments = [str(script), str(directory)]
-    plain = _results(_run(sys.executable, *arguments, "auto"))
+    plain = _results(_run(tmp_path, sys.executable, *arguments, "auto"))
     files = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
     assert len(plain) == 3
-    found = _results(_run(*LAUNCHER, "--tp=2", *arguments, "class"))
+    found = _results(_run(tmp_path, *LAUNCHER, "--tp=2", *arguments, "class"))
     assert len(found) == 6
     for rank in (found[0::2], found[1::2]):
         torch.testing.assert_close(torch.tensor(rank), torch.tensor(plain), rtol=1e-5, atol=1e-6)
@@ -122,9 +122,9 @@ def test_an_unchanged_script_with_a_trainer_equals_one_process(tmp_path: Path, t
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(TRAINED)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    _run(sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
+    _run(tmp_path, sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
     own = [f"--tp={tp}", str(script), str(directory), str(tmp_path / "two"), str(2 * tp)]
-    _run(*LAUNCHER, *own)
+    _run(tmp_path, *LAUNCHER, *own)
     plain, found = _logged(tmp_path / "one"), _logged(tmp_path / "two")
     assert len(found) == len(plain) == 5
     for entry, of_plain in zip(found, plain, strict=True):
