@@ -117,8 +117,11 @@ def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) ->
                 f"{dp} data parallel ranks, but the model's mesh has tp={mesh.tp_size} and "
                 f"dp={mesh.dp_size}"
             )
-    apart = mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller
-    if apart and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
+    if (
+        state.trains_apart
+        and not evaluation_mode
+        and any(p.requires_grad for p in model.parameters())
+    ):
         raise RuntimeError(
             f"Accelerator.prepare: training at dp={mesh.dp_size} needs px.data_parallel(model, "
             "mesh) before; for evaluation alone call prepare_model(model, evaluation_mode=True)"

@@ -230,14 +230,19 @@ def _start_optimizer(
             "px.unpatch() to train it so"
         )
     for model in {owned.model for owned in owners.values()}:
-        state = state_of(model)
-        if state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller:
-            data_parallel(model, state.mesh, patched.zero)
+        _train_together(model)
     now = {
         key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
         for key, owned in owners.items()
     }
     plain(self, [_exchanged(each, now) for each in params], defaults)
+
+
+def _train_together(model: nn.Module) -> None:
+    """Call ``px.data_parallel`` where each dp rank would train a model of its own."""
+    state = state_of(model)
+    if state.trains_apart:
+        data_parallel(model, state.mesh, _patches[0].zero)
 
 
 def _with_list(group: Any) -> Any:
@@ -282,16 +287,12 @@ def _start_trainer(
     **kwargs: Any,
 ) -> None:
     """Extend ``Trainer`` to be ``px.Trainer`` where its model is parallel."""
-    patched = _patches[0]
-    served = isinstance(model, nn.Module) and is_parallel(model)
-    if isinstance(self, TrainerMixin) or not served:
+    if isinstance(self, TrainerMixin) or not (isinstance(model, nn.Module) and is_parallel(model)):
         plain(self, model, args, *rest, **kwargs)
         return
     self.__class__ = _parallel(type(self))
     self.check_class()
-    state = state_of(model)
-    if state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller:
-        data_parallel(model, state.mesh, patched.zero)
+    _train_together(model)
     plain(self, model, args, *rest, **kwargs)
     self.check_served()
 

@@ -65,7 +65,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = None if labels is None else _loss_call(model, state, options)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)
-    trains_apart = torch.is_grad_enabled() and _would_train_apart(state)
+    trains_apart = torch.is_grad_enabled() and state.trains_apart
     _refuse_what_fails(model, state, arguments, call)
     if trains_apart and model.training:
         _refuse_training_apart(state)
@@ -298,11 +298,6 @@ def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractConte
     """Let routing inside the context count in the metrics only if it is for training."""
     counter, trains = state.routing_counter, model.training and torch.is_grad_enabled()
     return nullcontext() if counter is None or trains else counter.aside()
-
-
-def _would_train_apart(state: ParallelState) -> bool:
-    """Return whether nothing sums the gradients of the dp ranks, so that each trains alone."""
-    return state.mesh.dp_size > 1 and state.zero is None and not state.reduced_by_caller
 
 
 def _refuse_training_apart(state: ParallelState) -> NoReturn:

@@ -108,6 +108,11 @@ class ParallelState(nn.Module):
         """Return whether a dp rank's forward needs the forwards of the other dp ranks."""
         return self.mesh.dp_size > 1 and (self.mesh.ep_size > 1 or self.zero is not None)
 
+    @property
+    def trains_apart(self) -> bool:
+        """Return whether nothing sums the gradients of the dp ranks, so that each trains alone."""
+        return self.mesh.dp_size > 1 and self.zero is None and not self.reduced_by_caller
+
     def get_extra_state(self) -> Marker:
         """Return which shards this rank holds, in numbers that :func:`in_words` names."""
         mesh = self.mesh

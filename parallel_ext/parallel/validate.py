@@ -12,6 +12,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.digests import content_digest
@@ -45,7 +46,7 @@ def spec_for(model: nn.Module) -> ModelSpec:
     if model_type not in SPECS:
         raise ValueError(
             f"parallelize: no spec for model_type {model_type!r} ({type(model).__name__}); "
-            f"supported are {', '.join(sorted({*SPECS, *OWN}))}{why_unserved(model_type)}"
+            f"supported are {', '.join(served())}{why_unserved(model_type)}"
         )
     return SPECS[model_type]
 

@@ -41,7 +41,7 @@ class _Prepared(NamedTuple):
     scheduler: Scheduler | None
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's wrapper."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -50,7 +50,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 def _owner(optimizer: Any) -> nn.Module | None:
     """Return the parallel model whose parameters an optimizer has; None for another's."""
-    groups = _unwrapped(optimizer).param_groups
+    groups = unwrapped(optimizer).param_groups
     owners = owners_of(parameter for group in groups for parameter in group["params"])
     return next((owned.model for owned in owners.values()), None)
 
@@ -73,12 +73,12 @@ class _Parts:
                 continue
             models.setdefault(id(state_of(model)), model)
             optimizers.setdefault(id(state_of(model)), []).append(optimizer)
-        ours = {id(_unwrapped(each)) for found in optimizers.values() for each in found}
+        ours = {id(unwrapped(each)) for found in optimizers.values() for each in found}
         schedulers: dict[int, list[Any]] = {}
         self._other_schedulers: list[Any] = []
         for scheduler in accelerator._schedulers:
             inner = getattr(scheduler, "scheduler", scheduler)
-            of = id(_unwrapped(getattr(inner, "optimizer", None)))
+            of = id(unwrapped(getattr(inner, "optimizer", None)))
             if of in ours:
                 schedulers.setdefault(of, []).append(inner)
             else:
@@ -86,7 +86,7 @@ class _Parts:
         self.prepared = []
         for key, model in models.items():
             optimizer = self._only("optimizer", optimizers.get(key, []))
-            optimizer = optimizer and _unwrapped(optimizer)
+            optimizer = optimizer and unwrapped(optimizer)
             scheduler = self._only("scheduler", schedulers.get(id(optimizer), []))
             self.prepared.append(_Prepared(model, optimizer, scheduler))
 

@@ -21,12 +21,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from parallel_ext.checkpoint.manifest import STATE_FOLDER
+from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER
 from parallel_ext.checkpoint.steps import latest_checkpoint
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.state import is_parallel, state_of
+from parallel_ext.training.accelerate import unwrapped
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
 _STATE = "trainer_state.json"  # transformers' name; written last
@@ -86,7 +87,7 @@ class TrainerMixin:
             RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
             NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
         """
-        if _version() < OLDEST:
+        if transformers_version() < OLDEST:
             raise RuntimeError(
                 f"{type(self).__name__}: px.Trainer needs transformers {'.'.join(map(str, OLDEST))}"
                 f" or newer; this is {transformers.__version__}"
@@ -264,7 +265,7 @@ class TrainerMixin:
             optimizer = scheduler = None
         rows = self.get_total_train_batch_size(self.args)
         data_state = {"rows_of_a_step": rows}
-        path = save_checkpoint(root, step, self.model, _unwrapped(optimizer), scheduler, data_state)
+        path = save_checkpoint(root, step, self.model, unwrapped(optimizer), scheduler, data_state)
 
         def link() -> None:
             if self.args.should_save:
@@ -284,9 +285,8 @@ class TrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train, perhaps from a checkpoint of any layout; with True from the last complete one."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = (
-                self._last_checkpoint() or True
-            )  # which says that there is none
+            # With True the trainer then says that there is none.
+            resume_from_checkpoint = self._last_checkpoint() or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _last_checkpoint(self) -> str | None:
@@ -309,7 +309,7 @@ class TrainerMixin:
             return
         root = Path(checkpoint) / _FOLDER
         path = self._mesh.control.run_on_all("train", lambda: _step_in(root))
-        optimizer, scheduler = _unwrapped(self.optimizer), self.lr_scheduler
+        optimizer, scheduler = unwrapped(self.optimizer), self.lr_scheduler
         if not any((path / STATE_FOLDER).glob("optim-*")):  # of save_only_model
             optimizer = scheduler = None
         resumed = load_checkpoint(root, self.model, optimizer, scheduler)
@@ -384,19 +384,15 @@ def _check_arguments(name: str, args: transformers.TrainingArguments, mesh: Mesh
         )
 
 
-def _version() -> tuple[int, ...]:
+def transformers_version() -> tuple[int, ...]:
+    """Return the first two numbers of the release of transformers that is installed."""
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _link_files(source: Path, target: Path) -> None:
     """Put the files of a directory, without its folders, into another: one copy on the disk."""
     for file in source.iterdir():
-        if file.is_file() and file.name != "COMMIT":
+        if file.is_file() and file.name != COMMIT_NAME:
             try:
                 os.link(file, target / file.name)
             except OSError:  # of a file system without hard links

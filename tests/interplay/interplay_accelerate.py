@@ -19,14 +19,15 @@ from reference import parallel
 from torch.utils.data import DataLoader, IterableDataset
 
 import parallel_ext as px
+from parallel_ext.distributed.control import world
 
 A = "accelerate.Accelerator"
 
 
 @contextmanager
-def processes(trial: Trial) -> Iterator[None]:
-    """Let accelerate see the processes of the job, as under torchrun."""
-    rank, size = str(trial.mesh.rank), str(trial.mesh.world_size)
+def processes() -> Iterator[None]:
+    """Let accelerate see the ranks of the pool, as under torchrun."""
+    rank, size = map(str, world())
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "1"}
     with mock.patch.dict(os.environ, environment if size != "1" else {}):
@@ -43,7 +44,7 @@ def forget_processes() -> None:
 
 @contextmanager
 def accelerator_of(trial: Trial, **options: Any) -> Iterator[Accelerator]:
-    with processes(trial):
+    with processes():
         yield Accelerator(cpu=True, **options)
 
 

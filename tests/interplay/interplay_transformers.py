@@ -305,7 +305,7 @@ def transformers_adafactor(trial: Trial) -> None:
     spreads=(Spread(2), Spread(1, 2), Spread(1, 2, 2)),
 )
 def trainer(trial: Trial) -> None:
-    with processes(trial):
+    with processes():
         options = transformers.TrainingArguments(
             str(trial.folder), use_cpu=True, report_to=[], max_steps=1
         )
@@ -318,7 +318,7 @@ def trainer(trial: Trial) -> None:
     instead="px.Trainer trains parallel models",
 )
 def trainer_evaluate(trial: Trial) -> None:
-    with processes(trial):
+    with processes():
         options = transformers.TrainingArguments(str(trial.folder), use_cpu=True, report_to=[])
         data = [{name: value[0] for name, value in trial.own.items()}] * 4
         transformers.Trainer(trial.model, options, eval_dataset=data).evaluate()

@@ -132,27 +132,11 @@ class Job:
         return {"rows": rows, "names": names, "choices": choices, "counts": counts}
 
 
-class World:
-    """What accelerate knows of the ranks."""
-
-    def __init__(self, layout: Layout) -> None:
-        mesh = type("", (), {"rank": 0, "world_size": 1})
-        if layout.world > 1:
-            mesh.rank, mesh.world_size = torch.distributed.get_rank(), layout.world
-        self._inner = processes(type("", (), {"mesh": mesh}))
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-
-
 def run(layout: Layout, folder: Path, split_batches: bool, count_tp_ranks: bool = False) -> Any:
     """Two epochs and the metrics, with a checkpoint after each."""
     config = DataLoaderConfiguration(split_batches=split_batches)
     unserved = mock.patch.object(accelerate, "_served", return_value=None)
-    with World(layout), unserved if count_tp_ranks else nullcontext():
+    with processes(), unserved if count_tp_ranks else nullcontext():
         job = Job(layout, folder, dataloader_config=config)
         for _ in range(2):
             job.epoch()
@@ -162,7 +146,7 @@ def run(layout: Layout, folder: Path, split_batches: bool, count_tp_ranks: bool 
 
 def resume(layout: Layout, folder: Path) -> Any:
     """The second epoch, of a job that begins with other weights, and the names of checkpoints."""
-    with World(layout):
+    with processes():
         config = DataLoaderConfiguration(split_batches=True)
         job = Job(layout, folder, seed=7, dataloader_config=config)
         job.accelerator.load_state(folder / "checkpoints" / "checkpoint_0")

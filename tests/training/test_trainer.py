@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -138,8 +137,7 @@ class Logs(transformers.TrainerCallback):
 @contextmanager
 def world() -> Iterator[None]:
     """Let accelerate see the ranks of the pool."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with processes(SimpleNamespace(mesh=SimpleNamespace(rank=rank, world_size=size))), quietly():
+    with processes(), quietly():
         yield
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from interplay_accelerate import processes
 from peft import (
     LoraConfig,
     get_peft_model,
@@ -20,7 +21,7 @@ from peft import (
 from ranks import Raised, pool
 from reference import Tiny, parallel
 from reference_training import quietly
-from test_accelerate import ONE, Layout, World
+from test_accelerate import ONE, Layout
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from versions import needs_trainer
@@ -129,7 +130,7 @@ def give_equal_factors(model: Any) -> None:
 def run(case: Case, layout: Layout, folder: Path, count_tp_ranks: bool = False) -> Any:
     """Train and evaluate; return what was logged."""
     unserved = mock.patch.object(accelerate, "_served", return_value=None)
-    with World(layout), unserved if count_tp_ranks else nullcontext():
+    with processes(), unserved if count_tp_ranks else nullcontext():
         model = TINY.model()
         reference = None
         if case.kind == "dpo" and not case.lora and case.own_reference:
