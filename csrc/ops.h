@@ -49,6 +49,53 @@ PARALLEL_EXT_OP(column_linear_backward,
 PARALLEL_EXT_OP(row_linear, at::Tensor(const at::Tensor& input, const at::Tensor& weight,
                                        const std::optional<at::Tensor>& bias, const Group& group));
 
+// --- linear/block_linear.cpp: bits that do not depend on the layout. `blocks`: start and stop of
+// each block of the sharded dimension in this rank's shard; the group holds `num_blocks` ---
+
+// replicated input [..., K], rows of this rank of up to three weights [F, K] (F = 0 for none),
+// which have equally many blocks -> sharded [..., width of its blocks] of each. Backward: the
+// products of all three are added in each block, and the blocks over the tree (base/tree.h). Of the
+// second and third, `copies` consecutive ones of all blocks hold the same rows.
+PARALLEL_EXT_OP(block_linears, Tensors<3>(const at::Tensor& input, const at::Tensor& weight,
+                                          const at::Tensor& second, const at::Tensor& third,
+                                          at::IntArrayRef blocks, int64_t copies,
+                                          int64_t num_blocks, const Group& group));
+
+// -> gradients of input and the weights.
+PARALLEL_EXT_OP(block_linears_backward,
+                Tensors<4>(const at::Tensor& grad_output, const at::Tensor& grad_second,
+                           const at::Tensor& grad_third, const at::Tensor& input,
+                           const at::Tensor& weight, const at::Tensor& second,
+                           const at::Tensor& third, at::IntArrayRef blocks, int64_t copies,
+                           int64_t num_blocks, std::array<bool, 4> needed, const Group& group));
+
+// sharded input [..., K], weight columns [F, K] of this rank -> replicated [..., F]: one product a
+// block, summed over the tree; then the replicated bias [F] is added once. Backward: local.
+PARALLEL_EXT_OP(block_row_linear,
+                at::Tensor(const at::Tensor& input, const at::Tensor& weight,
+                           const std::optional<at::Tensor>& bias, at::IntArrayRef blocks,
+                           int64_t num_blocks, const Group& group));
+
+// -> gradients of input, weight, bias.
+PARALLEL_EXT_OP(block_row_linear_backward,
+                Tensors<3>(const at::Tensor& grad_output, const at::Tensor& input,
+                           const at::Tensor& weight, at::IntArrayRef blocks,
+                           std::array<bool, 3> needed));
+
+// [..., heads * head_dim] -> [..., heads * times * head_dim]: each head `times` times, one behind
+// the other. Backward: over the tree of the repeats.
+PARALLEL_EXT_OP(repeat_heads, at::Tensor(const at::Tensor& input, int64_t head_dim, int64_t times));
+PARALLEL_EXT_OP(repeat_heads_backward,
+                at::Tensor(const at::Tensor& grad_output, int64_t head_dim, int64_t times));
+
+// --- linear/fixed_silu.cpp ---
+
+// input * sigmoid(input), in fp32 or wider, rounded once; the bits of an element depend on nothing
+// but that element.
+PARALLEL_EXT_OP(fixed_silu, at::Tensor(const at::Tensor& input));
+PARALLEL_EXT_OP(fixed_silu_backward,
+                at::Tensor(const at::Tensor& grad_output, const at::Tensor& input));
+
 // --- linear/linear_lora.cpp ---
 
 // input [..., K], weight [F, K], lora_a [r, K], lora_b [F, r], bias [F] -> [..., F]:
@@ -171,6 +218,22 @@ PARALLEL_EXT_OP(linear_vocab_cross_entropy_frozen_backward,
                            const at::Tensor& expected_rows, const at::Tensor& head_weight,
                            const at::Tensor& labels, const at::Tensor& normalizer,
                            const VocabLoss& loss));
+
+// --- vocab/block_cross_entropy.cpp ---
+
+// The loss of linear_vocab_cross_entropy with bits that do not depend on the layout, from the
+// statistics of all `num_blocks` blocks of the vocabulary; `blocks` as of block_linears. Backward:
+// the input's gradient is summed over the tree of the blocks.
+PARALLEL_EXT_OP(block_linear_cross_entropy,
+                at::Tensor(const at::Tensor& input, const at::Tensor& head_weight,
+                           const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
+                           const Group& group, const VocabLoss& loss));
+
+// -> the loss; the gradients of input (replicated) and head_weight that are `needed`.
+PARALLEL_EXT_OP(block_linear_cross_entropy_forward,
+                Tensors<3>(const at::Tensor& input, const at::Tensor& head_weight,
+                           const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
+                           std::array<bool, 2> needed, const Group& group, const VocabLoss& loss));
 
 // --- vocab/sample.cpp: the next token of B rows, from sharded logits
 // [B, vocab_stop - vocab_start] -> replicated ids [B], int64 ---

@@ -100,6 +100,20 @@ TORCH_LIBRARY(parallel_ext, library) {
       "int group_size, str group_name) -> (Tensor, Tensor, Tensor)");
   def("row_linear(Tensor input, Tensor weight, Tensor? bias, int group_size, str group_name) -> "
       "Tensor");
+  def("block_linears(Tensor input, Tensor weight, Tensor second, Tensor third, int[] blocks, "
+      "int copies, int num_blocks, int group_size, str group_name) -> (Tensor, Tensor, Tensor)");
+  def("block_linears_backward(Tensor grad_output, Tensor grad_second, Tensor grad_third, "
+      "Tensor input, Tensor weight, Tensor second, Tensor third, int[] blocks, int copies, "
+      "int num_blocks, bool[4] needed, int group_size, str group_name) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  def("block_row_linear(Tensor input, Tensor weight, Tensor? bias, int[] blocks, int num_blocks, "
+      "int group_size, str group_name) -> Tensor");
+  def("block_row_linear_backward(Tensor grad_output, Tensor input, Tensor weight, int[] blocks, "
+      "bool[3] needed) -> (Tensor, Tensor, Tensor)");
+  def("repeat_heads(Tensor input, int head_dim, int times) -> Tensor");
+  def("repeat_heads_backward(Tensor grad_output, int head_dim, int times) -> Tensor");
+  def("fixed_silu(Tensor input) -> Tensor");
+  def("fixed_silu_backward(Tensor grad_output, Tensor input) -> Tensor");
   def("lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "
       "float scale, float dropout, int[] dropout_counter, int group_size, str group_name) -> "
       "Tensor");
@@ -152,6 +166,14 @@ TORCH_LIBRARY(parallel_ext, library) {
       "linear_vocab_cross_entropy_frozen_backward(Tensor? grad_loss, Tensor? grad_log_sum_exp, "
       "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor normalizer",
       "Tensor");
+  def_with_loss(
+      "block_linear_cross_entropy(Tensor input, Tensor head_weight, Tensor labels, int[] blocks, "
+      "int num_blocks, int group_size, str group_name",
+      "Tensor");
+  def_with_loss(
+      "block_linear_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor labels, "
+      "int[] blocks, int num_blocks, bool[2] needed, int group_size, str group_name",
+      "(Tensor, Tensor, Tensor)");
   def("vocab_argmax(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
       "int group_size, str group_name) -> Tensor");
   def("vocab_sample(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "

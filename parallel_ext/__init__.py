@@ -54,10 +54,12 @@ if TYPE_CHECKING:
     from parallel_ext.lora.config import LoraConfig
     from parallel_ext.models import register
     from parallel_ext.ops.workspaces import release_workspaces
+    from parallel_ext.parallel.digest import digest
     from parallel_ext.parallel.drift import check_replicas
     from parallel_ext.parallel.from_pretrained import from_pretrained, full_state_dict
     from parallel_ext.parallel.generation import generate
     from parallel_ext.parallel.parallelize import parallelize
+    from parallel_ext.parallel.plan import Invariant
     from parallel_ext.training.adafactor import Adafactor
     from parallel_ext.training.data_parallel import data_parallel, no_data_parallel
     from parallel_ext.training.forced_routing import force_routing
@@ -80,10 +82,12 @@ _HOMES = {
     "lora.config": ("LoraConfig",),
     "models": ("register",),
     "ops.workspaces": ("release_workspaces",),
+    "parallel.digest": ("digest",),
     "parallel.drift": ("check_replicas",),
     "parallel.from_pretrained": ("from_pretrained", "full_state_dict"),
     "parallel.generation": ("generate",),
     "parallel.parallelize": ("parallelize",),
+    "parallel.plan": ("Invariant",),
     "training.adafactor": ("Adafactor",),
     "training.data_parallel": ("data_parallel", "no_data_parallel"),
     "training.forced_routing": ("force_routing",),

@@ -88,6 +88,7 @@ class LossCall:
         head = None
         if self._head is not None:
             head = self._head.weight, self._head.bias
+            options["blocks"] = self._head.blocks
             if self._changes:  # the class has changed the hidden states that it took for logits
                 output, options = self._hidden, {**options, **self._changes}
             elif output is not self._hidden:

@@ -33,6 +33,7 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     compared: Piece | None = None,
+    blocks: ops.Blocks | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Return the next-token cross entropy, averaged over the valid tokens of all dp ranks.
@@ -50,6 +51,7 @@ def causal_lm_loss(
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
         compared: a part of a parameter that the dp ranks compare meanwhile.
+        blocks: of the rows of ``head`` under ``px.Invariant``, else None.
         options: those of ``LOSS_OPTIONS``.
 
     Returns:
@@ -71,9 +73,12 @@ def causal_lm_loss(
     inputs, asked = logits.flatten(0, -2), (targets, vocab_size, vocab_range, how)
     if head is None:
         local_sum = ops.vocab_cross_entropy(inputs, *asked, group=mesh.tp)
-    else:
+    elif blocks is None:
         weight, bias = head
         local_sum = ops.linear_vocab_cross_entropy(inputs, weight, *asked, bias=bias, group=mesh.tp)
+    else:
+        of_blocks = head[0], targets, blocks, vocab_size, vocab_range, how
+        local_sum = ops.block_linear_cross_entropy(inputs, *of_blocks, group=mesh.tp)
     count: Any = num_items_in_batch
     if count is None or compared is not None:
         counted = _count_over_dp(targets != ignore_index, mesh, compared)

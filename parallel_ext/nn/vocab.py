@@ -147,6 +147,7 @@ class VocabParallelHead(ShardedModule):
     """
 
     replicas = ops.ALONE  # no two ranks hold the same rows
+    blocks: ops.Blocks | None = None  # of the rows, under px.Invariant
     makes_logits = True  # which wrappers that change nothing hand on, as why_not_fused asks
 
     def __init__(

@@ -5,6 +5,14 @@ group, *sharded* that each rank holds its range, *partial* that the sum over the
 Every rank of the group must call an op, with shapes that agree, in the same order.
 """
 
+from parallel_ext.ops.blocks import (
+    Blocks,
+    block_linear_cross_entropy,
+    block_linears,
+    block_row_linear,
+    fixed_silu,
+    repeat_heads,
+)
 from parallel_ext.ops.group import ALONE, Group
 from parallel_ext.ops.linear import Dropout, column_linear, lora_linear, row_linear
 from parallel_ext.ops.moe import (
@@ -32,14 +40,19 @@ from parallel_ext.ops.vocab_loss import (
 
 __all__ = [
     "ALONE",
+    "Blocks",
     "Dropout",
     "ExchangePlan",
     "Group",
     "LossOptions",
     "RoutePlan",
     "VocabStatistics",
+    "block_linear_cross_entropy",
+    "block_linears",
+    "block_row_linear",
     "column_linear",
     "copy_to_region",
+    "fixed_silu",
     "gather_from_region",
     "linear_vocab_cross_entropy",
     "linear_vocab_cross_entropy_statistics",
@@ -53,6 +66,7 @@ __all__ = [
     "moe_route_plan",
     "moe_take_tokens",
     "reduce_from_region",
+    "repeat_heads",
     "row_linear",
     "vocab_argmax",
     "vocab_cross_entropy",

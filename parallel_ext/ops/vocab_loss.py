@@ -60,7 +60,7 @@ class VocabStatistics(NamedTuple):
     argmax: torch.Tensor | None
 
 
-def _in_order(
+def in_order(
     op_name: str, options: LossOptions, group: Group, vocab_size: int, vocab_range: Range
 ) -> tuple[Any, ...]:
     """Return the last arguments of the loss ops in the order of their schemas, checked."""
@@ -137,7 +137,7 @@ def vocab_cross_entropy(
         tensor(1.3863)
     """
     op_name = "vocab_cross_entropy"
-    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    last = in_order(op_name, options, group, vocab_size, vocab_range)
     check_tensors(op_name, logits=logits, labels=labels)
     return torch.ops.parallel_ext.vocab_cross_entropy(
         logits, labels, _NO_STATISTICS, consume_logits, *last
@@ -177,7 +177,7 @@ def vocab_cross_entropy_statistics(
         tensor([1])
     """
     op_name, wanted = "vocab_cross_entropy_statistics", (log_sum_exp, entropy, argmax)
-    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    last = in_order(op_name, options, group, vocab_size, vocab_range)
     check_tensors(op_name, logits=logits, labels=labels)
     outputs = torch.ops.parallel_ext.vocab_cross_entropy(logits, labels, wanted, False, *last)
     return _statistics(outputs, wanted)
@@ -235,7 +235,7 @@ def linear_vocab_cross_entropy(
         tensor(1.3863)
     """
     op_name = "linear_vocab_cross_entropy"
-    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    last = in_order(op_name, options, group, vocab_size, vocab_range)
     check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
     return torch.ops.parallel_ext.linear_vocab_cross_entropy(
         input, head_weight, bias, labels, _NO_STATISTICS, *last
@@ -269,7 +269,7 @@ def linear_vocab_cross_entropy_statistics(
         tensor([0])
     """
     op_name, wanted = "linear_vocab_cross_entropy_statistics", (log_sum_exp, entropy, argmax)
-    last = _in_order(op_name, options, group, vocab_size, vocab_range)
+    last = in_order(op_name, options, group, vocab_size, vocab_range)
     check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
     outputs = torch.ops.parallel_ext.linear_vocab_cross_entropy(
         input, head_weight, bias, labels, wanted, *last

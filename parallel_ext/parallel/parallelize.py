@@ -16,7 +16,8 @@ from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward, watch_forward
-from parallel_ext.parallel.plan import Options, Plan, layout_of
+from parallel_ext.parallel.invariant import check_invariant, replace_in_blocks
+from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
 from parallel_ext.parallel.replace import enter_and_leave, replace_modules
 from parallel_ext.parallel.resize import resize_token_embeddings
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, Remembered, check_state_dict
@@ -40,6 +41,7 @@ def parallelize(
     fused_loss: bool | Literal["auto"] = "auto",
     agreement: bool = True,
     allow_different_dropout: bool = False,
+    invariant: Invariant | None = None,
 ) -> transformers.PreTrainedModel:
     """Shard a HuggingFace model that every rank holds in memory over the ranks, in place.
 
@@ -64,6 +66,7 @@ def parallelize(
         allow_different_dropout: accept ``attention_dropout`` under tp > 1, whose masks are drawn
             per rank and differ from those of a single process. The noise of
             ``router_jitter_noise`` needs tp ranks with equal seeds; each forward checks it.
+        invariant: train with the same bits on any number of ranks; None for the ordinary sums.
 
     Returns:
         ``model``.
@@ -82,7 +85,12 @@ def parallelize(
     run_extensions()
 
     options = Options(
-        vocab_multiple_of, training_logits, fused_loss, agreement, allow_different_dropout
+        vocab_multiple_of,
+        training_logits,
+        fused_loss,
+        agreement,
+        allow_different_dropout,
+        invariant,
     )
 
     def prepare() -> Plan:
@@ -93,12 +101,19 @@ def parallelize(
         check_plain(model, spec)
         check_servable(model, mesh, allow_different_dropout)
         check_mixture(model, spec, mesh, agreement)
-        layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of)
+        blocks = 0 if invariant is None else invariant.blocks
+        if blocks:
+            check_invariant(model, spec, mesh)
+        layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of, blocks)
         return Plan(mesh, spec, layout, options)
 
     plan = mesh.control.run_on_all("parallelize", prepare)
     check_equal(model, plan)
-    partials, routings = replace_modules(model, plan)
+    if invariant is None:
+        partials, routings = replace_modules(model, plan)
+    else:
+        partials, routings = None, []
+        replace_in_blocks(model, plan)
     _attach(model, plan, ParallelState(plan, partials, routings))
     _warn_of_uneven_vocabulary(plan)
     return model
@@ -134,7 +149,8 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     watch_forward(model)
     if mesh.world_size > 1:
         model._ddp_params_and_buffers_to_ignore = methods.AskedByDDP(state)
-    enter_and_leave(model, plan)
+    if plan.options.invariant is None:
+        enter_and_leave(model, plan)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)
 

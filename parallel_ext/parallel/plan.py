@@ -10,10 +10,40 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import RegionNames
+from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
 from parallel_ext.nn.sharded_module import persistent_buffers
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """Ask :func:`parallelize` for a training with the same bits on any number of ranks.
+
+    Losses, gradients, their norm and the weights after any number of steps are then those of one
+    process with the same ``Invariant``, bit for bit: :doc:`invariant.md`.
+
+    Args:
+        blocks: pieces of each sharded dimension, at least ``tp``. Every sum over such a dimension
+            is one product a block, added over a tree that depends on their number alone. A model
+            trained with other blocks has other bits.
+
+    Raises:
+        ValueError: ``blocks`` is no positive integer.
+
+    Example:
+        >>> Invariant(blocks=8)
+        Invariant(blocks=8)
+    """
+
+    blocks: int = 8
+
+    def __post_init__(self) -> None:
+        if type(self.blocks) is not int or self.blocks < 1:
+            raise ValueError(
+                f"Invariant: blocks must be an integer of at least 1, not {self.blocks!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -25,6 +55,7 @@ class Options:
     fused_loss: bool | Literal["auto"] = "auto"
     agreement: bool = True
     allow_different_dropout: bool = False
+    invariant: Invariant | None = None
 
     def check(self) -> None:
         """Raise unless the options are such that they can be meant together.
@@ -40,6 +71,17 @@ class Options:
             raise ValueError(
                 "parallelize: fused_loss=True makes no logits, but training_logits=True asks for "
                 "them"
+            )
+        if self.invariant is None:
+            return
+        if not isinstance(self.invariant, Invariant):
+            raise TypeError(
+                f"parallelize: invariant must be a px.Invariant or None, got {self.invariant!r}"
+            )
+        if self.training_logits or self.fused_loss is False:
+            raise ValueError(
+                "parallelize: under px.Invariant the loss is computed from hidden states; leave "
+                "out training_logits and fused_loss"
             )
 
 
@@ -72,6 +114,7 @@ def layout_of(
     tp_size: int,
     ep_size: int = 1,
     vocab_multiple_of: int = 1,
+    blocks: int = 0,
 ) -> ModelLayout:
     """Compute the layout of every parameter and persistent buffer of a model, also one on meta.
 
@@ -79,6 +122,7 @@ def layout_of(
         model: of the architecture that ``spec`` describes; nothing of it changes.
         spec: the architecture.
         tp_size, ep_size, vocab_multiple_of: as of :func:`parallel_ext.models.spec.plan`.
+        blocks: as of :func:`parallel_ext.models.invariant.plan_in_blocks`; 0 for none.
 
     Raises:
         ValueError: the model cannot be sharded so.
@@ -103,7 +147,11 @@ def layout_of(
             )
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
     sizes = _sizes(model, spec, shapes)
-    layout = plan(spec, {**shapes, **buffers}, tied, sizes, tp_size, ep_size, vocab_multiple_of)
+    named = spec, {**shapes, **buffers}, tied, sizes, tp_size
+    if blocks:
+        layout = plan_in_blocks(*named, blocks, vocab_multiple_of)
+    else:
+        layout = plan(*named, ep_size, vocab_multiple_of)
     return replace(layout, buffers=frozenset(buffers))
 
 

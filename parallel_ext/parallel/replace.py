@@ -68,7 +68,7 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
         What sums the partial gradients, if there are several ranks, and the layers' routings.
     """
     spec, partials = plan.spec, PartialGradients() if plan.mesh.world_size > 1 else None
-    replace = _Replacer(model, plan.layout, plan.mesh, partials)
+    replace = Replacer(model, plan.layout, plan.mesh, partials)
     replace.embedding(spec.embedding, spec.scaled_embedding is not None)
     for path, block in spec.blocks(plan.layout).items():
         if isinstance(block, AttentionNames):
@@ -112,7 +112,7 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Paramete
     return new
 
 
-class _Replacer:
+class Replacer:
     """The replacement of plain modules by parallel ones, in one model."""
 
     def __init__(
@@ -127,7 +127,7 @@ class _Replacer:
         self._replicas: Group | None = None
         self.routings: list[Routing] = []
 
-    def _shards(
+    def shards(
         self, path: str, attributes: tuple[str, str] = ("weight", "bias")
     ) -> tuple[nn.Parameter, nn.Parameter | None, dict[str, TensorLayout]]:
         """Return this rank's shards of the module at ``path``, and their layouts."""
@@ -148,18 +148,19 @@ class _Replacer:
         tied = self.layout.tied
         return f"{path}.weight" in {*tied, *tied.values()}
 
-    def _put(self, path: str, module: nn.Module) -> None:
+    def put(self, path: str, module: nn.Module) -> None:
+        """Put a module in the place of the one at ``path``."""
         module.train(self.model.get_submodule(path).training)
         self.model.set_submodule(path, module)
 
     def embedding(self, path: str, scaled: bool) -> None:
-        weight, _, layouts = self._shards(path)
+        weight, _, layouts = self.shards(path)
         old, tied = self.model.get_submodule(path), self._tied(path)
         scale = old.embed_scale if scaled else None
         if scaled and weight.is_meta:
             # It was rounded to the dtype of the configuration, which the weights need not have.
             scale = torch.tensor(old.scalar_embed_scale, dtype=torch.float64)
-        self._put(
+        self.put(
             path,
             VocabParallelEmbedding(
                 *(weight, layouts["weight"], old.padding_idx, self.mesh.tp, self.partials, tied),
@@ -168,16 +169,16 @@ class _Replacer:
         )
 
     def head(self, path: str) -> None:
-        shards, tied = self._shards(path), self._tied(path)
-        self._put(path, VocabParallelHead(*shards, self.mesh.tp, self.partials, tied))
+        shards, tied = self.shards(path), self._tied(path)
+        self.put(path, VocabParallelHead(*shards, self.mesh.tp, self.partials, tied))
 
     def _column(self, path: str, replicas: Group = ops.ALONE) -> None:
-        shards = self._shards(path)
-        self._put(path, ColumnParallelLinear(*shards, self.mesh.tp, replicas, self.partials))
+        shards = self.shards(path)
+        self.put(path, ColumnParallelLinear(*shards, self.mesh.tp, replicas, self.partials))
 
     def _row(self, path: str, sums: bool = True) -> None:
-        shards = self._shards(path)
-        self._put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
+        shards = self.shards(path)
+        self.put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
 
     def attention(self, path: str, names: AttentionNames) -> None:
         query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
@@ -216,10 +217,10 @@ class _Replacer:
         # With one batch the sum over the replicas is the gradient. With several it is their mean,
         # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.
         one_batch = mesh.dp_size == 1
-        self._put(
+        self.put(
             experts,
             ExpertParallelExperts(
-                *self._shards(experts, (names.gate_up, names.down)),
+                *self.shards(experts, (names.gate_up, names.down)),
                 self.model.get_submodule(experts).act_fn,
                 mesh.ep,
                 tp=mesh.tp,

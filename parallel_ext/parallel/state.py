@@ -70,6 +70,9 @@ class ParallelState(nn.Module):
         self.mesh, self.spec = mesh, plan.spec
         self.vocab_multiple_of = options.vocab_multiple_of
         self.training_logits, self.fused_loss = options.training_logits, options.fused_loss
+        self.invariant = options.invariant
+        if self.invariant is not None:
+            self.fused_loss = True  # of blocks of the vocabulary
         self.agreement: Agreement | None = None
         if options.agreement and mesh.tp_size > 1:
             vocab_size = plan.vocab_ranges[-1][1]

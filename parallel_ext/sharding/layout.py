@@ -69,12 +69,15 @@ class TensorLayout:
         held: for each of ``period`` ranks its boxes, in the order in which they lie in its shard;
             empty when ``dim`` is None. Boxes of several ranks may coincide (replicated key-value
             heads), but never overlap in part.
+        blocks: ranges along ``dim`` whose borders no layout changes, where ``px.Invariant`` asks
+            for them (``sharding/blocks.py``); a rank holds whole ones.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None = None
     held: tuple[tuple[Box, ...], ...] = ()
+    blocks: tuple[Range, ...] = ()
 
     @property
     def period(self) -> int:

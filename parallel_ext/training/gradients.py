@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -14,6 +15,7 @@ from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.slices import local_part
 
@@ -141,6 +143,9 @@ def total_norm(
             name = "the norm of the gradients that belong to no parallel model"
             value, advice = powers[0].item(), "average these gradients first"
             require_equal(mesh.control, op_name, {name: value}, advice=advice)
+        if any(layout.blocks for _, layout in held):
+            powers.append(_sum_of_squares(held, mesh, norm_type, op_name))
+            continue
         own = [t for t, layout in held if t.numel() > 0 and layout.owned(mesh.rank)]
         power = of_all(own, mesh.device)
         for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
@@ -156,6 +161,32 @@ def total_norm(
             "error_if_nonfinite=False to scale by it all the same"
         )
     return norm
+
+
+def _sum_of_squares(
+    held: Sequence[LaidOut], mesh: Mesh, norm_type: float, op_name: str
+) -> torch.Tensor:
+    """Return the sum of the squares of all gradients, with the same bits on any layout.
+
+    Of each block it is computed alone, and the sum of all blocks is exact, whatever their order.
+
+    Raises:
+        ValueError: the norm is another than the Euclidean one.
+    """
+    if norm_type != 2.0:
+        raise ValueError(f"{op_name}: under px.Invariant norm_type must be 2, got {norm_type}")
+    blocks = [
+        tensor.narrow(layout.dim or 0, start, stop - start).contiguous()
+        for tensor, layout in held
+        for start, stop in counted_blocks(layout, mesh.rank)
+    ]
+    counts = [
+        sum(len(counted_blocks(layout, rank)) for _, layout in held) for rank in range(mesh.tp_size)
+    ]
+    norms = torch._foreach_norm(blocks, 2.0, dtype=torch.float64) if blocks else []
+    squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])[:-1].square()
+    everyone = ops.gather_from_region(squares, counts, mesh.tp)
+    return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)
 
 
 @torch.no_grad()

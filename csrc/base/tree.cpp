@@ -1,0 +1,160 @@
+#include "base/tree.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "base/kernel_choice.h"
+#include "base/number.h"
+#include "check.h"
+
+namespace parallel_ext {
+namespace {
+
+constexpr int64_t kChunk = 1024;  // numbers that are summed at a time, in the L1 cache
+
+// One function per dtype: target_clones does not work with templates.
+#define PARALLEL_EXT_TREE_LOOPS(scalar_t, wide_t)                                            \
+  PARALLEL_EXT_MULTIVERSION void load(const scalar_t* from, int64_t size, wide_t* to) {      \
+    for (int64_t i = 0; i < size; ++i) to[i] = widen(from[i]);                               \
+  }                                                                                          \
+  PARALLEL_EXT_MULTIVERSION void add_to(wide_t* sum, const scalar_t* values, int64_t size) { \
+    for (int64_t i = 0; i < size; ++i) sum[i] += widen(values[i]);                           \
+  }
+
+PARALLEL_EXT_TREE_LOOPS(float, float)
+PARALLEL_EXT_TREE_LOOPS(c10::BFloat16, float)
+PARALLEL_EXT_TREE_LOOPS(c10::Half, float)
+PARALLEL_EXT_TREE_LOOPS(double, double)
+
+#define PARALLEL_EXT_STORE_ALL(scalar_t, wide_t)                                             \
+  PARALLEL_EXT_MULTIVERSION void store_all(const wide_t* from, int64_t size, scalar_t* to) { \
+    for (int64_t i = 0; i < size; ++i) store(from[i], to + i);                               \
+  }
+
+PARALLEL_EXT_STORE_ALL(float, float)
+PARALLEL_EXT_STORE_ALL(c10::BFloat16, float)
+PARALLEL_EXT_STORE_ALL(c10::Half, float)
+PARALLEL_EXT_STORE_ALL(double, double)
+
+// Writes sums to the chunk of `out` from `offset` on.
+void put(const float* sums, int64_t size, int64_t offset, at::Tensor& out) {
+  if (out.scalar_type() == at::kFloat) {
+    store_all(sums, size, out.mutable_data_ptr<float>() + offset);
+  } else if (out.scalar_type() == at::kBFloat16) {
+    store_all(sums, size, out.mutable_data_ptr<c10::BFloat16>() + offset);
+  } else {
+    store_all(sums, size, out.mutable_data_ptr<c10::Half>() + offset);
+  }
+}
+void put(const double* sums, int64_t size, int64_t offset, at::Tensor& out) {
+  store_all(sums, size, out.mutable_data_ptr<double>() + offset);
+}
+
+// How many of the `count` values from `first` on lie in the left half of a node.
+int64_t in_left_half(const std::vector<TreeNode>& nodes, int64_t first, int64_t count,
+                     TreeNode node) {
+  const auto begin = nodes.begin() + first;
+  return std::partition_point(
+             begin, begin + count,
+             [&](TreeNode each) { return each.start < node.start + node.width / 2; }) -
+         begin;
+}
+
+template <typename scalar_t>
+struct ChunkOfTree {
+  using wide_t = wide_of<scalar_t>;
+
+  const std::vector<TreeNode>& nodes;
+  const std::vector<const scalar_t*>& values;
+  int64_t offset, size;
+
+  // sum = the value of `node`, which the `count` values from `first` on cover. `room` holds kChunk
+  // numbers for each level below.
+  void sum_up(TreeNode node, int64_t first, int64_t count, wide_t* sum, wide_t* room) const {
+    if (count == 1) return load(values[first] + offset, size, sum);
+    const int64_t left = in_left_half(nodes, first, count, node), half = node.width / 2;
+    sum_up({node.start, half}, first, left, sum, room);
+    if (left == count) return;
+    if (count - left == 1) return add_to(sum, values[first + left] + offset, size);
+    sum_up({node.start + half, half}, first + left, count - left, room, room + kChunk);
+    add_to(sum, room, size);
+  }
+};
+
+TreeNode root_of(const std::vector<TreeNode>& nodes) {
+  TreeNode root = nodes.front();
+  const TreeNode last = nodes.back();
+  while (root.start + root.width < last.start + last.width) root.width *= 2;
+  return root;
+}
+
+template <typename scalar_t>
+void sum_on_cpu(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& tensors,
+                at::Tensor& out) {
+  using wide_t = wide_of<scalar_t>;
+  std::vector<const scalar_t*> values;
+  for (const auto& tensor : tensors) values.push_back(tensor.const_data_ptr<scalar_t>());
+  const TreeNode root = root_of(nodes);
+  int64_t levels = 1;
+  for (int64_t width = root.width; width > 1; width /= 2) ++levels;
+  const auto count = static_cast<int64_t>(nodes.size());
+  const int64_t numel = out.numel(), chunks = (numel + kChunk - 1) / kChunk;
+  at::parallel_for(0, chunks, 8, [&](int64_t begin, int64_t end) {
+    std::vector<wide_t> room(static_cast<size_t>(levels * kChunk));
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t offset = chunk * kChunk, size = std::min(kChunk, numel - offset);
+      const ChunkOfTree<scalar_t> tree{nodes, values, offset, size};
+      tree.sum_up(root, 0, count, room.data(), room.data() + kChunk);
+      put(room.data(), size, offset, out);
+    }
+  });
+}
+
+at::Tensor sum_by_aten(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
+                       TreeNode node, int64_t first, int64_t count) {
+  if (count == 1) return values[first].to(wide_type(values[first]));
+  const int64_t left = in_left_half(nodes, first, count, node), half = node.width / 2;
+  const at::Tensor sum = sum_by_aten(nodes, values, {node.start, half}, first, left);
+  if (left == count) return sum;
+  return sum + sum_by_aten(nodes, values, {node.start + half, half}, first + left, count - left);
+}
+
+}  // namespace
+
+std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count) {
+  std::vector<TreeNode> nodes;
+  while (begin < end) {
+    int64_t width = 1;
+    while (begin % (2 * width) == 0 && width < count && std::min(begin + 2 * width, count) <= end) {
+      width *= 2;
+    }
+    nodes.push_back({begin, width});
+    begin = std::min(begin + width, count);
+  }
+  return nodes;
+}
+
+at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
+                    at::ScalarType dtype) {
+  const at::Tensor& first = values.front();
+  if (!use_cpu_loops(first)) {
+    const auto count = static_cast<int64_t>(nodes.size());
+    return sum_by_aten(nodes, values, root_of(nodes), 0, count).to(dtype);
+  }
+  at::Tensor out = at::empty(first.sizes(), first.options().dtype(dtype));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, first.scalar_type(), "tree_sum",
+                                  [&] { sum_on_cpu<scalar_t>(nodes, values, out); });
+  return out;
+}
+
+at::Tensor tree_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtype) {
+  std::vector<TreeNode> nodes;
+  for (size_t i = 0; i < addends.size(); ++i) nodes.push_back({static_cast<int64_t>(i), 1});
+  return tree_sum(nodes, addends, dtype);
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,32 @@
+// Sums over a tree that depends on the number of addends alone, never on who holds them: the order
+// of every sum that must have the same bits on any layout.
+//
+// A node (start, width), with `width` a power of two that divides `start`, covers the addends
+// [start, start + width). Its value is that of its left half plus that of its right half, or that
+// of the left one where the other covers nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace parallel_ext {
+
+struct TreeNode {
+  int64_t start, width;
+};
+
+// The fewest nodes of the tree over `count` addends that cover just [begin, end), in order.
+std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count);
+
+// The sum of `values`, of equal shape and dtype and contiguous, each the value of one of the
+// `nodes`; these are in order and cover a range of addends that begins where one node begins that
+// covers them all. Added in fp32, or in fp64 for fp64, and cast once to `dtype`.
+at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
+                    at::ScalarType dtype);
+
+// The same for addends, the nodes (0, 1), (1, 1), ...
+at::Tensor tree_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtype);
+
+}  // namespace parallel_ext

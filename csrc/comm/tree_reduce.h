@@ -1,0 +1,18 @@
+// The sum of what the blocks of a dimension yield, over the ranks that hold them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "comm/comm.h"
+
+namespace parallel_ext {
+
+// Contiguous `addends` [own blocks, ...] of a rank -> the sum over the tree of all `num_blocks`
+// (base/tree.h), which `split` gives to the ranks, in `dtype`; the same bits for any group. One
+// all-gather of the nodes that a rank can sum up alone.
+at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_blocks,
+                       at::ScalarType dtype, const Group& group);
+
+}  // namespace parallel_ext

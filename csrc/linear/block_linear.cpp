@@ -1,0 +1,403 @@
+// Linear layers whose bits do not depend on how many ranks share them. The sharded dimension lies
+// in blocks that no layout changes; whatever is summed over it is one product a block, added over
+// the tree of all blocks (base/tree.h).
+#include "linear/block_linear.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "base/layout.h"
+#include "base/product.h"
+#include "base/tree.h"
+#include "base/workspace.h"
+#include "check.h"
+#include "comm/tree_reduce.h"
+#include "linear/linear.h"
+#include "ops.h"
+
+namespace parallel_ext {
+namespace {
+
+using Blocks = std::vector<Range>;
+
+int64_t width_of(const Blocks& blocks) {
+  int64_t width = 0;
+  for (const Range block : blocks) width += block.size;
+  return width;
+}
+
+// PARALLEL_EXT_INVARIANT=strict: one product a block everywhere.
+bool always_by_blocks() {
+  static const char* value = std::getenv("PARALLEL_EXT_INVARIANT");
+  return value != nullptr && std::string(value) == "strict";
+}
+
+}  // namespace
+
+bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size) {
+  constexpr int64_t kLeast = 16;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i].size < kLeast) return false;
+    if (i > 0 && blocks[i].start != blocks[i - 1].start + blocks[i - 1].size) return false;
+  }
+  return !blocks.empty() && !always_by_blocks() && other_size >= kLeast;
+}
+
+std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size) {
+  TORCH_CHECK_VALUE(bounds.size() % 2 == 0, op, ": blocks ", bounds,
+                    " are not pairs of start and stop");
+  std::vector<Range> blocks;
+  for (size_t i = 0; i < bounds.size(); i += 2) {
+    const int64_t start = bounds[i], stop = bounds[i + 1];
+    TORCH_CHECK_VALUE(0 <= start && start <= stop && stop <= size, op, ": the block [", start, ", ",
+                      stop, ") is not inside [0, ", size, ")");
+    blocks.push_back({start, stop - start});
+  }
+  return blocks;
+}
+
+namespace {
+
+// -> [T, width of the blocks]: rows [T, K] times the blocks' rows of the weight [F, K].
+at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, const Blocks& blocks) {
+  at::Tensor out = at::empty({rows.size(0), width_of(blocks)}, rows.options());
+  if (can_merge_blocks(blocks, rows.size(0))) {
+    at::mm_out(out, rows, weight.narrow(0, blocks[0].start, out.size(1)).t());
+    return out;
+  }
+  int64_t at = 0;
+  for (const Range block : blocks) {
+    at::Tensor part = out.narrow(1, at, block.size);
+    part.copy_(at::mm(rows, weight.narrow(0, block.start, block.size).t()));
+    at += block.size;
+  }
+  return out;
+}
+
+// The gradient of the rows of a weight: grad^T rows, a product a block where the blocks are small.
+at::Tensor grad_of_rows(const at::Tensor& grad, const at::Tensor& rows, const Blocks& blocks) {
+  at::Tensor out = at::empty({width_of(blocks), rows.size(1)}, rows.options());
+  if (can_merge_blocks(blocks, rows.size(1))) {
+    at::mm_out(out, grad.t(), rows);
+    return out;
+  }
+  int64_t at = 0;
+  for (const Range block : blocks) {
+    at::Tensor part = out.narrow(0, at, block.size);
+    at::mm_out(part, grad.narrow(1, at, block.size).t(), rows);
+    at += block.size;
+  }
+  return out;
+}
+
+struct ColumnCall {
+  static constexpr const char* kOp = "block_linears";
+
+  std::array<at::Tensor, 3> weights;
+  std::array<Blocks, 3> blocks;
+
+  ColumnCall(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& second,
+             const at::Tensor& third, at::IntArrayRef bounds)
+      : weights{weight, second, third} {
+    TORCH_CHECK_VALUE(bounds.size() % weights.size() == 0, kOp, ": blocks ", bounds,
+                      " are not equally many for each of ", weights.size(), " weights");
+    const size_t each = bounds.size() / weights.size();
+    for (size_t i = 0; i < weights.size(); ++i) {
+      check_linear(kOp, input, weights[i], {});
+      blocks[i] = blocks_of(kOp, bounds.slice(i * each, each), weights[i].size(0));
+    }
+  }
+};
+
+std::vector<int64_t> with_last(at::IntArrayRef shape, int64_t last) {
+  std::vector<int64_t> changed = shape.vec();
+  changed.back() = last;
+  return changed;
+}
+
+Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weight,
+                                const at::Tensor& second, const at::Tensor& third,
+                                at::IntArrayRef blocks) {
+  const ColumnCall call(input, weight, second, third, blocks);
+  const at::Tensor rows = as_matrix(input);
+  const auto output = [&](size_t i) {
+    at::Tensor out = column_product(rows, call.weights[i], call.blocks[i]);
+    return out.view(with_last(input.sizes(), out.size(1)));
+  };
+  return {output(0), output(1), output(2)};
+}
+
+Tensors<3> block_linears_meta(const at::Tensor& input, const at::Tensor&, const at::Tensor&,
+                              const at::Tensor&, at::IntArrayRef blocks) {
+  const size_t each = blocks.size() / 3;
+  const auto output = [&](size_t i) {
+    auto shape = input.sym_sizes().vec();
+    int64_t width = 0;
+    for (size_t j = i * each; j < (i + 1) * each; j += 2) width += blocks[j + 1] - blocks[j];
+    shape.back() = width;
+    return at::empty_symint(shape, input.options());
+  };
+  return {output(0), output(1), output(2)};
+}
+
+// The gradient of rows that `copies` consecutive ones of all blocks share, over the tree of these;
+// the ranks that hold one of them get the same. `of_blocks` [own blocks, rows, K].
+at::Tensor shared_grad(const at::Tensor& of_blocks, int64_t copies, int64_t num_blocks,
+                       const Group& group) {
+  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
+  const int64_t rank = rank_in_group(ColumnCall::kOp, group);
+  int64_t first = bounds[rank], last = bounds[rank + 1];
+  const bool apart =
+      std::any_of(bounds.begin(), bounds.end(), [&](int64_t bound) { return bound % copies != 0; });
+  std::vector<at::Tensor> parts = of_blocks.unbind(0);
+  if (apart) {  // some rows are held by several ranks
+    int64_t most = 0;
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      most = std::max(most, bounds[peer + 1] - bounds[peer]);
+    }
+    std::vector<int64_t> shape = of_blocks.sizes().vec();
+    shape[0] = most;
+    const at::Tensor message = pooled_empty(shape, of_blocks.options());
+    message.narrow(0, 0, of_blocks.size(0)).copy_(of_blocks);
+    const at::Tensor all = all_gather(ColumnCall::kOp, message, group);
+    parts.clear();
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      for (int64_t i = 0; i < bounds[peer + 1] - bounds[peer]; ++i) parts.push_back(all[peer][i]);
+    }
+    first -= first % copies;
+    last = std::min(num_blocks, (last + copies - 1) / copies * copies);
+    parts = std::vector<at::Tensor>(parts.begin() + first, parts.begin() + last);
+  }
+  const int64_t rows = of_blocks.size(1);
+  at::Tensor grad =
+      at::empty({(last - first) / copies * rows, of_blocks.size(2)}, of_blocks.options());
+  for (int64_t shared = 0; shared < (last - first) / copies; ++shared) {
+    const auto begin = parts.begin() + shared * copies;
+    grad.narrow(0, shared * rows, rows)
+        .copy_(tree_sum(std::vector<at::Tensor>(begin, begin + copies), grad.scalar_type()));
+  }
+  return grad;
+}
+
+Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tensor& grad_second,
+                                         const at::Tensor& grad_third, const at::Tensor& input,
+                                         const at::Tensor& weight, const at::Tensor& second,
+                                         const at::Tensor& third, at::IntArrayRef bounds,
+                                         int64_t copies, int64_t num_blocks,
+                                         std::array<bool, 4> needed, const Group& group) {
+  const char* op = "block_linears_backward";
+  const ColumnCall call(input, weight, second, third, bounds);
+  const auto num_own = static_cast<int64_t>(call.blocks[0].size());
+  const at::Tensor rows = as_matrix(input);
+  std::array<at::Tensor, 3> grads;
+  const std::array<at::Tensor, 3> given{grad, grad_second, grad_third};
+  for (size_t i = 0; i < grads.size(); ++i) {
+    check_same_dtype(op, "grad_output", given[i], "input", input);
+    check_shape(op, "grad_output", given[i], with_last(input.sizes(), width_of(call.blocks[i])));
+    grads[i] = as_matrix(given[i]).contiguous();
+  }
+  const auto nothing = [&] { return at::empty({0}, input.options()); };
+  at::Tensor grad_input = nothing();
+  if (needed[0]) {
+    const at::Tensor parts = pooled_empty({num_own, rows.size(0), rows.size(1)}, rows.options());
+    std::array<int64_t, 3> at{};
+    for (int64_t number = 0; number < num_own; ++number) {
+      at::Tensor part = parts[number];
+      for (size_t i = 0; i < grads.size(); ++i) {
+        const Range block = call.blocks[i][number];
+        const at::Tensor of_block = grads[i].narrow(1, at[i], block.size);
+        const at::Tensor own_rows = call.weights[i].narrow(0, block.start, block.size);
+        if (i == 0) {
+          at::mm_out(part, of_block, own_rows);
+        } else if (block.size > 0) {
+          part.addmm_(of_block, own_rows);
+        }
+        at[i] += block.size;
+      }
+    }
+    grad_input = tree_reduce(op, parts, num_blocks, input.scalar_type(), group).view(input.sizes());
+  }
+  const auto grad_weight = [&](size_t i) {
+    if (!needed[i + 1]) return nothing();
+    if (i == 0 || copies == 1 || width_of(call.blocks[i]) == 0) {
+      return grad_of_rows(grads[i], rows, call.blocks[i]);
+    }
+    const int64_t size = call.blocks[i][0].size;
+    const at::Tensor of_blocks = pooled_empty({num_own, size, rows.size(1)}, rows.options());
+    for (int64_t number = 0; number < num_own; ++number) {
+      at::Tensor part = of_blocks[number];
+      at::mm_out(part, grads[i].narrow(1, number * size, size).t(), rows);
+    }
+    return shared_grad(of_blocks, copies, num_blocks, group);
+  };
+  const at::Tensor first = grad_weight(0), of_second = grad_weight(1);  // in one order on all ranks
+  return {grad_input, first, of_second, grad_weight(2)};
+}
+
+Tensors<4> block_linears_backward_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                       const at::Tensor& input, const at::Tensor& weight,
+                                       const at::Tensor& second, const at::Tensor& third,
+                                       at::IntArrayRef, int64_t, int64_t,
+                                       std::array<bool, 4> needed) {
+  return {empty_like_if(needed[0], input), empty_like_if(needed[1], weight),
+          empty_like_if(needed[2], second), empty_like_if(needed[3], third)};
+}
+
+struct BlockLinears : Gradient<BlockLinears, block_linears, Saved<0, 1, 2, 3>> {
+  static variable_list rule(const ForwardCall<block_linears>& forward, const variable_list& grads) {
+    const auto [input, weight, second, third, blocks, copies, num_blocks, group] =
+        forward.arguments();
+    return forward.gradients(block_linears_backward(grads[0], grads[1], grads[2], input, weight,
+                                                    second, third, blocks, copies, num_blocks,
+                                                    forward.needed<4>(), group));
+  }
+};
+
+at::Tensor block_row_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
+                                   const std::optional<at::Tensor>& bias, at::IntArrayRef bounds,
+                                   int64_t num_blocks, const Group& group) {
+  const char* op = "block_row_linear";
+  check_linear(op, input, weight, bias);
+  const Blocks blocks = blocks_of(op, bounds, weight.size(1));
+  const at::Tensor rows = as_matrix(input);
+  const at::Tensor parts = pooled_empty(
+      {static_cast<int64_t>(blocks.size()), rows.size(0), weight.size(0)}, input.options());
+  for (size_t number = 0; number < blocks.size(); ++number) {
+    at::Tensor part = parts[static_cast<int64_t>(number)];
+    const Range block = blocks[number];
+    at::mm_out(part, rows.narrow(1, block.start, block.size),
+               weight.narrow(1, block.start, block.size).t());
+  }
+  at::Tensor output = tree_reduce(op, parts, num_blocks, input.scalar_type(), group);
+  if (bias) output.add_(*bias);
+  return output.view(with_last(input.sizes(), weight.size(0)));
+}
+
+at::Tensor block_row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
+  auto shape = input.sym_sizes().vec();
+  shape.back() = weight.sym_size(0);
+  return at::empty_symint(shape, input.options());
+}
+
+// Local: the output is replicated, and so is its gradient.
+Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
+                                            const at::Tensor& weight, at::IntArrayRef bounds,
+                                            std::array<bool, 3> needed) {
+  const char* op = "block_row_linear_backward";
+  check_grad_output(op, grad_output, input, weight);
+  const Blocks blocks = blocks_of(op, bounds, weight.size(1));
+  const at::Tensor grad = as_matrix(grad_output).contiguous(), rows = as_matrix(input);
+  const at::Tensor nothing = at::empty({0}, input.options());
+  at::Tensor grad_input = nothing, grad_weight = nothing;
+  if (needed[0]) {
+    grad_input = column_product(grad, weight.t(), blocks).view(input.sizes());
+  }
+  if (needed[1]) {
+    grad_weight = at::empty_like(weight);
+    if (can_merge_blocks(blocks, weight.size(0))) {
+      at::mm_out(grad_weight, grad.t(), rows);
+    } else {
+      for (const Range block : blocks) {
+        grad_weight.narrow(1, block.start, block.size)
+            .copy_(at::mm(grad.t(), rows.narrow(1, block.start, block.size)));
+      }
+    }
+  }
+  return {grad_input, grad_weight, needed[2] ? grad.sum(0) : nothing};
+}
+
+Tensors<3> block_row_linear_backward_meta(const at::Tensor&, const at::Tensor& input,
+                                          const at::Tensor& weight, at::IntArrayRef,
+                                          std::array<bool, 3> needed) {
+  return {empty_like_if(needed[0], input), empty_like_if(needed[1], weight),
+          empty_if(needed[2], weight.sym_sizes().slice(0, 1), weight.options())};
+}
+
+struct BlockRowLinear : Gradient<BlockRowLinear, block_row_linear, Saved<0, 1>> {
+  static variable_list rule(const ForwardCall<block_row_linear>& forward,
+                            const variable_list& grads) {
+    const auto [input, weight, bias, blocks, num_blocks, group] = forward.arguments();
+    return forward.gradients(
+        block_row_linear_backward(grads[0], input, weight, blocks, forward.needed<3>()));
+  }
+};
+
+// Each head `times` times, one behind the other: [..., heads * head_dim] -> [..., heads * times *
+// head_dim].
+at::Tensor repeat_heads_kernel(const at::Tensor& input, int64_t head_dim, int64_t times) {
+  const char* op = "repeat_heads";
+  check_floating(op, "input", input);
+  TORCH_CHECK_VALUE(
+      head_dim >= 1 && times >= 1 && input.dim() >= 1 && input.size(-1) % head_dim == 0, op,
+      ": input of shape ", input.sizes(), " is not of heads of ", head_dim,
+      ", each of which can be repeated ", times, " times");
+  const int64_t width = input.size(-1);
+  return as_matrix(input)
+      .contiguous()
+      .view({-1, width / head_dim, 1, head_dim})
+      .expand({-1, -1, times, -1})
+      .reshape(with_last(input.sizes(), width * times));
+}
+
+at::Tensor repeat_heads_meta(const at::Tensor& input, int64_t, int64_t times) {
+  auto shape = input.sym_sizes().vec();
+  shape.back() = shape.back() * times;
+  return at::empty_symint(shape, input.options());
+}
+
+at::Tensor repeat_heads_backward_kernel(const at::Tensor& grad_output, int64_t head_dim,
+                                        int64_t times) {
+  const auto repeats = grad_output.contiguous().view({-1, times, head_dim}).unbind(1);
+  std::vector<at::Tensor> addends;
+  for (const auto& each : repeats) addends.push_back(each.contiguous());
+  return tree_sum(addends, grad_output.scalar_type())
+      .view(with_last(grad_output.sizes(), grad_output.size(-1) / times));
+}
+
+at::Tensor repeat_heads_backward_meta(const at::Tensor& grad_output, int64_t, int64_t times) {
+  auto shape = grad_output.sym_sizes().vec();
+  shape.back() = shape.back() / times;
+  return at::empty_symint(shape, grad_output.options());
+}
+
+struct RepeatHeads : Gradient<RepeatHeads, repeat_heads, Saved<>> {
+  static variable_list rule(const ForwardCall<repeat_heads>& forward, const variable_list& grads) {
+    const auto [input, head_dim, times] = forward.arguments();
+    return forward.gradients(repeat_heads_backward(grads[0], head_dim, times));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<block_linears>(library)
+      .kernel<block_linears_kernel>()
+      .meta<block_linears_meta>()
+      .gradient<BlockLinears>()
+      .autocast<0, 1, 2, 3>();
+  implement<block_linears_backward>(library)
+      .kernel<block_linears_backward_kernel>()
+      .meta<block_linears_backward_meta>();
+  implement<block_row_linear>(library)
+      .kernel<block_row_linear_kernel>()
+      .meta<block_row_linear_meta>()
+      .gradient<BlockRowLinear>()
+      .autocast<0, 1, 2>();
+  implement<block_row_linear_backward>(library)
+      .kernel<block_row_linear_backward_kernel>()
+      .meta<block_row_linear_backward_meta>();
+  implement<repeat_heads>(library)
+      .kernel<repeat_heads_kernel>()
+      .meta<repeat_heads_meta>()
+      .gradient<RepeatHeads>();
+  implement<repeat_heads_backward>(library)
+      .kernel<repeat_heads_backward_kernel>()
+      .meta<repeat_heads_backward_meta>();
+}
+
+}  // namespace parallel_ext

@@ -1,0 +1,22 @@
+// Blocks of a sharded dimension, whose borders no layout changes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "base/product.h"
+
+namespace parallel_ext {
+
+// `bounds`: start and stop of each block in a rank's `size` indices.
+std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size);
+
+// Whether one product over all blocks has the bits of one a block: the blocks follow each other,
+// and nowhere is a product so small that the BLAS takes another kernel for it, as MKL's sgemm does
+// below 4 rows or 10 columns. `other_size`: rows of the product where its columns are in blocks, or
+// columns where its rows are.
+bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size);
+
+}  // namespace parallel_ext

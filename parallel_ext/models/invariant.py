@@ -1,0 +1,116 @@
+"""The layouts of a model's parameters in blocks that no layout changes, for ``px.Invariant``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from parallel_ext.models.blocks import AttentionNames, Layouts, RegionNames, Shapes
+from parallel_ext.models.spec import ModelSizes, ModelSpec
+from parallel_ext.ops.group import Range
+from parallel_ext.sharding.blocks import AttentionBlocks, share_blocks, split_in_blocks
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_along
+
+
+def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
+    """Raise unless all that a spec describes can be computed in blocks.
+
+    Args:
+        spec: the architecture.
+        names: of the model's parameters.
+
+    Raises:
+        ValueError: names what cannot.
+    """
+    missing = {
+        "experts": spec.mixture is not None,
+        "blocks beside the decoder layers": bool(spec.regions or spec.shared),
+        "an MLP of another kind than gate, up and down": not _is_plain(spec.mlp),
+        "an attention of another kind": spec.attention is None,
+        "norms of single heads": bool(spec.attention and spec.attention.head_norms),
+    }
+    sharded = {path: block for path, block in spec.blocks(names).items()}
+    inputs = [
+        f"{path}.{name}.bias"
+        for path, block in sharded.items()
+        for name in (
+            (block.query, block.key, block.value)
+            if isinstance(block, AttentionNames)
+            else getattr(block, "inputs", ())
+        )
+    ]
+    missing["biases of layers sharded by output features"] = any(name in names for name in inputs)
+    missing["a bias of the output head"] = f"{spec.head}.bias" in names
+    if found := [what for what, is_there in missing.items() if is_there]:
+        raise ValueError(
+            f"px.Invariant does not serve {spec.model_type!r} models with {', '.join(found)} yet"
+        )
+
+
+def _is_plain(mlp: RegionNames | None) -> bool:
+    return (
+        mlp is not None
+        and 1 <= len(mlp.inputs) <= 3
+        and set(mlp.inputs.values()) == {1}
+        and (mlp.heads, mlp.forward, mlp.entry, mlp.merges) == (None, None, None, False)
+    )
+
+
+def plan_in_blocks(
+    spec: ModelSpec,
+    shapes: Shapes,
+    tied: Mapping[str, str],
+    sizes: ModelSizes,
+    tp_size: int,
+    blocks: int,
+    vocab_multiple_of: int = 1,
+) -> ModelLayout:
+    """Compute the layout of every parameter of a model, each rank holding whole blocks.
+
+    A pure function of its arguments, so that every rank computes the same.
+
+    Args:
+        spec, shapes, tied, sizes, tp_size, vocab_multiple_of: as of
+            :func:`parallel_ext.models.spec.plan`.
+        blocks: of each sharded dimension, fewer where it has not so many units.
+
+    Raises:
+        ValueError: there are more ranks than blocks, or the model has what is not served in blocks.
+    """
+    check_can_be_invariant(spec, shapes)
+    found: Layouts = {}
+
+    def shard(name: str, dim: int, ranges: Sequence[Range]) -> None:
+        held = share_blocks(ranges, tp_size, name)
+        layout = shard_along(name, shapes[name], dim, held)
+        found[name] = replace(layout, blocks=tuple(ranges))
+
+    vocabulary = split_in_blocks(sizes.vocab_size, blocks, vocab_multiple_of)
+    for path in (spec.embedding, spec.head):
+        if f"{path}.weight" in shapes:
+            shard(f"{path}.weight", 0, vocabulary)
+    heads = AttentionBlocks.of(sizes.num_heads, sizes.num_key_value_heads, blocks)
+    query, key_value = (
+        tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
+        for ranges in (heads.query, heads.key_value)
+    )
+    for path, block in spec.blocks(shapes).items():
+        if isinstance(block, AttentionNames):
+            block.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
+            shard(f"{path}.{block.query}.weight", 0, query)
+            shard(f"{path}.{block.key}.weight", 0, key_value)
+            shard(f"{path}.{block.value}.weight", 0, key_value)
+            shard(f"{path}.{block.output}.weight", 1, query)
+            continue
+        for name in block.inputs:
+            weight = f"{path}.{name}.weight"
+            shard(weight, 0, split_in_blocks(shapes[weight][0], blocks))
+        for name in block.outputs:
+            weight = f"{path}.{name}.weight"
+            shard(weight, 1, split_in_blocks(shapes[weight][1], blocks))
+    tensors = {
+        name: found.get(name, TensorLayout(name, shape))
+        for name, shape in shapes.items()
+        if name not in tied
+    }
+    return ModelLayout(tensors, tied)

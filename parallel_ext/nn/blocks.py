@@ -1,0 +1,118 @@
+"""Linear modules for ``px.Invariant``, whose bits do not depend on how many ranks share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext import ops
+from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.ops import Group
+from parallel_ext.sharding.blocks import own_blocks
+from parallel_ext.sharding.layout import TensorLayout
+
+
+class BlockColumnLinear(ShardedModule):
+    """``nn.Linear`` of which each rank holds blocks of output features (rows of the weight).
+
+    Args:
+        weight: [F, K], the rows of this rank.
+        layouts: of ``weight``, with blocks.
+        group: the tensor-parallel group.
+        head_dim: features of a head, where heads are repeated.
+        repeats: how often each head is returned, one behind the other.
+
+    It is computed together with the other layers that read the same input, by
+    :class:`ComputedTogether`, and returns this rank's [..., the width of its blocks * repeats].
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+        head_dim: int = 1,
+        repeats: int = 1,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.out_features, self.in_features = layouts["weight"].shape
+        self.weight = weight
+        self.register_parameter("bias", None)
+        self.blocks = own_blocks(layouts["weight"], group.rank)
+        self.head_dim, self.repeats = head_dim, repeats
+        self.computed: tuple[torch.Tensor, torch.Tensor] | None = None  # input and output
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        computed, self.computed = self.computed, None
+        if computed is None or computed[0] is not input:
+            raise RuntimeError(
+                "under px.Invariant a layer is computed together with those that read the same "
+                "input, which must be that of the attention or MLP around it, unchanged"
+            )
+        output = computed[1]
+        return (
+            output if self.repeats == 1 else ops.repeat_heads(output, self.head_dim, self.repeats)
+        )
+
+
+class ComputedTogether:
+    """A forward pre-hook of an attention or MLP: computes all layers that read its input.
+
+    Args:
+        layers: at most three :class:`BlockColumnLinear` inside the module.
+        copies: as of :func:`parallel_ext.ops.block_linears`.
+    """
+
+    def __init__(self, layers: Sequence[str], copies: int = 1) -> None:
+        self.layers, self.copies = tuple(layers), copies
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        input = args[0] if args else kwargs["hidden_states"]
+        layers = [module.get_submodule(name) for name in self.layers]
+        outputs = ops.block_linears(
+            input,
+            [layer.weight for layer in layers],
+            [layer.blocks for layer in layers],
+            self.copies,
+            layers[0].group,
+        )
+        for layer, output in zip(layers, outputs, strict=True):
+            layer.computed = input, output
+
+
+class BlockRowLinear(ShardedModule):
+    """``nn.Linear`` of which each rank holds blocks of input features (columns of the weight).
+
+    Args:
+        weight: [F, K], the columns of this rank.
+        bias: [F], replicated, or None.
+        layouts: of ``weight``, with blocks.
+        group: the tensor-parallel group.
+
+    Called with this rank's features [..., K] it returns the replicated [..., F].
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        layouts: dict[str, TensorLayout],
+        group: Group,
+    ) -> None:
+        super().__init__(layouts, group)
+        self.out_features, self.in_features = layouts["weight"].shape
+        self.weight, self.bias = weight, bias
+        self.blocks = own_blocks(layouts["weight"], group.rank)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.block_row_linear(input, self.weight, self.blocks, self.bias, self.group)
+
+
+class FixedSilu(nn.Module):
+    """``nn.SiLU`` with bits that depend on nothing but the element."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.fixed_silu(input)

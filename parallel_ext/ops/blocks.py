@@ -1,0 +1,182 @@
+"""Layers whose bits do not depend on how many ranks share them, for ``px.Invariant``.
+
+A sharded dimension lies in blocks, whose borders no layout changes. What is summed over it is one
+product a block, and the blocks are added over a tree that depends on their number alone
+(``csrc/base/tree.h``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.group import ALONE, Group, Range
+from parallel_ext.ops.vocab_loss import LossOptions, in_order
+
+
+class Blocks(NamedTuple):
+    """The blocks of a sharded dimension on one rank.
+
+    Attributes:
+        own: ranges of this rank's blocks in its own shard, in order.
+        count: of the blocks of all ranks, which ``split`` gives to the ranks.
+    """
+
+    own: tuple[Range, ...]
+    count: int
+
+
+def _flat(ranges: Iterable[Range]) -> list[int]:
+    return list(chain.from_iterable(ranges))
+
+
+def block_linears(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    blocks: Sequence[Blocks],
+    copies: int = 1,
+    group: Group = ALONE,
+) -> list[torch.Tensor]:
+    """Apply up to three linear layers that read one input, sharded by output features.
+
+    Args:
+        input: [..., K], replicated.
+        weights: [F, K] of each layer, this rank's rows, same dtype.
+        blocks: of the rows of each; equally many of each layer.
+        copies: that many consecutive blocks hold the same rows of the second and third weight, as
+            a key-value head that several query heads read.
+        group: the tensor-parallel group.
+
+    Returns:
+        Of each layer [..., the width of its blocks], sharded. In backward the gradient of ``input``
+        is replicated: the layers' products are added in each block, and the blocks over the tree.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or blocks do not fit.
+
+    Example:
+        >>> weight, blocks = torch.ones(4, 2), Blocks(((0, 2), (2, 4)), 2)
+        >>> block_linears(torch.ones(1, 2), [weight], [blocks])
+        [tensor([[2., 2., 2., 2.]])]
+    """
+    check_group("block_linears", group)
+    check_tensors("block_linears", input=input, weight=weights[0])
+    none = weights[0].new_empty(0, weights[0].size(1)), Blocks(((0, 0),) * len(blocks[0].own), 0)
+    all_three = [*zip(weights, blocks, strict=True), *[none] * (3 - len(weights))]
+    bounds = _flat(chain.from_iterable(of_layer.own for _, of_layer in all_three))
+    outputs = torch.ops.parallel_ext.block_linears(
+        input, *(w for w, _ in all_three), bounds, copies, blocks[0].count, group.size, group.name
+    )
+    return list(outputs[: len(weights)])
+
+
+def block_row_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    blocks: Blocks,
+    bias: torch.Tensor | None = None,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Apply a linear layer sharded by input features, its blocks summed over the tree.
+
+    Args:
+        input: [..., K], this rank's features of it (sharded).
+        weight: [F, K], this rank's columns, same dtype.
+        blocks: of the columns.
+        bias: [F], replicated, or None; added once, after the sum.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., F], replicated. Nothing is communicated in backward.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or blocks do not fit.
+
+    Example:
+        >>> block_row_linear(torch.ones(1, 4), torch.ones(1, 4), Blocks(((0, 2), (2, 4)), 2))
+        tensor([[4.]])
+    """
+    check_group("block_row_linear", group)
+    check_tensors("block_row_linear", input=input, weight=weight)
+    return torch.ops.parallel_ext.block_row_linear(
+        input, weight, bias, _flat(blocks.own), blocks.count, group.size, group.name
+    )
+
+
+def repeat_heads(input: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
+    """Repeat each head, one behind the other; its gradient is summed over the tree of the repeats.
+
+    Args:
+        input: [..., heads * head_dim].
+        head_dim: features of a head.
+        times: at least 1.
+
+    Returns:
+        [..., heads * times * head_dim].
+
+    Example:
+        >>> repeat_heads(torch.tensor([1.0, 2.0]), 1, 2)
+        tensor([1., 1., 2., 2.])
+    """
+    check_tensors("repeat_heads", input=input)
+    return torch.ops.parallel_ext.repeat_heads(input, head_dim, times)
+
+
+def fixed_silu(input: torch.Tensor) -> torch.Tensor:
+    """Compute ``input * sigmoid(input)`` with bits that depend on nothing but the element.
+
+    Args:
+        input: [...], floating point; computed in fp32 or wider and rounded once.
+
+    Example:
+        >>> fixed_silu(torch.zeros(2))
+        tensor([0., 0.])
+    """
+    check_tensors("fixed_silu", input=input)
+    return torch.ops.parallel_ext.fixed_silu(input)
+
+
+def block_linear_cross_entropy(
+    input: torch.Tensor,
+    head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    blocks: Blocks,
+    vocab_size: int,
+    vocab_range: Range,
+    options: LossOptions,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Compute :func:`linear_vocab_cross_entropy` from blocks of the vocabulary.
+
+    Args:
+        input: [T, H], replicated.
+        head_weight: [stop - start, H], this rank's rows.
+        labels: [T], int64.
+        blocks: of the rows.
+        vocab_size, vocab_range: as of :func:`linear_vocab_cross_entropy`.
+        options: of the loss; the reduction is ``"sum"`` or ``"mean"``.
+        group: the tensor-parallel group.
+
+    Returns:
+        The loss, a scalar in fp32 or wider. One backward can follow.
+
+    Raises:
+        TypeError, ValueError: as of :func:`linear_vocab_cross_entropy`.
+        NotImplementedError: a second backward of one loss.
+
+    Example:
+        >>> hidden, head, blocks = torch.zeros(1, 3), torch.eye(4, 3), Blocks(((0, 2), (2, 4)), 2)
+        >>> options = LossOptions()
+        >>> block_linear_cross_entropy(hidden, head, torch.tensor([2]), blocks, 4, (0, 4), options)
+        tensor(1.3863)
+    """
+    op_name = "block_linear_cross_entropy"
+    last = in_order(op_name, options, group, vocab_size, vocab_range)
+    check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
+    return torch.ops.parallel_ext.block_linear_cross_entropy(
+        input, head_weight, labels, _flat(blocks.own), blocks.count, *last
+    )
