@@ -292,8 +292,8 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
   check_grad_output(op, grad_output, input, weight);
   const Blocks blocks = blocks_of(op, bounds, weight.size(1));
   const at::Tensor grad = as_matrix(grad_output).contiguous(), rows = as_matrix(input);
-  const at::Tensor nothing = at::empty({0}, input.options());
-  at::Tensor grad_input = nothing, grad_weight = nothing;
+  const auto nothing = [&] { return at::empty({0}, input.options()); };
+  at::Tensor grad_input = nothing(), grad_weight = nothing();
   if (needed[0]) {
     grad_input = column_product(grad, weight.t(), blocks).view(input.sizes());
   }
@@ -308,7 +308,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
       }
     }
   }
-  return {grad_input, grad_weight, needed[2] ? grad.sum(0) : nothing};
+  return {grad_input, grad_weight, needed[2] ? grad.sum(0) : nothing()};
 }
 
 Tensors<3> block_row_linear_backward_meta(const at::Tensor&, const at::Tensor& input,

@@ -72,7 +72,7 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const bool by_one =
       can_merge_blocks(blocks, input.size(1)) && (tiles.empty() || tiles.back().size >= 16);
   const auto options = input.options().dtype(type_ahead(input));
-  at::Tensor grad_input = at::empty({0}, options), grad_head = grad_input;
+  at::Tensor grad_input = at::empty({0}, options), grad_head = at::empty({0}, options);
   if (needed[0]) grad_input = at::zeros(input.sizes(), options);
   if (needed[1]) grad_head = at::zeros(head_weight.sizes(), options);
   std::vector<at::Tensor> all_stats;

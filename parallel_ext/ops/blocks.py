@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
         count: of the blocks of all ranks, which ``split`` gives to the ranks.
     """
 
-    own: tuple[Range, ...]
+    own: tuple[tuple[int, int], ...]
     count: int
 
 

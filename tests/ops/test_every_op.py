@@ -77,6 +77,14 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     smooth_mean = (5, start, stop, IGNORED, "mean", *smooth)
     smooth_none = (5, start, stop, IGNORED, "none", *smooth)
     whole_on_one_rank = (5, *((0, 5) if group.rank == 0 else (5, 5)), IGNORED, "mean", *smooth)
+    # Blocks of 4 features a rank, one or two a rank.
+    blocks, last_of_blocks = [0, 4], (group.size, *of_group)
+    of_blocks = tuple(_values(4, 3) for _ in range(3))
+    bf16_blocks = tuple(_values(4, 3, dtype=bf16) for _ in range(3))
+    two_and_none = [0, 1, 1, 4, 0, 3, 3, 4, 0, 0, 0, 0]
+    last_of_two = (2 * group.size, *of_group)
+    in_blocks = ([0, 1, 1, own], 2 * group.size)
+    bf16_head = (_plain(4, 3, dtype=bf16), _plain(own, 3, dtype=bf16))
     width_of_whole = 5 if group.rank == 0 else 0
     losses = [  # tensors, what is wanted, options
         *(((_values(4, own), labels), none, (None, *options)) for options in kinds.values()),
@@ -279,6 +287,50 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_values(5, 3), _values(5, 2), sizes, group.rank, *of_group),
             (_values(3, 5, dtype=bf16).T, _plain(2, 5).T, sizes, group.rank, *of_group),
             (_values(0, 3), _values(0, 2), [0] * group.size, group.rank, *of_group),
+        ],
+        "block_linears": [
+            (_values(2, 3), *of_blocks, blocks * 3, 1, group.size, *of_group),
+            (_values(2, 1, 3), *of_blocks[:2], _values(0, 3), two_and_none, 1, *last_of_two),
+            (
+                _values(2, 3, dtype=bf16),
+                *bf16_blocks,
+                blocks * 3,
+                group.size,
+                group.size,
+                *of_group,
+            ),
+            (_values(2, 3), *of_blocks, blocks * 3, group.size, group.size, *of_group),
+        ],
+        "block_linears_backward": [
+            (
+                *(_plain(2, 4), _plain(2, 4), _plain(2, 4), _plain(2, 3), *_detached(of_blocks)),
+                *(blocks * 3, 1, group.size, [True] * 4, *of_group),
+            ),
+            (
+                *(_plain(2, 4), _plain(2, 4), _plain(2, 4), _plain(2, 3), *_detached(of_blocks)),
+                *(blocks * 3, 1, group.size, [False] * 4, *of_group),
+            ),
+        ],
+        "block_row_linear": [
+            (_values(2, 4), _values(3, 4), _values(3), blocks, group.size, *of_group),
+            (_values(2, 1, 4), _values(3, 4), None, [0, 1, 1, 4], 2 * group.size, *of_group),
+            (_values(2, 4, dtype=bf16), _values(3, 4, dtype=bf16), None, blocks, *last_of_blocks),
+        ],
+        "block_row_linear_backward": [
+            (_plain(2, 3), _plain(2, 4), _plain(3, 4), blocks, [True] * 3),
+            (_plain(2, 3), _plain(2, 4), _plain(3, 4), [0, 1, 1, 4], [True, False, False]),
+        ],
+        "repeat_heads": [(_values(2, 6), 3, 2), (_values(2, 1, 4, dtype=bf16), 2, 3)],
+        "repeat_heads_backward": [(_plain(2, 12), 3, 2), (_plain(2, 6, dtype=bf16), 2, 3)],
+        "fixed_silu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
+        "fixed_silu_backward": [(_plain(2, 37), _plain(2, 37))],
+        "block_linear_cross_entropy": [
+            (_values(4, 3), _values(own, 3), labels, *in_blocks, *of_group, None, *kinds["sum"]),
+            (_values(4, 3), _values(own, 3), labels, *in_blocks, *of_group, None, *smooth_mean),
+        ],
+        "block_linear_cross_entropy_forward": [
+            (*bf16_head, labels, *in_blocks, [True] * 2, *of_group, None, *kinds["sum"]),
+            (*bf16_head, labels, *in_blocks, [False] * 2, *of_group, None, *kinds["mean"]),
         ],
         "moe_take_tokens_backward": [
             (_plain(own, 3), _plain(own, 2), sizes, [True, True], group.rank, *of_group),
