@@ -125,7 +125,7 @@ print(px.ops.vocab_embedding(torch.tensor([4, 0]), weight, 5, 0).tolist())
 nn.VocabParallelEmbedding.from_plain(torch.nn.Embedding(5, 2), ops.ALONE)
 hidden = nn.VocabParallelEmbedding.from_sizes(5, 2, ops.ALONE)(torch.tensor([4, 0]))
 for kind in (nn.ColumnParallelLinear, nn.RowParallelLinear):
-    layer = nn.LoraLinear(kind.from_sizes(2, 2, ops.ALONE), r=3, lora_dropout=0.5)
+    layer = nn.LoraLinear(kind.from_sizes(2, 2, ops.ALONE), r=3, lora_dropout=0.01)
     hidden = layer(hidden)
 experts = nn.ExpertParallelExperts.from_sizes(3, 2, 4, ops.ALONE)
 hidden = experts(hidden, torch.tensor([[0], [2]]), torch.ones(2, 1))
