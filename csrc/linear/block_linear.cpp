@@ -5,12 +5,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <string>
 
+#include "base/fixed_product.h"
 #include "base/layout.h"
 #include "base/product.h"
 #include "base/tree.h"
@@ -67,13 +67,13 @@ namespace {
 at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, const Blocks& blocks) {
   at::Tensor out = at::empty({rows.size(0), width_of(blocks)}, rows.options());
   if (can_merge_blocks(blocks, rows.size(0))) {
-    at::mm_out(out, rows, weight.narrow(0, blocks[0].start, out.size(1)).t());
+    fixed_product(out, rows, weight.narrow(0, blocks[0].start, out.size(1)).t());
     return out;
   }
   int64_t at = 0;
   for (const Range block : blocks) {
-    at::Tensor part = out.narrow(1, at, block.size);
-    part.copy_(at::mm(rows, weight.narrow(0, block.start, block.size).t()));
+    fixed_product(out.narrow(1, at, block.size), rows,
+                  weight.narrow(0, block.start, block.size).t());
     at += block.size;
   }
   return out;
@@ -83,13 +83,12 @@ at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, cons
 at::Tensor grad_of_rows(const at::Tensor& grad, const at::Tensor& rows, const Blocks& blocks) {
   at::Tensor out = at::empty({width_of(blocks), rows.size(1)}, rows.options());
   if (can_merge_blocks(blocks, rows.size(1))) {
-    at::mm_out(out, grad.t(), rows);
+    fixed_product(out, grad.t(), rows);
     return out;
   }
   int64_t at = 0;
   for (const Range block : blocks) {
-    at::Tensor part = out.narrow(0, at, block.size);
-    at::mm_out(part, grad.narrow(1, at, block.size).t(), rows);
+    fixed_product(out.narrow(0, at, block.size), grad.narrow(1, at, block.size).t(), rows);
     at += block.size;
   }
   return out;
@@ -207,16 +206,12 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
     const at::Tensor parts = pooled_empty({num_own, rows.size(0), rows.size(1)}, rows.options());
     std::array<int64_t, 3> at{};
     for (int64_t number = 0; number < num_own; ++number) {
-      at::Tensor part = parts[number];
+      const at::Tensor part = parts[number];
       for (size_t i = 0; i < grads.size(); ++i) {
         const Range block = call.blocks[i][number];
         const at::Tensor of_block = grads[i].narrow(1, at[i], block.size);
         const at::Tensor own_rows = call.weights[i].narrow(0, block.start, block.size);
-        if (i == 0) {
-          at::mm_out(part, of_block, own_rows);
-        } else if (block.size > 0) {
-          part.addmm_(of_block, own_rows);
-        }
+        if (i == 0 || block.size > 0) fixed_product(part, of_block, own_rows, /*add=*/i > 0);
         at[i] += block.size;
       }
     }
@@ -230,8 +225,7 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
     const int64_t size = call.blocks[i][0].size;
     const at::Tensor of_blocks = pooled_empty({num_own, size, rows.size(1)}, rows.options());
     for (int64_t number = 0; number < num_own; ++number) {
-      at::Tensor part = of_blocks[number];
-      at::mm_out(part, grads[i].narrow(1, number * size, size).t(), rows);
+      fixed_product(of_blocks[number], grads[i].narrow(1, number * size, size).t(), rows);
     }
     return shared_grad(of_blocks, copies, num_blocks, group);
   };
@@ -268,10 +262,9 @@ at::Tensor block_row_linear_kernel(const at::Tensor& input, const at::Tensor& we
   const at::Tensor parts = pooled_empty(
       {static_cast<int64_t>(blocks.size()), rows.size(0), weight.size(0)}, input.options());
   for (size_t number = 0; number < blocks.size(); ++number) {
-    at::Tensor part = parts[static_cast<int64_t>(number)];
     const Range block = blocks[number];
-    at::mm_out(part, rows.narrow(1, block.start, block.size),
-               weight.narrow(1, block.start, block.size).t());
+    fixed_product(parts[static_cast<int64_t>(number)], rows.narrow(1, block.start, block.size),
+                  weight.narrow(1, block.start, block.size).t());
   }
   at::Tensor output = tree_reduce(op, parts, num_blocks, input.scalar_type(), group);
   if (bias) output.add_(*bias);
@@ -300,11 +293,11 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
   if (needed[1]) {
     grad_weight = at::empty_like(weight);
     if (can_merge_blocks(blocks, weight.size(0))) {
-      at::mm_out(grad_weight, grad.t(), rows);
+      fixed_product(grad_weight, grad.t(), rows);
     } else {
       for (const Range block : blocks) {
-        grad_weight.narrow(1, block.start, block.size)
-            .copy_(at::mm(grad.t(), rows.narrow(1, block.start, block.size)));
+        fixed_product(grad_weight.narrow(1, block.start, block.size), grad.t(),
+                      rows.narrow(1, block.start, block.size));
       }
     }
   }

@@ -4,15 +4,13 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <limits>
 
+#include "base/fixed_product.h"
 #include "base/layout.h"
 #include "base/workspace.h"
 #include "check.h"
@@ -80,13 +78,13 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
     const at::Tensor tile_rows = input.narrow(0, tile.start, tile.size);
     const at::Tensor tile_labels = labels.narrow(0, tile.start, tile.size);
     at::Tensor logits = pooled_empty({tile.size, head_weight.size(0)}, input.options());
-    if (by_one) at::mm_out(logits, tile_rows, head_weight.t());
+    if (by_one) fixed_product(logits, tile_rows, head_weight.t());
     std::vector<VocabShard> shards;
     std::vector<at::Tensor> stats;
     for (const Range block : blocks) {
       const at::Tensor own_logits = logits.narrow(1, block.start, block.size);
       if (!by_one) {
-        own_logits.copy_(at::mm(tile_rows, head_weight.narrow(0, block.start, block.size).t()));
+        fixed_product(own_logits, tile_rows, head_weight.narrow(0, block.start, block.size).t());
       }
       shards.push_back(loss.shard(own_logits, tile_labels, loss.vocab_start + block.start));
       stats.push_back(vocab_shard_stats(shards.back(), rows));
@@ -104,18 +102,24 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
     if (needed[0]) {
       const at::Tensor parts = pooled_empty({num_own, tile.size, input.size(1)}, input.options());
       for (int64_t number = 0; number < num_own; ++number) {
-        at::Tensor part = parts[number];
-        at::mm_out(part, shards[number].logits,
-                   head_weight.narrow(0, blocks[number].start, blocks[number].size));
+        fixed_product(parts[number], shards[number].logits,
+                      head_weight.narrow(0, blocks[number].start, blocks[number].size));
       }
       grad_input.narrow(0, tile.start, tile.size)
           .copy_(tree_reduce(kOp, parts, num_blocks, grad_input.scalar_type(), group));
     }
     if (needed[1]) {
-      if (by_one) add_transposed_product(grad_head, logits, tile_rows, tile.start == 0);
+      // In full tiles, whose sums are wide, the gradient of a tile is rounded before it is added.
+      const auto add = [&](at::Tensor sum, const at::Tensor& grad_logits) {
+        const at::Tensor of_tile = tile.start == 0 && sum.scalar_type() == input.scalar_type()
+                                       ? sum
+                                       : pooled_empty(sum.sizes(), input.options());
+        fixed_product(of_tile, grad_logits.t(), tile_rows);
+        if (!of_tile.is_same(sum)) sum.add_(of_tile);
+      };
+      if (by_one) add(grad_head, logits);
       for (size_t i = 0; !by_one && i < blocks.size(); ++i) {
-        add_transposed_product(grad_head.narrow(0, blocks[i].start, blocks[i].size),
-                               shards[i].logits, tile_rows, tile.start == 0);
+        add(grad_head.narrow(0, blocks[i].start, blocks[i].size), shards[i].logits);
       }
     }
   }

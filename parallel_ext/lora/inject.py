@@ -214,6 +214,8 @@ def inject_adapter(
 
     def check() -> None:
         refuse_unsupported(config, op_name)
+        if state.invariant is not None:
+            raise NotImplementedError(f"{op_name}: px.Invariant does not serve adapters yet")
         if state.zero is not None and state.mesh.dp_size > 1:
             raise RuntimeError(f"{op_name}: add adapters before px.data_parallel shards the model")
         resolve_targets(model, config)

@@ -90,6 +90,10 @@ def resize_token_embeddings(
     )
     if rows == embedding.num_embeddings:
         return embedding
+    if state.invariant is not None:
+        raise NotImplementedError(
+            "resize_token_embeddings: px.Invariant does not serve it; resize before px.parallelize"
+        )
 
     ranges = split(rows, mesh.tp_size, state.vocab_multiple_of)
     if optimizer is not None:

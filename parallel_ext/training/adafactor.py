@@ -64,7 +64,11 @@ class Adafactor(torch.optim.Adafactor):
         *,
         maximize: bool = False,
     ) -> None:
-        state_of(model)  # raises where it is not parallel
+        if state_of(model).invariant is not None:  # raises where it is not parallel
+            raise NotImplementedError(
+                "px.Adafactor: its means over rows depend on the layout, which px.Invariant rules "
+                "out; use AdamW"
+            )
         to_shards(model)
         self._model = model
         if params is None:

@@ -1,0 +1,138 @@
+"""Ops whose bits do not depend on the layout, held against plain arithmetic and themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from reference_ops import ALL_SIZES, BOTH_PATHS, on_ranks
+
+from parallel_ext import ops
+from parallel_ext.ops import Blocks, Group
+from parallel_ext.sharding.blocks import AttentionBlocks, share_blocks, split_in_blocks
+from parallel_ext.sharding.layout import split
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def _tree(addends: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum over the tree, as its definition says it."""
+    if len(addends) == 1:
+        return addends[0]
+    half = 1
+    while 2 * half < len(addends):
+        half *= 2
+    return _tree(addends[:half]) + _tree(addends[half:])
+
+
+def _summed(group: Group, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of ``count`` blocks by the op, on this pool's ranks, and by the definition."""
+    input = torch.randn(3, count, dtype=dtype, generator=torch.Generator().manual_seed(count))
+    first, stop = split(count, group.size)[group.rank]
+    blocks = Blocks(tuple((i, i + 1) for i in range(stop - first)), count)
+    ones = torch.ones(1, stop - first, dtype=dtype)
+    ours = ops.block_row_linear(input[:, first:stop], ones, blocks, group=group)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return ours, _tree(input.to(wide).unbind(1)).to(dtype).unsqueeze(1)
+
+
+def _all_sums(group: Group, largest: int) -> None:
+    for dtype in DTYPES:
+        for count in range(group.size, largest):
+            ours, theirs = _summed(group, count, dtype)
+            assert torch.equal(ours, theirs), (dtype, count)
+
+
+@BOTH_PATHS
+@ALL_SIZES
+def test_sums_are_those_of_the_tree(size: int, aten: bool) -> None:
+    on_ranks(size, _all_sums, 20, aten=aten)
+
+
+def test_a_chain_is_not_the_tree() -> None:
+    """The test above can fail."""
+    addends = torch.randn(7, 300, generator=torch.Generator().manual_seed(0)).unbind(0)
+    assert not torch.equal(_tree(addends), sum(addends))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_depends_on_the_element_alone(dtype: torch.dtype) -> None:
+    input = torch.randn(5003, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    input.requires_grad_()
+    whole = ops.fixed_silu(input)
+    whole.sum().backward()
+    wide = input.detach().double().requires_grad_()
+    expected = torch.nn.functional.silu(wide)
+    expected.sum().backward()
+    close = {} if dtype != torch.float64 else {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(whole, expected.to(dtype), **close)
+    torch.testing.assert_close(input.grad, wide.grad.to(dtype), **close)
+    for start, stop in ((0, 5), (1, 4999), (77, 5003), (4001, 4018)):
+        part = input.detach()[start:stop].requires_grad_()
+        ops.fixed_silu(part).sum().backward()
+        assert torch.equal(ops.fixed_silu(part), whole[start:stop])
+        assert torch.equal(part.grad, input.grad[start:stop])
+
+
+def _linears(group: Group, rows: Sequence[int], blocks: int, copies: int) -> None:
+    """Outputs and gradients of layers that share an input equal plain ones, in fp64."""
+    generator = torch.Generator().manual_seed(1)
+    input = torch.randn(2, 5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+    wholes = [torch.randn(n, 7, dtype=torch.float64, generator=generator) for n in rows]
+    weights, of_layers, expected = [], [], []
+    first, last = split(blocks, group.size)[group.rank]
+    for number, whole in enumerate(wholes):
+        shared = copies if number else 1
+        of_rows = split_in_blocks(len(whole), blocks // shared)
+        every = [block for block in of_rows for _ in range(shared)]
+        start, stop = share_blocks(every, group.size, "rows")[group.rank]
+        weights.append(whole[start:stop].clone().requires_grad_())
+        own = tuple((a - start, b - start) for a, b in every[first:last])
+        of_layers.append(Blocks(own, blocks))
+        whole.requires_grad_()
+        expected.append((whole, start, stop, every))
+    outputs = ops.block_linears(input, weights, of_layers, copies, group)
+    factors = torch.arange(1.0, blocks + 1, dtype=torch.float64)  # another gradient in each block
+    ours, theirs = 0, 0
+    plain = input.detach().clone().requires_grad_()
+    for output, (whole, _, _, every) in zip(outputs, expected, strict=True):
+        parts = [plain @ whole[a:b].T for a, b in every]
+        torch.testing.assert_close(output, torch.cat(parts[first:last], -1))
+        widths = [b - a for a, b in every[first:last]]
+        own_parts = output.split(widths, -1)
+        ours += sum((p * f).sum() for p, f in zip(own_parts, factors[first:last], strict=True))
+        theirs += sum((p * f).sum() for p, f in zip(parts, factors, strict=True))
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(input.grad, plain.grad)
+    for weight, (whole, start, stop, _) in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, whole.grad[start:stop])
+
+
+@ALL_SIZES
+@pytest.mark.parametrize(
+    ("rows", "blocks", "copies"),
+    [((9,), 4, 1), ((145, 145), 8, 1), ((64, 80, 96), 4, 1), ((16, 4, 4), 8, 4), ((8, 2, 6), 4, 2)],
+)
+def test_linears_equal_plain_ones(
+    rows: tuple[int, ...], blocks: int, copies: int, size: int
+) -> None:
+    on_ranks(size, _linears, rows, blocks, copies)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_value_heads", "blocks", "count", "copies"),
+    [(9, 3, 8, 3, 1), (8, 2, 8, 8, 4), (32, 8, 8, 8, 1), (12, 2, 8, 4, 2), (6, 6, 4, 4, 1)],
+)
+def test_blocks_of_heads(
+    heads: int, key_value_heads: int, blocks: int, count: int, copies: int
+) -> None:
+    found = AttentionBlocks.of(heads, key_value_heads, blocks)
+    assert (len(found.query), found.copies) == (count, copies)
+    assert [a for a, _ in found.query] == [0, *(b for _, b in found.query[:-1])]
+    assert found.query[-1][1] == heads
+    group = heads // key_value_heads
+    for (q0, q1), (k0, k1) in zip(found.query, found.key_value, strict=True):
+        assert (q0 // group, (q1 - 1) // group + 1) == (k0, k1)
+        assert (q1 - q0) == (k1 - k0) * found.repeats
