@@ -1,0 +1,58 @@
+"""The ranks of ``invariant.py``: both modes take turns in them, on the same model and batches."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import harness
+import torch
+import transformers
+
+import parallel_ext as px
+
+MODES = ("ordinary", "invariant")
+SIZES = harness.size(
+    {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 32000},
+    {"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 1, "vocab_size": 509},
+)
+TOKENS = harness.size(1024, 32)  # in two rows
+WARM_UP = harness.size(2, 0)
+
+
+def build(mesh: px.Mesh, dtype: str, mode: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return the model of a mode, with the same weights in both, and its optimizer."""
+    config = transformers.LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=8)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).train()
+    invariant = px.Invariant(blocks=8) if mode == "invariant" else None
+    px.parallelize(model, mesh, invariant=invariant)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def main() -> None:
+    request = harness.arguments()
+    mesh = px.init_mesh(tp=int(os.environ.get("WORLD_SIZE", 1)))
+    runs = {mode: build(mesh, request["dtype"], mode) for mode in MODES}
+    answer = {mode: {"times": [], "losses": []} for mode in MODES}
+    generator = torch.Generator().manual_seed(1)
+    for turn in range(WARM_UP + request["repetitions"]):
+        ids = torch.randint(0, SIZES["vocab_size"], (2, TOKENS // 2), generator=generator)
+        for mode in MODES if turn % 2 else MODES[::-1]:
+            model, optimizer = runs[mode]
+            mesh.control.barrier("benchmark")
+            start = time.perf_counter()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            px.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            spent = max(mesh.control.all_gather_object(time.perf_counter() - start))
+            answer[mode]["losses"].append(loss.item())
+            if turn >= WARM_UP:
+                answer[mode]["times"].append(spent)
+    harness.finish(answer)
+
+
+if __name__ == "__main__":
+    main()
