@@ -94,7 +94,7 @@ def contents_of(model: nn.Module) -> Contents:
         if (contents := source(model)) is not None:
             return contents
     own, state = model_of(model), state_of(model)
-    vocabulary = [f"{path}.weight" for path in (state.spec.embedding, state.spec.head)]
+    vocabulary = [f"{path}.weight" for path in state.spec.ends]
     return WholeModel(own, state.layout, vocabulary)
 
 

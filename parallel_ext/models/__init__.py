@@ -11,7 +11,17 @@ from typing import Any
 
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from parallel_ext.models.llama import GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3
+from parallel_ext.models.llama import (
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
@@ -22,7 +32,7 @@ __all__ = ["SPECS", "AttentionNames", "MixtureNames", "ModelSpec", "RegionNames"
 SPECS: dict[str, ModelSpec] = {
     spec.model_type: spec
     for spec in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, OLMO3, PHI3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
@@ -38,8 +48,6 @@ Its spec stands in :data:`SPECS` once that is imported.
 MISSING = {
     "gemma3": "an image tower beside the decoder; its text model, gemma3_text, is served",
     "gpt_oss": "experts with biases, and attention sinks, which belong to heads",
-    "olmo2": "a norm over all heads, which are sharded",
-    "phi3": "projections that join unequal parts, such as queries and fewer keys and values",
 }
 """``config.model_type`` of an architecture that no spec can describe -> what is missing for it."""
 

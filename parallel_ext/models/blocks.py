@@ -14,6 +14,7 @@ from parallel_ext.sharding.layout import (
     shard_along,
     shard_blocks,
     shard_like,
+    shard_ranges,
     split,
 )
 
@@ -25,14 +26,18 @@ Layouts = dict[str, TensorLayout]
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """The names of an attention whose projections are modules of their own.
+    """The names of an attention: its projections, each a module of its own or all three joined.
 
     Attributes:
         name: in the layer; its input is copied to the ranks, its heads are sharded.
-        query, key, value: names in the attention; sharded by output features, whole heads.
+        query, key, value: names in the attention; sharded by output features, whole heads. Three
+            times one name where one linear joins them, in this order.
         output: name in the attention; sharded by input features.
         head_norms: names in the attention of the norms of single heads. All heads share the weights
             of one, which are replicated; each rank normalises its own heads.
+        query_norm, key_norm: names in the attention of the norms over all heads of the queries and
+            of the keys; their weights are sharded as these. None where there is none.
+        norm_class: of these two: RMSNorm in fp32 or wider, times the weight, then rounded.
     """
 
     name: str
@@ -41,14 +46,29 @@ class AttentionNames:
     value: str
     output: str
     head_norms: tuple[str, ...] = ()
+    query_norm: str | None = None
+    key_norm: str | None = None
+    norm_class: str | None = None
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the block, of all modules that are replaced or given a hook."""
-        return (self.query, self.key, self.value, self.output, *self.head_norms)
+        inputs = dict.fromkeys((self.query, self.key, self.value))
+        return (*inputs, self.output, *self.head_norms, *self.full_norms)
+
+    @property
+    def full_norms(self) -> tuple[str, ...]:
+        """Return the names of the norms over all heads."""
+        return tuple(filter(None, (self.query_norm, self.key_norm)))
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether one linear joins query, key and value."""
+        return self.query == self.key == self.value
 
     def attributes(self) -> tuple[str, ...]:
         """Return the names of the block's attributes that are read or changed."""
-        return ("head_dim", "num_key_value_groups")
+        of_joined = ("config", "num_key_value_heads") if self.is_joined else ()
+        return ("head_dim", "num_key_value_groups", *of_joined)
 
     def layouts(self, path: str, shapes: Shapes, heads: AttentionHeads, head_dim: int) -> Layouts:
         """Return the layouts of the sharded parameters of the attention at ``path``.
@@ -71,9 +91,33 @@ class AttentionNames:
             if shapes.get(name) != (head_dim,):
                 raise ValueError(
                     f"{name} has the shape {shapes.get(name)}, but a norm of single heads has "
-                    f"({head_dim},); a norm over all heads cannot be sharded with them"
+                    f"({head_dim},); norms over all heads are query_norm and key_norm"
                 )
+        norms: Layouts = {}
+        for norm, ranges in ((self.query_norm, query), (self.key_norm, key_value)):
+            if norm is not None:
+                norms |= shard_rows(f"{path}.{norm}", shapes, ranges)
+        if self.is_joined:
+            if len(set(key_value)) < len(key_value):
+                raise ValueError(
+                    f"{path}.{self.query} joins query, key and value, of which tp={len(query)} "
+                    "would replicate key-value heads; choose a tp of at most their number"
+                )
+            name = f"{path}.{self.query}.weight"
+            starts = (0, query[-1][1], query[-1][1] + key_value[-1][1])
+            parts = zip(query, key_value, key_value, strict=True)
+            ranges = [
+                tuple((start + a, start + b) for start, (a, b) in zip(starts, of_rank, strict=True))
+                for of_rank in parts
+            ]
+            joined = shard_ranges(name, shapes[name], 0, ranges)
+            return {
+                name: joined,
+                **_bias_beside(joined, shapes),
+                **_shard_columns(f"{path}.{self.output}", shapes, query),
+            }
         return {
+            **norms,
             **shard_rows(f"{path}.{self.query}", shapes, query),
             **shard_rows(f"{path}.{self.key}", shapes, key_value),
             **shard_rows(f"{path}.{self.value}", shapes, key_value),

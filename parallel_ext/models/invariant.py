@@ -26,8 +26,11 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         "experts": spec.mixture is not None,
         "blocks beside the decoder layers": bool(spec.regions or spec.shared),
         "an MLP of another kind than gate, up and down": not _is_plain(spec.mlp),
-        "an attention of another kind": spec.attention is None,
-        "norms of single heads": bool(spec.attention and spec.attention.head_norms),
+        "no output head": spec.head is None,
+        "an attention of another kind": spec.attention is None or spec.attention.is_joined,
+        "norms of heads": bool(
+            spec.attention and (spec.attention.head_norms or spec.attention.full_norms)
+        ),
     }
     sharded = {path: block for path, block in spec.blocks(names).items()}
     inputs = [
@@ -86,7 +89,7 @@ def plan_in_blocks(
         found[name] = replace(layout, blocks=tuple(ranges))
 
     vocabulary = split_in_blocks(sizes.vocab_size, blocks, vocab_multiple_of)
-    for path in (spec.embedding, spec.head):
+    for path in spec.ends:
         if f"{path}.weight" in shapes:
             shard(f"{path}.weight", 0, vocabulary)
     heads = AttentionBlocks.of(sizes.num_heads, sizes.num_key_value_heads, blocks)

@@ -26,4 +26,18 @@ QWEN3 = replace(
     LLAMA, model_type="qwen3", attention=replace(ATTENTION, head_norms=("q_norm", "k_norm"))
 )
 SMOLLM3 = replace(LLAMA, model_type="smollm3")
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    attention=replace(ATTENTION, query_norm="q_norm", key_norm="k_norm", norm_class="Olmo2RMSNorm"),
+)
+OLMO3 = replace(
+    OLMO2, model_type="olmo3", attention=replace(OLMO2.attention, norm_class="Olmo3RMSNorm")
+)
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    attention=AttentionNames("self_attn", "qkv_proj", "qkv_proj", "qkv_proj", "o_proj"),
+    mlp=RegionNames("mlp", inputs={"gate_up_proj": 2}, outputs=("down_proj",)),
+)
 GRANITE = replace(LLAMA, model_type="granite", logits_divisor="logits_scaling")

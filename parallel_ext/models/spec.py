@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 
 from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
@@ -24,7 +24,8 @@ class ModelSpec:
 
     Attributes:
         model_type: ``config.model_type`` of the models that it describes.
-        embedding, head: paths from the model; sharded by vocabulary.
+        embedding, head: paths from the model; sharded by vocabulary. A model that classifies has no
+            such head: :meth:`without_head`.
         layers: path of the list of decoder layers.
         attention: the first block of each decoder layer; None where ``regions`` say it.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
@@ -47,7 +48,7 @@ class ModelSpec:
 
     model_type: str
     embedding: str
-    head: str
+    head: str | None
     layers: str
     attention: AttentionNames | None = None
     mlp: RegionNames | None = None
@@ -95,6 +96,15 @@ class ModelSpec:
                 "regions, so nothing would be sharded but the vocabulary"
             )
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the paths of what is sharded by vocabulary: embedding and output head."""
+        return (self.embedding,) if self.head is None else (self.embedding, self.head)
+
+    def without_head(self) -> ModelSpec:
+        """Return the spec of the architecture's classes that put classes of their own on it."""
+        return replace(self, head=None, logits_divisor=None, logits_softcap=None)
+
     def blocks(self, names: Collection[str]) -> dict[str, Block]:
         """Map the path of every block of a model to the names of its modules.
 
@@ -127,7 +137,7 @@ class ModelSpec:
             for block, kind in self.blocks(names).items()
             for path in (block, *(f"{block}.{name}" for name in kind.modules()))
         )
-        return (self.embedding, self.head, *self.shared, *in_blocks)
+        return (*self.ends, *self.shared, *in_blocks)
 
 
 def _numbered(path: str, names: Collection[str]) -> list[str]:
@@ -194,7 +204,7 @@ def plan(
     rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
     found: dict[str, TensorLayout] = {}
     parts: dict[str, tuple[Part, ...]] = {}
-    for path in (spec.embedding, spec.head):
+    for path in spec.ends:
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
             if name in shapes:
                 found[name] = shard_along(name, shapes[name], 0, rows)

@@ -88,6 +88,24 @@ def causal_lm_loss(
     return local_sum * mesh.dp_size / count
 
 
+def share_of_loss(loss: torch.Tensor, labels: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return this dp rank's share of a mean over the labels of all dp ranks.
+
+    Args:
+        loss: the mean over this rank's labels, a scalar.
+        labels: [...], of which integers of -100 do not count; each rank has one at least that does.
+        mesh: the ranks.
+
+    Returns:
+        ``loss * own * dp_size / count``, a scalar: the mean over the dp ranks is the loss of the
+        job, and the mean of their gradients is its gradient.
+    """
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    if not labels.is_floating_point():
+        valid = labels != -100
+    return loss * (valid.sum() * mesh.dp_size / _count_over_dp(valid, mesh, None)).to(loss)
+
+
 def balance_loss(
     router_logits: Sequence[torch.Tensor],
     top_k: int,

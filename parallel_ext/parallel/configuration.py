@@ -131,7 +131,7 @@ def build_on_meta(
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with torch.device("cpu"), init_empty_weights(include_buffers=False):
-            model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
+            model = _auto_class(directory).from_config(config, **kwargs)
         model.tie_weights()
     except Exception as error:
         if attn_implementation is not None:
@@ -141,6 +141,15 @@ def build_on_meta(
         path = directory.path / CONFIG_NAME
         raise CheckpointError(_refusal(path, directory.config, error)) from error
     return model
+
+
+def _auto_class(directory: HFDirectory) -> Any:
+    """Return the class of transformers that builds what the files say that they hold."""
+    (name, *_) = [*(directory.config.get("architectures") or []), ""]
+    for kind in ("SequenceClassification", "TokenClassification"):
+        if str(name).endswith(f"For{kind}"):
+            return getattr(transformers, f"AutoModelFor{kind}")
+    return transformers.AutoModelForCausalLM
 
 
 def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -16,7 +16,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
-from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss
+from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
 from parallel_ext.nn.moe import Kept
 from parallel_ext.nn.replicas import Piece
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -50,14 +50,17 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     (``nn/fused_loss.py``). In evaluation, or where ``training_logits`` was asked for, it is
     computed from sharded logits, and these are gathered, replicated, over the true V. Loss and load
     balancing loss are then this dp rank's shares of those of all batches; without labels the latter
-    is that of the rank's own tokens, as in HuggingFace.
+    is that of the rank's own tokens, as in HuggingFace. A class that classifies has no sharded
+    logits and keeps its labels.
     """
     state: ParallelState = getattr(model, STATE_NAME)
     # Not for the class, whose attention may know an option by the same name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
     inputs = arguments_of(model, "forward", args, kwargs)
     arguments = inputs | options
-    labels, want_dict = inputs.pop("labels", None), inputs.pop("return_dict", None)
+    classifies = state.spec.head is None
+    labels = None if classifies else inputs.pop("labels", None)
+    want_dict = inputs.pop("return_dict", None)
     if want_dict is None:
         want_dict = model.config.return_dict
     state.forward_ran = True
@@ -74,6 +77,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = type(model).forward(model, **inputs, return_dict=True)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
+    elif classifies and state.mesh.dp_size > 1 and inputs.get("labels") is not None:
+        output.loss = share_of_loss(output.loss, inputs["labels"], state.mesh)
     _watch_backward(state, output, kept, trains_apart)
     return output if want_dict else output.to_tuple()
 
@@ -164,7 +169,7 @@ def _compare_inputs(
         compared["adapters"] = [
             module.for_agreement() for module in model.modules() if hasattr(module, "for_agreement")
         ]
-    if _draws_jitter(model, state):  # the tp ranks must draw the same noise
+    if _draws_noise(model, state):  # the tp ranks must draw the same
         compared["random state"] = _random_state(state.mesh)
     trained = model if model.training and grad else None
     state.agreement.check(f"{type(model).__name__}.forward", compared, mode, trained)
@@ -206,8 +211,8 @@ def _check_ends(model: nn.Module, state: ParallelState) -> None:
     """Raise unless embedding and output head are those that know their rows of the vocabulary."""
     if state.mesh.tp_size == 1:
         return
-    ends = {state.spec.embedding: VocabParallelEmbedding, state.spec.head: VocabParallelHead}
-    for path, kind in ends.items():
+    kinds = (VocabParallelEmbedding, VocabParallelHead)  # a model that classifies has no head
+    for path, kind in zip(state.spec.ends, kinds, strict=False):
         module = model.get_submodule(path)
         if isinstance(module, kind) or any(isinstance(each, kind) for each in module.modules()):
             continue  # perhaps inside a wrapper
@@ -218,10 +223,29 @@ def _check_ends(model: nn.Module, state: ParallelState) -> None:
         )
 
 
+class _RefuseBypass:
+    """A forward pre-hook of a part of a model: raises inside a forward that has bypassed ours."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model  # its copy, in a copy
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not getattr(self.model, STATE_NAME).forward_ran:
+            raise _bypass(self.model)
+
+
 def watch_forward(model: nn.Module) -> None:
-    """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours."""
+    """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours.
+
+    Before anything is computed: embedding and first layer raise unless ours has begun.
+    """
     model.register_forward_pre_hook(_before_forward)
     model.register_forward_hook(_after_forward)
+    model.register_forward_hook(_at_the_end, always_call=True)
+    if (own := model_of(model)) is model:
+        spec = getattr(own, STATE_NAME).spec
+        for path in (spec.embedding, f"{spec.layers}.0"):
+            own.get_submodule(path).register_forward_pre_hook(_RefuseBypass(own))
 
 
 def _replaced(model: nn.Module) -> bool:
@@ -237,12 +261,20 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
     model = model_of(module)
-    if _replaced(model) and not getattr(model, STATE_NAME).forward_ran:
-        raise RuntimeError(
-            f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}, which "
-            "does not call the one that px.parallelize has put there, but takes shards for full "
-            "tensors, as TRL's and Liger's fused losses do; undo that"
-        )
+    if not getattr(model, STATE_NAME).forward_ran:
+        raise _bypass(model)
+
+
+def _at_the_end(module: nn.Module, *_: Any) -> None:
+    getattr(model_of(module), STATE_NAME).forward_ran = True  # also after an error
+
+
+def _bypass(model: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}, which "
+        "does not call the one that px.parallelize has put there, but takes shards for full "
+        "tensors, as TRL's and Liger's fused losses do; undo that"
+    )
 
 
 def _choices_to_keep(model: nn.Module, state: ParallelState) -> Kept | None:
@@ -308,9 +340,9 @@ def _refuse_training_apart(state: ParallelState) -> NoReturn:
     )
 
 
-def _draws_jitter(model: nn.Module, state: ParallelState) -> bool:
+def _draws_noise(model: nn.Module, state: ParallelState) -> bool:
     noise = state.spec.mixture.jitter_of(model.config) if state.routings else 0.0
-    return model.training and noise > 0
+    return model.training and (noise > 0 or state.drops)
 
 
 def _random_state(mesh: Mesh) -> torch.Tensor:

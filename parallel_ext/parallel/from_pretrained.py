@@ -140,7 +140,7 @@ def _check(
 ) -> None:
     """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
     spec = spec_for(model)
-    vocabulary = [f"{path}.{n}" for path in (spec.embedding, spec.head) for n in ("weight", "bias")]
+    vocabulary = [f"{path}.{n}" for path in spec.ends for n in ("weight", "bias")]
     if vocab_size is not None:
         directory.cut_vocabulary(vocabulary, vocab_size)
     directory.check(state_of(model).layout.in_files(), vocabulary)

@@ -146,6 +146,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
         if hasattr(model, name):  # published code of before transformers 5 does not generate
             setattr(model, name, MethodType(_in_place_of(type(model), function), model))
     state.own_forward = model.forward.__func__
+    state.drops = any(type(each) is nn.Dropout and each.p > 0 for each in model.modules())
     watch_forward(model)
     if mesh.world_size > 1:
         model._ddp_params_and_buffers_to_ignore = methods.AskedByDDP(state)

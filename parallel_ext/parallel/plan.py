@@ -137,8 +137,8 @@ def layout_of(
             names[id(parameter)] = name
             shapes[name] = tuple(parameter.shape)
     config = model.config
-    embedding, rows = f"{spec.embedding}.weight", config.vocab_size
-    for name in (embedding, f"{spec.head}.weight"):
+    rows = config.vocab_size
+    for name in (f"{path}.weight" for path in spec.ends):
         shape = shapes[tied.get(name, name)]
         if shape[0] != rows:
             raise ValueError(

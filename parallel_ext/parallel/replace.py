@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts, Routing
+from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
@@ -71,13 +73,16 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
     replace = Replacer(model, plan.layout, plan.mesh, partials)
     replace.embedding(spec.embedding, spec.scaled_embedding is not None)
     for path, block in spec.blocks(plan.layout).items():
-        if isinstance(block, AttentionNames):
+        if isinstance(block, AttentionNames) and block.is_joined:
+            replace.joined_attention(path, block)
+        elif isinstance(block, AttentionNames):
             replace.attention(path, block)
         elif isinstance(block, RegionNames):
             replace.region(path, block)
         else:
             replace.mixture(path, block)
-    replace.head(spec.head)
+    if spec.head is not None:
+        replace.head(spec.head)
     return partials, replace.routings
 
 
@@ -100,6 +105,24 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
             module.register_forward_pre_hook(copy_input, with_kwargs=True)
         if isinstance(block, RegionNames) and block.merges:
             module.register_forward_hook(SumOutput(tp))
+
+
+class OfRank:
+    """A configuration some of whose numbers are this rank's; all else is read from the model's.
+
+    Args:
+        config: of the model.
+        own: numbers of this rank, by name.
+    """
+
+    def __init__(self, config: Any, **own: int) -> None:
+        self._config = config
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # copies ask before there is one
+            raise AttributeError(name)
+        return getattr(self._config, name)
 
 
 def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Parameter:
@@ -180,6 +203,24 @@ class Replacer:
         shards = self.shards(path)
         self.put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
 
+    def _norm_of_shards(self, path: str, replicas: Group) -> None:
+        weight, _, layouts = self.shards(path)
+        eps = self.model.get_submodule(path).variance_epsilon
+        norm = RMSNormOfShards(weight, layouts, eps, self.mesh.tp, replicas, self.partials)
+        self.put(path, norm)
+
+    def joined_attention(self, path: str, names: AttentionNames) -> None:
+        """Replace the projections of an attention of which one joins query, key and value."""
+        module, rank = self.model.get_submodule(path), self.mesh.tp_rank
+        self._column(f"{path}.{names.query}")
+        self._row(f"{path}.{names.output}")
+        (first, last), (kv_first, kv_last), _ = self.layout[f"{path}.{names.query}.weight"].ranges(
+            rank
+        )
+        heads = (last - first) // module.head_dim
+        module.num_key_value_heads = (kv_last - kv_first) // module.head_dim
+        module.config = OfRank(module.config, num_attention_heads=heads)
+
     def attention(self, path: str, names: AttentionNames) -> None:
         query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
         if self._replicas is None:  # the same ranks in every layer
@@ -190,6 +231,12 @@ class Replacer:
         self._column(f"{path}.{names.key}", self._replicas)
         self._column(f"{path}.{names.value}", self._replicas)
         self._row(f"{path}.{names.output}")
+        for name, replicas in (
+            (names.query_norm, ops.ALONE),
+            (names.key_norm, self._replicas),
+        ):
+            if name is not None and self.mesh.tp_size > 1:
+                self._norm_of_shards(f"{path}.{name}", replicas)
         if self.mesh.tp_size > 1:
             for norm in (f"{path}.{name}" for name in names.head_norms):
                 module = self.model.get_submodule(norm)

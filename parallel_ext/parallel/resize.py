@@ -83,6 +83,11 @@ def resize_token_embeddings(
         "the class of optimizer": None if optimizer is None else type(optimizer).__name__,
     }
     require_equal(mesh.control, _OP_NAME, {name: repr(value) for name, value in asked.items()})
+    if state.invariant is not None or state.spec.head is None:
+        what = "px.Invariant" if state.spec.head else f"a parallel {type(model).__name__}"
+        raise NotImplementedError(
+            f"{_OP_NAME}: {what} does not serve it; resize before px.parallelize"
+        )
     embedding = model.get_submodule(state.spec.embedding)
     head = model.get_submodule(state.spec.head)
     rows = mesh.control.run_on_all(
@@ -90,11 +95,6 @@ def resize_token_embeddings(
     )
     if rows == embedding.num_embeddings:
         return embedding
-    if state.invariant is not None:
-        raise NotImplementedError(
-            "resize_token_embeddings: px.Invariant does not serve it; resize before px.parallelize"
-        )
-
     ranges = split(rows, mesh.tp_size, state.vocab_multiple_of)
     if optimizer is not None:
         carried = CarriedOptimizer(optimizer, _parameters(embedding, head), mesh, _OP_NAME)

@@ -56,7 +56,9 @@ class ParallelState(nn.Module):
         own_forward: the function that stands for the class's forward in the instance.
         caller_scales_loss: whether the caller multiplies a loss that has ``num_items_in_batch`` by
             the number of dp ranks, as HuggingFace's trainer does.
-        forward_ran: whether it has run in this call, where another forward stands there.
+        forward_ran: whether it has begun in this call; False only where another forward stands
+            there and has not called it yet.
+        drops: whether the model has dropout outside of what is sharded.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class ParallelState(nn.Module):
         self.turn_over_dp = Turn(tuple(ranks), mesh.world_size)
         self.own_forward: Callable[..., Any] | None = None
         self.caller_scales_loss = False
-        self.forward_ran = False
+        self.forward_ran = True
+        self.drops = False
 
     def set_vocabulary(self, layout: ModelLayout, vocab_ranges: Sequence[Range]) -> None:
         """Set where every parameter lives, and the vocabulary range of each tp rank."""

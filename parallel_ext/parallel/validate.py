@@ -6,6 +6,7 @@ import re
 
 import transformers
 from torch import nn
+from transformers import modeling_layers
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
@@ -26,6 +27,10 @@ _MODEL_ATTRIBUTES = (
 )
 # Of an nn.Embedding, by the value that means it is off: what the parallel one does not do.
 _EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+_CLASSIFIERS = (
+    modeling_layers.GenericForSequenceClassification,
+    modeling_layers.GenericForTokenClassification,
+)
 _CONFIG_ATTRIBUTES = ("vocab_size", "return_dict")
 _ATTENTION_CONFIG_ATTRIBUTES = ("num_attention_heads", "num_key_value_heads", "attention_dropout")
 _MIXTURE_MODEL_ATTRIBUTES = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
@@ -48,7 +53,10 @@ def spec_for(model: nn.Module) -> ModelSpec:
             f"parallelize: no spec for model_type {model_type!r} ({type(model).__name__}); "
             f"supported are {', '.join(served())}{why_unserved(model_type)}"
         )
-    return SPECS[model_type]
+    spec = SPECS[model_type]
+    # Of a mixture nobody has asked what its balance loss is then.
+    classifies = isinstance(model, _CLASSIFIERS) and spec.mixture is None
+    return spec.without_head() if classifies else spec
 
 
 def check_plain(model: nn.Module, spec: ModelSpec) -> None:
@@ -56,6 +64,8 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
     known = {}
     if (mixture := spec.mixture) is not None:
         known = {mixture.experts: mixture.experts_class, mixture.router: mixture.router_class}
+    if spec.attention is not None:
+        known |= dict.fromkeys(spec.attention.full_norms, spec.attention.norm_class)
     if spec.scaled_embedding is not None:
         known[spec.embedding] = spec.scaled_embedding
     for path in spec.modules(_parameter_names(model)):
@@ -107,10 +117,10 @@ def _check_embedding(path: str, module: nn.Embedding) -> None:
 def check_names(model: nn.Module, spec: ModelSpec) -> None:
     """Raise one error that lists every name that the spec needs and the model lacks."""
     cls = type(model).__name__
-    if not hasattr(model, spec.head) and not cls.endswith("ForCausalLM"):
+    if spec.head and not hasattr(model, spec.head) and not cls.endswith("ForCausalLM"):
         raise ValueError(
-            f"parallelize: {cls} is not served: of {spec.model_type!r} only the class with an "
-            "output head is, ...ForCausalLM"
+            f"parallelize: {cls} is not served: of {spec.model_type!r} the class with an output "
+            "head is, ...ForCausalLM, and of dense models those that classify sequences or tokens"
         )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if spec.attention:
