@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
@@ -12,7 +14,16 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import batch, difference, exact, mesh_of, parallel, worst
+from reference import (
+    batch,
+    difference,
+    exact,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_life import differences_in_life
 from reference_mixtral import Layout, batches, differences_of_adapter
 from torch import nn
@@ -114,20 +125,27 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     model = exact(model)
     for name, module in model.named_modules():
         if name.endswith(("q_norm", "k_norm")) and type(module).__name__.startswith("Olmo"):
-            del module.forward  # which the parallel one has itself; see _in_life
+            del module.forward  # which the parallel one has itself; see _in_fp64
     for module in model.modules():
         if type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_gemma_norm, module)
     return model
 
 
-def _in_life(tiny: OfSpec, layout: Layout, folder: str, sizes: tuple[int, ...]) -> dict[str, float]:
+@contextmanager
+def _in_fp64() -> Iterator[None]:
+    """Let what no instance can have of its own compute in fp64 inside the context."""
     with (
         mock.patch.object(modeling_gemma2, "eager_attention_forward", _eager_attention),
         mock.patch.object(modeling_olmo2.Olmo2RMSNorm, "forward", _olmo_norm),
         mock.patch.object(modeling_olmo3.Olmo3RMSNorm, "forward", _olmo_norm),
     ):
-        return differences_in_life(tiny, layout, folder, sizes=sizes)
+        yield
+
+
+@_in_fp64()
+def _in_life(tiny: OfSpec, layout: Layout, folder: str, sizes: tuple[int, ...]) -> dict[str, float]:
+    return differences_in_life(tiny, layout, folder, sizes=sizes)
 
 
 CASES = {
@@ -186,15 +204,20 @@ def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
         assert error <= 1e-5, f"{name} differs by {error:.1e}"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "granite", "gemma3_text"])
+_LLAMAS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "granite", "gemma3_text", "phi3", "olmo2"])
 def test_adapters_have_the_gradients_of_peft(kind: str) -> None:
-    projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    names = ("qkv", "o", "gate_up", "down") if kind == "phi3" else _LLAMAS
+    projections = [f"{name}_proj" for name in names]
     options = {"r": 3, "target_modules": [*projections, "embed_tokens", "lm_head"]}
     for differences in pool(2).run(_adapted, kind, options):
         error, name = worst(differences)
         assert error <= 1e-10, f"{name} differs by {error:.1e}"
 
 
+@_in_fp64()
 def _adapted(kind: str, options: dict[str, Any]) -> dict[str, float]:
     tiny, layout = OfSpec(kind), Layout(1, 2, 1)
     return differences_of_adapter(tiny.model, layout, batches(tiny, layout.dp), **options)
@@ -287,3 +310,33 @@ def test_a_parameter_of_an_attention_that_no_spec_names_is_refused() -> None:
 
 
 _FIELDS = {"logits_divisor": "logits_scaling", "logits_softcap": "final_logit_softcapping"}
+
+
+@_in_fp64()
+def _zero(kind: str, zero: int) -> dict[str, float]:
+    """Of loss, norm and gradients on 2 dp x 2 tp ranks from one process on both batches."""
+    tiny, layout = OfSpec(kind), Layout(2, 2, 1)
+    reference, mesh = tiny.model(), layout.mesh()
+    model = parallel(reference, mesh)
+    px.data_parallel(model, mesh, zero=zero)
+    whole = batch(tiny.vocab_size, 2)
+    whole.pop("attention_mask")
+    own = {name: value[mesh.dp_rank :][:1] for name, value in whole.items()}
+    theirs, ours = reference(**whole).loss, model(**own).loss
+    theirs.backward()
+    ours.backward()
+    loss = px.ops.reduce_from_region(ours.detach(), mesh.dp) / 2
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    return {
+        "loss": difference(loss, theirs.detach()),
+        "norm": difference(px.clip_grad_norm_(model, 1e9), norm),
+        **shard_differences(model, gradients_of(reference), True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero"), [("mistral", 2), ("gemma3_text", 3), ("phi3", 3), ("olmo2", 2)]
+)
+def test_dp_ranks_train_as_one_process(kind: str, zero: int) -> None:
+    for differences in pool(4).run(_zero, kind, zero):
+        assert worst(differences) < (1e-10, "")
