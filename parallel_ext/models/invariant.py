@@ -22,28 +22,22 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
     Raises:
         ValueError: names what cannot.
     """
+    attention, mlp = spec.attention, spec.mlp
+    inputs = [f"{spec.head}.bias"]
+    for path, block in spec.blocks(names).items():
+        if isinstance(block, AttentionNames):
+            inputs += [f"{path}.{name}.bias" for name in (block.query, block.key, block.value)]
+        elif isinstance(block, RegionNames):
+            inputs += [f"{path}.{name}.bias" for name in block.inputs]
     missing = {
         "experts": spec.mixture is not None,
         "blocks beside the decoder layers": bool(spec.regions or spec.shared),
-        "an MLP of another kind than gate, up and down": not _is_plain(spec.mlp),
         "no output head": spec.head is None,
-        "an attention of another kind": spec.attention is None or spec.attention.is_joined,
-        "norms of heads": bool(
-            spec.attention and (spec.attention.head_norms or spec.attention.full_norms)
-        ),
+        "an MLP of another kind than gate, up and down": not _is_plain(mlp),
+        "an attention of another kind": attention is None or attention.is_joined,
+        "norms of heads": bool(attention and (attention.head_norms or attention.full_norms)),
+        "biases of layers sharded by output features": any(name in names for name in inputs),
     }
-    sharded = {path: block for path, block in spec.blocks(names).items()}
-    inputs = [
-        f"{path}.{name}.bias"
-        for path, block in sharded.items()
-        for name in (
-            (block.query, block.key, block.value)
-            if isinstance(block, AttentionNames)
-            else getattr(block, "inputs", ())
-        )
-    ]
-    missing["biases of layers sharded by output features"] = any(name in names for name in inputs)
-    missing["a bias of the output head"] = f"{spec.head}.bias" in names
     if found := [what for what, is_there in missing.items() if is_there]:
         raise ValueError(
             f"px.Invariant does not serve {spec.model_type!r} models with {', '.join(found)} yet"

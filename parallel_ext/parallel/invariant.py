@@ -45,36 +45,30 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
 
 def replace_in_blocks(model: nn.Module, plan: Plan) -> None:
     """Replace all modules that the plan's spec names by those of blocks."""
-    spec, mesh = plan.spec, plan.mesh
-    put = Replacer(model, plan.layout, mesh, None)
+    spec, config, tp = plan.spec, model.config, plan.mesh.tp
+    put = Replacer(model, plan.layout, plan.mesh, None)
     put.embedding(spec.embedding, spec.scaled_embedding is not None)
-    config = model.config
     for path, block in spec.blocks(plan.layout).items():
         module = model.get_submodule(path)
         if isinstance(block, AttentionNames):
-            layers, outputs = (block.query, block.key, block.value), (block.output,)
-            heads = AttentionBlocks.of(
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                plan.options.invariant.blocks,
-            )
+            inputs, outputs = (block.query, block.key, block.value), (block.output,)
+            numbers = config.num_attention_heads, config.num_key_value_heads
+            heads = AttentionBlocks.of(*numbers, plan.options.invariant.blocks)
             copies, repeats = heads.copies, (1, heads.repeats, heads.repeats)
-            head_dim, module.num_key_value_groups = (
-                module.head_dim,
-                1,
-            )  # each query head has its own
+            head_dim = module.head_dim
+            module.num_key_value_groups = 1  # each query head gets a key-value head of its own
         else:
-            layers, outputs, copies, head_dim = tuple(block.inputs), block.outputs, 1, 1
-            repeats = (1,) * len(layers)
+            inputs, outputs, copies, head_dim = tuple(block.inputs), block.outputs, 1, 1
+            repeats = (1,) * len(inputs)
             for name, child in list(module.named_children()):
                 if isinstance(child, _SILU):
                     setattr(module, name, FixedSilu())
-        for name, each in zip(layers, repeats, strict=True):
+        for name, each in zip(inputs, repeats, strict=True):
             weight, _, layouts = put.shards(f"{path}.{name}")
-            put.put(f"{path}.{name}", BlockColumnLinear(weight, layouts, mesh.tp, head_dim, each))
+            put.put(f"{path}.{name}", BlockColumnLinear(weight, layouts, tp, head_dim, each))
         for name in outputs:
-            put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), mesh.tp))
-        module.register_forward_pre_hook(ComputedTogether(layers, copies), with_kwargs=True)
+            put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
+        module.register_forward_pre_hook(ComputedTogether(inputs, copies), with_kwargs=True)
     put.head(spec.head)
     head = model.get_submodule(spec.head)
-    head.blocks = own_blocks(head.layouts["weight"], mesh.tp_rank)
+    head.blocks = own_blocks(head.layouts["weight"], tp.rank)

@@ -22,7 +22,7 @@ class Invariant:
     """Ask :func:`parallelize` for a training with the same bits on any number of ranks.
 
     Losses, gradients, their norm and the weights after any number of steps are then those of one
-    process with the same ``Invariant``, bit for bit: :doc:`invariant.md`.
+    process with the same ``Invariant``, bit for bit (``docs/invariant.md``).
 
     Args:
         blocks: pieces of each sharded dimension, at least ``tp``. Every sum over such a dimension

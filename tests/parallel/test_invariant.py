@@ -34,6 +34,7 @@ KINDS = {
     "tied": Tiny(dtype=torch.float32, inner=145, tied=True),
     "bf16": Tiny(dtype=torch.bfloat16, inner=145),
     "shared heads": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33),
+    "eager": Tiny(dtype=torch.float32, attention="eager"),
     "wide": Tiny(dtype=torch.float32, heads=8, key_value_heads=4, inner=512, vocab_size=257),
 }
 BITS = tuple[list[tuple[str, str]], dict[str, str], str | None]
@@ -179,6 +180,13 @@ def _own_files(tiny: Tiny, folder: Path) -> str:
     mesh_of().control.barrier("saved")
     model = px.from_pretrained(folder / "plain", mesh_of(), invariant=px.Invariant(8))
     model.save_pretrained(folder / "ours")
+    of_batch = batch(tiny.vocab_size)
+    with torch.no_grad():
+        loss, expected = model(**of_batch).loss, reference.eval()(**of_batch).loss
+    torch.testing.assert_close(loss, expected)
+    ids = of_batch["input_ids"][1:]
+    found = px.generate(model, ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, reference.generate(ids, max_new_tokens=4, do_sample=False))
     twin = copy.deepcopy(model)
     with torch.no_grad():
         next(twin.parameters()).mul_(2.0)
@@ -252,7 +260,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "biases of layers sharded by output features",
         "attention_dropout",
         "mlp.act_fn is a GELUActivation",
-        "norms of single heads",
+        "norms of heads",
         "more than the 1 blocks of",
         "must be a px.Invariant",
         "leave out training_logits and fused_loss",
