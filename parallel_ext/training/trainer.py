@@ -26,6 +26,7 @@ from parallel_ext.checkpoint.steps import latest_checkpoint
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.extending import run_extensions
+from parallel_ext.parallel.joining import call_together, remember
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.accelerate import unwrapped
 
@@ -78,6 +79,7 @@ class TrainerMixin:
         self.check_class()
         run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
+        remember(self)
         self.check_served()
 
     def check_class(self) -> None:
@@ -230,6 +232,12 @@ class TrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the model's HuggingFace or PEFT directory; every rank calls it."""
         output_dir = self.args.output_dir if output_dir is None else output_dir
+        call_together(
+            self, "write_directory", (output_dir,), {}, lambda: self.write_directory(output_dir)
+        )
+
+    def write_directory(self, output_dir: str | os.PathLike[str]) -> None:
+        """Write the model, the tokenizer and the arguments to a directory; every rank calls it."""
         self.model.save_pretrained(output_dir)
         self._mesh.control.run_on_all("save_model", lambda: self._save_beside(output_dir))
 
