@@ -21,8 +21,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER
+from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.steps import latest_checkpoint
+from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.extending import run_extensions
@@ -320,16 +321,17 @@ class TrainerMixin:
         optimizer, scheduler = unwrapped(self.optimizer), self.lr_scheduler
         if not any((path / STATE_FOLDER).glob("optim-*")):  # of save_only_model
             optimizer = scheduler = None
-        resumed = load_checkpoint(root, self.model, optimizer, scheduler)
-        self._check_rows(resumed.data_state)
+        self._mesh.control.run_on_all("train", lambda: self._check_rows(path))
+        load_checkpoint(root, self.model, optimizer, scheduler)
         self._random_states = rng.capture(self._mesh)
 
-    def _check_rows(self, data_state: dict[str, int]) -> None:
-        """Raise if the steps that were trained had another number of rows.
+    def _check_rows(self, path: Path) -> None:
+        """Raise if the steps of a checkpoint had another number of rows, before it is loaded.
 
         Raises:
             ValueError: they had, so that other rows would be left out than were trained on.
         """
+        data_state = read_small_files(path, read_manifest(path))["data_state"]
         then, now = data_state["rows_of_a_step"], self.get_total_train_batch_size(self.args)
         if then != now and not self.args.ignore_data_skip:
             raise ValueError(
