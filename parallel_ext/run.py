@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from parallel_ext.interplay.patch import patch
+from parallel_ext.parallel import joining
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     patch(tp=asked.tp, ep=asked.ep, zero=asked.zero, plain=asked.plain)
     sys.argv = [asked.script, *asked.args]
     sys.path[0] = os.path.dirname(os.path.abspath(asked.script))
-    runpy.run_path(asked.script, run_name="__main__")
+    try:
+        script = runpy.run_path(asked.script, run_name="__main__")
+    except SystemExit as left:
+        if left.code:
+            joining.stop()  # the others need not wait for this rank's end
+        joining.end()
+        raise
+    joining.end()
+    del script  # whose models may be saved until here
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ BELOW = {
         *("ops", "distributed", "sharding", "nn", "models", "io", "parallel", "checkpoint"),
         "interplay",
     ],
-    "run": ["interplay"],
+    "run": ["parallel", "interplay"],
 }
 """What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""
 

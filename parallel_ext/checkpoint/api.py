@@ -15,6 +15,7 @@ from parallel_ext.checkpoint.save import save_step
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.source import contents_of
 from parallel_ext.io.safe_open import one_error
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import state_of
 
 
@@ -80,6 +81,7 @@ def save_checkpoint(
     Example:
         >>> save_checkpoint("ckpts", 1200, model, optimizer, keep_last=2)  # doctest: +SKIP
     """
+    arrive("save_checkpoint")
     mesh = state_of(model).mesh
     with one_error(f"save_checkpoint of step {step} to {os.fspath(root)}"):
         return save_step(

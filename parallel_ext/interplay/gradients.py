@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_of
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.grad_scaler import unscale_on_all_ranks
@@ -78,6 +79,7 @@ def clip_grad_norm_(
         generator = isinstance(parameters, GeneratorType)  # of which torch warns where it is empty
         parameters = (each for each in listed) if generator else listed
         return plain(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    arrive("clip_grad_norm_")
     gradients = _gradients(listed, owners)
     norm = _norm(gradients, owners_of(gradients), norm_type, error_if_nonfinite, "clip_grad_norm_")
     scale_to_norm(map(local_part, gradients), max_norm, norm)

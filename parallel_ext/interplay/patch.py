@@ -7,6 +7,7 @@ with and without it.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.parallel import joining
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.extending import extend, restore, run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
@@ -71,7 +73,8 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     script begins. From then on ``from_pretrained`` of causal language models (Auto classes and
     concrete ones) returns parallel models, an optimizer of one calls
     :func:`parallel_ext.data_parallel` where there are several dp ranks, a ``Trainer`` of one is a
-    :class:`parallel_ext.Trainer`, and a ``DistributedSampler`` shards data over the dp ranks.
+    :class:`parallel_ext.Trainer`, and a ``DistributedSampler`` shards data over the dp ranks. Where
+    only some ranks save, as under ``if rank == 0:``, the others join them.
     Calling it again with the same arguments changes nothing.
 
     Args:
@@ -109,6 +112,8 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     if uses_cpu:
         os.environ[_USE_CPU] = "true"
     _patches.append(_Patch(options, mesh, uses_cpu))
+    joining.start(mesh)
+    _end_at_exit()
     for function, extension in _EXTENDED.items():
         extend(function, extension)
     return _patches[0].mesh
@@ -124,10 +129,16 @@ def unpatch() -> None:
     """
     for function in _EXTENDED:
         restore(function)
+    joining.stop()
     for patched in _patches:
         if patched.uses_cpu:
             os.environ.pop(_USE_CPU, None)
     _patches.clear()
+
+
+@cache
+def _end_at_exit() -> None:
+    atexit.register(joining.end)  # runs before the groups are destroyed: exits come last first
 
 
 def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +151,7 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
             f"px.patch: {source} holds an adapter; load the model that it belongs to, then "
             "peft.PeftModel.from_pretrained(model, directory)"
         )
+    joining.arrive(f"{cls.__name__}.from_pretrained")
     if not _is_of_table(cls):  # which knows what it reads itself
         return parallelize(plain(cls, source, *args, **kwargs), patched.mesh)
     if cls.config_class.model_type not in served():
@@ -206,6 +218,20 @@ def _start_job(plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         plain(*args, **kwargs)
 
 
+def _wait(plain: Callable[..., Any], group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``barrier`` to let ranks that wait in it join the saves of the others."""
+    if group in (None, dist.group.WORLD):
+        joining.arrive("barrier")
+    return plain(group, *args, **kwargs)
+
+
+def _end_job(plain: Callable[..., None], group: Any = None) -> None:
+    """Extend ``destroy_process_group`` to let ranks join the saves of the others before."""
+    if group in (None, dist.group.WORLD):
+        joining.end()
+    plain(group)
+
+
 def _start_optimizer(
     plain: Callable[..., None], self: Optimizer, params: Any, defaults: dict[str, Any]
 ) -> None:
@@ -242,6 +268,7 @@ def _train_together(model: nn.Module) -> None:
     """Call ``px.data_parallel`` where each dp rank would train a model of its own."""
     state = state_of(model)
     if state.trains_apart:
+        joining.arrive("data_parallel")
         data_parallel(model, state.mesh, _patches[0].zero)
 
 
@@ -294,6 +321,7 @@ def _start_trainer(
     self.check_class()
     _train_together(model)
     plain(self, model, args, *rest, **kwargs)
+    joining.remember(self)
     self.check_served()
 
 
@@ -301,6 +329,8 @@ _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     PreTrainedModel.from_pretrained.__func__: _load,
     DistributedSampler.__init__: _start_sampler,
     dist.init_process_group: _start_job,
+    dist.barrier: _wait,
+    dist.destroy_process_group: _end_job,
     Optimizer.__init__: _start_optimizer,
     transformers.Trainer.__init__: _start_trainer,
 }

@@ -24,6 +24,7 @@ from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.nn.replicas import compare
 from parallel_ext.nn.sharded_module import named_shards, persistent_buffers
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import TensorLayout
@@ -115,6 +116,20 @@ def save_pretrained(
     if state is None:
         plain(self, save_directory, *args, **kwargs)
         return
+    call_together(
+        *(self, "save_pretrained", (save_directory, *args), kwargs),
+        lambda: _save(plain, self, state, save_directory, *args, **kwargs),
+    )
+
+
+def _save(
+    plain: Callable[..., None],
+    self: peft.PeftModel,
+    state: ParallelState,
+    save_directory: str,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     mesh, op_name = state.mesh, f"save_pretrained of an adapter to {save_directory}"
     mesh.control.barrier(op_name)
     kwargs.pop("is_main_process", None)

@@ -26,6 +26,7 @@ from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.forward import watch_forward
+from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
 
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
@@ -178,6 +179,7 @@ def start_model(
     plain(self, model, peft_config, *args, **kwargs)
     if state is not None:
         watch_forward(self)
+        remember(self)
 
 
 def start_tuner(
@@ -210,6 +212,7 @@ def inject_adapter(
         plain(self, model, adapter_name, *args, **kwargs)
         return
     op_name = f"adding adapter {adapter_name!r}"
+    arrive(op_name)
     state.mesh.control.barrier(op_name)
 
     def check() -> None:

@@ -20,6 +20,7 @@ from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, 
 from parallel_ext.nn.moe import Kept
 from parallel_ext.nn.replicas import Piece
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
 
@@ -64,6 +65,10 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if want_dict is None:
         want_dict = model.config.return_dict
     state.forward_ran = True
+    counts_over_dp = labels is not None and "num_items_in_batch" not in options
+    meets_over_dp = state.forwards_together or counts_over_dp
+    if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
+        arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     _check_ends(model, state)
     call = None if labels is None else _loss_call(model, state, options)
     if state.agreement is not None:

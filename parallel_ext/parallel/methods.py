@@ -21,6 +21,7 @@ from parallel_ext.io.safe_open import shown
 from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.forward import arguments_of
+from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.version import VERSION
 
@@ -122,6 +123,15 @@ def save_pretrained(
             "the tensors itself and writes safetensors files, which huggingface_hub.upload_folder "
             "uploads"
         )
+    call_together(
+        *(model, "save_pretrained", (save_directory,), {"max_shard_size": max_shard_size}),
+        lambda: _write(model, save_directory, max_shard_size),
+    )
+
+
+def _write(
+    model: nn.Module, save_directory: str | os.PathLike[str], max_shard_size: int | str
+) -> None:
     state: ParallelState = getattr(model, STATE_NAME)
     check_replicas(model)
     write_directory(

@@ -17,6 +17,7 @@ from parallel_ext.nn.replicas import Turn
 from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.input_agreement import Agreement
+from parallel_ext.parallel.joining import remember
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.shards import LocalShard, Marker
@@ -197,6 +198,7 @@ class Remembered:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         _parallel_models.add(model)
+        remember(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Remembered:
         return Remembered(copy.deepcopy(self._model, memo))  # which is being copied

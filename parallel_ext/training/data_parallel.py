@@ -21,6 +21,7 @@ from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shard
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.ops import Group
 from parallel_ext.parallel.extending import called_by_this_package
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout
 
@@ -135,6 +136,10 @@ def _check_torch() -> None:
         )
 
 
+def _arrive(model: nn.Module, args: Any) -> None:
+    arrive("forward")
+
+
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     # torch.distributed.fsdp takes longer to import than all of this package
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -177,6 +182,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                     fully_shard(module, mesh=of_experts, **options)
             fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
+    model.register_forward_pre_hook(_arrive, prepend=True)  # before FSDP's, which gathers
     _name_lost_ranks(model, mesh)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
     state.held = HeldGradients(model)

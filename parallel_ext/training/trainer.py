@@ -21,11 +21,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER
+from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.steps import latest_checkpoint
+from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.extending import run_extensions
+from parallel_ext.parallel.joining import call_together, remember
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.accelerate import unwrapped
 
@@ -78,6 +80,7 @@ class TrainerMixin:
         self.check_class()
         run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
+        remember(self)
         self.check_served()
 
     def check_class(self) -> None:
@@ -230,6 +233,12 @@ class TrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the model's HuggingFace or PEFT directory; every rank calls it."""
         output_dir = self.args.output_dir if output_dir is None else output_dir
+        call_together(
+            self, "write_directory", (output_dir,), {}, lambda: self.write_directory(output_dir)
+        )
+
+    def write_directory(self, output_dir: str | os.PathLike[str]) -> None:
+        """Write the model, the tokenizer and the arguments to a directory; every rank calls it."""
         self.model.save_pretrained(output_dir)
         self._mesh.control.run_on_all("save_model", lambda: self._save_beside(output_dir))
 
@@ -312,16 +321,17 @@ class TrainerMixin:
         optimizer, scheduler = unwrapped(self.optimizer), self.lr_scheduler
         if not any((path / STATE_FOLDER).glob("optim-*")):  # of save_only_model
             optimizer = scheduler = None
-        resumed = load_checkpoint(root, self.model, optimizer, scheduler)
-        self._check_rows(resumed.data_state)
+        self._mesh.control.run_on_all("train", lambda: self._check_rows(path))
+        load_checkpoint(root, self.model, optimizer, scheduler)
         self._random_states = rng.capture(self._mesh)
 
-    def _check_rows(self, data_state: dict[str, int]) -> None:
-        """Raise if the steps that were trained had another number of rows.
+    def _check_rows(self, path: Path) -> None:
+        """Raise if the steps of a checkpoint had another number of rows, before it is loaded.
 
         Raises:
             ValueError: they had, so that other rows would be left out than were trained on.
         """
+        data_state = read_small_files(path, read_manifest(path))["data_state"]
         then, now = data_state["rows_of_a_step"], self.get_total_train_batch_size(self.args)
         if then != now and not self.args.ignore_data_skip:
             raise ValueError(

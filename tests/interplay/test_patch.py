@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from ranks import Raised, pool
 from reference import Tiny
@@ -46,7 +48,8 @@ for batch in DataLoader(ids, size, sampler=sampler):
     optimizer.zero_grad()
     with open(f"results-{os.environ.get('RANK', 'plain')}", "a") as file:
         print(loss.item(), float(norm), file=file)
-model.save_pretrained(directory + "/out")
+if os.environ.get("RANK", "0") == "0":  # the other has come to its end
+    model.save_pretrained(directory + "/out")
 """
 
 
@@ -179,6 +182,73 @@ def test_a_plain_loop_equals_one_process(tmp_path: Path, tp: int, lora: bool) ->
     ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
     for found in ranks:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
+    """Train, and save under the idioms of scripts; return the loss of each saved directory."""
+    px.patch(tp=tp)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        if lora:
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        first = dist.get_rank() == 0
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
+        losses = []
+        for step in range(3):
+            with torch.no_grad():
+                losses.append(model.eval()(input_ids=ids, labels=ids).loss.item())
+            if first:
+                model.save_pretrained(f"{directory}/{step}")
+            model.train()(input_ids=ids, labels=ids).loss.backward()
+            if first and step == 1:
+                model.save_pretrained(f"{directory}/before-the-norm")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if first:
+            model.save_pretrained(Path(directory, "end"), is_main_process=first)
+        dist.barrier()
+        return losses
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_save_on_rank_0_alone_is_joined_by_the_others(
+    tmp_path: Path, tp: int, lora: bool
+) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    losses = torch.tensor(pool(2).run(_saved_on_rank_0, str(tmp_path), tp, lora)).mean(0)
+    ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
+    assert (tmp_path / "before-the-norm").is_dir()
+    assert (tmp_path / "end").is_dir()
+    for step, loss in enumerate(losses):
+        folder = tmp_path if lora else tmp_path / str(step)
+        model = transformers.LlamaForCausalLM.from_pretrained(folder)
+        if lora:
+            model = peft.PeftModel.from_pretrained(model, tmp_path / str(step))
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
+
+
+def _saves_a_copy(directory: str) -> None:
+    px.patch(tp=2)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        if dist.get_rank() == 0:
+            copy.deepcopy(model).save_pretrained(directory + "/out")
+        dist.barrier()
+    finally:
+        px.unpatch()
+
+
+def test_a_save_that_others_cannot_join_raises_at_once(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    for raised in pool(2).run_raising(_saves_a_copy, str(tmp_path), timeout_s=60.0):
+        assert raised.type == "NotImplementedError"
+        assert "only rank 0 called it" in raised.text
+        assert "call it on every rank" in raised.text
 
 
 def _refused(directory: str) -> list[Any]:

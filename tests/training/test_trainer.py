@@ -343,7 +343,12 @@ def _other_batch(job: Job, folder: Path) -> None:
     with world():
         trainer, _ = made(job, folder)
         trainer.args.gradient_accumulation_steps = 1
-        trainer.train(str(folder / "checkpoint-1"))
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        try:
+            trainer.train(str(folder / "checkpoint-1"))
+        finally:
+            for parameter, value in zip(trainer.model.parameters(), before, strict=True):
+                assert torch.equal(parameter, value)
 
 
 def test_another_number_of_rows_a_step_is_refused(tmp_path: Path) -> None:
