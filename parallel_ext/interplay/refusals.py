@@ -20,6 +20,10 @@ from parallel_ext.sharding.shards import LocalShard
 _FILL = "model.load_state_dict takes full tensors, of which each rank keeps its shard"
 _FULL = "px.full_state_dict(model) gathers full tensors"
 _LOAD = "px.from_pretrained reads a directory, model.load_state_dict takes full tensors"
+_LOSS = (
+    "model(input_ids, labels=labels) and px.ops.linear_vocab_cross_entropy compute the loss of all "
+    "rows"
+)
 _NORM = "call it before px.parallelize, while the tensors are whole"
 _PEFT = "use peft: peft.get_peft_model, peft.PeftModel.from_pretrained"
 _PLACED = "px.parallelize and px.from_pretrained have placed it"
@@ -68,6 +72,7 @@ _ADAPTERS = """PeftAdapterMixin.load_adapter PeftAdapterMixin.add_adapter
 
 REFUSALS = [
     *_each("torch.nn.init", _FILLS, _FILL),
+    *_each("torch.nn.functional", "linear_cross_entropy", _LOSS),
     *_each("torch.nn.utils.convert_parameters", "parameters_to_vector", _FULL),
     *_each("torch.nn.utils.convert_parameters", "vector_to_parameters", _FILL),
     *_each("torch.nn.utils.parametrize", "register_parametrization", _NORM),

@@ -242,15 +242,17 @@ class _RefuseBypass:
 def watch_forward(model: nn.Module) -> None:
     """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours.
 
-    Before anything is computed: embedding and first layer raise unless ours has begun.
+    Before anything of them is computed, decoder layers and head raise unless ours has begun. The
+    embedding may be asked, as by a wrapper that adds noise: what it returns is replicated.
     """
     model.register_forward_pre_hook(_before_forward)
     model.register_forward_hook(_after_forward)
     model.register_forward_hook(_at_the_end, always_call=True)
     if (own := model_of(model)) is model:
-        spec = getattr(own, STATE_NAME).spec
-        for path in (spec.embedding, f"{spec.layers}.0"):
-            own.get_submodule(path).register_forward_pre_hook(_RefuseBypass(own))
+        spec, refuse = getattr(own, STATE_NAME).spec, _RefuseBypass(own)
+        heads = [] if spec.head is None else [own.get_submodule(spec.head)]
+        for module in (*own.get_submodule(spec.layers), *heads):
+            module.register_forward_pre_hook(refuse)
 
 
 def _replaced(model: nn.Module) -> bool:
@@ -261,7 +263,11 @@ def _replaced(model: nn.Module) -> bool:
 def _before_forward(module: nn.Module, args: Any) -> None:
     model = model_of(module)
     if _replaced(model):
-        getattr(model, STATE_NAME).forward_ran = False
+        getattr(
+            model, STATE_NAME
+        ).own_forward_first.replacement = (
+            f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}"
+        )
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:

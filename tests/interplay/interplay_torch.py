@@ -20,7 +20,7 @@ from interplay import (
     step,
 )
 from torch import nn
-from torch.nn import utils
+from torch.nn import functional, utils
 from torch.nn.utils import clip_grad_norm_ as imported_by_name
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
@@ -260,6 +260,12 @@ def clip_grad_value(trial: Trial) -> None:
     for model in (trial.model, trial.reference):
         utils.clip_grad_value_(model.parameters(), 1e-3)
     trial.equal(gradients=True)
+
+
+@refused("torch.nn.functional.linear_cross_entropy", instead="px.ops.linear_vocab_cross_entropy")
+def linear_cross_entropy(trial: Trial) -> None:
+    hidden = torch.ones(2, trial.model.config.hidden_size, dtype=torch.float64)
+    functional.linear_cross_entropy(hidden, trial.model.lm_head.weight, torch.tensor([1, 2]))
 
 
 @refused("torch.nn.utils.parameters_to_vector", instead="px.full_state_dict", spreads=EVERYWHERE)

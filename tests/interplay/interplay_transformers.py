@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import MethodType
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from interplay import EVERYWHERE, TP, Spread, Trial, close, each_refused, exact, refused
@@ -31,24 +32,47 @@ def forward(trial: Trial) -> None:
     instead="undo that",
 )
 def replaced_forward(trial: Trial) -> None:
-    model = trial.model
+    model, layers = trial.model, trial.model.model.layers
+    plain, computed = model.forward, mock.Mock(return_value=None)
+    layers[0].register_forward_hook(lambda *_: computed())
 
     def fused(input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: object) -> torch.Tensor:
         hidden = model.model(input_ids).last_hidden_state
         return nn.functional.linear(hidden, model.lm_head.weight).logsumexp(-1).mean()
 
-    model.forward = fused
+    def head_alone(input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return model.lm_head(model.model.embed_tokens(input_ids))
+
+    def weight_alone(input_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return model.model.embed_tokens(input_ids) @ model.lm_head.weight.T
+
+    def failing(**kwargs: object) -> None:
+        raise OSError("of the user")
+
     try:
+        model.forward = failing
+        with pytest.raises(OSError, match="of the user"):
+            model(**trial.own)
+        layers[0].mlp(model.model(trial.own["input_ids"]).last_hidden_state)  # no call of the model
+        computed.reset_mock()
+        for model.forward in (head_alone, weight_alone):
+            with pytest.raises(RuntimeError, match="undo that"):
+                model(**trial.own)
+        model.forward = fused
         model(**trial.own)
     finally:
-        del model.forward
-        model.forward = trial.another().forward.__func__.__get__(model)
+        model.forward = plain
+        close(computed.called, False)
 
 
 @exact(f"{M}.forward (wrapped)", how="where the wrapper calls the one that it wraps")
 def wrapped_forward(trial: Trial) -> None:
-    plain = trial.model.forward
-    trial.model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    plain, embedding = trial.model.forward, trial.model.get_input_embeddings()
+
+    def wrapper(input_ids: torch.Tensor, **kwargs: object) -> object:
+        return plain(inputs_embeds=embedding(input_ids), **kwargs)
+
+    trial.model.forward = wrapper
     close(trial.model(**trial.own).loss, trial.reference(**trial.own).loss)
 
 
