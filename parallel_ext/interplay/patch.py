@@ -31,7 +31,7 @@ from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.data_parallel import data_parallel
-from parallel_ext.training.trainer import TrainerMixin
+from parallel_ext.training.trainer import TrainerMixin, refuse_model_init
 
 # Options of from_pretrained for which the mesh stands, and those that change nothing here.
 _PLACED = {
@@ -325,6 +325,16 @@ def _start_trainer(
     self.check_served()
 
 
+def _make_model(
+    plain: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Extend ``Trainer.call_model_init`` to refuse functions that make parallel models."""
+    model = plain(self, *args, **kwargs)
+    if is_parallel(model):
+        refuse_model_init(self)
+    return model
+
+
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     PreTrainedModel.from_pretrained.__func__: _load,
     DistributedSampler.__init__: _start_sampler,
@@ -333,4 +343,5 @@ _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     dist.destroy_process_group: _end_job,
     Optimizer.__init__: _start_optimizer,
     transformers.Trainer.__init__: _start_trainer,
+    transformers.Trainer.call_model_init: _make_model,
 }

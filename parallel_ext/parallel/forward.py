@@ -263,11 +263,7 @@ def _replaced(model: nn.Module) -> bool:
 def _before_forward(module: nn.Module, args: Any) -> None:
     model = model_of(module)
     if _replaced(model):
-        getattr(
-            model, STATE_NAME
-        ).own_forward_first.replacement = (
-            f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}"
-        )
+        getattr(model, STATE_NAME).forward_ran = False
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -69,7 +69,8 @@ class TrainerMixin:
         TypeError: the model is not parallel.
         ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
         RuntimeError: transformers is older than 5.23.
-        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
+        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``, or
+            ``model_init`` was given.
     """
 
     model: nn.Module
@@ -78,6 +79,8 @@ class TrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.check_class()
+        if kwargs.get("model_init") is not None:
+            refuse_model_init(self)
         run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
         remember(self)
@@ -392,6 +395,18 @@ def _check_arguments(name: str, args: transformers.TrainingArguments, mesh: Mesh
             f"each, but the mesh has {mesh.world_size} ranks; start the job with torchrun, one "
             "rank for each GPU, and on CPUs pass use_cpu=True"
         )
+
+
+def refuse_model_init(trainer: transformers.Trainer) -> NoReturn:
+    """Refuse a function that makes the model of a trainer.
+
+    Raises:
+        NotImplementedError: always: ``train`` would call it once more, beside the first model.
+    """
+    raise NotImplementedError(
+        f"{type(trainer).__name__}: model_init= is not supported with a parallel model, of which "
+        "train() would make a second one beside the first; make one and pass model="
+    )
 
 
 def transformers_version() -> tuple[int, ...]:

@@ -251,6 +251,26 @@ def test_a_save_that_others_cannot_join_raises_at_once(tmp_path: Path) -> None:
         assert "call it on every rank" in raised.text
 
 
+def _trainer_of(function: Any, folder: Path) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        str(folder / "out"), use_cpu=True, report_to=[], max_steps=1
+    )
+    return transformers.Trainer(model_init=function, args=arguments)
+
+
+@needs_trainer
+def test_a_trainer_that_makes_a_parallel_model_itself_is_refused(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    px.patch()
+    try:
+        with pytest.raises(NotImplementedError, match=r"Trainer: model_init= .* pass model="):
+            _trainer_of(lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path), tmp_path)
+        helper = _trainer_of(lambda: Tiny(dtype=torch.float32).model(), tmp_path).model
+    finally:
+        px.unpatch()
+    assert "parallel_ext_local_shards" not in dict(helper.named_children())
+
+
 def _refused(directory: str) -> list[Any]:
     px.patch(tp=2, plain=["GPT2LMHeadModel"])
     try:

@@ -27,6 +27,7 @@ from torch.nn import functional
 from versions import needs_trainer
 
 import parallel_ext as px
+from parallel_ext.sharding.slices import local_part
 from parallel_ext.training import trainer as px_trainer
 
 pytestmark = needs_trainer
@@ -337,6 +338,11 @@ def test_other_trainers_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:
     with world(), pytest.raises(TypeError, match=r"px\.parallelize or px\.from_pretrained"):
         made(JOBS["tp 2"].plain, tmp_path, cls=px.Trainer)
+
+
+def test_a_function_that_makes_the_model_is_refused(tmp_path: Path) -> None:
+    with world(), pytest.raises(NotImplementedError, match="model_init= is not supported"):
+        px.Trainer(model_init=LLAMA.model, args=transformers.TrainingArguments(str(tmp_path)))
 
 
 def _other_batch(job: Job, folder: Path) -> None:
