@@ -27,7 +27,6 @@ from torch.nn import functional
 from versions import needs_trainer
 
 import parallel_ext as px
-from parallel_ext.sharding.slices import local_part
 from parallel_ext.training import trainer as px_trainer
 
 pytestmark = needs_trainer
