@@ -420,7 +420,7 @@ def test_what_is_no_parallel_model_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [transformers.LlamaModel, transformers.LlamaForSequenceClassification]
+    "cls", [transformers.LlamaModel, transformers.LlamaForQuestionAnswering]
 )
 def test_only_the_class_with_an_output_head_is_served(cls: type) -> None:
     model = cls(TINY.model().config)
