@@ -419,9 +419,7 @@ def test_what_is_no_parallel_model_is_named() -> None:
         px.GradScaler(0.0)
 
 
-@pytest.mark.parametrize(
-    "cls", [transformers.LlamaModel, transformers.LlamaForQuestionAnswering]
-)
+@pytest.mark.parametrize("cls", [transformers.LlamaModel, transformers.LlamaForQuestionAnswering])
 def test_only_the_class_with_an_output_head_is_served(cls: type) -> None:
     model = cls(TINY.model().config)
     with pytest.raises(ValueError, match=f"{cls.__name__} is not served: .* ...ForCausalLM"):
