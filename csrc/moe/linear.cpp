@@ -71,7 +71,8 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_linear>(library)
       .kernel<moe_linear_kernel>()
       .meta<moe_linear_meta>()
-      .gradient<MoeLinear>();
+      .gradient<MoeLinear>()
+      .autocast<0, 1>();
   implement<moe_linear_backward>(library)
       .kernel<moe_linear_backward_kernel>()
       .meta<moe_linear_backward_meta>();

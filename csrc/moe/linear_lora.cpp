@@ -123,9 +123,11 @@ struct MoeLoraLinear : Gradient<MoeLoraLinear, moe_lora_linear, Saved<0, 1, 2, 3
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  // Autocast leaves lora_a and lora_b to the kernel, which casts them to the dtype of the rows.
   implement<moe_lora_linear>(library)
       .kernel_by<moe_lora_linear_forward>()
-      .gradient<MoeLoraLinear>();
+      .gradient<MoeLoraLinear>()
+      .autocast<0, 1>();
   implement<moe_lora_linear_forward>(library)
       .kernel<moe_lora_linear_forward_kernel>()
       .meta<moe_lora_linear_forward_meta>();

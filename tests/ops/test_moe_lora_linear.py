@@ -197,3 +197,12 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_every_rank_refuses(case):
     assert_refused(__name__, case)
+
+
+def test_autocast_multiplies_in_the_lower_precision_and_keeps_fp32_gradients() -> None:
+    tensors = _tensors([3, 0, 2], 2, torch.float32, torch.float32)
+    expected = _ours(tensors, [3, 0, 2], torch.ones(5, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = _ours(tensors, [3, 0, 2], torch.ones(5, 4, dtype=torch.bfloat16))
+    assert [tensor.dtype for tensor in actual] == [torch.bfloat16, *[torch.float32] * 4]
+    assert max(map(relative_error, actual, expected)) <= TOLERANCE[torch.bfloat16]

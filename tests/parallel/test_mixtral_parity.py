@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -329,6 +330,29 @@ def test_fp32_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
     for ours, theirs in pool(layout.world).run(errors_in, TinyMixtral(), layout, torch.float32):
         for name, error in ours.items():
             assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
+
+
+def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors against fp64 of both in bf16, in which the experts' products must be."""
+    plain, products = ops.moe_linear, set()
+
+    def moe_linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = plain(*args, **kwargs)
+        products.add(rows.dtype)
+        return rows
+
+    with mock.patch.object(ops, "moe_linear", moe_linear):
+        # One layer: in the next one a last bit of bf16 may choose another expert.
+        errors = errors_in(TinyMixtral(layers=1), layout, torch.float32, torch.bfloat16)
+    assert products == {torch.bfloat16}
+    return errors
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
+def test_autocast_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
+    for ours, theirs in pool(layout.world).run(_under_autocast, layout):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[torch.bfloat16]), name
 
 
 def _bits(layout: Layout) -> list[torch.Tensor]:

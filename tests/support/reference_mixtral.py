@@ -259,9 +259,12 @@ def differences_of_steps(
 
 
 def errors_in(
-    tiny: TinyMixtral, layout: Layout, dtype: torch.dtype
+    tiny: TinyMixtral, layout: Layout, dtype: torch.dtype, lower: torch.dtype | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
+    """Errors against fp64 of our gradients and of the single process', both in ``dtype``.
+
+    With a ``lower`` dtype both compute in it by autocast.
+    """
     exact = tiny.model()
     single = replace(tiny, dtype=dtype).model()
     single.load_state_dict(exact.state_dict())
@@ -269,8 +272,10 @@ def errors_in(
     model = px.data_parallel(parallel(single, mesh), mesh)
     whole, own = batches(tiny, layout.dp)
     exact(**whole).loss.backward()
-    single(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
+    with torch.autocast("cpu", lower, enabled=lower is not None):
+        losses = single(**whole).loss, model(**own[mesh.dp_rank]).loss
+    for loss in losses:
+        loss.backward()
     truth = gradients_of(exact)
     theirs = {name: difference(g, truth[name]) for name, g in gradients_of(single).items()}
     return shard_differences(model, truth, True), theirs
