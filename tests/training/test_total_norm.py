@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from ranks import Raised, pool
+from reference import Tiny, parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import parallel_ext as px
 from parallel_ext.training.gradients import total_norm
@@ -32,3 +36,31 @@ def test_all_ranks_of_a_grid_raise_where_one_holds_another_gradient() -> None:
         assert isinstance(raised, Raised), raised
         assert raised.type == "DisagreementError"
         assert "is 4.0 on ranks 0, 2, 3 and 5.0 on rank 1; average these" in raised.text
+
+
+class _Wide(TorchDispatchMode):
+    """Notes down every tensor in fp64 that has more numbers than there are gradients."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+                self.sizes.append(tensor.numel())
+        return output
+
+
+def test_the_norm_makes_no_copy_of_a_gradient_in_fp64() -> None:
+    """On a GPU such copies are many times the traffic of the norm."""
+    model = parallel(Tiny(dtype=torch.bfloat16).model(), px.init_mesh())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    with _Wide() as wide:
+        norm = px.clip_grad_norm_(model, 1e9)
+    assert norm.item() == pytest.approx(numel**0.5)
+    assert 0 < max(wide.sizes) <= len(list(model.parameters())) + 1
