@@ -1,0 +1,107 @@
+"""Private names of other packages: each stands in docs/internals.md, and is still there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers
+
+import parallel_ext as px
+
+PACKAGE = Path(px.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
+_ROW = re.compile(r"^\| `([\w.()]+)` \|", re.MULTILINE)
+PACKAGES = ("torch.", "transformers.", "peft.", "accelerate.", "sys.")
+
+
+def _trees() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _made_here(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] * (getattr(node.value, "id", "") == "self")
+
+
+def _used_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] != "parallel_ext":
+            yield from node.module.split(".")
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant):
+                yield name.value
+
+
+def _names_of_others() -> set[str]:
+    trees = _trees()
+    made = {name for tree in trees for name in _made_here(tree)}
+    used = {name for tree in trees for name in _used_in(tree) if _is_private(name)}
+    return used - made
+
+
+def _listed() -> list[str]:
+    section = PAGE.read_text().split("## Private names of others")[1].split("\n## ")[0]
+    return _ROW.findall(section)
+
+
+def test_each_private_name_of_others_is_listed() -> None:
+    listed = [part for name in _listed() for part in name.replace("()", "").split(".")]
+    assert _names_of_others() - set(listed) == set()
+    used = {name for tree in _trees() for name in _used_in(tree)}
+    assert [name for name in _listed() if name.rpartition(".")[2] not in used] == []
+
+
+def _has(path: str, attribute: str) -> bool:
+    """Whether the objects of a class have an attribute."""
+    if path == "accelerate.Accelerator":  # making one changes the process
+        return f"self.{attribute} = " in inspect.getsource(accelerate.Accelerator)
+    ways = {
+        "torch.nn.Module": torch.nn.Module,
+        "torch.nn.Parameter": lambda: torch.nn.Parameter(torch.zeros(1)),
+        "transformers.PreTrainedConfig": transformers.LlamaConfig,
+        "peft.LoraConfig": peft.LoraConfig,
+    }
+    return hasattr(ways[path](), attribute)
+
+
+def _named(path: str) -> object:
+    package, *attributes = path.split(".")
+    found, name = importlib.import_module(package), package
+    for attribute in attributes:
+        name = f"{name}.{attribute}"
+        if not hasattr(found, attribute):
+            importlib.import_module(name)
+        found = getattr(found, attribute)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in _listed() if name.startswith(PACKAGES)])
+def test_it_is_still_there(name: str) -> None:
+    if "()." in name:
+        assert _has(*name.split("()."))
+    else:
+        _named(name)
