@@ -7,14 +7,15 @@
 #   make demo-checkpoint    a job that is stopped and killed, and resumes elsewhere
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
-#   make test-oldest  the suite with the oldest supported transformers
+#   make test-oldest  the suite with the oldest supported transformers, PEFT and accelerate
 #   make docs    pages of all public names, into docs/api
 #   make interplay-page   the table of docs/interplay.md, from its cases
 #   make test-interplay  docs/interplay.md with the newest releases of others, pre-releases too
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-TRANSFORMERS ?= transformers
+# More requirements, for example transformers==5.15.0.
+ALSO ?=
 MAX_JOBS ?= 2
 WORK ?= .work
 # Test files that run at a time; each starts ranks of its own.
@@ -39,7 +40,7 @@ $(VENV)/installed: $(VENV)/environment $(SOURCES)
 	rm -rf $(WORK)/dist
 	$(ENV) $(PY) -m build --quiet --no-isolation --outdir $(WORK)/dist .
 	$(PY) -m pip install --quiet --force-reinstall --no-deps $(WORK)/dist/*.whl
-	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint,plot]" $(TORCH) "$(TRANSFORMERS)"
+	$(PY) -m pip install --quiet "$$(ls $(WORK)/dist/*.whl)[test,demo,lint,plot]" $(TORCH) $(ALSO)
 	touch $@
 
 $(WORK)/smollm2/config.json: $(VENV)/installed
@@ -68,9 +69,10 @@ test: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m "not slow" \
 	    -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# The same suite with the oldest transformers that is supported, in an environment of its own.
+# The same suite with the oldest releases that are supported, in an environment of its own.
 test-oldest:
-	$(MAKE) test VENV=$(VENV)-oldest TRANSFORMERS=transformers==5.15.0
+	$(MAKE) test VENV=$(VENV)-oldest \
+	    ALSO="transformers==5.15.0 peft==0.21.0 accelerate==1.13.0 trl==1.16.0"
 
 # May fail: it shows early what the next releases of others will change.
 test-interplay:
