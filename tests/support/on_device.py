@@ -90,4 +90,5 @@ def assert_as_in_fp64(function: Callable[..., Any], args: Any, device: torch.dev
             if not truth.is_floating_point():
                 assert torch.equal(actual, truth), f"answer {number}"
             else:
-                assert relative_error(actual, truth) <= bound, f"answer {number}"
+                error = relative_error(actual, truth)
+                assert error <= bound, f"answer {number}: {error:.1e}"
