@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def cuda(device: torch.device) -> torch.device:
     """Return the GPU, for what no CPU can show."""
     if device.type != "cuda":
-        pytest.skip("only a GPU can show this: the CPU has no streams to wait for")
+        pytest.skip("only a GPU can show this: a CPU has no stream that the host waits for")
     return device
 
 
