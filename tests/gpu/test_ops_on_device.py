@@ -62,7 +62,7 @@ def _adapted(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 LARGER: dict[str, tuple[Callable[..., Any], Callable[[], tuple]]] = {
-    "embedding": (_embedding, lambda: (torch.randint(0, 1003, (3, 67)), _rows(1003, 37))),
+    "embedding": (_embedding, lambda: (torch.arange(201).view(3, 67), _rows(1003, 37))),
     "embedding of one id": (_embedding, lambda: (torch.full((2, 300), 7), _rows(1003, 8))),
     "embedding without rows": (_empty_embedding, lambda: (torch.tensor([0, 5]), _rows(0, 4))),
     "loss of one id": (_loss, lambda: (_rows(5, 1), torch.zeros(5, dtype=torch.int64))),
