@@ -7,6 +7,7 @@
 #   make demo-checkpoint    a job that is stopped and killed, and resumes elsewhere
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
+#   make test-gpu     tests/gpu with PYTHON's own torch, offline; says so where there is no GPU
 #   make test-oldest  the suite with the oldest supported transformers, PEFT and accelerate
 #   make docs    pages of all public names, into docs/api
 #   make interplay-page   the table of docs/interplay.md, from its cases
@@ -26,7 +27,7 @@ ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer test test-oldest
-.PHONY: demo-checkpoint test-interplay test-slow interplay-page docs lint bench clean
+.PHONY: demo-checkpoint test-interplay test-slow test-gpu interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -85,6 +86,10 @@ interplay-page: $(VENV)/installed
 
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
+
+# With the torch and the packages of PYTHON; builds for its GPU alone, into $(WORK)/gpu.
+test-gpu:
+	@$(PYTHON) tests/gpu/run.py $(WORK)/gpu
 
 docs: $(VENV)/installed
 	$(ENV) $(PY) docs/build_api.py docs/api
