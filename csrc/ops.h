@@ -88,6 +88,33 @@ PARALLEL_EXT_OP(repeat_heads, at::Tensor(const at::Tensor& input, int64_t head_d
 PARALLEL_EXT_OP(repeat_heads_backward,
                 at::Tensor(const at::Tensor& grad_output, int64_t head_dim, int64_t times));
 
+// --- linear/block_bias.cpp ---
+
+// input [..., the width of the blocks] + bias [F] of this rank's rows, as of the weights of
+// block_linears. Backward: summed over all tokens, then as the gradient of such a weight.
+PARALLEL_EXT_OP(block_bias,
+                at::Tensor(const at::Tensor& input, const at::Tensor& bias, at::IntArrayRef blocks,
+                           int64_t copies, int64_t num_blocks, const Group& group));
+
+// -> the gradient of the bias.
+PARALLEL_EXT_OP(block_bias_backward,
+                at::Tensor(const at::Tensor& grad_output, const at::Tensor& bias,
+                           at::IntArrayRef blocks, int64_t copies, int64_t num_blocks,
+                           const Group& group));
+
+// sharded input [..., heads, D] times the replicated weight [D]; `blocks` are ranges of this rank's
+// heads. Backward: the weight's gradient is summed over all tokens and heads of a block, and the
+// blocks over the tree.
+PARALLEL_EXT_OP(block_scale,
+                at::Tensor(const at::Tensor& input, const at::Tensor& weight,
+                           at::IntArrayRef blocks, int64_t num_blocks, const Group& group));
+
+// -> gradients of input and weight.
+PARALLEL_EXT_OP(block_scale_backward,
+                Tensors<2>(const at::Tensor& grad_output, const at::Tensor& input,
+                           const at::Tensor& weight, at::IntArrayRef blocks, int64_t num_blocks,
+                           std::array<bool, 2> needed, const Group& group));
+
 // --- linear/fixed_silu.cpp ---
 
 // input * sigmoid(input), in fp32 or wider, rounded once; the bits of an element depend on nothing

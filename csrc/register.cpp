@@ -112,6 +112,14 @@ TORCH_LIBRARY(parallel_ext, library) {
       "bool[3] needed) -> (Tensor, Tensor, Tensor)");
   def("repeat_heads(Tensor input, int head_dim, int times) -> Tensor");
   def("repeat_heads_backward(Tensor grad_output, int head_dim, int times) -> Tensor");
+  def("block_bias(Tensor input, Tensor bias, int[] blocks, int copies, int num_blocks, "
+      "int group_size, str group_name) -> Tensor");
+  def("block_bias_backward(Tensor grad_output, Tensor bias, int[] blocks, int copies, "
+      "int num_blocks, int group_size, str group_name) -> Tensor");
+  def("block_scale(Tensor input, Tensor weight, int[] blocks, int num_blocks, int group_size, "
+      "str group_name) -> Tensor");
+  def("block_scale_backward(Tensor grad_output, Tensor input, Tensor weight, int[] blocks, "
+      "int num_blocks, bool[2] needed, int group_size, str group_name) -> (Tensor, Tensor)");
   def("fixed_silu(Tensor input) -> Tensor");
   def("fixed_silu_backward(Tensor grad_output, Tensor input) -> Tensor");
   def("lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "

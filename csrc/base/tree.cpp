@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -155,6 +156,15 @@ at::Tensor tree_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtype
   std::vector<TreeNode> nodes;
   for (size_t i = 0; i < addends.size(); ++i) nodes.push_back({static_cast<int64_t>(i), 1});
   return tree_sum(nodes, addends, dtype);
+}
+
+at::Tensor column_sums(const at::Tensor& rows, at::ScalarType dtype) {
+  if (rows.size(0) == 0) return at::zeros({rows.size(1)}, rows.options().dtype(dtype));
+  const at::Tensor sums = rows.to(wide_type(rows), /*non_blocking=*/false, /*copy=*/true);
+  for (int64_t left = rows.size(0); left > 1; left -= left / 2) {  // the last half to the first
+    sums.narrow(0, 0, left / 2).add_(sums.narrow(0, left - left / 2, left / 2));
+  }
+  return sums[0].to(dtype);
 }
 
 }  // namespace parallel_ext

@@ -29,4 +29,8 @@ at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Te
 // The same for addends, the nodes (0, 1), (1, 1), ...
 at::Tensor tree_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtype);
 
+// The sum of the rows of [N, W], in an order that depends on N alone: added in fp32, or in fp64 for
+// fp64, and cast once to `dtype`.
+at::Tensor column_sums(const at::Tensor& rows, at::ScalarType dtype);
+
 }  // namespace parallel_ext

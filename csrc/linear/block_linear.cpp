@@ -39,13 +39,13 @@ bool always_by_blocks() {
 
 }  // namespace
 
-bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size) {
-  constexpr int64_t kLeast = 16;
+bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype) {
+  if (dtype == at::kDouble) return false;  // its kernels depend on the sizes
   for (size_t i = 0; i < blocks.size(); ++i) {
-    if (blocks[i].size < kLeast) return false;
+    if (blocks[i].size < kLeastOfProduct) return false;
     if (i > 0 && blocks[i].start != blocks[i - 1].start + blocks[i - 1].size) return false;
   }
-  return !blocks.empty() && !always_by_blocks() && other_size >= kLeast;
+  return !blocks.empty() && !always_by_blocks() && other_size >= kLeastOfProduct;
 }
 
 std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size) {
@@ -61,12 +61,49 @@ std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t siz
   return blocks;
 }
 
+at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
+                       int64_t num_blocks, const Group& group) {
+  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
+  const int64_t rank = rank_in_group(op, group);
+  int64_t first = bounds[rank], last = bounds[rank + 1];
+  const bool apart =
+      std::any_of(bounds.begin(), bounds.end(), [&](int64_t bound) { return bound % copies != 0; });
+  std::vector<at::Tensor> parts = of_blocks.unbind(0);
+  if (apart) {  // some rows are held by several ranks
+    int64_t most = 0;
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      most = std::max(most, bounds[peer + 1] - bounds[peer]);
+    }
+    std::vector<int64_t> shape = of_blocks.sizes().vec();
+    shape[0] = most;
+    const at::Tensor message = pooled_empty(shape, of_blocks.options());
+    message.narrow(0, 0, of_blocks.size(0)).copy_(of_blocks);
+    const at::Tensor all = all_gather(op, message, group);
+    parts.clear();
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      for (int64_t i = 0; i < bounds[peer + 1] - bounds[peer]; ++i) parts.push_back(all[peer][i]);
+    }
+    first -= first % copies;
+    last = std::min(num_blocks, (last + copies - 1) / copies * copies);
+    parts = std::vector<at::Tensor>(parts.begin() + first, parts.begin() + last);
+  }
+  const int64_t rows = of_blocks.size(1);
+  at::Tensor grad =
+      at::empty({(last - first) / copies * rows, of_blocks.size(2)}, of_blocks.options());
+  for (int64_t shared = 0; shared < (last - first) / copies; ++shared) {
+    const auto begin = parts.begin() + shared * copies;
+    grad.narrow(0, shared * rows, rows)
+        .copy_(tree_sum(std::vector<at::Tensor>(begin, begin + copies), grad.scalar_type()));
+  }
+  return grad;
+}
+
 namespace {
 
 // -> [T, width of the blocks]: rows [T, K] times the blocks' rows of the weight [F, K].
 at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, const Blocks& blocks) {
   at::Tensor out = at::empty({rows.size(0), width_of(blocks)}, rows.options());
-  if (can_merge_blocks(blocks, rows.size(0))) {
+  if (can_merge_blocks(blocks, rows.size(0), rows.scalar_type())) {
     fixed_product(out, rows, weight.narrow(0, blocks[0].start, out.size(1)).t());
     return out;
   }
@@ -82,7 +119,7 @@ at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, cons
 // The gradient of the rows of a weight: grad^T rows, a product a block where the blocks are small.
 at::Tensor grad_of_rows(const at::Tensor& grad, const at::Tensor& rows, const Blocks& blocks) {
   at::Tensor out = at::empty({width_of(blocks), rows.size(1)}, rows.options());
-  if (can_merge_blocks(blocks, rows.size(1))) {
+  if (can_merge_blocks(blocks, rows.size(1), rows.scalar_type())) {
     fixed_product(out, grad.t(), rows);
     return out;
   }
@@ -144,45 +181,6 @@ Tensors<3> block_linears_meta(const at::Tensor& input, const at::Tensor&, const 
   return {output(0), output(1), output(2)};
 }
 
-// The gradient of rows that `copies` consecutive ones of all blocks share, over the tree of these;
-// the ranks that hold one of them get the same. `of_blocks` [own blocks, rows, K].
-at::Tensor shared_grad(const at::Tensor& of_blocks, int64_t copies, int64_t num_blocks,
-                       const Group& group) {
-  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
-  const int64_t rank = rank_in_group(ColumnCall::kOp, group);
-  int64_t first = bounds[rank], last = bounds[rank + 1];
-  const bool apart =
-      std::any_of(bounds.begin(), bounds.end(), [&](int64_t bound) { return bound % copies != 0; });
-  std::vector<at::Tensor> parts = of_blocks.unbind(0);
-  if (apart) {  // some rows are held by several ranks
-    int64_t most = 0;
-    for (int64_t peer = 0; peer < group.size; ++peer) {
-      most = std::max(most, bounds[peer + 1] - bounds[peer]);
-    }
-    std::vector<int64_t> shape = of_blocks.sizes().vec();
-    shape[0] = most;
-    const at::Tensor message = pooled_empty(shape, of_blocks.options());
-    message.narrow(0, 0, of_blocks.size(0)).copy_(of_blocks);
-    const at::Tensor all = all_gather(ColumnCall::kOp, message, group);
-    parts.clear();
-    for (int64_t peer = 0; peer < group.size; ++peer) {
-      for (int64_t i = 0; i < bounds[peer + 1] - bounds[peer]; ++i) parts.push_back(all[peer][i]);
-    }
-    first -= first % copies;
-    last = std::min(num_blocks, (last + copies - 1) / copies * copies);
-    parts = std::vector<at::Tensor>(parts.begin() + first, parts.begin() + last);
-  }
-  const int64_t rows = of_blocks.size(1);
-  at::Tensor grad =
-      at::empty({(last - first) / copies * rows, of_blocks.size(2)}, of_blocks.options());
-  for (int64_t shared = 0; shared < (last - first) / copies; ++shared) {
-    const auto begin = parts.begin() + shared * copies;
-    grad.narrow(0, shared * rows, rows)
-        .copy_(tree_sum(std::vector<at::Tensor>(begin, begin + copies), grad.scalar_type()));
-  }
-  return grad;
-}
-
 Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tensor& grad_second,
                                          const at::Tensor& grad_third, const at::Tensor& input,
                                          const at::Tensor& weight, const at::Tensor& second,
@@ -227,7 +225,7 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
     for (int64_t number = 0; number < num_own; ++number) {
       fixed_product(of_blocks[number], grads[i].narrow(1, number * size, size).t(), rows);
     }
-    return shared_grad(of_blocks, copies, num_blocks, group);
+    return shared_grad(op, of_blocks, copies, num_blocks, group);
   };
   const at::Tensor first = grad_weight(0), of_second = grad_weight(1);  // in one order on all ranks
   return {grad_input, first, of_second, grad_weight(2)};
@@ -292,7 +290,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
   }
   if (needed[1]) {
     grad_weight = at::empty_like(weight);
-    if (can_merge_blocks(blocks, weight.size(0))) {
+    if (can_merge_blocks(blocks, weight.size(0), weight.scalar_type())) {
       fixed_product(grad_weight, grad.t(), rows);
     } else {
       for (const Range block : blocks) {
@@ -301,7 +299,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
       }
     }
   }
-  return {grad_input, grad_weight, needed[2] ? grad.sum(0) : nothing()};
+  return {grad_input, grad_weight, needed[2] ? column_sums(grad, grad.scalar_type()) : nothing()};
 }
 
 Tensors<3> block_row_linear_backward_meta(const at::Tensor&, const at::Tensor& input,

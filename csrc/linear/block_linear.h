@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/product.h"
+#include "comm/comm.h"
 
 namespace parallel_ext {
 
@@ -17,6 +18,11 @@ std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t siz
 // and nowhere is a product so small that the BLAS takes another kernel for it, as MKL's sgemm does
 // below 4 rows or 10 columns. `other_size`: rows of the product where its columns are in blocks, or
 // columns where its rows are.
-bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size);
+bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype);
+
+// The gradient of rows that `copies` consecutive ones of all blocks share, over the tree of these;
+// the ranks that hold one of them get the same. `of_blocks` [own blocks, rows, K].
+at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
+                       int64_t num_blocks, const Group& group);
 
 }  // namespace parallel_ext

@@ -67,8 +67,8 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const Tokens tokens = tokens_of(loss, labels);
   const auto wide = wide_type(input);
   const auto tiles = ranges_of(input.size(0), tokens_of_tile(input));
-  const bool by_one =
-      can_merge_blocks(blocks, input.size(1)) && (tiles.empty() || tiles.back().size >= 16);
+  const bool by_one = can_merge_blocks(blocks, input.size(1), input.scalar_type()) &&
+                      (tiles.empty() || tiles.back().size >= kLeastOfProduct);
   const auto options = input.options().dtype(type_ahead(input));
   at::Tensor grad_input = at::empty({0}, options), grad_head = at::empty({0}, options);
   if (needed[0]) grad_input = at::zeros(input.sizes(), options);

@@ -23,20 +23,14 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         ValueError: names what cannot.
     """
     attention, mlp = spec.attention, spec.mlp
-    inputs = [f"{spec.head}.bias"]
-    for path, block in spec.blocks(names).items():
-        if isinstance(block, AttentionNames):
-            inputs += [f"{path}.{name}.bias" for name in (block.query, block.key, block.value)]
-        elif isinstance(block, RegionNames):
-            inputs += [f"{path}.{name}.bias" for name in block.inputs]
     missing = {
         "experts": spec.mixture is not None,
         "blocks beside the decoder layers": bool(spec.regions or spec.shared),
         "no output head": spec.head is None,
         "an MLP of another kind than gate, up and down": not _is_plain(mlp),
         "an attention of another kind": attention is None or attention.is_joined,
-        "norms of heads": bool(attention and (attention.head_norms or attention.full_norms)),
-        "biases of layers sharded by output features": any(name in names for name in inputs),
+        "norms over all heads": bool(attention and attention.full_norms),
+        "a bias of the output head": f"{spec.head}.bias" in names,
     }
     if found := [what for what, is_there in missing.items() if is_there]:
         raise ValueError(
@@ -82,6 +76,11 @@ def plan_in_blocks(
         layout = shard_along(name, shapes[name], dim, held)
         found[name] = replace(layout, blocks=tuple(ranges))
 
+    def shard_rows(path: str, ranges: Sequence[Range]) -> None:
+        for name in (f"{path}.weight", f"{path}.bias"):
+            if name in shapes:
+                shard(name, 0, ranges)
+
     vocabulary = split_in_blocks(sizes.vocab_size, blocks, vocab_multiple_of)
     for path in spec.ends:
         if f"{path}.weight" in shapes:
@@ -94,14 +93,14 @@ def plan_in_blocks(
     for path, block in spec.blocks(shapes).items():
         if isinstance(block, AttentionNames):
             block.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
-            shard(f"{path}.{block.query}.weight", 0, query)
-            shard(f"{path}.{block.key}.weight", 0, key_value)
-            shard(f"{path}.{block.value}.weight", 0, key_value)
+            shard_rows(f"{path}.{block.query}", query)
+            shard_rows(f"{path}.{block.key}", key_value)
+            shard_rows(f"{path}.{block.value}", key_value)
             shard(f"{path}.{block.output}.weight", 1, query)
             continue
         for name in block.inputs:
-            weight = f"{path}.{name}.weight"
-            shard(weight, 0, split_in_blocks(shapes[weight][0], blocks))
+            inner = shapes[f"{path}.{name}.weight"][0]
+            shard_rows(f"{path}.{name}", split_in_blocks(inner, blocks))
         for name in block.outputs:
             weight = f"{path}.{name}.weight"
             shard(weight, 1, split_in_blocks(shapes[weight][1], blocks))

@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.ops import Group
+from parallel_ext.ops import Blocks, Group
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
 
@@ -20,8 +20,10 @@ class BlockColumnLinear(ShardedModule):
 
     Args:
         weight: [F, K], the rows of this rank.
-        layouts: of ``weight``, with blocks.
+        bias: [F], of the same rows, or None.
+        layouts: of both, with blocks.
         group: the tensor-parallel group.
+        copies: that many consecutive blocks hold the same rows.
         head_dim: features of a head, where heads are repeated.
         repeats: how often each head is returned, one behind the other.
 
@@ -32,17 +34,18 @@ class BlockColumnLinear(ShardedModule):
     def __init__(
         self,
         weight: nn.Parameter,
+        bias: nn.Parameter | None,
         layouts: dict[str, TensorLayout],
         group: Group,
+        copies: int = 1,
         head_dim: int = 1,
         repeats: int = 1,
     ) -> None:
         super().__init__(layouts, group)
         self.out_features, self.in_features = layouts["weight"].shape
-        self.weight = weight
-        self.register_parameter("bias", None)
+        self.weight, self.bias = weight, bias
         self.blocks = own_blocks(layouts["weight"], group.rank)
-        self.head_dim, self.repeats = head_dim, repeats
+        self.copies, self.head_dim, self.repeats = copies, head_dim, repeats
         self.computed: tuple[torch.Tensor, torch.Tensor] | None = None  # input and output
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -53,6 +56,8 @@ class BlockColumnLinear(ShardedModule):
                 "input, which must be that of the attention or MLP around it, unchanged"
             )
         output = computed[1]
+        if self.bias is not None:
+            output = ops.block_bias(output, self.bias, self.blocks, self.copies, self.group)
         return (
             output if self.repeats == 1 else ops.repeat_heads(output, self.head_dim, self.repeats)
         )
@@ -63,11 +68,10 @@ class ComputedTogether:
 
     Args:
         layers: at most three :class:`BlockColumnLinear` inside the module.
-        copies: as of :func:`parallel_ext.ops.block_linears`.
     """
 
-    def __init__(self, layers: Sequence[str], copies: int = 1) -> None:
-        self.layers, self.copies = tuple(layers), copies
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = tuple(layers)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         input = args[0] if args else kwargs["hidden_states"]
@@ -76,7 +80,7 @@ class ComputedTogether:
             input,
             [layer.weight for layer in layers],
             [layer.blocks for layer in layers],
-            self.copies,
+            layers[-1].copies,
             layers[0].group,
         )
         for layer, output in zip(layers, outputs, strict=True):
@@ -109,6 +113,31 @@ class BlockRowLinear(ShardedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.block_row_linear(input, self.weight, self.blocks, self.bias, self.group)
+
+
+class BlockHeadNorm(nn.Module):
+    """RMSNorm of single heads, of which each rank holds some.
+
+    Args:
+        weight: [head_dim], replicated.
+        eps: added to the mean of the squares.
+        blocks: of the heads.
+        group: the tensor-parallel group.
+
+    Called with this rank's heads [..., heads, head_dim] it returns them normalised, in the same
+    dtype; computed in fp32, or in fp64 for fp64.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, blocks: Blocks, group: Group) -> None:
+        super().__init__()
+        self.weight, self.eps, self.blocks, self.group = weight, eps, blocks, group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        dtype = torch.promote_types(input.dtype, self.weight.dtype)
+        heads, weight = normalized.to(input.dtype).to(dtype), self.weight.to(dtype)
+        return ops.block_scale(heads, weight, self.blocks, self.group)
 
 
 class FixedSilu(nn.Module):

@@ -34,6 +34,7 @@ def causal_lm_loss(
     head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     compared: Piece | None = None,
     blocks: ops.Blocks | None = None,
+    sums_over_dp: bool = False,
     **options: Any,
 ) -> torch.Tensor:
     """Return the next-token cross entropy, averaged over the valid tokens of all dp ranks.
@@ -52,12 +53,13 @@ def causal_lm_loss(
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
         compared: a part of a parameter that the dp ranks compare meanwhile.
         blocks: of the rows of ``head`` under ``px.Invariant``, else None.
+        sums_over_dp: whether the caller sums the losses of the dp ranks, instead of averaging.
         options: those of ``LOSS_OPTIONS``.
 
     Returns:
         ``local_sum * dp_size / count``, a scalar, equal on the tp ranks: the mean over the dp ranks
         is the loss of the job, and the mean of their gradients is its gradient. NaN when no token
-        of the job is valid, as in torch.
+        of the job is valid, as in torch. With ``sums_over_dp`` it is ``local_sum / count``.
 
     Raises:
         DisagreementError: some dp ranks compute gradients and others do not, as when one of them
@@ -85,7 +87,7 @@ def causal_lm_loss(
         count = counted if count is None else count
     if isinstance(count, torch.Tensor):
         count = count.to(local_sum)
-    return local_sum * mesh.dp_size / count
+    return local_sum * (1 if sums_over_dp else mesh.dp_size) / count
 
 
 def share_of_loss(loss: torch.Tensor, labels: torch.Tensor, mesh: Mesh) -> torch.Tensor:

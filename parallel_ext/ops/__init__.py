@@ -7,9 +7,11 @@ Every rank of the group must call an op, with shapes that agree, in the same ord
 
 from parallel_ext.ops.blocks import (
     Blocks,
+    block_bias,
     block_linear_cross_entropy,
     block_linears,
     block_row_linear,
+    block_scale,
     fixed_silu,
     repeat_heads,
 )
@@ -47,9 +49,11 @@ __all__ = [
     "LossOptions",
     "RoutePlan",
     "VocabStatistics",
+    "block_bias",
     "block_linear_cross_entropy",
     "block_linears",
     "block_row_linear",
+    "block_scale",
     "column_linear",
     "copy_to_region",
     "fixed_silu",

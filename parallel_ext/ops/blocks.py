@@ -107,6 +107,70 @@ def block_row_linear(
     )
 
 
+def block_bias(
+    input: torch.Tensor,
+    bias: torch.Tensor,
+    blocks: Blocks,
+    copies: int = 1,
+    group: Group = ALONE,
+) -> torch.Tensor:
+    """Add a bias to the output of a layer of :func:`block_linears`.
+
+    Args:
+        input: [..., the width of the blocks], sharded.
+        bias: [F], this rank's rows, same dtype.
+        blocks: of these rows.
+        copies: that many consecutive blocks hold the same rows.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., the width of the blocks], sharded. In backward the gradient of ``bias`` is summed over
+        all tokens in one order, and over the tree of the blocks that share rows.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or blocks do not fit.
+
+    Example:
+        >>> block_bias(torch.zeros(1, 4), torch.arange(4.0), Blocks(((0, 2), (2, 4)), 2))
+        tensor([[0., 1., 2., 3.]])
+    """
+    check_group("block_bias", group)
+    check_tensors("block_bias", input=input, bias=bias)
+    return torch.ops.parallel_ext.block_bias(
+        input, bias, _flat(blocks.own), copies, blocks.count, group.size, group.name
+    )
+
+
+def block_scale(
+    input: torch.Tensor, weight: torch.Tensor, blocks: Blocks, group: Group = ALONE
+) -> torch.Tensor:
+    """Multiply each head of a sharded attention by one weight, as a norm of heads does.
+
+    Args:
+        input: [..., heads, D], this rank's heads.
+        weight: [D], replicated, same dtype.
+        blocks: of the heads.
+        group: the tensor-parallel group.
+
+    Returns:
+        [..., heads, D], sharded. In backward the gradient of ``weight`` is replicated: summed over
+        all tokens and heads of a block in one order, and over the tree of the blocks.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or blocks do not fit.
+
+    Example:
+        >>> block_scale(torch.ones(2, 1), torch.tensor([3.0]), Blocks(((0, 2),), 1))
+        tensor([[3.],
+                [3.]])
+    """
+    check_group("block_scale", group)
+    check_tensors("block_scale", input=input, weight=weight)
+    return torch.ops.parallel_ext.block_scale(
+        input, weight, _flat(blocks.own), blocks.count, group.size, group.name
+    )
+
+
 def repeat_heads(input: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
     """Repeat each head, one behind the other; its gradient is summed over the tree of the repeats.
 

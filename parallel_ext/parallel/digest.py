@@ -7,9 +7,10 @@ import hashlib
 import torch
 from torch import nn
 
+from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding.blocks import counted_blocks
+from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.slices import local_part
 
 
@@ -17,8 +18,9 @@ from parallel_ext.sharding.slices import local_part
 def digest(model: nn.Module, per_parameter: bool = False) -> str | dict[str, str]:
     """Return a digest of all parameters of a model, equal wherever their bits are equal.
 
-    Every rank calls it. It says whether two runs on different layouts are one training, and a
-    second run of a step, or a replica, whose digest differs is one that computed wrongly.
+    Every rank calls it. It says whether two runs on different layouts are one training. A second
+    run of a step whose digest differs, or a rank that holds other bits of what several ranks hold,
+    is one that computed wrongly.
 
     Args:
         model: parallel, with ``px.Invariant``.
@@ -29,6 +31,7 @@ def digest(model: nn.Module, per_parameter: bool = False) -> str | dict[str, str
 
     Raises:
         ValueError: the model has no blocks, so that its shards depend on the layout.
+        DisagreementError: ranks hold different bits of one block; names the ranks.
         CollectiveTimeout: not all ranks called it.
 
     Example:
@@ -42,16 +45,26 @@ def digest(model: nn.Module, per_parameter: bool = False) -> str | dict[str, str
     control.barrier("digest")
     own: dict[tuple[str, int], str] = {}
     for name, parameter, layout in named_shards(model):
-        dim = layout.dim or 0
-        first = layout.ranges(state.mesh.rank)[0][0] if layout.dim is not None else 0
-        for start, stop in counted_blocks(layout, state.mesh.rank):
+        dim, ranges = layout.dim or 0, ((0, layout.shape[0]),)
+        first = 0
+        if layout.blocks:
+            ranges = own_blocks(layout, state.mesh.rank).own
+            first = layout.ranges(state.mesh.rank)[0][0]
+        for start, stop in dict.fromkeys(ranges):  # of equal ones, one
             block = local_part(parameter).narrow(dim, start, stop - start).contiguous().cpu()
             data = block.flatten().view(torch.uint8).numpy()
             own[layout.name or name, first + start] = hashlib.sha256(data).hexdigest()
-    everyone = control.all_gather_object(own)
-    blocks = {key: value for ranks in everyone for key, value in ranks.items()}
+    blocks: dict[tuple[str, int], tuple[int, str]] = {}
+    for rank, of_rank in enumerate(control.all_gather_object(own)):
+        for key, value in of_rank.items():
+            lowest, expected = blocks.setdefault(key, (rank, value))
+            if value != expected:
+                raise DisagreementError(
+                    f"digest: ranks {lowest} and {rank} hold different bits of {key[0]} (from "
+                    f"{key[1]} on), which must be equal"
+                )
     lines: dict[str, list[str]] = {}
-    for (name, start), value in sorted(blocks.items()):
+    for (name, start), (_, value) in sorted(blocks.items()):
         lines.setdefault(name, []).append(f"{start} {value}")
     found = {
         name: hashlib.sha256("\n".join(of_name).encode()).hexdigest()

@@ -137,6 +137,7 @@ def _with_loss(
     loss = call.loss(
         *(logits, labels, model.config.vocab_size, state.vocab_range, state.mesh),
         compared=compared,
+        sums_over_dp=state.in_leaf,
         **options,
     )
     if compared is not None:
@@ -371,5 +372,7 @@ def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
     trains = model.training and torch.is_grad_enabled()
     # On a GPU the comparison would wait for the device.
     if not trains or state.mesh.dp_size == 1 or state.mesh.device.type != "cpu":
+        return None
+    if state.in_leaf:  # of which the dp ranks may have unequally many
         return None
     return state.turn_over_dp.now(model)

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import transformers.activations
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.blocks import AttentionNames
+from parallel_ext.models.blocks import AttentionNames, RegionNames
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear, ComputedTogether, FixedSilu
+from parallel_ext.nn.blocks import (
+    BlockColumnLinear,
+    BlockHeadNorm,
+    BlockRowLinear,
+    ComputedTogether,
+    FixedSilu,
+)
+from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import Replacer
 from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
+_HEAD_NORMS = ("Qwen3RMSNorm",)  # in fp32, rounded, then times the weight
 
 
-def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
+def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
     """Raise unless a model can be trained with the same bits on any layout.
+
+    Args:
+        model: the plain model.
+        spec: the names of its modules.
+        mesh: the ranks.
+        leaves: parts of a batch.
 
     Raises:
         ValueError: names what cannot.
     """
-    if mesh.dp_size > 1:
+    if mesh.dp_size > leaves:
         raise ValueError(
-            f"px.Invariant serves tensor parallelism only yet, but the mesh has dp={mesh.dp_size}"
+            f"px.Invariant(leaves={leaves}) divides a batch into fewer parts than dp="
+            f"{mesh.dp_size} ranks; leaves= must be at least dp, and equal where runs are compared"
         )
     if getattr(model.config, "attention_dropout", 0.0):
         raise ValueError(
@@ -33,9 +50,22 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for path, block in spec.blocks(names).items():
+        module = model.get_submodule(path)
         if isinstance(block, AttentionNames):
+            if module.head_dim % 4:
+                raise ValueError(
+                    f"px.Invariant serves heads of a multiple of 4 features, but those of {path} "
+                    f"have {module.head_dim}: torch's attention then has other bits on other tp"
+                )
+            for norm in block.head_norms:
+                kind = type(module.get_submodule(norm)).__name__
+                if kind not in _HEAD_NORMS:
+                    raise ValueError(
+                        f"px.Invariant serves norms of heads of the class "
+                        f"{' or '.join(_HEAD_NORMS)}, but {path}.{norm} is a {kind}"
+                    )
             continue
-        for name, child in model.get_submodule(path).named_children():
+        for name, child in module.named_children():
             if name not in block.modules() and not isinstance(child, _SILU):
                 raise ValueError(
                     f"px.Invariant serves the activation SiLU, but {path}.{name} is a "
@@ -45,30 +75,50 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
 
 def replace_in_blocks(model: nn.Module, plan: Plan) -> None:
     """Replace all modules that the plan's spec names by those of blocks."""
-    spec, config, tp = plan.spec, model.config, plan.mesh.tp
+    spec, config = plan.spec, model.config
     put = Replacer(model, plan.layout, plan.mesh, None)
     put.embedding(spec.embedding, spec.scaled_embedding is not None)
+    numbers = config.num_attention_heads, config.num_key_value_heads
+    heads = AttentionBlocks.of(*numbers, plan.options.invariant.blocks)
     for path, block in spec.blocks(plan.layout).items():
-        module = model.get_submodule(path)
         if isinstance(block, AttentionNames):
-            inputs, outputs = (block.query, block.key, block.value), (block.output,)
-            numbers = config.num_attention_heads, config.num_key_value_heads
-            heads = AttentionBlocks.of(*numbers, plan.options.invariant.blocks)
-            copies, repeats = heads.copies, (1, heads.repeats, heads.repeats)
-            head_dim = module.head_dim
-            module.num_key_value_groups = 1  # each query head gets a key-value head of its own
+            _replace_attention(put, path, block, heads)
         else:
-            inputs, outputs, copies, head_dim = tuple(block.inputs), block.outputs, 1, 1
-            repeats = (1,) * len(inputs)
-            for name, child in list(module.named_children()):
-                if isinstance(child, _SILU):
-                    setattr(module, name, FixedSilu())
-        for name, each in zip(inputs, repeats, strict=True):
-            weight, _, layouts = put.shards(f"{path}.{name}")
-            put.put(f"{path}.{name}", BlockColumnLinear(weight, layouts, tp, head_dim, each))
-        for name in outputs:
-            put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
-        module.register_forward_pre_hook(ComputedTogether(inputs, copies), with_kwargs=True)
+            _replace_mlp(put, path, block)
     put.head(spec.head)
     head = model.get_submodule(spec.head)
-    head.blocks = own_blocks(head.layouts["weight"], tp.rank)
+    head.blocks = own_blocks(head.layouts["weight"], plan.mesh.tp_rank)
+
+
+def _replace_attention(
+    put: Replacer, path: str, names: AttentionNames, heads: AttentionBlocks
+) -> None:
+    module, tp = put.model.get_submodule(path), put.mesh.tp
+    shared = heads.copies, module.head_dim, heads.repeats
+    _replace_inputs(put, path, {names.query: (), names.key: shared, names.value: shared})
+    put.put(f"{path}.{names.output}", BlockRowLinear(*put.shards(f"{path}.{names.output}"), tp))
+    module.num_key_value_groups = 1  # each query head gets a key-value head of its own
+    rows, count = module.get_submodule(names.query).blocks
+    own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
+    for name in names.head_norms:
+        norm = module.get_submodule(name)
+        put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, norm.variance_epsilon, own, tp))
+
+
+def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
+    module, tp = put.model.get_submodule(path), put.mesh.tp
+    for name, child in list(module.named_children()):
+        if isinstance(child, _SILU):
+            setattr(module, name, FixedSilu())
+    _replace_inputs(put, path, {name: () for name in names.inputs})
+    for name in names.outputs:
+        put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
+
+
+def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple[int, ...]]) -> None:
+    """Replace the layers that read one input; ``layers``: what is said about their heads."""
+    for name, of_heads in layers.items():
+        shards = put.shards(f"{path}.{name}")
+        put.put(f"{path}.{name}", BlockColumnLinear(*shards, put.mesh.tp, *of_heads))
+    module = put.model.get_submodule(path)
+    module.register_forward_pre_hook(ComputedTogether([*layers]), with_kwargs=True)

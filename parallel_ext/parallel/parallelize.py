@@ -103,7 +103,7 @@ def parallelize(
         check_mixture(model, spec, mesh, agreement)
         blocks = 0 if invariant is None else invariant.blocks
         if blocks:
-            check_invariant(model, spec, mesh)
+            check_invariant(model, spec, mesh, invariant.leaves)
         layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of, blocks)
         return Plan(mesh, spec, layout, options)
 

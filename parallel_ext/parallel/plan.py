@@ -28,22 +28,26 @@ class Invariant:
         blocks: pieces of each sharded dimension, at least ``tp``. Every sum over such a dimension
             is one product a block, added over a tree that depends on their number alone. A model
             trained with other blocks has other bits.
+        leaves: parts of each global batch, at least ``dp``, of which :func:`train_leaves` runs one
+            forward and backward each. Their losses and gradients are added over the same tree.
 
     Raises:
-        ValueError: ``blocks`` is no positive integer.
+        ValueError: ``blocks`` or ``leaves`` is no positive integer.
 
     Example:
         >>> Invariant(blocks=8)
-        Invariant(blocks=8)
+        Invariant(blocks=8, leaves=1)
     """
 
     blocks: int = 8
+    leaves: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.blocks) is not int or self.blocks < 1:
-            raise ValueError(
-                f"Invariant: blocks must be an integer of at least 1, not {self.blocks!r}"
-            )
+        for name, value in vars(self).items():
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"Invariant: {name} must be an integer of at least 1, not {value!r}"
+                )
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class ParallelState(nn.Module):
         adapted: whether LoRA was added; its modules then join the agreement.
         zero: the stage that ``data_parallel`` was given; None before.
         reduced_by_caller: whether ``no_data_parallel`` was called.
+        in_leaf: whether a leaf of ``train_leaves`` runs, which sums losses and gradients over dp.
         fsdp_sharded: names of the parameters that it has sharded over dp ranks.
         held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
@@ -86,6 +87,7 @@ class ParallelState(nn.Module):
         self.adapted = False
         self.zero: int | None = None
         self.reduced_by_caller = False
+        self.in_leaf = False
         self.fsdp_sharded: frozenset[str] = frozenset()
         self.held: HeldGradients | None = None
         self.generates = False
@@ -118,7 +120,8 @@ class ParallelState(nn.Module):
     @property
     def trains_apart(self) -> bool:
         """Return whether nothing sums the gradients of the dp ranks, so that each trains alone."""
-        return self.mesh.dp_size > 1 and self.zero is None and not self.reduced_by_caller
+        by_caller = self.reduced_by_caller or self.in_leaf
+        return self.mesh.dp_size > 1 and self.zero is None and not by_caller
 
     def get_extra_state(self) -> Marker:
         """Return which shards this rank holds, in numbers that :func:`in_words` names."""

@@ -54,7 +54,7 @@ def spec_for(model: nn.Module) -> ModelSpec:
             f"supported are {', '.join(served())}{why_unserved(model_type)}"
         )
     spec = SPECS[model_type]
-    # Of a mixture nobody has asked what its balance loss is then.
+    # Nobody has defined the balance loss of a mixture that classifies, so it is refused later.
     classifies = isinstance(model, _CLASSIFIERS) and spec.mixture is None
     return spec.without_head() if classifies else spec
 

@@ -71,6 +71,10 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
         if state.zero is not None:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
+        if state.invariant is not None:
+            raise ValueError(
+                "data_parallel: px.Invariant does not shard over dp; train with px.train_leaves"
+            )
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
         return own, state

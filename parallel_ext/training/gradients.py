@@ -178,7 +178,7 @@ def _sum_of_squares(
     blocks = [
         tensor.narrow(layout.dim or 0, start, stop - start).contiguous()
         for tensor, layout in held
-        for start, stop in counted_blocks(layout, mesh.rank)
+        for start, stop in counted_blocks(layout, mesh.tp_rank)
     ]
     counts = [
         sum(len(counted_blocks(layout, rank)) for _, layout in held) for rank in range(mesh.tp_size)

@@ -66,6 +66,7 @@ class OfSpec:
 
     kind: str
     tied: bool = False
+    heads: int = 9
     key_value_heads: int = 3
     vocab_size: int = 101
     dtype: torch.dtype = torch.float64
@@ -73,10 +74,10 @@ class OfSpec:
     def config(self) -> transformers.PreTrainedConfig:
         return transformers.CONFIG_MAPPING[self.kind](
             vocab_size=self.vocab_size,
-            hidden_size=72,
+            hidden_size=8 * self.heads,
             intermediate_size=37,
             num_hidden_layers=2,
-            num_attention_heads=9,
+            num_attention_heads=self.heads,
             num_key_value_heads=self.key_value_heads,
             head_dim=8,
             tie_word_embeddings=self.tied,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference_ops import ALL_SIZES, BOTH_PATHS, on_ranks
 
 from parallel_ext import ops
@@ -136,3 +138,46 @@ def test_blocks_of_heads(
     for (q0, q1), (k0, k1) in zip(found.query, found.key_value, strict=True):
         assert (q0 // group, (q1 - 1) // group + 1) == (k0, k1)
         assert (q1 - q0) == (k1 - k0) * found.repeats
+
+
+def _gradients(op: Callable[[], torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
+    output = op()
+    factors = torch.arange(1.0, output.size(-1) + 1).to(output.dtype)
+    return [output, *torch.autograd.grad((output * factors).sum(), leaves)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 3, 15, 16, 38]),
+    width=st.integers(1, 40),
+    other=st.sampled_from([1, 5, 16, 25, 72]),
+    before=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_bits_of_a_block_do_not_depend_on_its_place(
+    tokens: int, width: int, other: int, before: int, dtype: torch.dtype
+) -> None:
+    """A rank that holds one block computes what one that holds more blocks does."""
+    generator = torch.Generator().manual_seed(tokens)
+    columns = (before + 2) * width
+    own = slice(before * width, (before + 1) * width)
+    bounds = tuple((start, start + width) for start in range(0, columns, width))
+    blocks, alone = Blocks(bounds, before + 2), Blocks(((0, width),), 1)
+    features = torch.randn(tokens, columns, dtype=dtype, generator=generator, requires_grad=True)
+    weight = torch.randn(other, columns, dtype=dtype, generator=generator, requires_grad=True)
+    part, of_part = (t.detach()[:, own].clone().requires_grad_() for t in (features, weight))
+    _, *whole = _gradients(lambda: ops.block_row_linear(features, weight, blocks), features, weight)
+    _, *ours = _gradients(lambda: ops.block_row_linear(part, of_part, alone), part, of_part)
+    for expected, found in zip(whole, ours, strict=True):
+        assert torch.equal(expected[:, own], found)
+
+    input = torch.randn(tokens, other, dtype=dtype, generator=generator)
+    rows = weight.detach().T.contiguous().requires_grad_()
+    of_rows = rows.detach()[own].clone().requires_grad_()
+    factors = torch.randn(tokens, columns, dtype=dtype, generator=generator)
+    (whole_output,) = ops.block_linears(input, [rows], [blocks])
+    (output,) = ops.block_linears(input, [of_rows], [alone])
+    assert torch.equal(whole_output[:, own], output)
+    (expected,) = torch.autograd.grad((whole_output * factors).sum(), rows)
+    (found,) = torch.autograd.grad((output * factors[:, own]).sum(), of_rows)
+    assert torch.equal(expected[own], found)

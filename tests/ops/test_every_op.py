@@ -320,6 +320,24 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(2, 3), _plain(2, 4), _plain(3, 4), blocks, [True] * 3),
             (_plain(2, 3), _plain(2, 4), _plain(3, 4), [0, 1, 1, 4], [True, False, False]),
         ],
+        "block_bias": [
+            (_values(2, 4), _values(4), blocks, 1, *last_of_blocks),
+            (_values(2, 1, 4, dtype=bf16), _values(4, dtype=bf16), [0, 1, 1, 4], 1, *last_of_two),
+            (_values(2, 4), _values(4), blocks, group.size, *last_of_blocks),
+        ],
+        "block_bias_backward": [
+            (_plain(2, 4), _plain(4), blocks, 1, *last_of_blocks),
+            (_plain(2, 4), _plain(4), blocks, group.size, *last_of_blocks),
+            (_plain(0, 4), _plain(4), [0, 1, 1, 4], 1, *last_of_two),
+        ],
+        "block_scale": [
+            (_values(2, 4, 3), _values(3), blocks, *last_of_blocks),
+            (_values(2, 4, 3, dtype=bf16), _values(3, dtype=bf16), [0, 1, 1, 4], *last_of_two),
+        ],
+        "block_scale_backward": [
+            (_plain(2, 4, 3), _plain(2, 4, 3), _plain(3), blocks, [True] * 2, *last_of_blocks),
+            (_plain(2, 4, 3), _plain(2, 4, 3), _plain(3), blocks, [False] * 2, *last_of_blocks),
+        ],
         "repeat_heads": [(_values(2, 6), 3, 2), (_values(2, 1, 4, dtype=bf16), 2, 3)],
         "repeat_heads_backward": [(_plain(2, 12), 3, 2), (_plain(2, 6, dtype=bf16), 2, 3)],
         "fixed_silu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],

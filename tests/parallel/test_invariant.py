@@ -22,6 +22,7 @@ from reference import (
     shard_differences,
     worst,
 )
+from test_specs import OfSpec
 from torch import nn
 
 import parallel_ext as px
@@ -36,6 +37,11 @@ KINDS = {
     "shared heads": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33),
     "eager": Tiny(dtype=torch.float32, attention="eager"),
     "wide": Tiny(dtype=torch.float32, heads=8, key_value_heads=4, inner=512, vocab_size=257),
+    "biases": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
+    "bf16 biases": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=1, bias=True),
+    "qwen2": OfSpec("qwen2", dtype=torch.float32),
+    "qwen3": OfSpec("qwen3", dtype=torch.float32, heads=8, key_value_heads=2),
+    "bf16 qwen3": OfSpec("qwen3", dtype=torch.bfloat16),
 }
 BITS = tuple[list[tuple[str, str]], dict[str, str], str | None]
 
@@ -57,7 +63,7 @@ def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
     return found
 
 
-def _train(tiny: Tiny, how: str = "", tokens: int = 19) -> BITS:
+def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
     """Losses, norms and digests after steps on this pool's ranks."""
     if how == "two threads":
         torch.set_num_threads(2)
@@ -128,7 +134,7 @@ def test_any_number_of_tokens(tokens: int) -> None:
     _assert_bits(pool(2).run(_train, KINDS["wide"], "", tokens), whole)
 
 
-def _differences(tiny: Tiny) -> tuple[float, dict[str, float]]:
+def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     reference = tiny.model()
     model = parallel(reference, mesh_of(), invariant=px.Invariant(4))
     of_batch = batch(tiny.vocab_size)
@@ -139,8 +145,11 @@ def _differences(tiny: Tiny) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize("tp", [1, 3])
-def test_gradients_are_those_of_the_plain_model(tp: int) -> None:
-    for loss, gradients in pool(tp).run(_differences, Tiny()):
+@pytest.mark.parametrize(
+    "tiny", [Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)]
+)
+def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
+    for loss, gradients in pool(tp).run(_differences, tiny):
         assert loss < FLOOR[torch.float64]
         assert worst(gradients) < (FLOOR[torch.float64], "")
 
@@ -209,6 +218,24 @@ def test_files_are_huggingfaces(tmp_path: Path) -> None:
     assert len(set(digests)) == 1
 
 
+def _spoiled(name: str) -> str:
+    """What px.digest says where one rank has changed what all ranks hold."""
+    model = px.parallelize(KINDS["odd"].model(), mesh_of(), invariant=px.Invariant(8))
+    if mesh_of().rank == 1:
+        with torch.no_grad():
+            model.get_parameter(name)[0].mul_(1.0000002)
+    try:
+        px.digest(model)
+    except px.DisagreementError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_digest_finds_a_rank_with_other_bits() -> None:
+    for text in pool(3).run(_spoiled, "model.norm.weight"):
+        assert "ranks 0 and 1 hold different bits of model.norm.weight" in text
+
+
 def _refusals() -> list[Any]:
     mesh = mesh_of()
 
@@ -228,21 +255,17 @@ def _refusals() -> list[Any]:
     def made(model: Any, invariant: Any = None, **options: Any) -> Any:
         return px.parallelize(model, mesh, invariant=invariant or px.Invariant(8), **options)
 
-    torch.manual_seed(0)
-    qwen3 = transformers.Qwen3Config(
-        vocab_size=31, hidden_size=16, intermediate_size=17, num_hidden_layers=1, head_dim=4,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
     model = made(model_of())
 
     def lora(target: str) -> peft.LoraConfig:
         return peft.LoraConfig(r=2, target_modules=[target])
 
     return [
-        refused(lambda: made(model_of(attention_bias=True))),
+        refused(lambda: made(OfSpec("gemma3_text", dtype=torch.float32).model())),
         refused(lambda: made(model_of(attention_dropout=0.1))),
         refused(lambda: made(model_of(hidden_act="gelu"))),
-        refused(lambda: made(transformers.AutoModelForCausalLM.from_config(qwen3))),
+        refused(lambda: made(model_of(head_dim=10))),
+        refused(lambda: made(OfSpec("olmo2", dtype=torch.float32).model())),
         refused(lambda: made(model_of(), px.Invariant(1))),
         refused(lambda: made(model_of(), 8)),
         refused(lambda: made(model_of(), fused_loss=False)),
@@ -257,10 +280,11 @@ def _refusals() -> list[Any]:
 
 def test_what_is_not_served_is_refused_by_name() -> None:
     words = [
-        "biases of layers sharded by output features",
+        "is a Gemma3RMSNorm",
         "attention_dropout",
         "mlp.act_fn is a GELUActivation",
-        "norms of heads",
+        "self_attn have 10",
+        "norms over all heads",
         "more than the 1 blocks of",
         "must be a px.Invariant",
         "leave out training_logits and fused_loss",

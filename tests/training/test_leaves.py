@@ -1,0 +1,240 @@
+"""The same bits on any tp and dp: losses, norms, weights and moments of steps of leaves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import pool
+from reference import FLOOR, Tiny, batch, gradients_of, mesh_of, parallel, shard_differences, worst
+from test_specs import OfSpec
+
+import parallel_ext as px
+from parallel_ext.sharding.layout import split
+from parallel_ext.training import leaves
+
+KINDS = {
+    "odd": Tiny(dtype=torch.float32),
+    "tied": Tiny(dtype=torch.float32, tied=True),
+    "bf16": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True),
+    "qwen3": OfSpec("qwen3", dtype=torch.float32),
+}
+ROWS, STEPS = 7, 3
+BITS = tuple[list[tuple[str, str]], str, dict[str, str]]
+
+
+def _batch(vocab_size: int, step: int) -> dict[str, torch.Tensor]:
+    found = batch(vocab_size, ROWS, 11, seed=step)
+    found["attention_mask"] = torch.ones_like(found["input_ids"])
+    found["attention_mask"][0, 8:] = 0  # padding in one leaf
+    found["labels"] = found["labels"].masked_fill(found["attention_mask"] == 0, -100)
+    return found
+
+
+def _bits(model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> dict[str, str]:
+    """Of all that this rank holds; dp replicas hold the same."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in (
+            ("weight", parameter),
+            ("gradient", parameter.grad),
+            ("moment", optimizer.state[parameter]["exp_avg_sq"]),
+        ):
+            data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+            found[f"{kind} of {name} at {tp_rank}"] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def _train(
+    kind: str,
+    tp: int,
+    steps: Sequence[int] = range(STEPS),
+    root: Path | None = None,
+    how: str = "",
+) -> BITS:
+    """Losses and norms, the digest, and what this rank holds, after steps on this pool's ranks."""
+    tiny, mesh = KINDS[kind], mesh_of(tp=tp)
+    model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
+    if "checkpointing" in how:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if root is not None and steps[0] > 0:
+        px.load_checkpoint(root, model, optimizer)
+    log = []
+    for step in steps:
+        optimizer.zero_grad()
+        whole = _batch(tiny.vocab_size, step)
+        if how == "ranks without rows":
+            whole = {name: value[:2] for name, value in whole.items()}
+        if how == "accumulation":
+            count = (whole["labels"][:, 1:] != -100).sum()
+            parts = [{n: v[a:b] for n, v in whole.items()} for a, b in ((0, 3), (3, ROWS))]
+            loss = sum(px.train_leaves(model, p | {"num_items_in_batch": count}) for p in parts)
+        else:
+            loss = px.train_leaves(model, whole)
+        log.append((loss.item().hex(), px.clip_grad_norm_(model, 0.5).item().hex()))
+        optimizer.step()
+    if root is not None and steps[-1] < STEPS - 1:
+        px.save_checkpoint(root, steps[-1] + 1, model, optimizer)
+    return log, px.digest(model), _bits(model, optimizer, mesh.tp_rank)
+
+
+def _so(how: str, *args: Any) -> BITS:
+    return _train(*args, how=how)
+
+
+def _assert_bits(results: Sequence[BITS], whole: BITS) -> None:
+    log, digest, _ = whole
+    held: dict[str, str] = {}
+    for own_log, own_digest, own in results:
+        assert (own_log, own_digest) == (log, digest)
+        assert all(held.setdefault(name, bits) == bits for name, bits in own.items())
+
+
+LAYOUTS = [(2, 1), (3, 1), (4, 1), (4, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
+    (whole,) = pool(1).run(_train, kind, 1)
+    for ranks, tp in LAYOUTS:
+        _assert_bits(pool(ranks).run(_train, kind, tp), whole)
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "accumulation", "ranks without rows"])
+def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
+    (whole,) = pool(1).run(_so, how, "odd", 1)
+    for ranks, tp in ((3, 1), (4, 2)):
+        _assert_bits(pool(ranks).run(_so, how, "odd", tp), whole)
+
+
+def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
+    ((log, digest, held),) = pool(1).run(_train, "odd", 1)
+    for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((2, 1), (3, 3))):
+        root = tmp_path / f"{saving} to {loading}"
+        pool(saving).run(_train, "odd", tp, (0, 1), root)
+        resumed = pool(loading).run(_train, "odd", other, (2,), root)
+        _assert_bits(resumed, (log[2:], digest, held))
+
+
+def _as_a_chain(nodes: list, node: Any, count: int, add: Any) -> None:
+    """Instead of the tree: each leaf added to the sum of those before."""
+    if nodes and node[0] == nodes[-1][0] + nodes[-1][1]:
+        start, width, value = nodes.pop()
+        node = start, width + node[1], add(value, node[2])
+    nodes.append(node)
+
+
+def _chained(*args: Any) -> BITS:
+    with mock.patch.object(leaves, "_push", _as_a_chain):
+        return _train(*args)
+
+
+def test_the_tests_above_notice_a_chain_of_leaves() -> None:
+    (whole,) = pool(1).run(_chained, "odd", 1)
+    with pytest.raises(AssertionError):
+        _assert_bits(pool(2).run(_chained, "odd", 1), whole)
+
+
+def _recursive(values: Sequence[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    half = 1
+    while 2 * half < len(values):
+        half *= 2
+    return f"({_recursive(values[:half])}{_recursive(values[half:])})"
+
+
+@settings(max_examples=300, deadline=None)
+@given(count=st.integers(1, 70), ranks=st.integers(1, 12))
+def test_nodes_of_any_ranks_make_the_tree(count: int, ranks: int) -> None:
+    def add(left: str, right: str) -> str:
+        return f"({left}{right})"
+
+    merged: list = []
+    for first, last in split(count, ranks):
+        own: list = []
+        for number in range(first, last):
+            leaves._push(own, (number, 1, f"{number},"), count, add)
+        assert len(own) <= 2 * max(1, (count - 1).bit_length())
+        for node in own:
+            leaves._push(merged, node, count, add)
+    ((_, _, value),) = merged
+    assert value == _recursive([f"{number}," for number in range(count)])
+
+
+def _differences(tp: int) -> tuple[float, dict[str, float]]:
+    tiny = Tiny()
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(tp=tp), invariant=px.Invariant(4, leaves=4))
+    of_batch = _batch(tiny.vocab_size, 0)
+    loss = px.train_leaves(model, of_batch)
+    expected = reference(**of_batch).loss
+    expected.backward()
+    return (loss / expected - 1).abs().item(), shard_differences(
+        model, gradients_of(reference), True
+    )
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (4, 2), (4, 1)])
+def test_gradients_are_those_of_the_plain_model(ranks: int, tp: int) -> None:
+    for loss, gradients in pool(ranks).run(_differences, tp):
+        assert loss < FLOOR[torch.float64]
+        assert worst(gradients) < (FLOOR[torch.float64], "")
+
+
+def _refusals() -> list[str]:
+    mesh = mesh_of(tp=1)
+    tiny = KINDS["odd"]
+    whole = _batch(tiny.vocab_size, 0)
+
+    def refused(function: Any) -> str:
+        try:
+            function()
+        except (ValueError, RuntimeError, px.DisagreementError) as error:
+            return str(error)
+        return "nothing was raised"
+
+    def made(**options: Any) -> Any:
+        return px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, **options))
+
+    model = made(leaves=2)
+    own = {name: value + mesh.rank for name, value in whole.items()}
+    short = whole | {"labels": whole["labels"][:3]}
+    found = [
+        refused(made),
+        refused(lambda: px.Invariant(8, leaves=0)),
+        refused(lambda: px.train_leaves(px.parallelize(tiny.model(), mesh), whole)),
+        refused(lambda: px.train_leaves(made(leaves=2).eval(), whole)),
+        refused(lambda: px.train_leaves(model, {"input_ids": whole["input_ids"]})),
+        refused(lambda: px.train_leaves(model, short)),
+        refused(lambda: px.train_leaves(model, own)),
+        refused(lambda: model(**whole).loss.backward()),
+        refused(lambda: px.data_parallel(model, mesh)),
+    ]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return found
+
+
+def test_what_is_not_served_is_refused_by_name() -> None:
+    words = [
+        "fewer parts than dp=2",
+        "leaves must be an integer of at least 1, not 0",
+        "px.parallelize(..., invariant=)",
+        "model.train()",
+        "has no labels",
+        "must have its rows",
+        "every rank passes the whole batch",
+        "training at dp=2 needs",
+        "px.train_leaves",
+    ]
+    for texts in pool(2).run(_refusals):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text, text
