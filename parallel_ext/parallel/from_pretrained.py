@@ -53,8 +53,7 @@ def from_pretrained(
         torch_dtype: the same by its older name.
         attn_implementation: as in HuggingFace, for example ``"sdpa"`` or ``"eager"``. What the
             files ask for does not count.
-        device: of the parameters and buffers; when None ``mesh.device``: this rank's GPU under
-            NCCL, else the CPU.
+        device: of the parameters and buffers; when None ``mesh.device``.
         vocab_size: the true size of a vocabulary that another system has padded in the files. Rows
             behind it are left out if all are zero, and ``config.vocab_size`` becomes this.
         subfolder: where in the source the model is.

@@ -81,6 +81,7 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     blocks, last_of_blocks = [0, 4], (group.size, *of_group)
     of_blocks = tuple(_values(4, 3) for _ in range(3))
     bf16_blocks = tuple(_values(4, 3, dtype=bf16) for _ in range(3))
+    of_scale = (_plain(2, 4, 3), _plain(2, 4, 3), _plain(3), blocks)
     two_and_none = [0, 1, 1, 4, 0, 3, 3, 4, 0, 0, 0, 0]
     last_of_two = (2 * group.size, *of_group)
     in_blocks = ([0, 1, 1, own], 2 * group.size)
@@ -335,8 +336,8 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_values(2, 4, 3, dtype=bf16), _values(3, dtype=bf16), [0, 1, 1, 4], *last_of_two),
         ],
         "block_scale_backward": [
-            (_plain(2, 4, 3), _plain(2, 4, 3), _plain(3), blocks, [True] * 2, *last_of_blocks),
-            (_plain(2, 4, 3), _plain(2, 4, 3), _plain(3), blocks, [False] * 2, *last_of_blocks),
+            (*of_scale, group.size, [True] * 2, *of_group),
+            (*of_scale, group.size, [False] * 2, *of_group),
         ],
         "repeat_heads": [(_values(2, 6), 3, 2), (_values(2, 1, 4, dtype=bf16), 2, 3)],
         "repeat_heads_backward": [(_plain(2, 12), 3, 2), (_plain(2, 6, dtype=bf16), 2, 3)],
