@@ -24,6 +24,7 @@ import parallel_ext as px
 SCRIPT = """
 import os
 import sys
+import accelerate
 import torch
 import transformers
 from torch.utils.data import DataLoader, DistributedSampler
@@ -48,8 +49,10 @@ for batch in DataLoader(ids, size, sampler=sampler):
     optimizer.zero_grad()
     with open(f"results-{os.environ.get('RANK', 'plain')}", "a") as file:
         print(loss.item(), float(norm), file=file)
-if os.environ.get("RANK", "0") == "0":  # the other has come to its end
+if os.environ.get("RANK", "0") == "0":  # the other waits, or has come to its end
     model.save_pretrained(directory + "/out")
+if kind == "auto":
+    accelerate.PartialState().wait_for_everyone()
 """
 
 
@@ -69,16 +72,17 @@ def _run(folder: Path, *command: str) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_an_unchanged_script_equals_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["auto", "class"])
+def test_an_unchanged_script_equals_one_process(tmp_path: Path, kind: str) -> None:
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(SCRIPT)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
     arguments = [str(script), str(directory)]
-    _run(tmp_path, sys.executable, *arguments, "auto")
+    _run(tmp_path, sys.executable, *arguments, kind)
     plain = _results(tmp_path / "results-plain")
     files = transformers.LlamaForCausalLM.from_pretrained(directory / "out").state_dict()
     assert len(plain) == 3
-    _run(tmp_path, *LAUNCHER, "--tp=2", *arguments, "class")
+    _run(tmp_path, *LAUNCHER, "--tp=2", *arguments, kind)
     for rank in (0, 1):
         found = _results(tmp_path / f"results-{rank}")
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
@@ -161,7 +165,8 @@ def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
         ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
         sampler = None if tp is None else DistributedSampler(ids, shuffle=False)
         results = []
-        for batch in DataLoader(ids, 4 if tp is None else 2 * tp, sampler=sampler):
+        size = 4 if tp is None else 4 * tp // dist.get_world_size()
+        for batch in DataLoader(ids, size, sampler=sampler):
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -173,12 +178,15 @@ def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
         px.unpatch()
 
 
+LAYOUTS = pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
+
+
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_plain_loop_equals_one_process(tmp_path: Path, tp: int, lora: bool) -> None:
+@LAYOUTS
+def test_a_plain_loop_equals_one_process(tmp_path: Path, size: int, tp: int, lora: bool) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
     plain = torch.tensor(_train(str(tmp_path), None, lora))
-    ranks = torch.tensor(pool(2).run(_train, str(tmp_path), tp, lora))
+    ranks = torch.tensor(pool(size).run(_train, str(tmp_path), tp, lora))
     ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
     for found in ranks:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
@@ -215,12 +223,12 @@ def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
+@LAYOUTS
 def test_a_save_on_rank_0_alone_is_joined_by_the_others(
-    tmp_path: Path, tp: int, lora: bool
+    tmp_path: Path, size: int, tp: int, lora: bool
 ) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    losses = torch.tensor(pool(2).run(_saved_on_rank_0, str(tmp_path), tp, lora)).mean(0)
+    losses = torch.tensor(pool(size).run(_saved_on_rank_0, str(tmp_path), tp, lora)).mean(0)
     ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
     assert (tmp_path / "before-the-norm").is_dir()
     assert (tmp_path / "end").is_dir()
