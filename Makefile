@@ -5,6 +5,7 @@
 #   make demo-cogagent    LoRA on a tiny CogAgent, merged and read again
 #   make demo-trainer    an ordinary script with HuggingFace's Trainer, unchanged on 2 ranks
 #   make demo-checkpoint    a job that is stopped and killed, and resumes elsewhere
+#   make demo-invariant     one training in seven layouts, with the same bits
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-gpu     tests/gpu with PYTHON's own torch, offline; says so where there is no GPU
@@ -26,7 +27,7 @@ PY := $(VENV)/bin/python
 ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
-.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer test test-oldest
+.PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer demo-invariant test test-oldest
 .PHONY: demo-checkpoint test-interplay test-slow test-gpu interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
@@ -61,6 +62,9 @@ demo-cogagent: $(VENV)/installed
 
 demo-trainer: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) examples/demo_trainer.py --work $(WORK)
+
+demo-invariant: $(VENV)/installed $(WORK)/smollm2/config.json
+	$(ENV) $(PY) examples/demo_invariant.py --work $(WORK)
 
 demo-checkpoint: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) examples/demo_checkpoint.py --work $(WORK)

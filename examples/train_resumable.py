@@ -4,7 +4,7 @@
 
 Run the same command again, with as many ranks as there are, to go on after the last checkpoint.
 The steps, their batches and the learning rates are those of one uninterrupted job. A SIGTERM makes
-all ranks save the step that they are at and leave.
+all ranks save the step that they are at and leave. With --leaves the bits are the same, too.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ def main() -> None:
     parser = common_parser(__doc__.splitlines()[0])
     parser.add_argument("checkpoints", type=Path, help="directory of the checkpoints")
     parser.add_argument("--zero", type=int, choices=(2, 3), default=2, help="stage over dp ranks")
+    parser.add_argument("--leaves", type=int, help="of px.Invariant, instead of ZeRO")
     parser.add_argument("--save-every", type=int, default=100, help="steps")
     parser.add_argument("--keep-last", type=int, default=2, help="checkpoints that stay")
     parser.set_defaults(rows=4, steps=1000)
     options = parser.parse_args()
 
     mesh = px.init_mesh(tp=options.tp)
-    if options.rows % mesh.dp_size:
+    if not options.leaves and options.rows % mesh.dp_size:
         raise SystemExit(f"--rows {options.rows} must be a multiple of dp = {mesh.dp_size}")
-    model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
+    invariant = px.Invariant(blocks=12, leaves=options.leaves) if options.leaves else None
+    dtype = getattr(torch, options.dtype)
+    model = px.from_pretrained(options.model, mesh, dtype=dtype, invariant=invariant)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     text = options.text.read_text() if options.text else default_text()
     samples = samples_of(tokenizer, text, options.tokens)
-    if mesh.dp_size > 1:
+    if mesh.dp_size > 1 and invariant is None:
         px.data_parallel(model, mesh, options.zero)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
@@ -63,15 +66,13 @@ def main() -> None:
     leave = px.stop_requested(model)  # from here on a SIGTERM is heard, and nothing is lost
     while step < options.steps and not leave:
         rows = samples[torch.arange(taken, taken + options.rows) % len(samples)]
-        own = rows.chunk(mesh.dp_size)[mesh.dp_rank]  # in order, as masks of dropout count them
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
+        loss = step_on(model, rows, mesh, invariant is not None)
         px.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         step, taken = step + 1, taken + options.rows
-        report["loss"].append(mean_over_dp(loss.detach(), mesh))
+        report["loss"].append(loss)
         leave = px.stop_requested(model)
         if leave or step % options.save_every == 0 or step == options.steps:
             px.save_checkpoint(
@@ -84,6 +85,8 @@ def main() -> None:
                 keep_last=options.keep_last,
                 asynchronous=True,
             )
+        if invariant and step == options.steps:
+            report["digest"] = px.digest(model)
         if mesh.rank == 0:
             if options.report:
                 beside = options.report.with_suffix(".new")  # the job may be killed here
@@ -93,8 +96,13 @@ def main() -> None:
     px.wait_for_checkpoint(model)
 
 
-def mean_over_dp(loss: torch.Tensor, mesh: px.Mesh) -> float:
-    """The loss of the whole batch."""
+def step_on(model: Any, rows: torch.Tensor, mesh: px.Mesh, in_leaves: bool) -> float:
+    """Forward and backward of a batch that all ranks hold; the loss of all of it."""
+    if in_leaves:
+        return px.train_leaves(model, {"input_ids": rows, "labels": rows}).item()
+    own = rows.chunk(mesh.dp_size)[mesh.dp_rank]  # in order, as masks of dropout count them
+    loss = model(input_ids=own, labels=own).loss
+    loss.backward()
     return sum(mesh.control.all_gather_object(loss.item())) / mesh.world_size
 
 

@@ -33,6 +33,8 @@ BELOW = {
         "interplay",
     ],
     "run": ["parallel", "interplay"],
+    "cli": ["distributed", "sharding", "io", "checkpoint"],
+    "__main__": ["cli"],
 }
 """What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,16 @@ def _check_index(index: dict[str, Any], path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path}: weight_map is not that of the manifest")
 
 
-def verify_checkpoint(path: str | os.PathLike[str]) -> int:
+def verify_checkpoint(
+    path: str | os.PathLike[str], progress: Callable[[int], object] = lambda num_bytes: None
+) -> int:
     """Read every byte of a training checkpoint and compare it with what was written.
 
     Needs neither a model nor other ranks.
 
     Args:
         path: the directory of a step.
+        progress: called with the number of bytes of tensors that were read since its last call.
 
     Returns:
         The step.
@@ -83,7 +87,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> int:
             with manifest.open(path, name) as file:
                 if name == RNG_NAME:
                     rng.check_kinds(file)
-                file.check_all()
+                file.check_all(progress)
     return manifest.step
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,8 +235,11 @@ class SafetensorsFile:
             return ""
         return f" of {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
 
-    def check_all(self) -> None:
+    def check_all(self, progress: Callable[[int], object] = lambda num_bytes: None) -> None:
         """Read the whole file, and compare it with the hashes with which it was opened.
+
+        Args:
+            progress: called with the number of bytes that were read since its last call.
 
         Raises:
             CheckpointError: a chunk is damaged.
@@ -244,7 +247,9 @@ class SafetensorsFile:
         end = max((entry.stop for entry in self.tensors.values()), default=0)
         room = memoryview(bytearray(min(end, CHUNK_BYTES)))
         for start in range(0, end, CHUNK_BYTES):
-            self._read(room[: end - start], start)
+            part = room[: end - start]
+            self._read(part, start)
+            progress(len(part))
 
     def forget(self) -> None:
         """Free the memory and the descriptor that reading in order has kept."""

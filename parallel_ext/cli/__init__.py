@@ -1,0 +1,1 @@
+"""The command ``parallel-ext``: what saved models and checkpoints hold, from the shell."""

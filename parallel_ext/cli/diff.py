@@ -1,0 +1,121 @@
+"""Compare two saved models, adapters or training checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from parallel_ext.cli.saved import PATHS, Saved, existing, open_saved
+from parallel_ext.cli.tables import print_table
+from parallel_ext.io.safetensors_reader import TensorEntry
+from parallel_ext.io.safetensors_writer import DTYPE_NAMES
+from parallel_ext.sharding.reshard import STRIPE_BYTES
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        difference: the largest of two elements in the same place; infinite where only one is NaN,
+            or the tensor is in one of both alone.
+        relative: that to the largest element of the first.
+        why: why it cannot be compared; empty where it can.
+    """
+
+    name: str
+    difference: float
+    relative: float
+    why: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    for name in ("first", "second"):
+        parser.add_argument(name, type=existing, help=PATHS)
+    parser.add_argument("--top", type=int, default=20, metavar="N", help="tensors to print")
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        help="relative difference that counts as equal, by the largest element of a tensor",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the largest differences; 0 where there are none beyond ``--rtol``, else 1."""
+    with open_saved(options.first) as first, open_saved(options.second) as second:
+        found = _compare(first, second, quiet=options.json)
+    found.sort(key=lambda each: (-each.relative, each.name))
+    apart = [each for each in found if each.why or each.relative > options.rtol]
+    if options.json:
+        print(json.dumps({"tensors": len(found), "different": [_as_json(each) for each in apart]}))
+        return int(bool(apart))
+    print(f"{len(found) - len(apart)} of {len(found)} tensors are equal", end="")
+    print(f" to {options.rtol:g}" if options.rtol else "")
+    if apart:
+        rows = [
+            (each.name, f"{each.difference:.3g}", f"{each.relative:.3g}", each.why)
+            for each in apart[: options.top]
+        ]
+        print_table(["tensor", "difference", "relative", ""], rows)
+        if len(apart) > len(rows):
+            print(f"and {len(apart) - len(rows)} more")
+    return int(bool(apart))
+
+
+def _as_json(each: Difference) -> dict[str, Any]:
+    """The same with None for infinity, which JSON has not."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in vars(each).items()
+    }
+
+
+def _compare(first: Saved, second: Saved, quiet: bool) -> list[Difference]:
+    ours = {first.shown(name): name for name in first.file_of}
+    theirs = {second.shown(name): name for name in second.file_of}
+    found = [
+        Difference(name, math.inf, math.inf, f"only in {(first if name in ours else second).path}")
+        for name in ours.keys() ^ theirs.keys()
+    ]
+    for shown in tqdm([name for name in ours if name in theirs], unit="tensor", disable=quiet):
+        found.append(_of_tensor(shown, first, ours[shown], second, theirs[shown]))
+    return found
+
+
+def _of_tensor(shown: str, first: Saved, name: str, second: Saved, other: str) -> Difference:
+    """Compare one tensor in stripes of its elements, whatever its size."""
+    sides = [(first.file_of[name], name), (second.file_of[other], other)]
+    entries: list[TensorEntry] = [file.tensors[key] for file, key in sides]
+    if entries[0].shape != entries[1].shape:
+        why = f"{list(entries[0].shape)} against {list(entries[1].shape)}"
+        return Difference(shown, math.inf, math.inf, why)
+    shape = entries[0].shape
+    rows = shape[0] if shape else 1
+    at_once = max(1, STRIPE_BYTES // 8 // max(1, math.prod(shape[1:])))
+    largest = apart = 0.0
+    for start in range(0, rows, at_once):
+        box = [(0, size) for size in shape]
+        if shape:
+            box[0] = (start, min(start + at_once, rows))
+        parts = []
+        for file, key in sides:
+            parts.append(torch.empty([b - a for a, b in box], dtype=file.tensors[key].dtype))
+            file.read_box(key, tuple(box), parts[-1])
+        a, b = (part.double() for part in parts)
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+        apart = max(apart, gap.max().item() if gap.numel() else 0.0)
+        known = a.abs().nan_to_num(0.0, 0.0)
+        largest = max(largest, known.max().item() if known.numel() else 0.0)
+    dtypes = [DTYPE_NAMES[entry.dtype] for entry in entries]
+    why = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} against {dtypes[1]}"
+    return Difference(shown, apart, apart / largest if largest else math.inf if apart else 0.0, why)

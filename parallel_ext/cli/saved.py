@@ -1,0 +1,110 @@
+"""Anything saved, opened without a model: its kind, facts about it, and its tensors."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_ext.checkpoint.manifest import COMMIT_NAME, RNG_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.source import ADAPTER_NAME
+from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hf_reader import CONFIG_NAME, HFDirectory
+from parallel_ext.io.safetensors_reader import SafetensorsFile, TensorEntry
+from parallel_ext.io.schema import read_json
+
+OPTIMIZER = "optimizer: "  # before the names of its tensors
+ADAPTER_CONFIG = "adapter_config.json"
+PATHS = "a model's or adapter's directory, a training checkpoint, or a safetensors file"
+
+
+def existing(text: str) -> Path:
+    """Return the path that an option gives.
+
+    Raises:
+        ArgumentTypeError: nothing is there.
+    """
+    path = Path(text)
+    if not path.exists():
+        raise ArgumentTypeError(f"{text} does not exist")
+    return path
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Something saved that is open.
+
+    Attributes:
+        kind: ``"training checkpoint"``, ``"HuggingFace model"``, ``"adapter"`` or ``"file"``.
+        path: of the file, or of the directory that holds the files.
+        facts: about it, by name, fit for JSON.
+        file_of: the open file of each tensor, by its name there.
+    """
+
+    kind: str
+    path: Path
+    facts: dict[str, Any]
+    file_of: dict[str, SafetensorsFile]
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Return dtype, shape and place of every tensor."""
+        return {name: file.tensors[name] for name, file in self.file_of.items()}
+
+    def shown(self, name: str) -> str:
+        """Return the name of a tensor, which says whether it is the optimizer's."""
+        is_state = self.file_of[name].path.parent.name == STATE_FOLDER
+        return OPTIMIZER + name if is_state else name
+
+
+@contextmanager
+def open_saved(path: Path) -> Iterator[Saved]:
+    """Open what is saved at a path, until the end of the context.
+
+    Args:
+        path: of a safetensors file, a HuggingFace model, a PEFT adapter, a step of a training
+            checkpoint, or a root of such steps, of which the last is opened.
+
+    Raises:
+        CheckpointError: there is nothing of the kind, or it is damaged.
+    """
+    with ExitStack() as files:
+        if path.is_dir() and complete_steps(path):
+            path = latest_checkpoint(path)
+        if (path / COMMIT_NAME).exists():
+            yield _checkpoint(path, files)
+        elif (path / ADAPTER_CONFIG).exists():
+            file = files.enter_context(SafetensorsFile(path / ADAPTER_NAME))
+            config = read_json(path / ADAPTER_CONFIG)
+            known = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
+            facts = {name: config[name] for name in known if name in config}
+            yield Saved("adapter", path, facts, dict.fromkeys(file.tensors, file))
+        elif (path / CONFIG_NAME).exists():
+            model = files.enter_context(HFDirectory(path))
+            known = ("model_type", "architectures", "transformers_version", "vocab_size")
+            facts = {name: model.config[name] for name in known if name in model.config}
+            yield Saved("HuggingFace model", path, facts, model.file_of)
+        elif path.is_file():
+            file = files.enter_context(SafetensorsFile(path))
+            yield Saved("file", path, dict(file.metadata), dict.fromkeys(file.tensors, file))
+        else:
+            raise CheckpointError(
+                f"{path} is no safetensors file, HuggingFace model, adapter or training checkpoint"
+            )
+
+
+def _checkpoint(path: Path, files: ExitStack) -> Saved:
+    manifest = read_manifest(path)
+    file_of: dict[str, SafetensorsFile] = {}
+    for name in manifest.files:
+        if name.endswith(".safetensors") and name != RNG_NAME:
+            file = files.enter_context(manifest.open(path, name))
+            file_of |= dict.fromkeys(file.tensors, file)
+    facts = {"step": manifest.step, "save": manifest.number, **manifest.saved_by}
+    if manifest.non_finite:
+        facts["tensors with NaN or infinity"] = sorted(manifest.non_finite)
+    return Saved("training checkpoint", path, facts, file_of)

@@ -1,0 +1,25 @@
+"""Tables as people read them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH_OF_A_FILE = 200  # columns where the output is no terminal
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows under their columns; numbers and sizes stand on the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    rows = [[str(value) for value in row] for row in rows]
+    for column in columns:
+        right = column in ("tensors", "numbers", "bytes", "times", "difference", "relative")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else WIDTH_OF_A_FILE
+    Console(width=width, highlight=False, markup=False, emoji=False).print(table)

@@ -1,0 +1,45 @@
+"""Read every byte of a training checkpoint, or every header of a model, and say what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from parallel_ext.checkpoint.verify import verify_checkpoint
+from parallel_ext.cli.saved import PATHS, existing, open_saved
+from parallel_ext.distributed.errors import CheckpointError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("path", type=existing, help=PATHS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was checked, or what is wrong; 0 or 1."""
+    report: dict[str, Any] = {"path": str(options.path)}
+    try:
+        report |= _check(options.path, quiet=options.json)
+        text = "{kind} {path}: {checked}".format_map(report)
+    except CheckpointError as error:
+        report["wrong"] = text = str(error)
+    print(json.dumps(report) if options.json else text)
+    return int("wrong" in report)
+
+
+def _check(path: Path, quiet: bool) -> dict[str, Any]:
+    with open_saved(path) as saved:
+        files = {file.path for file in saved.file_of.values()}
+        num_bytes = sum(file.stat().st_size for file in files)
+        if saved.kind == "training checkpoint":
+            with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=quiet) as bar:
+                verify_checkpoint(saved.path, bar.update)
+            checked = "every byte is that which was written"
+        else:
+            checked = "the files are whole and fit each other; there are no hashes to compare with"
+        found = {"kind": saved.kind, "path": str(saved.path), "bytes": num_bytes}
+    return found | {"checked": checked}

@@ -1,0 +1,187 @@
+"""The command ``parallel-ext`` on what parallel models have saved."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from ranks import pool
+from reference import Tiny, batch, mesh_of
+from safetensors.torch import load_file, save_file
+
+import parallel_ext as px
+from parallel_ext.cli.main import main
+
+TINY = Tiny(dtype=torch.float32)
+
+
+def _save(root: Path, tp: int, steps: int) -> None:
+    """Train some steps, and save a model and a training checkpoint, as each tp does."""
+    model = px.parallelize(TINY.model(), mesh_of(tp=tp))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        model(**batch(TINY.vocab_size, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(root / "model")
+    px.save_checkpoint(root / "checkpoints", steps, model, optimizer)
+
+
+def _save_adapter(folder: Path) -> None:
+    model = px.parallelize(TINY.model(), mesh_of())
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], lora_alpha=6)
+    peft.get_peft_model(model, config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    pool(2).run(_save, root / "two", 2, 2)
+    pool(3).run(_save, root / "three", 3, 2)
+    pool(2).run(_save, root / "other", 2, 3)
+    pool(2).run(_save_adapter, root / "adapter")
+    return root
+
+
+def _json(capsys: pytest.CaptureFixture[str], code: int, *arguments: Any) -> dict[str, Any]:
+    assert main([*map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_shows_each_tensor(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, 0, "inspect", saved / "two" / "model")
+    plain = TINY.model().state_dict()
+    assert found["kind"] == "HuggingFace model"
+    assert found["facts"]["vocab_size"] == TINY.vocab_size
+    shapes = {name: each["shape"] for name, each in found["tensors"].items()}
+    assert shapes == {name: list(tensor.shape) for name, tensor in plain.items()}
+    assert {each["dtype"] for each in found["tensors"].values()} == {"F32"}
+
+
+def test_inspect_names_what_a_checkpoint_has_beside(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _json(capsys, 0, "inspect", saved / "two" / "checkpoints")
+    assert (found["kind"], found["facts"]["step"], found["facts"]["save"]) == (
+        "training checkpoint",
+        2,
+        1,
+    )
+    assert found["facts"]["parallel_ext"] == px.__version__
+    names = set(TINY.model().state_dict())
+    of_optimizer = {name for name in found["tensors"] if name.startswith("optimizer: ")}
+    assert set(found["tensors"]) - of_optimizer == names
+    assert len([n for n in of_optimizer if "exp_avg_sq" in n]) == len(names)
+
+
+def test_inspect_prints_layers_on_one_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved / "two" / "model")]) == 0
+    text = capsys.readouterr().out
+    layers = TINY.config().num_hidden_layers
+    (line,) = (each for each in text.splitlines() if "q_proj" in each)
+    assert re.fullmatch(rf"model\.layers\.\*\.self_attn\.q_proj\.weight .* {layers}", line.rstrip())
+    count = sum(tensor.numel() for tensor in TINY.model().state_dict().values())
+    assert f"{count:,}" in text
+    assert main(["inspect", "--all", str(saved / "two" / "model")]) == 0
+    assert "model.layers.1.self_attn.q_proj.weight" in capsys.readouterr().out
+
+
+def test_inspect_knows_adapters_and_files(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = _json(capsys, 0, "inspect", saved / "adapter")
+    assert (adapter["kind"], adapter["facts"]["r"]) == ("adapter", 3)
+    file = _json(capsys, 0, "inspect", saved / "adapter" / "adapter_model.safetensors")
+    assert (file["kind"], file["tensors"]) == ("file", adapter["tensors"])
+
+
+def test_verify_finds_one_changed_byte(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(saved / "two" / "checkpoints", tmp_path / "copy")
+    found = _json(capsys, 0, "verify", root)
+    assert found["checked"] == "every byte is that which was written"
+    file = next(px.latest_checkpoint(root).glob("parallel_state/optim-*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    wrong = _json(capsys, 1, "verify", root)["wrong"]
+    assert file.name in wrong
+    assert "hash" in wrong
+
+
+def test_verify_finds_a_model_that_is_cut_short(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(saved / "two" / "model", tmp_path / "copy")
+    assert _json(capsys, 0, "verify", model)["kind"] == "HuggingFace model"
+    file = next(model.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "truncated" in _json(capsys, 1, "verify", model)["wrong"]
+
+
+def test_diff_compares_layouts_and_trainings(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two, three, other = (saved / name / "checkpoints" for name in ("two", "three", "other"))
+    assert _json(capsys, 0, "diff", two, two)["different"] == []
+    assert main(["diff", str(two), str(three), "--rtol", "0.01"]) == 0
+    assert "tensors are equal to 0.01" in capsys.readouterr().out
+    found = _json(capsys, 1, "diff", two, other)["different"]
+    assert {each["name"] for each in found} > set(TINY.model().state_dict())
+    first, second = (
+        load_file(next((saved / name / "model").glob("*.safetensors")))["model.norm.weight"]
+        for name in ("two", "other")
+    )
+    (norm,) = (each for each in found if each["name"] == "model.norm.weight")
+    gap = (first.double() - second.double()).abs().max()
+    assert norm["difference"] == gap.item()
+    assert norm["relative"] == (gap / first.double().abs().max()).item()
+
+
+def test_diff_says_why_tensors_cannot_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = float("nan")
+    a = {"shape": torch.ones(2), "one": torch.ones(1), "nan": torch.tensor([nan, 1.0, nan])}
+    b = {"shape": torch.ones(3), "two": torch.ones(1), "nan": torch.tensor([nan, nan, 2.0])}
+    a["dtype"], b["dtype"] = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    a["empty"], b["empty"] = torch.ones(0, 3), torch.ones(0, 3)
+    a["scalar"], b["scalar"] = torch.tensor(2.0), torch.tensor(3.0)
+    a["infinite"], b["infinite"] = torch.tensor([nan, torch.inf]), torch.tensor([nan, torch.inf])
+    for name, tensors in (("a", a), ("b", b)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    found = _json(capsys, 1, "diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found["tensors"] == 8
+    different = {each["name"]: each for each in found["different"]}
+    assert set(different) == {"shape", "one", "two", "nan", "dtype", "scalar"}
+    assert different["shape"]["why"] == "[2] against [3]"
+    assert different["one"]["why"].startswith("only in")
+    assert different["dtype"]["why"] == "F32 against BF16"
+    assert different["nan"]["difference"] is None
+    assert different["scalar"]["relative"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["verify", "/nowhere"], ["compare"], ["diff", "/tmp"], ["inspect", "/tmp"]]
+)
+def test_wrong_use_is_exit_code_2(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "parallel_ext", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2, result.stderr
+    assert "parallel-ext" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_installed_command_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'parallel-ext = "parallel_ext.cli.main:main"' in text
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"parallel_ext {px.__version__}\n"
