@@ -3,9 +3,16 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
 
 namespace parallel_ext {
 namespace {
@@ -48,6 +55,33 @@ void fixed_slices(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool
   });
 }
 
+// What decides which kernel BLAS takes for a product, and the blocks.
+using Shape = std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>;
+
+Shape shape_of(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+               const std::vector<int64_t>& sizes, int64_t dim) {
+  const std::vector<int64_t> numbers{out.size(0),           out.size(1),      a.size(1),
+                                     a.stride(1) == 1,      b.stride(1) == 1, dim,
+                                     at::get_num_threads(), out.is_cuda()};
+  return {numbers, sizes, out.scalar_type()};
+}
+
+std::mutex shapes_mutex;
+std::map<Shape, bool> known_shapes;  // -> whether one product has the bits of one a block
+
+std::optional<bool> merges(const Shape& shape) {
+  static const char* mode = std::getenv("PARALLEL_EXT_INVARIANT");
+  if (mode != nullptr && std::string(mode) == "strict") return false;
+  const std::lock_guard<std::mutex> lock(shapes_mutex);
+  const auto found = known_shapes.find(shape);
+  return found == known_shapes.end() ? std::nullopt : std::optional<bool>(found->second);
+}
+
+void remember(const Shape& shape, bool is_same) {
+  const std::lock_guard<std::mutex> lock(shapes_mutex);
+  known_shapes[shape] = is_same;
+}
+
 }  // namespace
 
 void fixed_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool add) {
@@ -59,6 +93,32 @@ void fixed_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b, boo
   } else {
     fixed_slices(out, a, b, add);
   }
+}
+
+void fixed_product_of_blocks(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
+                             const std::vector<int64_t>& sizes, int64_t dim) {
+  if (sizes.size() == 1) return fixed_product(out, a, b);
+  const Shape shape = shape_of(out, a, b, sizes, dim);
+  const std::optional<bool> known = merges(shape);
+  if (known != false) fixed_product(out, a, b);
+  if (known == true) return;
+  bool is_same = true;
+  int64_t start = 0;
+  for (const int64_t size : sizes) {
+    const at::Tensor whole = out.narrow(dim, start, size);
+    const at::Tensor of_a = dim == 0 ? a.narrow(0, start, size) : a;
+    const at::Tensor of_b = dim == 1 ? b.narrow(1, start, size) : b;
+    start += size;
+    if (known) {
+      fixed_product(whole, of_a, of_b);
+      continue;
+    }
+    const at::Tensor alone = at::empty(whole.sizes(), whole.options());
+    fixed_product(alone, of_a, of_b);
+    is_same = is_same && whole.equal(alone);
+    whole.copy_(alone);
+  }
+  if (!known && out.any().item<bool>()) remember(shape, is_same);  // zeros show nothing
 }
 
 }  // namespace parallel_ext

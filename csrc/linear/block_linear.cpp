@@ -7,8 +7,6 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <string>
 
 #include "base/fixed_product.h"
 #include "base/layout.h"
@@ -31,12 +29,6 @@ int64_t width_of(const Blocks& blocks) {
   return width;
 }
 
-// PARALLEL_EXT_INVARIANT=strict: one product a block everywhere.
-bool always_by_blocks() {
-  static const char* value = std::getenv("PARALLEL_EXT_INVARIANT");
-  return value != nullptr && std::string(value) == "strict";
-}
-
 }  // namespace
 
 bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype) {
@@ -45,7 +37,13 @@ bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::
     if (blocks[i].size < kLeastOfProduct) return false;
     if (i > 0 && blocks[i].start != blocks[i - 1].start + blocks[i - 1].size) return false;
   }
-  return !blocks.empty() && !always_by_blocks() && other_size >= kLeastOfProduct;
+  return !blocks.empty() && other_size >= kLeastOfProduct;
+}
+
+std::vector<int64_t> sizes_of(const std::vector<Range>& blocks) {
+  std::vector<int64_t> sizes;
+  for (const Range block : blocks) sizes.push_back(block.size);
+  return sizes;
 }
 
 std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size) {
@@ -103,8 +101,10 @@ namespace {
 // -> [T, width of the blocks]: rows [T, K] times the blocks' rows of the weight [F, K].
 at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, const Blocks& blocks) {
   at::Tensor out = at::empty({rows.size(0), width_of(blocks)}, rows.options());
+  if (out.size(1) == 0) return out;
   if (can_merge_blocks(blocks, rows.size(0), rows.scalar_type())) {
-    fixed_product(out, rows, weight.narrow(0, blocks[0].start, out.size(1)).t());
+    const at::Tensor own = weight.narrow(0, blocks[0].start, out.size(1));
+    fixed_product_of_blocks(out, rows, own.t(), sizes_of(blocks), /*dim=*/1);
     return out;
   }
   int64_t at = 0;
@@ -119,8 +119,9 @@ at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, cons
 // The gradient of the rows of a weight: grad^T rows, a product a block where the blocks are small.
 at::Tensor grad_of_rows(const at::Tensor& grad, const at::Tensor& rows, const Blocks& blocks) {
   at::Tensor out = at::empty({width_of(blocks), rows.size(1)}, rows.options());
+  if (out.size(0) == 0) return out;
   if (can_merge_blocks(blocks, rows.size(1), rows.scalar_type())) {
-    fixed_product(out, grad.t(), rows);
+    fixed_product_of_blocks(out, grad.t(), rows, sizes_of(blocks), /*dim=*/0);
     return out;
   }
   int64_t at = 0;
@@ -291,7 +292,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
   if (needed[1]) {
     grad_weight = at::empty_like(weight);
     if (can_merge_blocks(blocks, weight.size(0), weight.scalar_type())) {
-      fixed_product(grad_weight, grad.t(), rows);
+      fixed_product_of_blocks(grad_weight, grad.t(), rows, sizes_of(blocks), /*dim=*/1);
     } else {
       for (const Range block : blocks) {
         fixed_product(grad_weight.narrow(1, block.start, block.size), grad.t(),

@@ -14,10 +14,12 @@ namespace parallel_ext {
 // `bounds`: start and stop of each block in a rank's `size` indices.
 std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size);
 
-// Whether one product over all blocks has the bits of one a block: the blocks follow each other,
-// and nowhere is a product so small that the BLAS takes another kernel for it, as MKL's sgemm does
-// below 4 rows or 10 columns. `other_size`: rows of the product where its columns are in blocks, or
-// columns where its rows are.
+// The sizes of blocks.
+std::vector<int64_t> sizes_of(const std::vector<Range>& blocks);
+
+// Whether fixed_product_of_blocks may compute all blocks at once: they follow each other, and no
+// product is so small that the place of its matrices decides its bits. `other_size`: rows of the
+// product where its columns are in blocks, or columns where its rows are.
 bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype);
 
 // The gradient of rows that `copies` consecutive ones of all blocks share, over the tree of these;

@@ -78,7 +78,9 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
     const at::Tensor tile_rows = input.narrow(0, tile.start, tile.size);
     const at::Tensor tile_labels = labels.narrow(0, tile.start, tile.size);
     at::Tensor logits = pooled_empty({tile.size, head_weight.size(0)}, input.options());
-    if (by_one) fixed_product(logits, tile_rows, head_weight.t());
+    if (by_one) {
+      fixed_product_of_blocks(logits, tile_rows, head_weight.t(), sizes_of(blocks), /*dim=*/1);
+    }
     std::vector<VocabShard> shards;
     std::vector<at::Tensor> stats;
     for (const Range block : blocks) {
@@ -110,16 +112,18 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
     }
     if (needed[1]) {
       // In full tiles, whose sums are wide, the gradient of a tile is rounded before it is added.
-      const auto add = [&](at::Tensor sum, const at::Tensor& grad_logits) {
+      const auto add = [&](at::Tensor sum, const at::Tensor& grad_logits,
+                           const std::vector<int64_t>& sizes) {
         const at::Tensor of_tile = tile.start == 0 && sum.scalar_type() == input.scalar_type()
                                        ? sum
                                        : pooled_empty(sum.sizes(), input.options());
-        fixed_product(of_tile, grad_logits.t(), tile_rows);
+        fixed_product_of_blocks(of_tile, grad_logits.t(), tile_rows, sizes, /*dim=*/0);
         if (!of_tile.is_same(sum)) sum.add_(of_tile);
       };
-      if (by_one) add(grad_head, logits);
+      if (by_one) add(grad_head, logits, sizes_of(blocks));
       for (size_t i = 0; !by_one && i < blocks.size(); ++i) {
-        add(grad_head.narrow(0, blocks[i].start, blocks[i].size), shards[i].logits);
+        const auto [start, size] = blocks[i];
+        add(grad_head.narrow(0, start, size), shards[i].logits, {size});
       }
     }
   }

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ops import ALL_SIZES, BOTH_PATHS, on_ranks
+from torch.profiler import ProfilerActivity, profile
 
 from parallel_ext import ops
 from parallel_ext.ops import Blocks, Group
@@ -181,3 +182,22 @@ def test_the_bits_of_a_block_do_not_depend_on_its_place(
     (expected,) = torch.autograd.grad((whole_output * factors).sum(), rows)
     (found,) = torch.autograd.grad((output * factors[:, own]).sum(), of_rows)
     assert torch.equal(expected[own], found)
+
+
+def _products(tokens: int, width: int) -> list[int]:
+    """How many products three calls of one shape make."""
+    input = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(4 * width, 64, generator=torch.Generator().manual_seed(1))
+    blocks = Blocks(tuple((i * width, (i + 1) * width) for i in range(4)), 4)
+    found = []
+    for factor in (0.0, 1.0, 1.0):  # a product of zeros shows nothing
+        with profile(activities=[ProfilerActivity.CPU]) as made:
+            ops.block_linears(input * factor, [weight], [blocks])
+        found.append(sum(event.name == "aten::mm" for event in made.events()))
+    return found
+
+
+def test_the_first_product_of_a_shape_is_made_twice() -> None:
+    """At once and block by block; the next ones at once, where both had the same bits."""
+    assert _products(37, 19) == [5, 5, 1]
+    assert _products(37, 15) == [4, 4, 4]  # blocks that are too small

@@ -1,0 +1,47 @@
+"""``PARALLEL_EXT_INVARIANT=strict``: one product a block everywhere, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from reference import Tiny, batch
+
+import parallel_ext as px
+
+WIDE = Tiny(dtype=torch.float32, heads=8, key_value_heads=4, inner=512, vocab_size=257)
+
+
+def print_digests() -> None:
+    """Print those of the weights after each of some steps; in a process of its own."""
+    torch.set_num_threads(1)
+    model = px.parallelize(WIDE.model(), px.init_mesh(), invariant=px.Invariant(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(**batch(WIDE.vocab_size, 2, 19, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(px.digest(model))
+
+
+def _digests(mode: str) -> list[str]:
+    folders = [str(each) for each in Path(__file__).parents[1].iterdir() if each.is_dir()]
+    code = f"import sys; sys.path[:0] = {folders!r}; import test_invariant_strict as test\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code + "test.print_digests()"],
+        env={**os.environ, "PARALLEL_EXT_INVARIANT": mode},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout.split()[-3:]
+
+
+def test_products_of_single_blocks_have_the_same_bits() -> None:
+    found = _digests("strict")
+    assert len(set(found)) == 3
+    assert found == _digests("")
