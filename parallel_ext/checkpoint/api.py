@@ -82,7 +82,7 @@ def save_checkpoint(
         >>> save_checkpoint("ckpts", 1200, model, optimizer, keep_last=2)  # doctest: +SKIP
     """
     arrive("save_checkpoint")
-    mesh = state_of(model).mesh
+    state = state_of(model)
     with one_error(f"save_checkpoint of step {step} to {os.fspath(root)}"):
         return save_step(
             root,
@@ -91,7 +91,8 @@ def save_checkpoint(
             optimizer,
             scheduler,
             data_state,
-            mesh,
+            state.mesh,
+            state.invariant,
             keep_last,
             keep_every,
             asynchronous,
@@ -159,6 +160,7 @@ def load_checkpoint(
     Example:
         >>> step = load_checkpoint("ckpts", model, optimizer).step  # doctest: +SKIP
     """
-    mesh = state_of(model).mesh
+    state = state_of(model)
+    contents = partial(contents_of, model)
     with one_error(f"load_checkpoint from {os.fspath(root)}"):
-        return load_step(root, partial(contents_of, model), optimizer, scheduler, step, mesh)
+        return load_step(root, contents, optimizer, scheduler, step, state.mesh, state.invariant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 
 from parallel_ext.checkpoint import rng, scheduler_state
-from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.manifest import (
+    LOOP_NAME,
+    RNG_NAME,
+    STATE_FOLDER,
+    Manifest,
+    bits_of,
+    read_manifest,
+)
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.source import Contents
@@ -22,6 +30,8 @@ from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted, read_shards
+from parallel_ext.io.safe_open import shown
+from parallel_ext.parallel.plan import Invariant
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ def load_step(
     scheduler: Scheduler | None,
     step: int | None,
     mesh: Mesh,
+    invariant: Invariant | None = None,
 ) -> Resumed:
     """Load a training checkpoint into the contents of a model, its optimizer and its scheduler.
 
@@ -57,6 +68,7 @@ def load_step(
         root, optimizer, scheduler, step: as of ``load_checkpoint``.
         contents_of: returns what is to be loaded; may raise.
         mesh: the ranks of the model.
+        invariant: of the model.
 
     Returns:
         The step and the data state, among others.
@@ -79,8 +91,19 @@ def load_step(
         )
         read_shards(wanted, opened.file_of, mesh, op_name)
         mesh.control.run_on_all(op_name, apply)
+    _warn_of_other_bits(opened.manifest, path, invariant)
     same = opened.states is not None
     return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
+
+
+def _warn_of_other_bits(manifest: Manifest, path: Path, invariant: Invariant | None) -> None:
+    saved, own = manifest.saved_by.get("bits"), bits_of(invariant)
+    if saved and saved != own:
+        warnings.warn(
+            f"{path} was trained with {shown(saved)}, and goes on with {own or 'ordinary sums'}: "
+            "to rounding the same training, not in bits",
+            stacklevel=4,
+        )
 
 
 def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:

@@ -20,6 +20,7 @@ from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, Fields, parse_json, read_content, to_json
+from parallel_ext.parallel.plan import Invariant
 
 STATE_FOLDER = "parallel_state"
 MANIFEST_NAME = f"{STATE_FOLDER}/manifest.json"
@@ -42,7 +43,8 @@ class Manifest:
             taken for one of this.
         step: the training step.
         number: of the save: one more than that of any complete one in its root.
-        saved_by: versions and sides of the mesh, to look at; nothing depends on them.
+        saved_by: versions and sides of the mesh, and what decided the bits, to look at; nothing but
+            a warning depends on them.
         files: size and hashes of every file but the manifest and the commit, by relative name.
         tensors: of all safetensors files of model and optimizer, each with the name of its file.
         non_finite: how many values of a tensor are NaN or infinite, where there are any.
@@ -218,6 +220,11 @@ class Manifest:
         for name in sorted(found):
             if name not in known:
                 self._listed(directory, name)
+
+
+def bits_of(invariant: Invariant | None) -> str:
+    """Name what decides the bits of a training under ``px.Invariant``; empty without one."""
+    return f"px.{invariant} and torch {torch.__version__}" if invariant else ""
 
 
 def _named_plainly(name: str, path: Path) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.lock import one_writer
-from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest
+from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, Manifest, bits_of
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
 from parallel_ext.checkpoint.source import Contents
@@ -49,6 +49,7 @@ from parallel_ext.io.stream import (
     warn_of_non_finite,
 )
 from parallel_ext.nn.replicas import compare
+from parallel_ext.parallel.plan import Invariant
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.reshard import is_needed
 from parallel_ext.version import VERSION
@@ -64,6 +65,7 @@ def save_step(
     scheduler: Scheduler | None,
     data_state: Any,
     mesh: Mesh,
+    invariant: Invariant | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
     asynchronous: bool = False,
@@ -77,6 +79,7 @@ def save_step(
             ``save_checkpoint``.
         contents_of: returns what is to be saved; may raise.
         mesh: the ranks of the model.
+        invariant: of the model.
 
     Returns:
         The directory, on every rank.
@@ -134,7 +137,7 @@ def save_step(
             records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
             records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
             number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
-            by = _saved_by(mesh)
+            by = _saved_by(mesh) | ({"bits": bits_of(invariant)} if invariant else {})
             manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
             return temporary, metadata, manifest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,28 @@ def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> No
         pool(saving).run(_train, "odd", tp, (0, 1), root)
         resumed = pool(loading).run(_train, "odd", other, (2,), root)
         _assert_bits(resumed, (log[2:], digest, held))
+
+
+def _warnings_of_a_load(root: Path) -> list[list[str]]:
+    """What a load says to models of the same and of other bits."""
+    tiny, mesh = KINDS["odd"], mesh_of(tp=1)
+    found = []
+    for invariant in (px.Invariant(8, leaves=5), px.Invariant(8, leaves=4), None):
+        model = px.parallelize(tiny.model(), mesh, invariant=invariant)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            px.load_checkpoint(root, model)
+        found.append([str(each.message) for each in told if "not in bits" in str(each.message)])
+    return found
+
+
+def test_a_load_warns_of_other_bits(tmp_path: Path) -> None:
+    pool(2).run(_train, "odd", 2, (0,), tmp_path)
+    for same, other, ordinary in pool(2).run(_warnings_of_a_load, tmp_path):
+        assert same == []
+        assert "px.Invariant(blocks=8, leaves=5) and torch" in other[0]
+        assert "goes on with px.Invariant(blocks=8, leaves=4)" in other[0]
+        assert "goes on with ordinary sums" in ordinary[0]
 
 
 def _as_a_chain(nodes: list, node: Any, count: int, add: Any) -> None:
