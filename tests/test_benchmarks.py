@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from versions import needs_newer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PAGES = BENCHMARKS.parent / "docs" / "benchmarks"
@@ -49,6 +50,7 @@ def test_all_benchmarks_are_run_here() -> None:
 @pytest.mark.parametrize(
     "command", [*PROMISED, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 )
+@needs_newer("a benchmark's peer")
 def test_it_prints_its_tables(command: str) -> None:
     script, *options = command.split()
     run = [sys.executable, str(BENCHMARKS / script), "--smallest", *options]

@@ -25,6 +25,7 @@ import transformers
 from ranks import pool
 from reference import Tiny, mesh_of
 from safetensors.torch import load_file, save_file
+from versions import needs_newer
 
 import parallel_ext as px
 from parallel_ext.distributed.errors import CheckpointError
@@ -927,6 +928,7 @@ def test_the_configurations_are_those_that_were_checked(
     assert model.generation_config.max_new_tokens == 3
 
 
+@needs_newer("a save of such a configuration")
 def test_a_published_generation_config_that_is_not_valid_is_saved_again(
     good: Path, folder: Path, tmp_path: Path
 ) -> None:

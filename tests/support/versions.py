@@ -7,6 +7,12 @@ import pytest
 from parallel_ext.training.trainer import OLDEST, transformers_version
 
 HAS_TRAINER = transformers_version() >= OLDEST
-needs_trainer = pytest.mark.skipif(
-    not HAS_TRAINER, reason=f"px.Trainer needs transformers {'.'.join(map(str, OLDEST))}"
-)
+
+
+def needs_newer(what: str) -> pytest.MarkDecorator:
+    """Skip a test of what transformers has only from the release of ``px.Trainer`` on."""
+    release = ".".join(map(str, OLDEST))
+    return pytest.mark.skipif(not HAS_TRAINER, reason=f"{what} needs transformers {release}")
+
+
+needs_trainer = needs_newer("px.Trainer")
