@@ -171,9 +171,10 @@ def test_diff_says_why_tensors_cannot_be_compared(
 @pytest.mark.parametrize(
     "arguments", [[], ["verify", "/nowhere"], ["compare"], ["diff", "/tmp"], ["inspect", "/tmp"]]
 )
-def test_wrong_use_is_exit_code_2(arguments: list[str]) -> None:
+def test_wrong_use_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "parallel_ext", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    # -m looks into the current folder first, where the sources may be.
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert "parallel-ext" in result.stderr
     assert "Traceback" not in result.stderr

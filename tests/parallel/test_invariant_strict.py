@@ -27,7 +27,7 @@ def print_digests() -> None:
         print(px.digest(model))
 
 
-def _digests(mode: str) -> list[str]:
+def _digests(mode: str, folder: Path) -> list[str]:
     folders = [str(each) for each in Path(__file__).parents[1].iterdir() if each.is_dir()]
     code = f"import sys; sys.path[:0] = {folders!r}; import test_invariant_strict as test\n"
     result = subprocess.run(
@@ -36,12 +36,13 @@ def _digests(mode: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=200,
+        cwd=folder,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout.split()[-3:]
 
 
-def test_products_of_single_blocks_have_the_same_bits() -> None:
-    found = _digests("strict")
+def test_products_of_single_blocks_have_the_same_bits(tmp_path: Path) -> None:
+    found = _digests("strict", tmp_path)
     assert len(set(found)) == 3
-    assert found == _digests("")
+    assert found == _digests("", tmp_path)
