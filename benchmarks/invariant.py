@@ -1,7 +1,8 @@
 """A training step with the same bits on any layout, beside the ordinary one: ``px.Invariant``.
 
-    python benchmarks/invariant.py [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
-                                   [--tp 1 2] [--repetitions N] [--smallest] [--update-docs]
+    python benchmarks/invariant.py [--part tp|leaves|all] [--dtype float32|bfloat16|all]
+                                   [--malloc default|tuned|all] [--layout NAME ...]
+                                   [--repetitions N] [--smallest] [--update-docs]
 
 What is measured and how: docs/benchmarks/invariant.md. It exits with an error when the losses of
 the two modes differ by more than rounding.
@@ -9,6 +10,7 @@ the two modes differ by more than rounding.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from pathlib import Path
 
@@ -20,10 +22,18 @@ TARGET = 1.15  # time of a step over that of the ordinary mode
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative
 
 
-def run_row(dtype: str, malloc: str, tp: int, repetitions: int) -> str:
+# By part: name of a layout -> its sides, and the leaves of a batch; 0: no px.train_leaves.
+PARTS = {
+    "tp": {"tp=1": (1, 1, 0), "tp=2": (2, 1, 0)},
+    "leaves": {"1 rank": (1, 1, 2), "dp=2": (1, 2, 2)},
+}
+
+
+def run_row(dtype: str, malloc: str, name: str, part: str, repetitions: int) -> str:
     """Return a row of the table, measured in new ranks."""
-    request = {"dtype": dtype, "repetitions": repetitions}
-    answer = harness.run_ranks(RANKS, request, ranks=tp, threads=1, malloc=malloc)
+    tp, dp, leaves = PARTS[part][name]
+    request = {"dtype": dtype, "repetitions": repetitions, "tp": tp, "leaves": leaves}
+    answer = harness.run_ranks(RANKS, request, ranks=tp * dp, threads=1, malloc=malloc)
     for ordinary, invariant in zip(*(answer[mode]["losses"] for mode in MODES), strict=True):
         if abs(invariant / ordinary - 1) > TOLERANCE[dtype]:
             raise SystemExit(f"the losses differ: {ordinary} and {invariant}")
@@ -34,26 +44,34 @@ def run_row(dtype: str, malloc: str, tp: int, repetitions: int) -> str:
     )
     ratio = statistics.median(times[MODES[1]]) / statistics.median(times[MODES[0]])
     met = "met" if ratio <= TARGET else "**missed**"
-    return f"| {dtype}, {malloc} | {tp} | {' | '.join(cells)} | {ratio:.2f} | {met} |"
+    return f"| {dtype}, {malloc} | {name} | {' | '.join(cells)} | {ratio:.2f} | {met} |"
+
+
+def run_part(part: str, options: argparse.Namespace) -> None:
+    """Print the table of a part."""
+    rows = [
+        run_row(dtype, malloc, name, part, options.repetitions)
+        for dtype in harness.chosen(options.dtype, TOLERANCE)
+        for malloc in harness.chosen(options.malloc, harness.MALLOC_MODES)
+        for name in PARTS[part]
+        if name in (options.layout or PARTS[part])
+    ]
+    head = [
+        f"{harness.machine()}. {SIZES['num_hidden_layers']} layers, {TOKENS} tokens.\n",
+        f"| ms: median (min-max) | layout | {' | '.join(MODES)} | ratio | target {TARGET} |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    harness.publish(f"invariant {part}", "\n".join([*head, *rows]), options)
 
 
 def main() -> None:
     parser = harness.parser(__doc__, repetitions=12)
     harness.add_dtypes(parser, TOLERANCE)
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="ranks")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--layout", nargs="+", help="some of tp=1, tp=2, 1 rank, dp=2")
     options = parser.parse_args()
-    rows = [
-        run_row(dtype, malloc, tp, options.repetitions)
-        for dtype in harness.chosen(options.dtype, TOLERANCE)
-        for malloc in harness.chosen(options.malloc, harness.MALLOC_MODES)
-        for tp in options.tp
-    ]
-    head = [
-        f"{harness.machine()}. {SIZES['num_hidden_layers']} layers, {TOKENS} tokens.\n",
-        f"| ms: median (min-max) | tp | {' | '.join(MODES)} | ratio | target {TARGET} |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    harness.publish("invariant", "\n".join([*head, *rows]), options)
+    for part in harness.chosen(options.part, PARTS):
+        run_part(part, options)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import harness
 import torch
@@ -20,35 +21,53 @@ TOKENS = harness.size(1024, 32)  # in two rows
 WARM_UP = harness.size(2, 0)
 
 
-def build(mesh: px.Mesh, dtype: str, mode: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return the model of a mode, with the same weights in both, and its optimizer."""
+def build(
+    mesh: px.Mesh, request: Mapping[str, Any], mode: str
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return the model of a mode, with the same weights in both, and its optimizer.
+
+    Over dp ranks the ordinary mode is ZeRO-2.
+    """
     config = transformers.LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=8)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).train()
-    invariant = px.Invariant(blocks=8) if mode == "invariant" else None
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, request["dtype"])).train()
+    leaves = max(1, request["leaves"])
+    invariant = px.Invariant(blocks=8, leaves=leaves) if mode == "invariant" else None
     px.parallelize(model, mesh, invariant=invariant)
+    if mesh.dp_size > 1 and invariant is None:
+        px.data_parallel(model, mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def forward_backward(model: torch.nn.Module, ids: torch.Tensor, mesh: px.Mesh, leaves: int) -> Any:
+    """Return the loss of a batch of which each dp rank computes its share."""
+    if leaves:
+        return px.train_leaves(model, {"input_ids": ids, "labels": ids})
+    own = ids.chunk(mesh.dp_size)[mesh.dp_rank]
+    loss = model(input_ids=own, labels=own).loss
+    loss.backward()
+    return sum(mesh.control.all_gather_object(loss.item())) / mesh.world_size
 
 
 def main() -> None:
     request = harness.arguments()
-    mesh = px.init_mesh(tp=int(os.environ.get("WORLD_SIZE", 1)))
-    runs = {mode: build(mesh, request["dtype"], mode) for mode in MODES}
+    mesh = px.init_mesh(tp=request["tp"])
+    runs = {mode: build(mesh, request, mode) for mode in MODES}
     answer = {mode: {"times": [], "losses": []} for mode in MODES}
     generator = torch.Generator().manual_seed(1)
     for turn in range(WARM_UP + request["repetitions"]):
         ids = torch.randint(0, SIZES["vocab_size"], (2, TOKENS // 2), generator=generator)
         for mode in MODES if turn % 2 else MODES[::-1]:
             model, optimizer = runs[mode]
+            leaves = request["leaves"] if mode == "invariant" else 0
             mesh.control.barrier("benchmark")
             start = time.perf_counter()
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
+            loss = forward_backward(model, ids, mesh, leaves)
             px.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             spent = max(mesh.control.all_gather_object(time.perf_counter() - start))
-            answer[mode]["losses"].append(loss.item())
+            answer[mode]["losses"].append(float(loss))
             if turn >= WARM_UP:
                 answer[mode]["times"].append(spent)
     harness.finish(answer)
