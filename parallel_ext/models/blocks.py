@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel_ext.nn.moe import Route
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import (
     AttentionHeads,
@@ -194,7 +195,8 @@ class MixtureNames:
 
     Attributes:
         name: of the block in the layer.
-        router, router_class: in the block; replicated. Returns logits, weights and expert ids.
+        router, router_class: in the block; replicated.
+        route: what the class computes: logits, weights and expert ids.
         experts, experts_class: in the block; its two parameters are sharded over the ep ranks.
         gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
         num_experts: attribute of the configuration.
@@ -207,6 +209,7 @@ class MixtureNames:
     name: str
     router: str
     router_class: str
+    route: Route
     experts: str
     experts_class: str
     gate_up: str

@@ -3,9 +3,25 @@
 Files keep the names of the hub, one tensor for each matrix of each expert.
 """
 
+import torch
+from torch import nn
+
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.nn.moe import Choose
+
+
+def _route(
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what ``MixtralTopKRouter`` does; a token's weights are in fp32 and have the sum 1."""
+    logits = nn.functional.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+    probabilities = nn.functional.softmax(logits.float(), dim=-1)
+    expert_ids = choose(probabilities, router.top_k)
+    weights = probabilities.gather(-1, expert_ids)
+    return logits, weights / weights.sum(dim=-1, keepdim=True), expert_ids
+
 
 MIXTRAL = ModelSpec(
     model_type="mixtral",
@@ -17,6 +33,7 @@ MIXTRAL = ModelSpec(
         name="mlp",
         router="gate",
         router_class="MixtralTopKRouter",
+        route=_route,
         experts="experts",
         experts_class="MixtralExperts",
         gate_up="gate_up_proj",

@@ -5,9 +5,27 @@ Files keep the names of the hub, one tensor for each matrix of each expert.
 
 from dataclasses import replace
 
+import torch
+from torch import nn
+
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION, MLP
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.nn.moe import Choose
+
+
+def _route(
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits."""
+    logits = nn.functional.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+    probabilities = nn.functional.softmax(logits, dim=-1, dtype=torch.float32)
+    expert_ids = choose(probabilities, router.top_k)
+    weights = probabilities.gather(-1, expert_ids)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights.to(logits.dtype), expert_ids
+
 
 QWEN3_MOE = ModelSpec(
     model_type="qwen3_moe",
@@ -20,6 +38,7 @@ QWEN3_MOE = ModelSpec(
         name="mlp",
         router="gate",
         router_class="Qwen3MoeTopKRouter",
+        route=_route,
         experts="experts",
         experts_class="Qwen3MoeExperts",
         gate_up="gate_up_proj",

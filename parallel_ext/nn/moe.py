@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
@@ -29,6 +28,13 @@ _GRADIENTS = (
 )
 
 
+Choose = Callable[[torch.Tensor, int], torch.Tensor]
+"""(scores [T, E], top_k) -> ids of the chosen experts [T, top_k], int64."""
+
+Route = Callable[[nn.Module, torch.Tensor, Choose], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(router, hidden states [..., H], choose) -> logits [T, E], weights and expert ids [T, top_k]."""
+
+
 class _Choice:
     """The experts that one forward has chosen."""
 
@@ -40,22 +46,26 @@ class _Choice:
 class Routing:
     """The choice of experts of one layer: of equal scores the lower id, the same when recomputed.
 
+    Args:
+        route: what the router's class computes, with the choice left to the last argument.
+
     Attributes:
         kept: the choices of all layers in the forward that is running, or whose backward is, which
             recomputes the layers; None where they are not kept.
         choice: that of the forward that is running, if it is kept.
-        select: (scores [T, E], top_k) -> [T, top_k]; ``force_routing`` puts another one here.
+        select: chooses by the scores; ``force_routing`` puts another rule here.
         observer: gets the choices for each expert and the rows of this rank's own experts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, route: Route) -> None:
+        self.route = route
         self.kept: Kept | None = None
         self.choice: _Choice | None = None
-        self.select: Callable[[torch.Tensor, int], torch.Tensor] = top_k_lowest
+        self.select: Choose = top_k_lowest
         self.observer: Callable[[Sequence[int], int], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
-        copy = Routing()
+        copy = Routing(self.route)
         copy.select = self.select
         return copy
 
@@ -64,10 +74,11 @@ class Routing:
         """Return whether something else than the scores chooses the experts."""
         return self.select is not top_k_lowest
 
-    def forward(self, router: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the router's own forward, whose ``torch.topk`` then takes the choices made here."""
-        with _TopK(self._choose):
-            return type(router).forward(router, *args, **kwargs)
+    def forward(
+        self, router: nn.Module, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Stand for the router's own forward."""
+        return self.route(router, hidden_states, self._choose)
 
     def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
         self.choice = None
@@ -110,29 +121,6 @@ def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
         chosen.append(left.argmax(-1, keepdim=True))  # the first of equal ones
         left.scatter_(-1, chosen[-1], float("-inf"))
     return torch.cat(chosen, -1)
-
-
-class _TopK(TorchFunctionMode):
-    """A context in which ``torch.topk`` takes, in each row, the indices that ``choose`` gives."""
-
-    def __init__(self, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        super().__init__()
-        self._choose = choose
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        return self._top_k(*args, **(kwargs or {}))
-
-    def _top_k(
-        self, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if dim not in (-1, input.dim() - 1) or not largest:
-            raise NotImplementedError(f"a router that takes topk(dim={dim}, largest={largest})")
-        chosen = self._choose(input, k)
-        return input.gather(-1, chosen), chosen
 
 
 class LowRank(NamedTuple):

@@ -256,7 +256,7 @@ class Replacer:
             module.forward = MethodType(names.forward, module)
 
     def mixture(self, path: str, names: MixtureNames) -> None:
-        mesh, routing = self.mesh, Routing()
+        mesh, routing = self.mesh, Routing(names.route)
         router = self.model.get_submodule(f"{path}.{names.router}")
         router.forward = partial(routing.forward, router)  # which deepcopy rebinds
         self.routings.append(routing)

@@ -76,6 +76,11 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
                     f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
                     f"{expected}, whose forward is known"
                 )
+            if type(module).forward.__module__ != type(module).__module__:
+                raise ValueError(
+                    f"parallelize: the forward of {expected} was replaced, by "
+                    f"{type(module).forward.__qualname__}, which {path} would no longer run"
+                )
             _check_bare(path, module)
             if isinstance(module, nn.Embedding):
                 _check_embedding(path, module)

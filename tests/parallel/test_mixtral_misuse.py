@@ -272,14 +272,13 @@ def test_adapters_on_attention_and_head_train_as_in_peft(layout: Layout) -> None
         assert error <= 1e-5, name
 
 
-def test_the_error_of_a_router_reaches_the_user() -> None:
-    """An op of the router that is not understood is named, and does not choose silently."""
-    model = parallel(TINY.model(), px.init_mesh())
+def test_a_router_whose_forward_was_replaced_is_refused() -> None:
+    plain = TINY.model()
     with (
-        mock.patch.object(type(model.model.layers[0].mlp.gate), "forward", _smallest),
-        pytest.raises(NotImplementedError, match="largest=False"),
+        mock.patch.object(type(plain.model.layers[0].mlp.gate), "forward", _smallest),
+        pytest.raises(ValueError, match="forward of MixtralTopKRouter was replaced, by _smallest"),
     ):
-        model(torch.ones(1, 3, dtype=torch.int64))
+        parallel(plain, px.init_mesh())
 
 
 def _smallest(self: nn.Module, hidden: torch.Tensor) -> Any:

@@ -30,6 +30,8 @@ from transformers.models.mixtral import modeling_mixtral
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.models import SPECS
+from parallel_ext.nn.moe import Choose
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.sharding.slices import take
 
@@ -81,18 +83,32 @@ def _skew(kind: str, num_experts: int, ep: int) -> torch.Tensor:
     return skew
 
 
-def _router(self: Any, hidden: torch.Tensor) -> Any:
+def _route(router: nn.Module, hidden: torch.Tensor, choose: Choose) -> Any:
     """HuggingFace's of either model, in fp64 where the model is, plus the skew of a test."""
-    hidden = hidden.reshape(-1, self.hidden_dim)
-    logits = nn.functional.linear(hidden, self.weight)
-    logits = logits + getattr(self, "skew", 0.0)
+    hidden = hidden.reshape(-1, router.hidden_dim)
+    logits = nn.functional.linear(hidden, router.weight)
+    logits = logits + getattr(router, "skew", 0.0)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    values, indices = torch.topk(logits.to(wide).softmax(-1), self.top_k, dim=-1)
-    if not hasattr(self, "norm_topk_prob"):  # Mixtral's
+    probabilities = logits.to(wide).softmax(-1)
+    indices = choose(probabilities, router.top_k)
+    values = probabilities.gather(-1, indices)
+    if not hasattr(router, "norm_topk_prob"):  # Mixtral's
         return logits, values / values.sum(-1, keepdim=True), indices
-    if self.norm_topk_prob:
+    if router.norm_topk_prob:
         values = values / values.sum(-1, keepdim=True)
     return logits, values.to(logits.dtype), indices
+
+
+def _in_fp64(router: nn.Module, model_type: str) -> None:
+    """Let a router's class, and ours in its place, compute by ``_route``."""
+
+    def forward(self: nn.Module, hidden: torch.Tensor) -> Any:
+        return _route(self, hidden, lambda scores, top_k: scores.topk(top_k).indices)
+
+    cls = type(router)
+    forward.__module__ = cls.__module__  # else refused
+    cls.forward = forward
+    object.__setattr__(SPECS[model_type].mixture, "route", _route)
 
 
 _fp32_balance = modeling_mixtral.load_balancing_loss_func
@@ -165,7 +181,7 @@ class TinyMixtral:
         sys.modules[type(model).__module__].load_balancing_loss_func = _balance
         for block in (layer.mlp for layer in model.model.layers):
             if hasattr(block, "gate"):
-                type(block.gate).forward = _router
+                _in_fp64(block.gate, model.config.model_type)
                 if self.skew != "as drawn":
                     block.gate.skew = _skew(self.skew, self.num_experts, 2).to(self.dtype)
         return model if self.dtype != torch.float64 else exact(model)
