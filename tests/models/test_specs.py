@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,8 +102,15 @@ def _gemma_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + self.weight, self.eps)
 
 
-def _olmo_norm(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+def _olmo_norm(cls: type) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    forward.__module__ = cls.__module__  # parallelize refuses one from elsewhere
+    return forward
+
+
+_OLMO2, _OLMO3 = modeling_olmo2.Olmo2RMSNorm, modeling_olmo3.Olmo3RMSNorm
 
 
 def _eager_attention(
@@ -138,8 +145,8 @@ def _in_fp64() -> Iterator[None]:
     """Let what no instance can have of its own compute in fp64 inside the context."""
     with (
         mock.patch.object(modeling_gemma2, "eager_attention_forward", _eager_attention),
-        mock.patch.object(modeling_olmo2.Olmo2RMSNorm, "forward", _olmo_norm),
-        mock.patch.object(modeling_olmo3.Olmo3RMSNorm, "forward", _olmo_norm),
+        mock.patch.object(_OLMO2, "forward", _olmo_norm(_OLMO2)),
+        mock.patch.object(_OLMO3, "forward", _olmo_norm(_OLMO3)),
     ):
         yield
 
