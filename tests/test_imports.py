@@ -33,7 +33,7 @@ BELOW = {
         "interplay",
     ],
     "run": ["parallel", "interplay"],
-    "cli": ["distributed", "sharding", "io", "checkpoint"],
+    "cli": ["distributed", "sharding", "io", "parallel", "checkpoint"],
     "__main__": ["cli"],
 }
 """What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""
@@ -41,6 +41,7 @@ BELOW = {
 PACKAGES = {
     "transformers": [
         *("models/cogagent", "io/hf_", "parallel", "interplay", "lora", "training/trainer"),
+        "cli/plan",
     ],
     "huggingface_hub": ["parallel", "io/hf_"],
     "accelerate": ["parallel", "training/accelerate", "interplay"],

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from parallel_ext.cli import diff, inspect, verify
+from parallel_ext.cli import diff, inspect, plan, verify
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.version import VERSION
 
@@ -18,15 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; those of the process when None.
 
     Returns:
-        The exit code: 0; 1 where ``verify`` finds damage or ``diff`` a difference; 2 for wrong use
-        and for what cannot be read.
+        The exit code: 0; 1 where ``verify`` finds damage, ``diff`` a difference or ``plan`` nothing
+        that fits; 2 for wrong use and for what cannot be read.
     """
     parser = argparse.ArgumentParser(
-        prog="parallel-ext", description="Look at saved models, adapters and training checkpoints."
+        prog="parallel-ext", description="Plan a training; look at what was saved."
     )
     parser.add_argument("--version", action="version", version=f"parallel_ext {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (inspect, verify, diff):
+    for command in (plan, inspect, verify, diff):
         name, text = command.__name__.rpartition(".")[2], command.__doc__.splitlines()[0]
         own = commands.add_parser(name, help=text, description=text)
         own.add_argument("--json", action="store_true", help="print JSON instead of tables")

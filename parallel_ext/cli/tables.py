@@ -10,6 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH_OF_A_FILE = 200  # columns where the output is no terminal
+_ON_THE_RIGHT = {
+    *("tensors", "numbers", "bytes", "times", "difference", "relative"),
+    *("weights", "gradients", "optimizer", "gathered", "activations", "peak"),
+}
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -17,8 +21,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = [[str(value) for value in row] for row in rows]
     for column in columns:
-        right = column in ("tensors", "numbers", "bytes", "times", "difference", "relative")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        right = "right" if column in _ON_THE_RIGHT else "left"
+        table.add_column(column, justify=right, overflow="fold")
     for row in rows:
         table.add_row(*row)
     width = None if sys.stdout.isatty() else WIDTH_OF_A_FILE

@@ -109,14 +109,19 @@ def parallelize(
 
     plan = mesh.control.run_on_all("parallelize", prepare)
     check_equal(model, plan)
-    if invariant is None:
+    carry_out(model, plan)
+    _warn_of_uneven_vocabulary(plan)
+    return model
+
+
+def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
+    """Replace the modules of a checked model, and bind its methods; no rank hears of it."""
+    if plan.options.invariant is None:
         partials, routings = replace_modules(model, plan)
     else:
         partials, routings = None, []
         replace_in_blocks(model, plan)
     _attach(model, plan, ParallelState(plan, partials, routings))
-    _warn_of_uneven_vocabulary(plan)
-    return model
 
 
 def _in_place_of(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,3 +186,57 @@ def test_the_installed_command_is_this_one(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"parallel_ext {px.__version__}\n"
+
+
+def test_plan_sorts_layouts_by_their_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TINY.config().save_pretrained(tmp_path)
+    found = _json(capsys, 0, "plan", tmp_path, "--world", 8, "--tokens", 16, "--dtype", "float32")
+    peaks = [layout["peak"] for layout in found["layouts"]]
+    assert peaks == sorted(peaks)
+    for layout in found["layouts"]:
+        assert layout["tp"] * layout["dp"] == 8
+        assert layout["peak"] >= sum(layout[name][0] for name in ("weights", "optimizer"))
+    heads = TINY.config().num_attention_heads
+    assert {layout["tp"] for layout in found["layouts"]} == {n for n in (1, 2, 4, 8) if n <= heads}
+    numbers = sum(parameter.numel() for parameter in TINY.model().parameters())
+    assert {layout["model_on_disk"] for layout in found["layouts"]} == {4 * numbers}
+    assert all("query heads" in why for why in found["refused"].values())
+
+
+def test_plan_says_whether_a_layout_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TINY.config().save_pretrained(tmp_path)
+    plan = ["plan", str(tmp_path), "--world", "2", "--tokens", "16", "--checkpointing"]
+    assert main([*plan, "--memory", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-2:] == ["peak", "fits"]
+    assert [line.split()[:3] + line.split()[-1:] for line in lines[1:3]] == [
+        ["2", "1", "1", "yes"],
+        ["1", "1", "2", "yes"],
+    ]
+    assert main([*plan, "--memory", "0.000001"]) == 1
+    assert " no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ('{"model_type": "bert"}', [], "no spec for model_type 'bert'"),
+        ("{}", [], "Unrecognized model"),
+        ('{"model_type": "llama"}', ["--ep", "2"], "a model without experts has ep=1"),
+        ('{"model_type": "llama"}', ["--tp", "3"], "must divide --world 4"),
+    ],
+)
+def test_plan_names_what_it_cannot_plan(
+    content: str,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert main(["plan", str(tmp_path), "--world", "4", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""Show which layouts a model can be trained in, and what memory each takes on a rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+
+from parallel_ext.cli.tables import print_table
+from parallel_ext.distributed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from parallel_ext.parallel.estimate import Estimate, Planner, Step
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
+_COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "peak")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument(
+        "model", help="a directory with config.json, that file, or a name on the hub"
+    )
+    parser.add_argument("--world", type=_positive, required=True, help="number of ranks")
+    parser.add_argument("--tp", type=_positive, help="only layouts with this tp")
+    parser.add_argument("--ep", type=_positive, help="only layouts with this ep")
+    parser.add_argument("--rows", type=_positive, default=1, help="of a dp rank's batch (1)")
+    parser.add_argument("--tokens", type=_positive, default=2048, help="of a row (2048)")
+    parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of everything")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default=_OPTIMIZERS[0])
+    parser.add_argument("--zero", type=int, choices=(2, 3), default=2, help="where dp > 1 (2)")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="layers are recomputed in backward"
+    )
+    parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the layouts, those with the lowest peak first; 1 where none fits into ``--memory``."""
+    import torch  # these take seconds, which the other commands need not
+    import transformers
+
+    from parallel_ext.parallel.estimate import Planner, Step
+
+    transformers.utils.logging.set_verbosity_error()
+    planner = Planner.of(options.model)
+    step = Step(
+        rows=options.rows,
+        tokens=options.tokens,
+        dtype=getattr(torch, options.dtype),
+        optimizer=options.optimizer,
+        zero=options.zero,
+        checkpointing=options.checkpointing,
+    )
+    found, refused = _all(planner, step, options)
+    limit = options.memory and options.memory * 1e9
+    if options.json:
+        report = {"layouts": [asdict(one) for one in found], "refused": refused}
+        print(json.dumps(report, indent=2))
+    else:
+        _print(found, refused, limit)
+    fits = any(limit is None or one.peak <= limit for one in found)
+    return 0 if fits else 1
+
+
+def _all(
+    planner: Planner, step: Step, options: argparse.Namespace
+) -> tuple[list[Estimate], dict[str, str]]:
+    """Return the layouts by their peaks, and why others are none."""
+    found, refused = [], {}
+    for tp, ep in planner.layouts(options.world):
+        if options.tp in (None, tp) and options.ep in (None, ep):
+            try:
+                found.append(planner.estimate(options.world, tp, ep, step))
+            except ValueError as error:
+                refused[f"tp={tp} ep={ep}"] = str(error)
+    if not found and not refused:
+        raise CheckpointError(
+            f"plan: --tp and --ep must divide --world {options.world}, and a model without experts "
+            "has ep=1"
+        )
+    return sorted(found, key=lambda one: one.peak), refused
+
+
+def _print(found: list[Estimate], refused: dict[str, str], limit: float | None) -> None:
+    fits = [] if limit is None else ["fits"]
+    rows = []
+    for one in found:
+        sizes = [getattr(one, name) for name in _COLUMNS]
+        shown = [_shown(size if isinstance(size, tuple) else (size, size)) for size in sizes]
+        mark = [] if limit is None else ["yes" if one.peak <= limit else "no"]
+        rows.append([one.tp, one.ep, one.dp, *shown, *mark])
+    if found:
+        print_table(["tp", "ep", "dp", *_COLUMNS, *fits], rows)
+        model, checkpoint = found[0].model_on_disk, found[0].checkpoint_on_disk
+        print(f"\non disk: model {decimal(model)}, training checkpoint {decimal(checkpoint)}")
+    for layout, why in refused.items():
+        print(f"{layout}: {why.removeprefix('parallelize: ')}")
+
+
+def _shown(of_ranks: tuple[int, int]) -> str:
+    """Return the largest size of a rank, and the smallest where that is another."""
+    if not of_ranks[0]:
+        return "-"
+    largest, smallest = (decimal(size) for size in of_ranks)
+    return largest if largest == smallest else f"{smallest} to {largest}"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number

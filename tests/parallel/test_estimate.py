@@ -1,0 +1,150 @@
+"""What the planner says of weights, optimizer and a step's peak is what ranks hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from step_memory import config_of
+
+import parallel_ext as px
+from parallel_ext.parallel.estimate import Planner, Step
+
+SCRIPT = Path(__file__).with_name("step_memory.py")
+
+LLAMA = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 13,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "tied": lambda: transformers.LlamaConfig(tie_word_embeddings=True, **LLAMA),
+    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=5, **LLAMA),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        num_experts=5, moe_intermediate_size=7, mlp_only_layers=[0], head_dim=8, **LLAMA
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(head_dim=8, **LLAMA),
+    "phi3": lambda: transformers.Phi3Config(pad_token_id=0, **LLAMA),
+}
+
+
+def _held(kind: str, tp: int, ep: int, zero: int) -> tuple[int, int]:
+    """Bytes of this rank's weights, and of its optimizer's states."""
+    torch.manual_seed(0)
+    mesh = px.init_mesh(tp=tp, ep=ep)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    model = px.data_parallel(px.parallelize(model, mesh), mesh, zero).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    values = [
+        list(model.parameters()),
+        [v for state in optimizer.state.values() for v in state.values() if v.dim()],
+    ]
+    return tuple(
+        sum((v.to_local() if hasattr(v, "to_local") else v).nbytes for v in of) for of in values
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "ep", "dp", "zero"),
+    [
+        ("llama", 1, 1, 1, 2),
+        ("llama", 2, 1, 1, 2),
+        ("llama", 4, 1, 1, 2),
+        ("tied", 3, 1, 1, 2),
+        ("tied", 2, 1, 2, 3),
+        ("llama", 1, 1, 3, 2),
+        ("mixtral", 2, 2, 1, 2),
+        ("mixtral", 1, 2, 4, 2),
+        ("mixtral", 2, 4, 2, 3),
+        ("mixtral", 2, 1, 1, 2),
+        ("qwen3_moe", 2, 2, 2, 2),
+        ("gemma2", 2, 1, 1, 2),
+        ("phi3", 2, 1, 1, 2),
+    ],
+)
+def test_weights_and_optimizer_are_those_that_ranks_hold(
+    kind: str, tp: int, ep: int, dp: int, zero: int
+) -> None:
+    found = pool(tp * dp).run(_held, kind, tp, ep, zero)
+    step = Step(dtype=torch.float32, zero=zero, tokens=6)
+    estimate = Planner(CONFIGS[kind]()).estimate(tp * dp, tp, ep, step)
+    weights, states = zip(*found, strict=True)
+    assert (estimate.tp, estimate.ep, estimate.dp) == (tp, ep, dp)
+    assert estimate.weights == estimate.gradients == (max(weights), min(weights))
+    assert estimate.optimizer == (max(states), min(states))
+
+
+CASES = {
+    "llama": ({"kind": "llama"}, 1),
+    "llama in bf16": ({"kind": "llama", "dtype": "bfloat16"}, 1),
+    "llama tp=2": ({"kind": "llama", "tp": 2}, 2),
+    "llama dp=2, ZeRO-2": ({"kind": "llama"}, 2),
+    "llama dp=2, ZeRO-3": ({"kind": "llama", "zero": 3}, 2),
+    "llama, checkpointing": ({"kind": "llama", "checkpointing": True}, 1),
+    "mixtral dp=2 ep=2": ({"kind": "mixtral", "ep": 2}, 2),
+    "mixtral tp=2 ep=2": ({"kind": "mixtral", "tp": 2, "ep": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> None:
+    changes, world = CASES[name]
+    case = {"tp": 1, "ep": 1, "zero": 2, "rows": 4, "tokens": 512, "dtype": "float32"}
+    case |= {"checkpointing": False, **changes}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
+    # Else glibc keeps what is freed, up to 32 MiB a tensor.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--standalone", str(SCRIPT), json.dumps(case)],
+        **{"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    peak, weights, states = json.loads(line.removeprefix("RESULT"))
+    step = Step(
+        rows=case["rows"],
+        tokens=case["tokens"],
+        dtype=getattr(torch, case["dtype"]),
+        zero=case["zero"],
+        checkpointing=case["checkpointing"],
+    )
+    planner = Planner(config_of(case["kind"]))
+    estimate = planner.estimate(world, case["tp"], case["ep"], step)
+    print(f"{name}: {estimate.peak / 1e6:.0f} MB planned, {peak / 1e6:.0f} MB measured")
+    assert estimate.weights[0] == weights
+    assert estimate.optimizer[0] == states
+    assert 0.85 <= estimate.peak / peak <= 1.15
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_few_layers_tell_of_many(kind: str, checkpointing: bool) -> None:
+    config = config_of(kind)
+    config.num_hidden_layers = 9
+    step = Step(rows=2, tokens=64, checkpointing=checkpointing)
+    few, all_of_them = Planner(config), Planner(config)
+    all_of_them._alike = False
+    for world, tp in ((1, 1), (2, 2), (4, 2)):
+        ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
+        assert ours == expected
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    planner = Planner(CONFIGS["llama"]())
+    assert [*planner.layouts(4)] == [(1, 1), (2, 1), (4, 1)]
+    with pytest.raises(ValueError, match="tp=8 is more than 4 query heads"):
+        planner.estimate(8, 8, 1, Step())
