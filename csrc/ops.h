@@ -123,6 +123,16 @@ PARALLEL_EXT_OP(fixed_silu, at::Tensor(const at::Tensor& input));
 PARALLEL_EXT_OP(fixed_silu_backward,
                 at::Tensor(const at::Tensor& grad_output, const at::Tensor& input));
 
+// --- linear/dropout.cpp ---
+
+// input [..., K] -> the same shape: 0 with the probability `dropout`, else input / (1 - dropout).
+// `dropout_counter` {key, step, token, feature} is the counter of the mask at the first element of
+// the input (linear/dropout.h). Backward draws the mask again.
+PARALLEL_EXT_OP(seeded_dropout, at::Tensor(const at::Tensor& input, double dropout,
+                                           at::IntArrayRef dropout_counter));
+PARALLEL_EXT_OP(seeded_dropout_backward, at::Tensor(const at::Tensor& grad_output, double dropout,
+                                                    at::IntArrayRef dropout_counter));
+
 // --- linear/linear_lora.cpp ---
 
 // input [..., K], weight [F, K], lora_a [r, K], lora_b [F, r], bias [F] -> [..., F]:

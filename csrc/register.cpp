@@ -122,6 +122,9 @@ TORCH_LIBRARY(parallel_ext, library) {
       "int num_blocks, bool[2] needed, int group_size, str group_name) -> (Tensor, Tensor)");
   def("fixed_silu(Tensor input) -> Tensor");
   def("fixed_silu_backward(Tensor grad_output, Tensor input) -> Tensor");
+  def("seeded_dropout(Tensor input, float dropout, int[] dropout_counter) -> Tensor");
+  def("seeded_dropout_backward(Tensor grad_output, float dropout, int[] dropout_counter) -> "
+      "Tensor");
   def("lora_linear(Tensor input, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias, "
       "float scale, float dropout, int[] dropout_counter, int group_size, str group_name) -> "
       "Tensor");

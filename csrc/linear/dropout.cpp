@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
@@ -16,7 +17,10 @@
 #include "base/dropout_mask.h"
 #include "base/kernel_choice.h"
 #include "base/philox_aten.h"
+#include "check.h"
 #include "linear/dropout_cuda.h"
+#include "linear/linear.h"
+#include "ops.h"
 
 namespace parallel_ext {
 namespace {
@@ -205,6 +209,51 @@ void drop_and_add(const Dropout& dropout, int64_t first_row, const at::Tensor& i
           drop_and_add_on_cuda(part, in, out, add, factor, sum, input.get_device());
         }
       });
+}
+
+namespace {
+
+at::Tensor dropped(const char* op, const at::Tensor& input, double p, at::IntArrayRef counter) {
+  check_floating(op, "input", input);
+  TORCH_CHECK_VALUE(input.dim() >= 1, op, ": input must have a dimension of features");
+  const at::Tensor rows = as_matrix(input).contiguous();
+  const auto dropout = Dropout::parse(op, p, counter, rows.size(0));
+  at::Tensor output = at::empty_like(rows);
+  drop(dropout, 0, rows, output);
+  return output.mul_(dropout.scale()).view(input.sizes());
+}
+
+at::Tensor seeded_dropout_kernel(const at::Tensor& input, double p, at::IntArrayRef counter) {
+  return dropped("seeded_dropout", input, p, counter);
+}
+
+at::Tensor seeded_dropout_backward_kernel(const at::Tensor& grad_output, double p,
+                                          at::IntArrayRef counter) {
+  return dropped("seeded_dropout_backward", grad_output, p, counter);
+}
+
+at::Tensor seeded_dropout_meta(const at::Tensor& input) {
+  return at::empty_like(input, at::MemoryFormat::Contiguous);
+}
+
+struct SeededDropout : Gradient<SeededDropout, seeded_dropout, Saved<>> {
+  static variable_list rule(const ForwardCall<seeded_dropout>& forward,
+                            const variable_list& grads) {
+    const auto [input, p, counter] = forward.arguments();
+    return forward.gradients(seeded_dropout_backward(grads[0], p, counter));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<seeded_dropout>(library)
+      .kernel<seeded_dropout_kernel>()
+      .meta<seeded_dropout_meta>()
+      .gradient<SeededDropout>();
+  implement<seeded_dropout_backward>(library)
+      .kernel<seeded_dropout_backward_kernel>()
+      .meta<seeded_dropout_meta>();
 }
 
 }  // namespace parallel_ext

@@ -19,8 +19,14 @@ from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.lora.factors import seeded_by
 from parallel_ext.lora.files import parallel_state
-from parallel_ext.lora.layers import AdaptedLinear, LoraVocabEmbedding, LoraVocabHead
+from parallel_ext.lora.layers import (
+    AdaptedBlocks,
+    AdaptedLinear,
+    LoraVocabEmbedding,
+    LoraVocabHead,
+)
 from parallel_ext.lora.merge import Mergeable
+from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
@@ -29,6 +35,7 @@ from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
 
+_LINEARS = (ColumnParallelLinear, RowParallelLinear, BlockColumnLinear, BlockRowLinear)
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace
 
 
@@ -42,7 +49,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
         config.target_modules = {
             path.removesuffix(".base_layer")
             for path, module in model.named_modules()
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if isinstance(module, _LINEARS)
         }
     convert_peft_config_for_transformers(config, model, get_model_conversion_mapping(model))
 
@@ -89,6 +96,28 @@ def refuse_whole(
                 + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
                 + '; target others, or "all-linear" for all that are sharded'
             )
+
+
+def refuse_without_blocks(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
+    """Raise if an adapter under ``px.Invariant`` has what is not computed in blocks.
+
+    Raises:
+        NotImplementedError: names it.
+    """
+    heads = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, VocabParallelHead) and check_target_module_exists(config, path)
+    ]
+    missing = {
+        "lora_bias": bool(config.lora_bias),
+        "modules_to_save": bool(config.modules_to_save),
+        f"an adapter on {' and '.join(heads)}": bool(heads),
+    }
+    if found := [what for what, is_there in missing.items() if is_there]:
+        raise NotImplementedError(
+            f"{op_name}: px.Invariant does not serve {', '.join(found)} yet; leave it out"
+        )
 
 
 def experts_tensors(model: nn.Module) -> list[str]:
@@ -146,6 +175,8 @@ def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -
 LAYERS = {
     ColumnParallelLinear: AdaptedLinear,
     RowParallelLinear: AdaptedLinear,
+    BlockColumnLinear: AdaptedBlocks,
+    BlockRowLinear: AdaptedBlocks,
     VocabParallelHead: LoraVocabHead,
     VocabParallelEmbedding: LoraVocabEmbedding,
     ExpertParallelExperts: ParamWrapper,
@@ -217,14 +248,14 @@ def inject_adapter(
 
     def check() -> None:
         refuse_unsupported(config, op_name)
-        if state.invariant is not None:
-            raise NotImplementedError(f"{op_name}: px.Invariant does not serve adapters yet")
         if state.zero is not None and state.mesh.dp_size > 1:
             raise RuntimeError(f"{op_name}: add adapters before px.data_parallel shards the model")
         resolve_targets(model, config)
         refuse_mixture(model, config, op_name, state)
         refuse_parameters(model, config, op_name)
         refuse_whole(model, config, op_name, state)
+        if state.invariant is not None:
+            refuse_without_blocks(model, config, op_name)
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -13,6 +14,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.lora.factors import EmbeddingFactors, draw_by_name, key_of
 from parallel_ext.lora.merge import Mergeable
+from parallel_ext.nn.blocks import replicated_linear
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.lora import Factor, factor_layouts, factors_for_use, input_dropout
@@ -157,8 +159,8 @@ class AdaptedLinear(Adapted):
         layer = self.lora_dropout[adapter]
         if not isinstance(layer, nn.Dropout) or not layer.training:
             return None
-        step = self._forwards.number("lora_dropout")
-        return input_dropout(self.get_base_layer(), x, layer.p, self._mask_keys[adapter], step)
+        masks = layer.p, self._mask_keys[adapter], self._forwards
+        return input_dropout(self.get_base_layer(), x, *masks)
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
@@ -205,6 +207,29 @@ class AdaptedLinear(Adapted):
         )
 
 
+class AdaptedBlocks(AdaptedLinear):
+    """An adapter on a linear layer of blocks, with the same bits on any number of ranks.
+
+    The base and each factor are products of their own. What flows between the factors, [T, r], is
+    replicated: where the base is sharded by input features it is summed over the tree of blocks,
+    and where by output features its gradient is.
+    """
+
+    def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
+        base = self.get_base_layer()
+        output = base(x)
+        first, second = base.like_weight, replicated_linear
+        if base.layouts["weight"].dim == 0:
+            first, second = second, first
+        for name in active:
+            dropout = self._dropout(name, x)
+            input = x if dropout is None else ops.seeded_dropout(x, dropout)
+            factor_a, factor_b = (each.to(x.dtype) for each in self._factor_pair(name))
+            low = first(input, factor_a) * self.scaling[name]
+            output = output + second(low, factor_b).to(output.dtype)
+        return output
+
+
 class LoraVocabHead(AdaptedLinear):
     """An adapter on the output head: A is replicated, B sharded by vocabulary."""
 
@@ -241,6 +266,7 @@ class LoraVocabEmbedding(Adapted):
             1,
             tuple(rows.ranges(rank)[0] for rank in range(rows.period)),
         )
+        columns = replace(columns, blocks=rows.blocks)
         full = TensorLayout(f"{target}.lora_embedding_B.{adapter}", (rows.shape[1], r))
         self.lora_embedding_A.add(adapter, columns)
         self.lora_embedding_B.add(adapter, full)
@@ -265,6 +291,8 @@ class LoraVocabEmbedding(Adapted):
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base, ids = self.get_base_layer(), x.long()
+        if base.layouts["weight"].blocks:
+            return self._adapted_rows(ids, active)
         partial = self._rows(ids, base.weight)
         for adapter in active:
             columns, factor_b = self._factor_pair(adapter)
@@ -273,3 +301,22 @@ class LoraVocabEmbedding(Adapted):
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
         return base.scaled(ops.reduce_from_region(partial, base.group))
+
+    def _adapted_rows(self, ids: torch.Tensor, active: list[str]) -> torch.Tensor:
+        """Return rows under ``px.Invariant``: those of A are looked up whole, and then times B."""
+        base = self.get_base_layer()
+        rows = base(ids)
+        for adapter in active:
+            columns, factor_b = self._factor_pair(adapter)
+            low = ops.vocab_embedding(
+                ids,
+                columns.T.contiguous(),
+                base.num_embeddings,
+                base.vocab_range[0],
+                padding_idx=base.padding_idx,
+                sizes=base.sizes,
+                group=base.group,
+            )
+            added = replicated_linear(low, factor_b) * self.scaling[adapter]
+            rows = rows + base.scaled(added.to(rows.dtype))
+        return rows

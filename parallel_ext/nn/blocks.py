@@ -58,9 +58,25 @@ class BlockColumnLinear(ShardedModule):
         output = computed[1]
         if self.bias is not None:
             output = ops.block_bias(output, self.bias, self.blocks, self.copies, self.group)
-        return (
-            output if self.repeats == 1 else ops.repeat_heads(output, self.head_dim, self.repeats)
-        )
+        return self._repeated(output)
+
+    def like_weight(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Apply another weight [F, K], of which this rank holds the same rows.
+
+        Args:
+            input: [..., K], replicated.
+            weight: this rank's rows.
+        """
+        # Of the second weight consecutive blocks may hold the same rows: the first one is empty.
+        empty = weight[:0], Blocks(((0, 0),) * len(self.blocks.own), self.blocks.count)
+        weights, blocks = zip(empty, (weight, self.blocks), strict=True)
+        _, output = ops.block_linears(input, weights, blocks, self.copies, self.group)
+        return self._repeated(output)
+
+    def _repeated(self, heads: torch.Tensor) -> torch.Tensor:
+        if self.repeats == 1:
+            return heads
+        return ops.repeat_heads(heads, self.head_dim, self.repeats)
 
 
 class ComputedTogether:
@@ -76,6 +92,7 @@ class ComputedTogether:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         input = args[0] if args else kwargs["hidden_states"]
         layers = [module.get_submodule(name) for name in self.layers]
+        layers = [getattr(layer, "base_layer", layer) for layer in layers]  # of an adapter
         outputs = ops.block_linears(
             input,
             [layer.weight for layer in layers],
@@ -113,6 +130,25 @@ class BlockRowLinear(ShardedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.block_row_linear(input, self.weight, self.blocks, self.bias, self.group)
+
+    def like_weight(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Apply another weight [F, K], of which this rank holds the same columns.
+
+        Args:
+            input: [..., K], this rank's features.
+            weight: this rank's columns.
+        """
+        return ops.block_row_linear(input, weight, self.blocks, None, self.group)
+
+
+def replicated_linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Apply a weight [F, K] that every rank holds to a replicated input [..., K].
+
+    Its products have the same bits wherever the tensors lie in memory, which small ones of torch
+    have not.
+    """
+    (output,) = ops.block_linears(input, [weight], [Blocks(((0, len(weight)),), 1)])
+    return output
 
 
 class BlockHeadNorm(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -15,10 +17,15 @@ class ForwardCounter:
     Each forward takes a random number out of torch's generator. Checkpointing puts the generator
     back before it recomputes, so that the same number comes up again and finds its forward; no
     other random number depends on it, and ranks need not have equal seeds.
+
+    Attributes:
+        count: of the forwards so far; those of all leaves of a batch are one.
+        first_row: of the leaf that is running, in its batch; None outside of leaves.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.first_row: int | None = None
         self._number_of: OrderedDict[int, int] = OrderedDict()
 
     def restart(self, count: int) -> None:
@@ -35,6 +42,8 @@ class ForwardCounter:
         Raises:
             RuntimeError: a backward recomputes a forward whose random state was not kept.
         """
+        if self.first_row is not None:
+            return self.count
         drawn = int(torch.randint(2**63 - 1, ()))
         if drawn not in self._number_of:
             if torch._C._current_graph_task_id() != -1:
@@ -48,3 +57,15 @@ class ForwardCounter:
             if len(self._number_of) > _REMEMBERED:
                 self._number_of.popitem(last=False)
         return self._number_of[drawn]
+
+
+@contextmanager
+def one_forward_of(counters: Sequence[ForwardCounter]) -> Iterator[None]:
+    """Count all leaves of a batch that run inside the context as one forward of each layer."""
+    for counter in counters:
+        counter.count += 1
+    try:
+        yield
+    finally:
+        for counter in counters:
+            counter.first_row = None

@@ -76,7 +76,7 @@ def factors_for_use(
 
 
 def input_dropout(
-    base: ShardedModule, input: torch.Tensor, p: float, key: int, step: int
+    base: ShardedModule, input: torch.Tensor, p: float, key: int, forwards: ForwardCounter
 ) -> ops.Dropout:
     """Return the dropout of an adapter's input, whose mask is the same however ``base`` is sharded.
 
@@ -85,11 +85,15 @@ def input_dropout(
         input: [..., K], what it is called with on this rank.
         p: probability of a zero.
         key: of the masks of this adapter, equal on all ranks.
-        step: number of the forward.
+        forwards: of the layer; in a leaf of ``px.train_leaves`` the mask is that of the leaf's rows
+            in the whole batch, with the leaves in the first dimension of ``input``.
     """
-    # The tokens of a dp rank come after those of the lower ones.
-    replica = dist.get_rank() // base.group.size if dist.is_initialized() else 0
-    token = replica * (input.numel() // input.size(-1) if input.size(-1) else 0)
+    step = forwards.number("lora_dropout")
+    tokens = math.prod(input.shape[:-1])
+    if forwards.first_row is not None:
+        token = forwards.first_row * (tokens // input.size(0))
+    else:  # the tokens of a dp rank come after those of the lower ones
+        token = tokens * (dist.get_rank() // base.group.size if dist.is_initialized() else 0)
     layout, feature = base.layouts["weight"], 0
     if layout.dim == 1:
         ((feature, _),) = layout.ranges(base.group.rank)
@@ -245,8 +249,8 @@ class LoraLinear(nn.Module):
         if self.merged:
             return base(input)
         if self.training and self.lora_dropout:
-            step = self._forwards.number("lora_dropout")
-            dropout = input_dropout(base, input, self.lora_dropout, self._mask_key, step)
+            masks = self.lora_dropout, self._mask_key, self._forwards
+            dropout = input_dropout(base, input, *masks)
         weight, bias = base.for_use()
         factor_a, factor_b, _ = factors_for_use(base, self.lora_A, self.lora_B)
         return ops.lora_linear(

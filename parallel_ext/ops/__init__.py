@@ -16,7 +16,13 @@ from parallel_ext.ops.blocks import (
     repeat_heads,
 )
 from parallel_ext.ops.group import ALONE, Group
-from parallel_ext.ops.linear import Dropout, column_linear, lora_linear, row_linear
+from parallel_ext.ops.linear import (
+    Dropout,
+    column_linear,
+    lora_linear,
+    row_linear,
+    seeded_dropout,
+)
 from parallel_ext.ops.moe import (
     ExchangePlan,
     RoutePlan,
@@ -72,6 +78,7 @@ __all__ = [
     "reduce_from_region",
     "repeat_heads",
     "row_linear",
+    "seeded_dropout",
     "vocab_argmax",
     "vocab_cross_entropy",
     "vocab_cross_entropy_statistics",

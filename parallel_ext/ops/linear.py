@@ -154,3 +154,26 @@ def lora_linear(
     return torch.ops.parallel_ext.lora_linear(
         input, weight, lora_a, lora_b, bias, scale, p, counter, group.size, group.name
     )
+
+
+def seeded_dropout(input: torch.Tensor, dropout: Dropout) -> torch.Tensor:
+    """Set elements to zero at random, by a mask that any rank can draw again in any part.
+
+    Args:
+        input: [..., K], this rank's features where it is sharded by them.
+        dropout: the mask; ``token`` and ``feature`` are those of the first element.
+
+    Returns:
+        [..., K]: zeros with the probability ``dropout.p``, elsewhere ``input / (1 - p)``. Nothing
+        is kept for backward, which draws the mask again.
+
+    Raises:
+        TypeError, ValueError: the dtype, or a number of ``dropout``, does not fit.
+
+    Example:
+        >>> seeded_dropout(torch.ones(2), Dropout(p=0.0, key=1, step=1))
+        tensor([1., 1.])
+    """
+    p, *counter = dropout
+    check_tensors("seeded_dropout", input=input)
+    return torch.ops.parallel_ext.seeded_dropout(input, p, counter)

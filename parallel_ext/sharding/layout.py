@@ -215,11 +215,11 @@ def shard_along(
 
 
 def shard_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Return the layout of a tensor sharded as ``other``: along its ``dim``, at its places."""
+    """Return the layout of a tensor sharded as ``other``: along its ``dim``, in its blocks."""
     if other.dim is None:
         return TensorLayout(name, shape)
     ranges = (other.ranges(rank) for rank in range(other.period))
-    return shard_ranges(name, shape, other.dim, ranges)
+    return replace(shard_ranges(name, shape, other.dim, ranges), blocks=other.blocks)
 
 
 def shard_blocks(

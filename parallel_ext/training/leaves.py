@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
+from parallel_ext.nn.forward_counter import ForwardCounter, one_forward_of
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.blocks import split_in_blocks
 from parallel_ext.sharding.layout import split
@@ -52,6 +53,12 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     state, own = state_of(model), model_of(model)
     mesh = state.mesh
     mesh.control.barrier("train_leaves")
+    counters = [
+        each
+        for module in own.modules()
+        for each in vars(module).values()
+        if isinstance(each, ForwardCounter)
+    ]
     rows = _check(own, state, batch)
     require_equal(
         *(mesh.control, "train_leaves", {n: _digest(value) for n, value in batch.items()}),
@@ -63,9 +70,11 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     items = {"num_items_in_batch": _count_of_labels(batch), **batch}
     trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
     nodes: list[Node] = []
-    with _gradients_aside(trained, state):
+    with _gradients_aside(trained, state), one_forward_of(counters):
         for number in range(*runs[mesh.dp_rank]):
             start, stop = leaves[number]
+            for counter in counters:
+                counter.first_row = start
             loss = model(**{name: _rows(value, start, stop) for name, value in items.items()}).loss
             loss.backward()
             _push(nodes, (number, 1, _take(loss, trained)), len(leaves), _add)

@@ -75,7 +75,9 @@ def _step(p: float, checkpointed: bool, options: dict[str, Any], broken: str = "
         patch = mock.patch.object(lora, "for_use", lambda parameter, *_: parameter)
     elif broken == "place":  # as if every rank's features were the first ones
         patch = mock.patch.object(
-            lora, "input_dropout", lambda b, x, p, key, step: ops.Dropout(p, key, step)
+            lora,
+            "input_dropout",
+            lambda b, x, p, key, forwards: ops.Dropout(p, key, forwards.number("it")),
         )
     x = torch.randn(*TOKENS, IN, dtype=torch.float64)
     weights = torch.randn(*TOKENS, OUT, dtype=torch.float64)

@@ -141,6 +141,12 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_values(own, 3, 2).mT.transpose(0, 2), _values(4, own), None, *of_group),
             (_values(2, 0), _values(4, 0), None, *of_group),
         ],
+        "seeded_dropout": [
+            (_values(2, 3, 4), 0.4, [123456789, 7, 5, 37]),
+            (_values(0, 4), 0.0, []),
+            (_values(5, dtype=bf16), 1.0, [1, 2, 3, 4]),
+        ],
+        "seeded_dropout_backward": [(_plain(2, 3, 4), 0.4, [123456789, 7, 5, 37])],
         "lora_linear": [
             (_values(3, own), _values(4, own), _values(2, own), _values(4, 2), _values(4), 0.5)
             + (0.0, [], *of_group),

@@ -344,4 +344,5 @@ def test_the_ops_without_a_group_are_those_of_one_rank():
         "moe_lora_linear",
         "moe_route_plan",
         "repeat_heads",
+        "seeded_dropout",
     ]
