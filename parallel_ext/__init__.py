@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from parallel_ext.training.grad_scaler import GradScaler
     from parallel_ext.training.gradient_check import GradientReport, check_gradients
     from parallel_ext.training.gradients import clip_grad_norm_, no_sync
-    from parallel_ext.training.leaves import train_leaves
+    from parallel_ext.training.leaves import leaves, train_leaves
     from parallel_ext.training.preemption import preempted, stop_requested
     from parallel_ext.training.routing_metrics import RoutingMetrics
     from parallel_ext.training.trainer import Trainer, TrainerMixin
@@ -95,7 +95,7 @@ _HOMES = {
     "training.grad_scaler": ("GradScaler",),
     "training.gradient_check": ("GradientReport", "check_gradients"),
     "training.gradients": ("clip_grad_norm_", "no_sync"),
-    "training.leaves": ("train_leaves",),
+    "training.leaves": ("leaves", "train_leaves"),
     "training.preemption": ("preempted", "stop_requested"),
     "training.routing_metrics": ("RoutingMetrics",),
     "training.trainer": ("Trainer", "TrainerMixin"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
@@ -57,15 +55,3 @@ class ForwardCounter:
             if len(self._number_of) > _REMEMBERED:
                 self._number_of.popitem(last=False)
         return self._number_of[drawn]
-
-
-@contextmanager
-def one_forward_of(counters: Sequence[ForwardCounter]) -> Iterator[None]:
-    """Count all leaves of a batch that run inside the context as one forward of each layer."""
-    for counter in counters:
-        counter.count += 1
-    try:
-        yield
-    finally:
-        for counter in counters:
-            counter.first_row = None

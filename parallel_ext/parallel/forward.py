@@ -66,6 +66,10 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         want_dict = model.config.return_dict
     state.forward_ran = True
     counts_over_dp = labels is not None and "num_items_in_batch" not in options
+    if state.in_leaf and labels is not None and options.get("num_items_in_batch") is None:
+        raise ValueError(
+            "a leaf with labels needs num_items_in_batch=, the labels that count in the whole batch"
+        )
     meets_over_dp = state.forwards_together or counts_over_dp
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that

@@ -1,4 +1,4 @@
-"""A training step whose bits do not depend on how many dp ranks share its batch."""
+"""Training steps whose bits do not depend on how many dp ranks share a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
-from parallel_ext.nn.forward_counter import ForwardCounter, one_forward_of
+from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.blocks import split_in_blocks
 from parallel_ext.sharding.layout import split
@@ -29,7 +29,7 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     Every rank calls it with the same batch, whose rows ``px.Invariant(leaves=)`` divides in order.
     Each dp rank runs its leaves one by one. Their gradients are added over a tree that depends on
     the number of leaves alone, and left in ``.grad`` on every dp rank; those of calls before are
-    added to.
+    added to. :func:`leaves` does the same for a loop of your own.
 
     Args:
         model: parallel, with ``px.Invariant``, in training mode.
@@ -50,51 +50,167 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     Example:
         >>> loss = train_leaves(model, {"input_ids": ids, "labels": ids})  # doctest: +SKIP
     """
-    state, own = state_of(model), model_of(model)
-    mesh = state.mesh
-    mesh.control.barrier("train_leaves")
-    counters = [
-        each
-        for module in own.modules()
-        for each in vars(module).values()
-        if isinstance(each, ForwardCounter)
-    ]
-    rows = _check(own, state, batch)
+    rows, control = _rows_of(batch), state_of(model).mesh.control
+    control.barrier("train_leaves")
     require_equal(
-        *(mesh.control, "train_leaves", {n: _digest(value) for n, value in batch.items()}),
+        *(control, "train_leaves", {n: _digest(value) for n, value in batch.items()}),
         noun="the batch's",
         advice="every rank passes the whole batch",
     )
-    leaves = split_in_blocks(rows, state.invariant.leaves)
-    runs = split(len(leaves), mesh.dp_size)
     items = {"num_items_in_batch": _count_of_labels(batch), **batch}
-    trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
-    nodes: list[Node] = []
-    with _gradients_aside(trained, state), one_forward_of(counters):
-        for number in range(*runs[mesh.dp_rank]):
-            start, stop = leaves[number]
-            for counter in counters:
-                counter.first_row = start
-            loss = model(**{name: _rows(value, start, stop) for name, value in items.items()}).loss
-            loss.backward()
-            _push(nodes, (number, 1, _take(loss, trained)), len(leaves), _add)
-        sums = _over_dp(nodes, trained, runs, len(leaves), state)
-    loss, *gradients = sums
-    for parameter, gradient in zip(trained, gradients, strict=True):
-        gradient = gradient.to(parameter.dtype)
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    return loss
+    with leaves(model, rows) as own:
+        for leaf in own:
+            own.backward(
+                model(**{n: v[leaf] if _has_rows(v) else v for n, v in items.items()}).loss
+            )
+    return own.loss
 
 
-def _check(model: nn.Module, state: ParallelState, batch: Mapping[str, Any]) -> int:
-    """Return the rows of a batch."""
+@contextmanager
+def leaves(model: nn.Module, rows: int) -> Iterator[Leaves]:
+    """Run the leaves of a global batch in a loop of your own, with the same bits on any layout.
+
+    Every rank enters the context with the same batch, runs its leaves, and leaves with the
+    gradients of the whole batch in ``.grad``, added to those that were there before. A forward with
+    labels needs ``num_items_in_batch=`` inside.
+
+    Args:
+        model: parallel, with ``px.Invariant``, in training mode.
+        rows: of the global batch, which ``px.Invariant(leaves=)`` divides in order.
+
+    Raises:
+        ValueError: the model is not such a model; or a leaf left a trained parameter without a
+            gradient.
+        RuntimeError: the leaves of another batch are running, or not all of these ran.
+        DisagreementError: the ranks have different ``rows``.
+        CollectiveTimeout: not all ranks entered it.
+
+    Example:
+        >>> with leaves(model, rows=len(ids)) as own:  # doctest: +SKIP
+        ...     for leaf in own:
+        ...         part = {"input_ids": ids[leaf], "labels": ids[leaf]}
+        ...         own.backward(model(**part, num_items_in_batch=count).loss)
+        >>> own.loss  # doctest: +SKIP
+        tensor(2.3)
+    """
+    state, module = state_of(model), model_of(model)
+    state.mesh.control.barrier("leaves")
     if state.invariant is None:
-        raise ValueError("train_leaves: make the model with px.parallelize(..., invariant=)")
-    if not model.training:
-        raise ValueError("train_leaves: call model.train() before")
+        raise ValueError("leaves: make the model with px.parallelize(..., invariant=)")
+    if not module.training:
+        raise ValueError("leaves: call model.train() before")
+    if state.in_leaf:
+        raise RuntimeError("leaves: those of another batch are running")
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
+    require_equal(state.mesh.control, "leaves", {"rows": rows}, advice="pass the global batch's")
+    own = Leaves(module, state, rows)
+    with own._running():
+        yield own
+    own._finish()
+
+
+class Leaves:
+    """The leaves of one global batch; what :func:`leaves` returns to its context.
+
+    Iterating gives the rows of each leaf of this rank, as a slice of the batch.
+
+    Attributes:
+        loss: after the context the sum of the losses of all leaves, a scalar, the same on every
+            rank.
+    """
+
+    loss: torch.Tensor | None = None
+
+    def __init__(self, model: nn.Module, state: ParallelState, rows: int) -> None:
+        self._state = state
+        self._ranges = split_in_blocks(rows, state.invariant.leaves)
+        self._runs = split(len(self._ranges), state.mesh.dp_size)
+        self._left: list[int] | None = None  # of this rank's leaves, when it has begun
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._counters = [
+            each
+            for module in model.modules()
+            for each in vars(module).values()
+            if isinstance(each, ForwardCounter)
+        ]
+        self._losses: list[torch.Tensor] = []  # of the leaf that is running
+        self._nodes: list[Node] = []
+
+    def __iter__(self) -> Iterator[slice]:
+        if self._left is not None:
+            raise RuntimeError("leaves: they can be run once")
+        self._left = [*range(*self._runs[self._state.mesh.dp_rank])]
+        while self._left:
+            number = self._left[0]
+            start, stop = self._ranges[number]
+            for counter in self._counters:
+                counter.first_row = start
+            yield slice(start, stop)
+            _push(self._nodes, (number, 1, self._taken()), len(self._ranges), _add)
+            self._left.pop(0)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of a loss of the leaf that is running, and add it to :attr:`loss`.
+
+        Args:
+            loss: a scalar, divided by a number of the whole batch and not of the leaf.
+        """
+        loss.backward()
+        self._losses.append(loss.detach())
+
+    def _taken(self) -> list[torch.Tensor]:
+        """Return the loss of a leaf and its gradients, which the parameters have no more."""
+        if not self._losses:
+            raise ValueError("leaves: a leaf ran without a backward(loss) of its leaves")
+        values = [sum(self._losses)]
+        self._losses = []
+        for parameter in self._trained:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                raise ValueError(
+                    "leaves: a trained parameter got no gradient; set requires_grad of those that "
+                    "the batch does not use to False"
+                )
+            values.append(gradient)
+        return [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run leaves inside the context, each of which finds no gradients."""
+        kept = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        for counter in self._counters:
+            counter.count += 1  # the leaves of a batch are one forward
+        self._state.in_leaf = True
+        try:
+            yield
+        finally:
+            self._state.in_leaf = False
+            for counter in self._counters:
+                counter.first_row = None
+            for parameter, gradient in zip(self._trained, kept, strict=True):
+                parameter.grad = gradient
+
+    def _finish(self) -> None:
+        """Add the gradients of all leaves to those that the parameters have."""
+        if self._left is None or self._left:
+            raise RuntimeError(
+                "leaves: the context ended before the last leaf of this rank had run"
+            )
+        self.loss, *gradients = _over_dp(
+            self._nodes, self._trained, self._runs, len(self._ranges), self._state
+        )
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            gradient = gradient.to(parameter.dtype)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _rows_of(batch: Mapping[str, Any]) -> int:
     if "labels" not in batch:
         raise ValueError(f"train_leaves: the batch has no labels, only {', '.join(batch)}")
-    rows = {n: len(v) for n, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    rows = {name: len(value) for name, value in batch.items() if _has_rows(value)}
     if len(set(rows.values())) > 1 or 0 in rows.values():
         raise ValueError(
             f"train_leaves: every tensor of a batch must have its rows, at least one, got {rows}"
@@ -114,38 +230,8 @@ def _count_of_labels(batch: Mapping[str, Any]) -> torch.Tensor:
     return (targets != batch.get("ignore_index", -100)).sum()
 
 
-def _rows(value: Any, start: int, stop: int) -> Any:
-    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
-    return value[start:stop] if has_rows else value
-
-
-@contextmanager
-def _gradients_aside(trained: list[nn.Parameter], state: ParallelState) -> Iterator[None]:
-    """Run leaves inside the context, each of which finds no gradients."""
-    kept = [parameter.grad for parameter in trained]
-    for parameter in trained:
-        parameter.grad = None
-    state.in_leaf = True
-    try:
-        yield
-    finally:
-        state.in_leaf = False
-        for parameter, gradient in zip(trained, kept, strict=True):
-            parameter.grad = gradient
-
-
-def _take(loss: torch.Tensor, trained: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the loss of a leaf and its gradients, which the parameters have no more."""
-    values = [loss.detach()]
-    for parameter in trained:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            raise ValueError(
-                "train_leaves: a trained parameter got no gradient; set requires_grad of those "
-                "that the batch does not use to False"
-            )
-        values.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
-    return values
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _push(nodes: list[Node], node: Node, count: int, add: Callable[[Any, Any], Any]) -> None:

@@ -66,7 +66,8 @@ def _train(
             loss = model(**of_batch).loss
             loss.backward()
         else:
-            loss = px.train_leaves(model, of_batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                loss = px.train_leaves(model, of_batch)
         log.append((loss.item().hex(), px.clip_grad_norm_(model, 0.5).item().hex()))
         optimizer.step()
     if root is not None and steps[-1] < STEPS - 1:
@@ -85,7 +86,7 @@ def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
         assert pool(ranks).run(_train, kind, tp) == [whole] * ranks, (ranks, tp)
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "ranks without rows"])
+@pytest.mark.parametrize("how", ["checkpointing", "ranks without rows", "autocast"])
 def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
     (whole,) = pool(1).run(_so, "" if how == "checkpointing" else how, "odd", 1)
     for ranks, tp in ((3, 1), (4, 2)):

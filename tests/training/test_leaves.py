@@ -78,8 +78,16 @@ def _train(
             count = (whole["labels"][:, 1:] != -100).sum()
             parts = [{n: v[a:b] for n, v in whole.items()} for a, b in ((0, 3), (3, ROWS))]
             loss = sum(px.train_leaves(model, p | {"num_items_in_batch": count}) for p in parts)
+        elif how == "own loop":
+            count = (whole["labels"][:, 1:] != -100).sum()
+            with px.leaves(model, rows=ROWS) as own:
+                for leaf in own:
+                    part = {name: value[leaf] for name, value in whole.items()}
+                    own.backward(model(**part, num_items_in_batch=count).loss)
+            loss = own.loss
         else:
-            loss = px.train_leaves(model, whole)
+            with torch.autocast("cpu", torch.bfloat16, enabled=how.startswith("autocast")):
+                loss = px.train_leaves(model, whole)
         log.append((loss.item().hex(), px.clip_grad_norm_(model, 0.5).item().hex()))
         optimizer.step()
     if root is not None and steps[-1] < STEPS - 1:
@@ -109,11 +117,29 @@ def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
         _assert_bits(pool(ranks).run(_train, kind, tp), whole)
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "accumulation", "ranks without rows"])
+WAYS = ["checkpointing", "accumulation", "ranks without rows", "autocast, checkpointing"]
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
     (whole,) = pool(1).run(_so, how, "odd", 1)
     for ranks, tp in ((3, 1), (4, 2)):
         _assert_bits(pool(ranks).run(_so, how, "odd", tp), whole)
+
+
+@pytest.mark.parametrize("kind", ["tied", "qwen3"])
+def test_bf16_autocast_has_the_bits_of_one_process(kind: str) -> None:
+    (whole,) = pool(1).run(_so, "autocast", kind, 1)
+    (of_fp32,) = pool(1).run(_train, kind, 1)
+    assert whole[0] != of_fp32[0]
+    for ranks, tp in ((3, 1), (3, 3), (4, 2)):
+        _assert_bits(pool(ranks).run(_so, "autocast", kind, tp), whole)
+
+
+def test_a_loop_of_ones_own_has_the_bits_of_train_leaves() -> None:
+    (whole,) = pool(1).run(_train, "odd", 1)
+    for ranks, tp in ((1, 1), (3, 1), (4, 2)):
+        _assert_bits(pool(ranks).run(_so, "own loop", "odd", tp), whole)
 
 
 def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
@@ -244,6 +270,69 @@ def _refusals() -> list[str]:
     ]
     assert all(parameter.grad is None for parameter in model.parameters())
     return found
+
+
+def _mistakes_in_own_loops() -> list[str]:
+    mesh = mesh_of(tp=1)
+    tiny = KINDS["odd"]
+    model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=4))
+    whole = _batch(tiny.vocab_size, 0)
+    px.train_leaves(model, whole)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+
+    def part(leaf: slice, **options: Any) -> dict[str, Any]:
+        return {name: value[leaf] for name, value in whole.items()} | options
+
+    def loop(body: Any, rows: int = ROWS) -> None:
+        with px.leaves(model, rows) as own:
+            for leaf in own:
+                if body(own, leaf):
+                    break
+
+    def again(own: Any, leaf: slice) -> None:
+        right(own, leaf)
+        next(iter(own))
+
+    def right(own: Any, leaf: slice) -> None:
+        own.backward(model(**part(leaf, num_items_in_batch=20)).loss)
+
+    def nested(own: Any, leaf: slice) -> None:
+        px.train_leaves(model, whole)
+
+    found = []
+    for body, rows in (
+        (lambda own, leaf: own.backward(model(**part(leaf)).loss), ROWS),
+        (lambda own, leaf: None, ROWS),
+        (lambda own, leaf: True, ROWS),
+        (again, ROWS),
+        (nested, ROWS),
+        (right, 0),
+        (right, ROWS + mesh.rank),
+    ):
+        try:
+            loop(body, rows)
+        except (ValueError, RuntimeError, px.DisagreementError) as error:
+            found.append(str(error))
+    # Gradients are as they were, and a loop that is right runs.
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+    loop(right)
+    assert not any(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+    return found
+
+
+def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
+    words = [
+        "needs num_items_in_batch=",
+        "without a backward(loss)",
+        "before the last leaf",
+        "can be run once",
+        "those of another batch are running",
+        "at least 1, got 0",
+        "pass the global batch's",
+    ]
+    for texts in pool(2).run(_mistakes_in_own_loops):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text, text
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:
