@@ -110,6 +110,7 @@ def refuse_without_blocks(model: nn.Module, config: peft.LoraConfig, op_name: st
         if isinstance(module, VocabParallelHead) and check_target_module_exists(config, path)
     ]
     missing = {
+        "target_parameters": bool(config.target_parameters),
         "lora_bias": bool(config.lora_bias),
         "modules_to_save": bool(config.modules_to_save),
         f"an adapter on {' and '.join(heads)}": bool(heads),

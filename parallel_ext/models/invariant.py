@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parallel_ext.models.blocks import AttentionNames, Layouts, RegionNames, Shapes
+from parallel_ext.models.blocks import AttentionNames, Layouts, MixtureNames, RegionNames, Shapes
 from parallel_ext.models.spec import ModelSizes, ModelSpec
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.blocks import AttentionBlocks, share_blocks, split_in_blocks
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_along
+from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout, shard_along
 
 
 def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
@@ -24,10 +24,9 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
     """
     attention, mlp = spec.attention, spec.mlp
     missing = {
-        "experts": spec.mixture is not None,
         "blocks beside the decoder layers": bool(spec.regions or spec.shared),
         "no output head": spec.head is None,
-        "an MLP of another kind than gate, up and down": not _is_plain(mlp),
+        "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
         "an attention of another kind": attention is None or attention.is_joined,
         "norms over all heads": bool(attention and attention.full_norms),
         "a bias of the output head": f"{spec.head}.bias" in names,
@@ -38,10 +37,9 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         )
 
 
-def _is_plain(mlp: RegionNames | None) -> bool:
+def _is_plain(mlp: RegionNames) -> bool:
     return (
-        mlp is not None
-        and 1 <= len(mlp.inputs) <= 3
+        1 <= len(mlp.inputs) <= 3
         and set(mlp.inputs.values()) == {1}
         and (mlp.heads, mlp.forward, mlp.entry, mlp.merges) == (None, None, None, False)
     )
@@ -70,6 +68,7 @@ def plan_in_blocks(
     """
     check_can_be_invariant(spec, shapes)
     found: Layouts = {}
+    parts: dict[str, tuple[Part, ...]] = {}
 
     def shard(name: str, dim: int, ranges: Sequence[Range]) -> None:
         held = share_blocks(ranges, tp_size, name)
@@ -98,6 +97,12 @@ def plan_in_blocks(
             shard_rows(f"{path}.{block.value}", key_value)
             shard(f"{path}.{block.output}.weight", 1, query)
             continue
+        if isinstance(block, MixtureNames):
+            parts |= block.parts(path, shapes)
+            for attribute in (block.gate_up, block.down):
+                name = f"{path}.{block.experts}.{attribute}"
+                shard(name, 0, [(expert, expert + 1) for expert in range(shapes[name][0])])
+            continue
         for name in block.inputs:
             inner = shapes[f"{path}.{name}.weight"][0]
             shard_rows(f"{path}.{name}", split_in_blocks(inner, blocks))
@@ -109,4 +114,4 @@ def plan_in_blocks(
         for name, shape in shapes.items()
         if name not in tied
     }
-    return ModelLayout(tensors, tied)
+    return ModelLayout(tensors, tied, parts)

@@ -11,14 +11,14 @@ from torch import nn
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION, MLP
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.nn.moe import Choose
+from parallel_ext.nn.moe import Choose, Product
 
 
 def _route(
-    router: nn.Module, hidden_states: torch.Tensor, choose: Choose
+    router: nn.Module, hidden_states: torch.Tensor, choose: Choose, product: Product
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits."""
-    logits = nn.functional.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+    logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
     probabilities = nn.functional.softmax(logits, dim=-1, dtype=torch.float32)
     expert_ids = choose(probabilities, router.top_k)
     weights = probabilities.gather(-1, expert_ids)

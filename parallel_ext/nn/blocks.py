@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.ops import Blocks, Group
+from parallel_ext.ops import Blocks, ExchangePlan, Group
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
 
@@ -149,6 +150,27 @@ def replicated_linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     """
     (output,) = ops.block_linears(input, [weight], [Blocks(((0, len(weight)),), 1)])
     return output
+
+
+class BlockExperts(ExpertParallelExperts):
+    """Experts, each a block, of which each tp rank holds some: the ep ranks are the tp ranks.
+
+    The rows of an expert are those of one process, in the order of the tokens, and a token sums its
+    choices in their order.
+    """
+
+    joins_choices = False  # a rank would sum its choices before those of others
+
+    def _linear(
+        self,
+        rows: torch.Tensor,
+        attribute: str,
+        plan: ExchangePlan,
+        adapters: Mapping[str, LowRank],
+    ) -> torch.Tensor:
+        of_experts = rows.split(plan.rows_per_expert(self.group.rank))
+        weights = getattr(self, attribute).unbind()
+        return torch.cat([*map(replicated_linear, of_experts, weights)])
 
 
 class BlockHeadNorm(nn.Module):

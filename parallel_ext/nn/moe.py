@@ -31,8 +31,14 @@ _GRADIENTS = (
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
 """(scores [T, E], top_k) -> ids of the chosen experts [T, top_k], int64."""
 
-Route = Callable[[nn.Module, torch.Tensor, Choose], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(router, hidden states [..., H], choose) -> logits [T, E], weights and expert ids [T, top_k]."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(input [..., K], weight [F, K]) -> [..., F], as ``nn.functional.linear``."""
+
+Route = Callable[
+    [nn.Module, torch.Tensor, Choose, Product], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+]
+"""(router, hidden states [..., H], choose, product) -> logits [T, E], weights and expert ids
+[T, top_k]."""
 
 
 class _Choice:
@@ -47,7 +53,8 @@ class Routing:
     """The choice of experts of one layer: of equal scores the lower id, the same when recomputed.
 
     Args:
-        route: what the router's class computes, with the choice left to the last argument.
+        route: what the router's class computes, with choice and product left to its arguments.
+        product: of the router's weight.
 
     Attributes:
         kept: the choices of all layers in the forward that is running, or whose backward is, which
@@ -57,15 +64,15 @@ class Routing:
         observer: gets the choices for each expert and the rows of this rank's own experts.
     """
 
-    def __init__(self, route: Route) -> None:
-        self.route = route
+    def __init__(self, route: Route, product: Product = nn.functional.linear) -> None:
+        self.route, self.product = route, product
         self.kept: Kept | None = None
         self.choice: _Choice | None = None
         self.select: Choose = top_k_lowest
         self.observer: Callable[[Sequence[int], int], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
-        copy = Routing(self.route)
+        copy = Routing(self.route, self.product)
         copy.select = self.select
         return copy
 
@@ -78,7 +85,7 @@ class Routing:
         self, router: nn.Module, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stand for the router's own forward."""
-        return self.route(router, hidden_states, self._choose)
+        return self.route(router, hidden_states, self._choose, self.product)
 
     def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
         self.choice = None
@@ -165,6 +172,8 @@ class ExpertParallelExperts(ShardedModule):
         DisagreementError: the ranks' hidden sizes, top_k, dtypes, needs of gradients or adapters
             differ.
     """
+
+    joins_choices = True  # of a token that one rank has, in one row, where that saves bytes
 
     def __init__(
         self,
@@ -324,7 +333,7 @@ class ExpertParallelExperts(ShardedModule):
     ) -> tuple[RoutePlan, ExchangePlan]:
         """Return where the rows go, and how many, as in the first forward if that was kept."""
         failure, route = None, None
-        row_bytes = tokens.size(-1) * tokens.element_size()
+        row_bytes = tokens.size(-1) * tokens.element_size() if self.joins_choices else 0
         try:
             if weights.shape != choices.shape:
                 raise ValueError(

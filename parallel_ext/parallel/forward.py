@@ -147,6 +147,11 @@ def _with_loss(
     if compared is not None:
         state.turn_over_dp.done()
     if _wants_balance(model, state, arguments):
+        if state.in_leaf:
+            raise ValueError(
+                "px.train_leaves and px.leaves do not serve the load balancing loss, which is not "
+                "a sum over leaves; set output_router_logits=False"
+            )
         if state.mesh.dp_size > 1:  # HuggingFace knows only this rank's tokens
             fields["aux_loss"] = balance_loss(
                 *(output.router_logits, model.num_experts_per_tok),

@@ -8,22 +8,25 @@ import transformers.activations
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.blocks import AttentionNames, RegionNames
+from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
+    BlockExperts,
     BlockHeadNorm,
     BlockRowLinear,
     ComputedTogether,
     FixedSilu,
+    replicated_linear,
 )
+from parallel_ext.nn.moe import Routing
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import Replacer
 from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
-_HEAD_NORMS = ("Qwen3RMSNorm",)  # in fp32, rounded, then times the weight
+_HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm")  # in fp32, rounded, then times the weight
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
@@ -65,6 +68,9 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
                         f"{' or '.join(_HEAD_NORMS)}, but {path}.{norm} is a {kind}"
                     )
             continue
+        if isinstance(block, MixtureNames):
+            _check_mixture(model, path, block, mesh)
+            continue
         for name, child in module.named_children():
             if name not in block.modules() and not isinstance(child, _SILU):
                 raise ValueError(
@@ -73,8 +79,36 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
                 )
 
 
-def replace_in_blocks(model: nn.Module, plan: Plan) -> None:
-    """Replace all modules that the plan's spec names by those of blocks."""
+def _check_mixture(model: nn.Module, path: str, names: MixtureNames, mesh: Mesh) -> None:
+    module = model.get_submodule(path)
+    if mesh.ep_size != mesh.tp_size:
+        raise ValueError(
+            f"px.Invariant serves a mixture of experts at ep = tp, each tp rank with its share of "
+            f"the experts, but the mesh has ep={mesh.ep_size} and tp={mesh.tp_size}"
+        )
+    if others := [name for name, _ in module.named_children() if name not in names.modules()]:
+        raise ValueError(
+            f"px.Invariant does not serve {path}.{others[0]} beside the experts of a mixture yet"
+        )
+    if names.jitter_of(model.config) > 0:
+        raise ValueError(
+            f"px.Invariant does not serve {names.jitter}, whose noise depends on the layout; set "
+            "it to 0"
+        )
+    act_fn = module.get_submodule(names.experts).act_fn
+    if not isinstance(act_fn, _SILU):
+        raise ValueError(
+            f"px.Invariant serves the activation SiLU, but that of {path}.{names.experts} is a "
+            f"{type(act_fn).__name__}"
+        )
+
+
+def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
+    """Replace all modules that the plan's spec names by those of blocks.
+
+    Returns:
+        The routings of the layers with a mixture of experts.
+    """
     spec, config = plan.spec, model.config
     put = Replacer(model, plan.layout, plan.mesh, None)
     put.embedding(spec.embedding, spec.scaled_embedding is not None)
@@ -83,11 +117,14 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> None:
     for path, block in spec.blocks(plan.layout).items():
         if isinstance(block, AttentionNames):
             _replace_attention(put, path, block, heads)
+        elif isinstance(block, MixtureNames):
+            _replace_mixture(put, path, block)
         else:
             _replace_mlp(put, path, block)
     put.head(spec.head)
     head = model.get_submodule(spec.head)
     head.blocks = own_blocks(head.layouts["weight"], plan.mesh.tp_rank)
+    return put.routings
 
 
 def _replace_attention(
@@ -113,6 +150,13 @@ def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
     _replace_inputs(put, path, {name: () for name in names.inputs})
     for name in names.outputs:
         put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
+
+
+def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
+    routing, experts = put.routing(path, names, replicated_linear), f"{path}.{names.experts}"
+    shards = put.shards(experts, (names.gate_up, names.down))
+    mesh = put.mesh
+    put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=mesh.tp, routing=routing))
 
 
 def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple[int, ...]]) -> None:

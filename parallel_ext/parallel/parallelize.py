@@ -119,8 +119,7 @@ def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
     if plan.options.invariant is None:
         partials, routings = replace_modules(model, plan)
     else:
-        partials, routings = None, []
-        replace_in_blocks(model, plan)
+        partials, routings = None, replace_in_blocks(model, plan)
     _attach(model, plan, ParallelState(plan, partials, routings))
 
 

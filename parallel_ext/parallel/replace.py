@@ -14,7 +14,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ext.nn.moe import ExpertParallelExperts, Routing
+from parallel_ext.nn.moe import ExpertParallelExperts, Product, Routing
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -255,11 +255,18 @@ class Replacer:
         if names.forward is not None:
             module.forward = MethodType(names.forward, module)
 
-    def mixture(self, path: str, names: MixtureNames) -> None:
-        mesh, routing = self.mesh, Routing(names.route)
+    def routing(
+        self, path: str, names: MixtureNames, product: Product = nn.functional.linear
+    ) -> Routing:
+        """Let the router of the mixture at ``path`` choose as the routing that is returned."""
+        routing = Routing(names.route, product)
         router = self.model.get_submodule(f"{path}.{names.router}")
         router.forward = partial(routing.forward, router)  # which deepcopy rebinds
         self.routings.append(routing)
+        return routing
+
+    def mixture(self, path: str, names: MixtureNames) -> None:
+        mesh, routing = self.mesh, self.routing(path, names)
         experts = f"{path}.{names.experts}"
         # With one batch the sum over the replicas is the gradient. With several it is their mean,
         # which FSDP takes: a loss is that of the job times dp, and edp / dp = tp / ep.

@@ -115,7 +115,8 @@ class ParallelState(nn.Module):
     @property
     def forwards_together(self) -> bool:
         """Return whether a dp rank's forward needs the forwards of the other dp ranks."""
-        return self.mesh.dp_size > 1 and (self.mesh.ep_size > 1 or self.zero is not None)
+        experts_apart = self.mesh.ep_size > 1 and self.invariant is None  # else on the tp ranks
+        return self.mesh.dp_size > 1 and (experts_apart or self.zero is not None)
 
     @property
     def trains_apart(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from ranks import pool
 from reference import Tiny, batch, mesh_of, parallel, worst
 from reference_lora import FILE, config, gradient_errors, plain, share_masks
+from reference_mixtral import TinyMixtral
 from safetensors.torch import load_file
 
 import parallel_ext as px
@@ -22,7 +23,7 @@ from parallel_ext.nn.forward_counter import ForwardCounter
 
 ROWS, STEPS = 7, 3
 LAYERS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"]
-KINDS: dict[str, tuple[Tiny, dict[str, Any]]] = {
+KINDS: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
     "odd": (Tiny(dtype=torch.float32), {"lora_dropout": 0.1, "target_modules": "all-linear"}),
     "shared heads": (Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33), {}),
     "bf16": (Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True), {"r": 16}),
@@ -30,13 +31,18 @@ KINDS: dict[str, tuple[Tiny, dict[str, Any]]] = {
         Tiny(dtype=torch.float32, tied=True),
         {"lora_dropout": 0.3, "use_rslora": True, "target_modules": LAYERS},
     ),
+    "beside experts": (
+        TinyMixtral(dtype=torch.float32),
+        {"lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    ),
 }
 BITS = tuple[list[tuple[str, str]], str]
 
 
 def _model(kind: str, tp: int) -> Any:
     tiny, changes = KINDS[kind]
-    model = px.parallelize(tiny.model(), mesh_of(tp=tp), invariant=px.Invariant(8, leaves=5))
+    mesh = mesh_of(tp=tp, ep=tp if isinstance(tiny, TinyMixtral) else 1)
+    model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
     torch.manual_seed(11)
     return peft.get_peft_model(model, config(**changes)).train()
 
@@ -180,6 +186,16 @@ def _parity(directory: Path, tp: int) -> dict[str, float]:
 def test_gradients_are_those_of_peft(tmp_path: Path, ranks: int, tp: int) -> None:
     for errors in pool(ranks).run(_parity, tmp_path, tp):
         assert max(errors.values()) < 1e-9, errors
+
+
+def test_adapters_on_experts_are_refused_by_name() -> None:
+    model = px.parallelize(
+        TinyMixtral(dtype=torch.float32).model(), mesh_of(tp=1), invariant=px.Invariant(4)
+    )
+    with pytest.raises(NotImplementedError, match="does not serve target_parameters yet"):
+        peft.get_peft_model(
+            model, config(target_modules=[], target_parameters=["experts.down_proj"])
+        )
 
 
 def _saved(folder: Path, tp: int) -> None:

@@ -31,7 +31,7 @@ from transformers.models.mixtral import modeling_mixtral
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.models import SPECS
-from parallel_ext.nn.moe import Choose
+from parallel_ext.nn.moe import Choose, Product
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.sharding.slices import take
 
@@ -83,10 +83,15 @@ def _skew(kind: str, num_experts: int, ep: int) -> torch.Tensor:
     return skew
 
 
-def _route(router: nn.Module, hidden: torch.Tensor, choose: Choose) -> Any:
+def _route(
+    router: nn.Module,
+    hidden: torch.Tensor,
+    choose: Choose,
+    product: Product = nn.functional.linear,
+) -> Any:
     """HuggingFace's of either model, in fp64 where the model is, plus the skew of a test."""
     hidden = hidden.reshape(-1, router.hidden_dim)
-    logits = nn.functional.linear(hidden, router.weight)
+    logits = product(hidden, router.weight)
     logits = logits + getattr(router, "skew", 0.0)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     probabilities = logits.to(wide).softmax(-1)

@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import pool
 from reference import FLOOR, Tiny, batch, gradients_of, mesh_of, parallel, shard_differences, worst
+from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from test_specs import OfSpec
 
 import parallel_ext as px
+from parallel_ext.nn.blocks import BlockExperts
 from parallel_ext.sharding.layout import split
 from parallel_ext.training import leaves
 
@@ -26,9 +28,18 @@ KINDS = {
     "tied": Tiny(dtype=torch.float32, tied=True),
     "bf16": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True),
     "qwen3": OfSpec("qwen3", dtype=torch.float32),
+    "mixtral": TinyMixtral(num_experts=5, top_k=3, dtype=torch.float32),
+    "bf16 mixtral": TinyMixtral(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
+    "mixtral, an idle rank": TinyMixtral(dtype=torch.float32, skew="an idle rank"),
+    "mixtral, one expert": TinyMixtral(dtype=torch.float32, skew="one expert takes all"),
+    "qwen3_moe": TinyQwen3Moe(dtype=torch.float32, tied=True, options=(("head_dim", 8),)),
 }
 ROWS, STEPS = 7, 3
 BITS = tuple[list[tuple[str, str]], str, dict[str, str]]
+
+
+def _mesh(kind: str, tp: int) -> px.Mesh:
+    return mesh_of(tp=tp, ep=tp if isinstance(KINDS[kind], TinyMixtral) else 1)
 
 
 def _batch(vocab_size: int, step: int) -> dict[str, torch.Tensor]:
@@ -61,7 +72,7 @@ def _train(
     how: str = "",
 ) -> BITS:
     """Losses and norms, the digest, and what this rank holds, after steps on this pool's ranks."""
-    tiny, mesh = KINDS[kind], mesh_of(tp=tp)
+    tiny, mesh = KINDS[kind], _mesh(kind, tp)
     model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
     if "checkpointing" in how:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -121,10 +132,11 @@ WAYS = ["checkpointing", "accumulation", "ranks without rows", "autocast, checkp
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
-    (whole,) = pool(1).run(_so, how, "odd", 1)
+@pytest.mark.parametrize("kind", ["odd", "mixtral"])
+def test_ways_to_train_have_the_bits_of_one_process(kind: str, how: str) -> None:
+    (whole,) = pool(1).run(_so, how, kind, 1)
     for ranks, tp in ((3, 1), (4, 2)):
-        _assert_bits(pool(ranks).run(_so, how, "odd", tp), whole)
+        _assert_bits(pool(ranks).run(_so, how, kind, tp), whole)
 
 
 @pytest.mark.parametrize("kind", ["tied", "qwen3"])
@@ -142,12 +154,13 @@ def test_a_loop_of_ones_own_has_the_bits_of_train_leaves() -> None:
         _assert_bits(pool(ranks).run(_so, "own loop", "odd", tp), whole)
 
 
-def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
-    ((log, digest, held),) = pool(1).run(_train, "odd", 1)
+@pytest.mark.parametrize("kind", ["odd", "mixtral"])
+def test_a_run_resumes_on_other_layouts_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    ((log, digest, held),) = pool(1).run(_train, kind, 1)
     for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((2, 1), (3, 3))):
         root = tmp_path / f"{saving} to {loading}"
-        pool(saving).run(_train, "odd", tp, (0, 1), root)
-        resumed = pool(loading).run(_train, "odd", other, (2,), root)
+        pool(saving).run(_train, kind, tp, (0, 1), root)
+        resumed = pool(loading).run(_train, kind, other, (2,), root)
         _assert_bits(resumed, (log[2:], digest, held))
 
 
@@ -192,6 +205,18 @@ def test_the_tests_above_notice_a_chain_of_leaves() -> None:
         _assert_bits(pool(2).run(_chained, "odd", 1), whole)
 
 
+def _joined(*args: Any) -> BITS:
+    """With the choices of a token summed on each rank, and then over the ranks."""
+    with mock.patch.object(BlockExperts, "joins_choices", True):
+        return _train(*args)
+
+
+def test_the_tests_above_notice_choices_summed_by_rank() -> None:
+    (whole,) = pool(1).run(_joined, "mixtral", 1)
+    with pytest.raises(AssertionError):
+        _assert_bits(pool(2).run(_joined, "mixtral", 2), whole)
+
+
 def _recursive(values: Sequence[str]) -> str:
     if len(values) == 1:
         return values[0]
@@ -219,10 +244,9 @@ def test_nodes_of_any_ranks_make_the_tree(count: int, ranks: int) -> None:
     assert value == _recursive([f"{number}," for number in range(count)])
 
 
-def _differences(tp: int) -> tuple[float, dict[str, float]]:
-    tiny = Tiny()
+def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dict[str, float]]:
     reference = tiny.model()
-    model = parallel(reference, mesh_of(tp=tp), invariant=px.Invariant(4, leaves=4))
+    model = parallel(reference, mesh_of(tp=tp, ep=ep), invariant=px.Invariant(4, leaves=4))
     of_batch = _batch(tiny.vocab_size, 0)
     loss = px.train_leaves(model, of_batch)
     expected = reference(**of_batch).loss
@@ -233,8 +257,12 @@ def _differences(tp: int) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (4, 2), (4, 1)])
-def test_gradients_are_those_of_the_plain_model(ranks: int, tp: int) -> None:
-    for loss, gradients in pool(ranks).run(_differences, tp):
+@pytest.mark.parametrize("tiny", [Tiny(), TinyMixtral(num_experts=5, top_k=3)])
+def test_gradients_are_those_of_the_plain_model(
+    tiny: Tiny | TinyMixtral, ranks: int, tp: int
+) -> None:
+    ep = tp if isinstance(tiny, TinyMixtral) else 1
+    for loss, gradients in pool(ranks).run(_differences, tiny, tp, ep):
         assert loss < FLOOR[torch.float64]
         assert worst(gradients) < (FLOOR[torch.float64], "")
 
@@ -331,6 +359,40 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
         "pass the global batch's",
     ]
     for texts in pool(2).run(_mistakes_in_own_loops):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text, text
+
+
+def _refusals_of_mixtures() -> list[str]:
+    def refused(tiny: TinyMixtral, tp: int = 2, ep: int = 2) -> str:
+        try:
+            model = px.parallelize(
+                tiny.model(), mesh_of(tp=tp, ep=ep), invariant=px.Invariant(8, leaves=2)
+            )
+            px.train_leaves(model, _batch(tiny.vocab_size, 0))
+        except ValueError as error:
+            return str(error)
+        return "nothing was raised"
+
+    single = torch.float32
+    return [
+        refused(TinyMixtral(dtype=single), ep=1),
+        refused(TinyMixtral(dtype=single), tp=1, ep=2),
+        refused(TinyMixtral(dtype=single, options=(("router_jitter_noise", 0.1),))),
+        refused(TinyMixtral(dtype=single, options=(("hidden_act", "gelu"),))),
+        refused(TinyMixtral(dtype=single, balance=True)),
+    ]
+
+
+def test_mixtures_that_are_not_served_are_refused_by_name() -> None:
+    words = [
+        "at ep = tp, each tp rank with its share of the experts, but the mesh has ep=1 and tp=2",
+        "but the mesh has ep=2 and tp=1",
+        "router_jitter_noise",
+        "the activation SiLU",
+        "load balancing loss",
+    ]
+    for texts in pool(2).run(_refusals_of_mixtures):
         for text, word in zip(texts, words, strict=True):
             assert word in text, text
 
