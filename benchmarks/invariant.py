@@ -1,8 +1,9 @@
 """A training step with the same bits on any layout, beside the ordinary one: ``px.Invariant``.
 
-    python benchmarks/invariant.py [--part tp|leaves|all] [--dtype float32|bfloat16|all]
-                                   [--malloc default|tuned|all] [--layout NAME ...]
-                                   [--repetitions N] [--smallest] [--update-docs]
+    python benchmarks/invariant.py [--part tp|leaves|lora|mixture|all]
+                                   [--dtype float32|bfloat16|all] [--malloc default|tuned|all]
+                                   [--layout NAME ...] [--repetitions N] [--smallest]
+                                   [--update-docs]
 
 What is measured and how: docs/benchmarks/invariant.md. It exits with an error when the losses of
 the two modes differ by more than rounding.
@@ -22,17 +23,22 @@ TARGET = 1.15  # time of a step over that of the ordinary mode
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative
 
 
-# By part: name of a layout -> its sides, and the leaves of a batch; 0: no px.train_leaves.
+# By part: name of a layout -> tp and dp, and the leaves of a batch; 0: no px.train_leaves.
 PARTS = {
     "tp": {"tp=1": (1, 1, 0), "tp=2": (2, 1, 0)},
     "leaves": {"1 rank": (1, 1, 2), "dp=2": (1, 2, 2)},
+    "lora": {"tp=1": (1, 1, 0), "tp=2": (2, 1, 0)},
+    "mixture": {"tp=1": (1, 1, 0), "tp=ep=2": (2, 1, 0)},
 }
 
 
 def run_row(dtype: str, malloc: str, name: str, part: str, repetitions: int) -> str:
     """Return a row of the table, measured in new ranks."""
     tp, dp, leaves = PARTS[part][name]
-    request = {"dtype": dtype, "repetitions": repetitions, "tp": tp, "leaves": leaves}
+    request = {
+        **{"dtype": dtype, "repetitions": repetitions, "tp": tp, "leaves": leaves},
+        "model": part if part in ("lora", "mixture") else "llama",
+    }
     answer = harness.run_ranks(RANKS, request, ranks=tp * dp, threads=1, malloc=malloc)
     for ordinary, invariant in zip(*(answer[mode]["losses"] for mode in MODES), strict=True):
         if abs(invariant / ordinary - 1) > TOLERANCE[dtype]:
@@ -68,7 +74,7 @@ def main() -> None:
     parser = harness.parser(__doc__, repetitions=12)
     harness.add_dtypes(parser, TOLERANCE)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    parser.add_argument("--layout", nargs="+", help="some of tp=1, tp=2, 1 rank, dp=2")
+    parser.add_argument("--layout", nargs="+", help="some of tp=1, tp=2, 1 rank, dp=2, tp=ep=2")
     options = parser.parse_args()
     for part in harness.chosen(options.part, PARTS):
         run_part(part, options)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import harness
+import peft
 import torch
 import transformers
 
@@ -28,15 +29,24 @@ def build(
 
     Over dp ranks the ordinary mode is ZeRO-2.
     """
-    config = transformers.LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=8)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**SIZES, **heads)
+    if request["model"] == "mixture":
+        half = {"intermediate_size": SIZES["intermediate_size"] // 2}  # of 8 experts, 2 a token
+        config = transformers.MixtralConfig(**SIZES | half, **heads, num_local_experts=8)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, request["dtype"])).train()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = model.to(getattr(torch, request["dtype"])).train()
     leaves = max(1, request["leaves"])
     invariant = px.Invariant(blocks=8, leaves=leaves) if mode == "invariant" else None
     px.parallelize(model, mesh, invariant=invariant)
     if mesh.dp_size > 1 and invariant is None:
         px.data_parallel(model, mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if request["model"] == "lora":
+        adapter = px.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+        model = peft.get_peft_model(model, adapter)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
 
 def forward_backward(model: torch.nn.Module, ids: torch.Tensor, mesh: px.Mesh, leaves: int) -> Any:
@@ -51,7 +61,7 @@ def forward_backward(model: torch.nn.Module, ids: torch.Tensor, mesh: px.Mesh, l
 
 def main() -> None:
     request = harness.arguments()
-    mesh = px.init_mesh(tp=request["tp"])
+    mesh = px.init_mesh(tp=request["tp"], ep=request["tp"] if request["model"] == "mixture" else 1)
     runs = {mode: build(mesh, request, mode) for mode in MODES}
     answer = {mode: {"times": [], "losses": []} for mode in MODES}
     generator = torch.Generator().manual_seed(1)

@@ -2,8 +2,8 @@
 
 SmolLM2-135M is trained with px.Invariant by 1, 2, 3 and 4 ranks in six layouts, and once more by
 jobs that are killed and go on in another layout. Each ends with the same digest of its weights and
-the same losses. Ordinary trainings beside them agree to rounding: invariant.png shows how far they
-are apart.
+the same losses. So does a Mixtral that is made of its first layers, with its experts on 1, 2 and 3
+ranks. Ordinary trainings beside them agree to rounding: invariant.png shows how far they are apart.
 
     python examples/demo_invariant.py [--work FOLDER]
 """
@@ -18,10 +18,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from demo_checkpoint import Job
+from finetune_mixtral import mixtral_from_dense
 
 STEPS, ROWS, TOKENS, RATE, SAVE_EVERY, LEAVES = 8, 4, 64, 1e-4, 3, 4
 LAYOUTS = {"1 rank": (1, 1), "tp=2": (2, 2), "tp=3": (3, 3), "dp=2": (2, 1), "dp=3": (3, 1)}
 WIDEST = {"tp=2, dp=2": (4, 2)}
+OF_MIXTRAL = {"1 rank": (1, 1), "tp=ep=2": (2, 2), "tp=ep=3": (3, 3), "dp=3": (3, 1)}
+WIDEST_OF_MIXTRAL = {"tp=ep=2, dp=2": (4, 2)}
 ORDINARY = ("1 rank", "tp=2", "tp=3", "dp=2")
 
 
@@ -62,6 +65,31 @@ def apart(losses: list[float], reference: list[float]) -> list[float]:
     return [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
 
 
+def of_layouts(
+    model: Path, layouts: dict[str, tuple[int, int]], root: Path, ep: bool = False
+) -> dict[str, Any]:
+    """The reports of invariant trainings; with ``ep`` the tp ranks share the experts."""
+    leaves = ["--leaves", LEAVES]
+    return {
+        name: trained(
+            *(f"{name.replace(' ', '')}-{model.name} invariant", layout, model, root, *leaves),
+            *(["--ep", layout[1]] if ep else []),
+        )
+        for name, layout in layouts.items()
+    }
+
+
+def compare(name: str, reports: dict[str, Any]) -> None:
+    """Print the digests of one model, and stop where one is another."""
+    first = reports["1 rank"]
+    print(f"\n{name:16}{'last loss':>12}  digest of the weights")
+    for layout, report in reports.items():
+        own = report["loss"]
+        print(f"{layout:16}{own[-1]:>12.6f}  {report['digest']}")
+        if report["digest"] != first["digest"] or own != first["loss"][-len(own) :]:
+            raise SystemExit(f"{name}, {layout} has other bits than 1 rank")
+
+
 def draw(ordinary: dict[str, list[float]], same: dict[str, list[float]], path: Path) -> None:
     """Draw how far the losses of each layout are from those of one rank."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
@@ -87,30 +115,23 @@ def main() -> None:
     options = parser.parse_args()
     model, root = options.work / "smollm2", options.work / "invariant"
     shutil.rmtree(root, ignore_errors=True)
-    leaves = ["--leaves", LEAVES]
-    same = {
-        name: trained(f"{name.replace(' ', '')} invariant", layout, model, root, *leaves)
-        for name, layout in (LAYOUTS | WIDEST).items()
-    }
+    same = of_layouts(model, LAYOUTS | WIDEST, root)
     same["killed twice"] = interrupted(model, root)
+    mixtral = options.work / "small-mixtral"
+    mixtral_from_dense(str(model), mixtral, experts=4, top_k=2, layers=4)
+    of_mixtral = of_layouts(mixtral, OF_MIXTRAL | WIDEST_OF_MIXTRAL, root, ep=True)
     ordinary = {
         name: trained(f"{name.replace(' ', '')} ordinary", LAYOUTS[name], model, root)["loss"]
         for name in ORDINARY
     }
-    print(f"\n{'layout':16}{'last loss':>12}  digest of the weights")
-    for name, report in same.items():
-        print(f"{name:16}{report['loss'][-1]:>12.6f}  {report['digest']}")
+    compare("SmolLM2", same)
+    compare("its Mixtral", of_mixtral)
     print("\nordinary: relative difference of the last loss from that of 1 rank")
     for name, losses in ordinary.items():
         print(f"{name:16}{apart(losses, ordinary['1 rank'])[-1]:>12.1e}")
     whole = {name: report["loss"] for name, report in same.items() if name != "killed twice"}
     draw(ordinary, whole, options.work / "invariant.png")
     print(f"\n{options.work / 'invariant.png'} shows both")
-    first = same["1 rank"]
-    for name, report in same.items():
-        own = report["loss"]
-        if report["digest"] != first["digest"] or own != first["loss"][-len(own) :]:
-            raise SystemExit(f"{name} has other bits than 1 rank")
 
 
 if __name__ == "__main__":

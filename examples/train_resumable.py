@@ -35,13 +35,14 @@ def main() -> None:
     parser = common_parser(__doc__.splitlines()[0])
     parser.add_argument("checkpoints", type=Path, help="directory of the checkpoints")
     parser.add_argument("--zero", type=int, choices=(2, 3), default=2, help="stage over dp ranks")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts, if any")
     parser.add_argument("--leaves", type=int, help="of px.Invariant, instead of ZeRO")
     parser.add_argument("--save-every", type=int, default=100, help="steps")
     parser.add_argument("--keep-last", type=int, default=2, help="checkpoints that stay")
     parser.set_defaults(rows=4, steps=1000)
     options = parser.parse_args()
 
-    mesh = px.init_mesh(tp=options.tp)
+    mesh = px.init_mesh(tp=options.tp, ep=options.ep)
     if not options.leaves and options.rows % mesh.dp_size:
         raise SystemExit(f"--rows {options.rows} must be a multiple of dp = {mesh.dp_size}")
     invariant = px.Invariant(blocks=12, leaves=options.leaves) if options.leaves else None

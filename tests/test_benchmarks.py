@@ -19,7 +19,7 @@ PAGES = BENCHMARKS.parent / "docs" / "benchmarks"
 PROMISED = {
     "checkpoint.py": {"parallel_ext, default": 2, "transformers": 2, "DCP": 2},
     "cogagent.py --part layers": {"float32, default": 2, "parallel_ext, float32": 1},
-    "invariant.py --layout tp=1 dp=2": {"float32, default": 2},
+    "invariant.py --layout tp=1 dp=2 tp=ep=2": {"float32, default": 5},
     "generation.py": {"greedy, 2 x, default": 1},
     "lora.py --part linear": {"32 -> 64, r=4, float32, default": 3},
     "moe.py": {"float32, zipf, default": 4},

@@ -1,0 +1,38 @@
+"""Merge a LoRA adapter into a saved model, within the memory of one matrix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from parallel_ext.cli.saved import existing
+from parallel_ext.io.hf_reader import HFDirectory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("adapter", type=existing, help="folder of the adapter, as PEFT saves it")
+    parser.add_argument("base", type=existing, help="folder of the model that it was trained on")
+    parser.add_argument("out", type=Path, help="folder of the merged model")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the merged model, and print what was merged; 0."""
+    from parallel_ext.lora.merged_files import merge_files  # PEFT takes seconds to import
+
+    with HFDirectory(options.base) as base:
+        files = {file.path for file in base.file_of.values()}
+    num_bytes = sum(file.stat().st_size for file in files)
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=options.json) as bar:
+        merged = merge_files(options.adapter, options.base, options.out, bar.update)
+    if options.json:
+        print(json.dumps({"out": str(options.out), **vars(merged)}))
+    else:
+        print(
+            f"{options.out}: {merged.tensors} tensors, of which {merged.merged} have an adapter "
+            f"merged into them and {merged.replaced} are the adapter's own"
+        )
+    return 0

@@ -1,0 +1,213 @@
+"""Merge an adapter into a saved model: file by file and in rows, without the model in memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft.utils.other import get_pattern_key
+
+from parallel_ext.checkpoint.source import ADAPTER_NAME
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io import disk
+from parallel_ext.io.hf_reader import INDEX_NAME, HFDirectory
+from parallel_ext.io.publish import Publication
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.lora.config import LoraConfig, refuse_unsupported
+from parallel_ext.sharding.reshard import STRIPE_BYTES
+
+_PREFIX = "base_model.model."
+_FACTORS = {  # ends of names in an adapter's file -> what they are of which parameter
+    ".lora_A.weight": ("a", ".weight"),
+    ".lora_B.weight": ("b", ".weight"),
+    ".lora_B.bias": ("bias", ".bias"),
+    ".lora_embedding_A": ("embedding a", ".weight"),
+    ".lora_embedding_B": ("embedding b", ".weight"),
+}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What :func:`merge_files` has written.
+
+    Attributes:
+        tensors: of the model.
+        merged: of those with an adapter.
+        replaced: of those that the adapter holds whole, and nothing is added to.
+        num_bytes: of all tensors.
+    """
+
+    tensors: int
+    merged: int
+    replaced: int
+    num_bytes: int
+
+
+class _Adapter:
+    """An open adapter: by name of a tensor of the model, what it changes of it."""
+
+    def __init__(self, folder: Path, files: ExitStack) -> None:
+        try:
+            self.config = LoraConfig.from_pretrained(str(folder))
+            refuse_unsupported(self.config, f"merge {folder}")
+        except (NotImplementedError, ValueError, TypeError) as error:
+            raise CheckpointError(str(error)) from error
+        self.file = files.enter_context(SafetensorsFile(folder / ADAPTER_NAME))
+        self.factors: dict[str, dict[str, str]] = {}
+        self.whole: dict[str, str] = {}
+        for name in self.file.tensors:
+            inner = name.removeprefix(_PREFIX)
+            for end, (kind, attribute) in _FACTORS.items():
+                if inner.endswith(end):
+                    target = inner.removesuffix(end) + attribute
+                    self.factors.setdefault(target, {})[kind] = name
+                    break
+            else:
+                self.whole[inner.replace(".base_layer.", ".")] = name
+
+    def _read(self, name: str) -> torch.Tensor:
+        entry = self.file.tensors[name]
+        value = torch.empty(entry.shape, dtype=entry.dtype)
+        self.file.read_box(name, tuple((0, size) for size in entry.shape), value)
+        return value
+
+    def _scale(self, module: str, r: int) -> float:
+        """Return what the product of the factors of a module is multiplied by, as PEFT has it."""
+        pattern = self.config.alpha_pattern or {}
+        alpha = pattern.get(get_pattern_key(pattern.keys(), module), self.config.lora_alpha)
+        return alpha / (math.sqrt(r) if self.config.use_rslora else r)
+
+    def rows_added(
+        self, target: str, shape: tuple[int, ...], wide: torch.dtype
+    ) -> Callable[[int, int], torch.Tensor]:
+        """Return a function that computes what is added to some rows of a tensor.
+
+        Args:
+            target: name of the tensor.
+            shape: of it.
+            wide: dtype of the sum.
+
+        Raises:
+            CheckpointError: a factor is missing, or does not fit the tensor.
+        """
+        module = target.rpartition(".")[0]
+        found = {kind: self._read(name).to(wide) for kind, name in self.factors[target].items()}
+        if target.endswith(".bias"):
+            rank = self.file.tensors[self.factors[f"{module}.weight"]["a"]].shape[0]
+            values = found["bias"] * self._scale(module, rank)
+            left, right = values.unsqueeze(1), torch.ones(1, 1, dtype=wide)
+            expected: tuple[int, ...] = (len(values),)
+        elif found.keys() in ({"a", "b"}, {"embedding a", "embedding b"}):
+            of_embedding = "embedding a" in found
+            left = found["embedding a"].T if of_embedding else found["b"]
+            right = found["embedding b"].T if of_embedding else found["a"]
+            right = right * self._scale(module, len(right))
+            expected = (len(left), right.size(1))
+        else:
+            raise CheckpointError(
+                f"{self.file.path}: the adapter of {module} has {' and '.join(found)} alone"
+            )
+        if shape != expected or left.size(1) != right.size(0):
+            raise CheckpointError(
+                f"{self.file.path}: the adapter of {target} is for a tensor of {expected}, but the "
+                f"model's is {shape}"
+            )
+        return lambda start, stop: (left[start:stop] @ right).view(stop - start, *shape[1:])
+
+
+def merge_files(
+    adapter: Path, base: Path, out: Path, progress: Callable[[int], object] = lambda num_bytes: None
+) -> Merged:
+    """Write a HuggingFace model that is another one with an adapter merged into it.
+
+    The result is that of PEFT's ``merge_and_unload`` to rounding: each element is computed in fp32
+    (fp64 for fp64) and rounded once. Its files have the names and dtypes of the model's; what else
+    lies beside them, such as the tokenizer, is copied. It needs the memory of the factors of one
+    layer and some rows.
+
+    Args:
+        adapter: folder of a LoRA adapter as PEFT saves it.
+        base: folder of the model that it was trained on.
+        out: folder that is made, or replaced as a save does.
+        progress: called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointError: the adapter cannot be merged so, or does not belong to the model; nothing
+            is written.
+        OSError: a file cannot be read or written.
+    """
+    if os.path.realpath(base) == os.path.realpath(out):
+        raise CheckpointError(f"{out} is the model itself; merge into another folder")
+    with ExitStack() as files:
+        own = _Adapter(adapter, files)
+        model = files.enter_context(HFDirectory(base))
+        _check(own, model)
+        target = Publication(out)
+        files.callback(target.discard)
+        names = sorted({file.path.name for file in model.file_of.values()})
+        for name in names:
+            (file,) = {each for each in model.file_of.values() if each.path.name == name}
+            ordered = sorted(file.tensors, key=lambda each: -model.dtypes[each].itemsize)
+            specs = [TensorSpec(n, model.dtypes[n], model.shapes[n]) for n in ordered]
+            with SafetensorsWriter(target.temporary / name, specs, file.metadata) as writer:
+                for spec in specs:
+                    for rows in _rows(spec, own, file):
+                        writer.append(spec.name, rows)
+                        progress(rows.nbytes)
+        for path in base.iterdir():
+            is_index = path.name.endswith(".index.json") and path.name != INDEX_NAME
+            if path.is_file() and not path.name.endswith(_WEIGHTS) and not is_index:
+                disk.write_file(target.temporary / path.name, path.read_bytes())
+        target.publish()
+        num_bytes = sum(
+            math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
+        )
+        replaced = own.whole.keys() - own.factors.keys()
+        return Merged(len(model.shapes), len(own.factors), len(replaced), num_bytes)
+
+
+def _check(own: _Adapter, model: HFDirectory) -> None:
+    """Raise unless all that an adapter changes is in the model, and can be changed."""
+    if "quantization_config" in model.config:
+        raise CheckpointError(f"{model.path} is quantized; merge into the model that it was before")
+    missing = sorted({*own.factors, *own.whole} - model.shapes.keys())
+    if missing:
+        raise CheckpointError(
+            f"{own.file.path}: {model.path} has no {', '.join(missing[:4])}, which the adapter "
+            "changes. It is of another model, or on experts or on tied weights: merge it with PEFT"
+        )
+    for name, there in own.whole.items():
+        shape = own.file.tensors[there].shape
+        if shape != model.shapes[name]:
+            raise CheckpointError(
+                f"{own.file.path}: {name} is of shape {shape} there, but {model.shapes[name]} in "
+                f"{model.path}: the vocabulary was resized; merge with PEFT"
+            )
+    for name in own.factors:
+        own.rows_added(name, model.shapes[name], torch.float32)
+        if not model.dtypes[name].is_floating_point:
+            raise CheckpointError(f"{model.path}: {name} is of {model.dtypes[name]}, not floating")
+
+
+def _rows(spec: TensorSpec, own: _Adapter, file: SafetensorsFile) -> Iterator[torch.Tensor]:
+    """Compute the rows of a tensor, some at a time."""
+    there, name = (own.file, own.whole[spec.name]) if spec.name in own.whole else (file, spec.name)
+    wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
+    added = own.rows_added(spec.name, spec.shape, wide) if spec.name in own.factors else None
+    num_rows, *rest = spec.shape or (1,)
+    at_once = max(1, STRIPE_BYTES // max(1, 4 * math.prod(rest)))
+    for start in range(0, num_rows, at_once):
+        stop = min(start + at_once, num_rows)
+        box = ((start, stop), *((0, size) for size in rest)) if spec.shape else ()
+        rows = torch.empty([b - a for a, b in box], dtype=there.tensors[name].dtype)
+        there.read_box(name, box, rows)
+        if added is not None:
+            rows = rows.to(wide) + added(start, stop)
+        yield rows.to(spec.dtype)

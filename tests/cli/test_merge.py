@@ -1,0 +1,144 @@
+"""``parallel-ext merge`` writes what PEFT's merge_and_unload would."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from reference import Tiny
+from reference_mixtral import TinyMixtral
+from safetensors.torch import load_file, save_file
+
+from parallel_ext.cli.main import main
+from parallel_ext.lora import merged_files
+
+TINY = Tiny(dtype=torch.float32, bias=True)
+LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+
+def _trained(model: Any, folder: Path, **changes: Any) -> Any:
+    """Save an adapter whose factors are all drawn; the model with it."""
+    options = {"r": 3, "lora_alpha": 7, "target_modules": LINEARS, "init_lora_weights": False}
+    with_adapter = peft.get_peft_model(model, peft.LoraConfig(**{**options, **changes}))
+    torch.manual_seed(5)
+    for parameter in with_adapter.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    with_adapter.save_pretrained(folder)
+    return with_adapter
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+CASES: dict[str, tuple[Tiny, dict[str, Any]]] = {
+    "linears": (TINY, {}),
+    "bf16": (Tiny(dtype=torch.bfloat16), {}),
+    "patterns, rslora": (
+        TINY,
+        {"use_rslora": True, "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"mlp.down_proj": 3}},
+    ),
+    "biases": (TINY, {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]}),
+    "embedding": (TINY, {"target_modules": ["embed_tokens", "o_proj"]}),
+    "whole head and norm": (TINY, {"modules_to_save": ["lm_head", "norm"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_the_merged_model_is_that_of_peft(
+    case: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny, changes = CASES[case]
+    base, adapter, out = (tmp_path / each for each in ("base", "adapter", "out"))
+    tiny.model().save_pretrained(base, max_shard_size=size)
+    (base / "tokenizer.json").write_text("{}")
+    (base / "pytorch_model.bin").write_bytes(b"old")
+    expected = _trained(tiny.model(), adapter, **changes).merge_and_unload().state_dict()
+    assert main(["merge", str(adapter), str(base), str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = _tensors(out)
+    assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == {
+        "pytorch_model.bin"
+    }
+    plain = _tensors(base)
+    assert found.keys() == plain.keys()
+    changed = [name for name in plain if not torch.equal(found[name], plain[name])]
+    assert len(changed) == report["merged"] + report["replaced"] > 0
+    assert report["tensors"] == len(plain)
+    for name, value in found.items():
+        assert value.dtype == plain[name].dtype
+        tolerance = {"rtol": 2e-2, "atol": 2e-3} if tiny.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(value, expected[name], **tolerance)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == tiny.dtype
+
+
+def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    TINY.model().save_pretrained(base)
+    _trained(TINY.model(), adapter, target_modules=[*LINEARS, "embed_tokens"])
+    pieces: list[int] = []
+    whole = merged_files.merge_files(adapter, base, tmp_path / "whole", pieces.append)
+    assert len(pieces) == whole.tensors
+    assert sum(pieces) == whole.num_bytes
+    monkeypatch.setattr(merged_files, "STRIPE_BYTES", 1000)
+    merged_files.merge_files(adapter, base, tmp_path / "striped", pieces.append)
+    assert len(pieces) > 3 * whole.tensors
+    one, other = _tensors(tmp_path / "whole"), _tensors(tmp_path / "striped")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name])
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:
+    assert main(["merge", *map(str, paths)]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    TINY.model().save_pretrained(base)
+    _trained(TINY.model(), tmp_path / "dora", use_dora=True)
+    assert "does not support use_dora=True" in _refused(capsys, tmp_path / "dora", base, out)
+    good = tmp_path / "good"
+    _trained(TINY.model(), good)
+    assert "is the model itself" in _refused(capsys, good, base, base)
+    other = tmp_path / "other"
+    Tiny(dtype=torch.float32, inner=50).model().save_pretrained(other)
+    assert "is for a tensor of" in _refused(capsys, good, other, out)
+    half = tmp_path / "half"
+    shutil.copytree(good, half)
+    tensors = load_file(half / "adapter_model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if "q_proj.lora_B" not in name},
+        half / "adapter_model.safetensors",
+    )
+    assert "self_attn.q_proj has a alone" in _refused(capsys, half, base, out)
+    mixtral, experts = tmp_path / "mixtral", tmp_path / "experts"
+    tiny = TinyMixtral(dtype=torch.float32)
+    tiny.model().save_pretrained(mixtral)
+    _trained(tiny.model(), experts, target_modules=[], target_parameters=["experts.down_proj"])
+    assert "or on experts" in _refused(capsys, experts, mixtral, out)
+    tied = tmp_path / "tied"
+    Tiny(dtype=torch.float32, tied=True).model().save_pretrained(tied)
+    _trained(TINY.model(), tmp_path / "head", target_modules=["lm_head"])
+    assert "on tied weights" in _refused(capsys, tmp_path / "head", tied, out)
+    config = json.loads((base / "config.json").read_text())
+    quantized = tmp_path / "quantized"
+    shutil.copytree(base, quantized)
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
+    assert "is quantized" in _refused(capsys, good, quantized, out)
+    assert not out.exists()
+    assert not list(tmp_path.glob(".out*"))
