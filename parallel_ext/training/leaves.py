@@ -155,7 +155,12 @@ class Leaves:
 
         Args:
             loss: a scalar, divided by a number of the whole batch and not of the leaf.
+
+        Raises:
+            RuntimeError: no leaf is running, so that the gradients would be lost.
         """
+        if not self._left:
+            raise RuntimeError("leaves: backward outside of the loop over the leaves")
         loss.backward()
         self._losses.append(loss.detach())
 

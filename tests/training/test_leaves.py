@@ -341,6 +341,13 @@ def _mistakes_in_own_loops() -> list[str]:
             loop(body, rows)
         except (ValueError, RuntimeError, px.DisagreementError) as error:
             found.append(str(error))
+    try:
+        with px.leaves(model, ROWS) as own:
+            for leaf in own:
+                right(own, leaf)
+            own.backward(model(**part(slice(None), num_items_in_batch=20)).loss)
+    except RuntimeError as error:
+        found.append(str(error))
     # Gradients are as they were, and a loop that is right runs.
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
     loop(right)
@@ -357,6 +364,7 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
         "those of another batch are running",
         "at least 1, got 0",
         "pass the global batch's",
+        "outside of the loop",
     ]
     for texts in pool(2).run(_mistakes_in_own_loops):
         for text, word in zip(texts, words, strict=True):
