@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -134,6 +134,14 @@ class Piece(NamedTuple):
                 raise DisagreementError(f"{op_name}: {drift(self.name, *ranks)}")
 
 
+class _Place(NamedTuple):
+    """Where the next piece lies."""
+
+    name: str
+    part: slice
+    holders: tuple[int, ...]
+
+
 class Turn:
     """A cycle through the parameters that several ranks of a group hold, in pieces of 1 MiB.
 
@@ -147,8 +155,8 @@ class Turn:
 
     def __init__(self, ranks: tuple[int, ...], world_size: int) -> None:
         self._ranks, self._world_size = ranks, world_size
-        self._pieces: Iterator[Callable[[], Piece]] = iter(())
-        self._now: Callable[[], Piece] | None = None
+        self._pieces: Iterator[_Place] = iter(())
+        self._now: _Place | None = None
 
     def __deepcopy__(self, memo: object) -> Turn:
         return Turn(self._ranks, self._world_size)
@@ -157,16 +165,21 @@ class Turn:
         """Return the piece to compare now; None if no two ranks of the group share a shard."""
         if self._now is None:
             self._now = next(self._pieces, None)
-        if self._now is None:
+        if self._now is None or not _has(model, self._now.name):  # of a deleted adapter
             self._pieces = self._pass_over(model)
             self._now = next(self._pieces, None)
-        return None if self._now is None else self._now()
+        if self._now is None:
+            return None
+        values = local_part(model.get_parameter(self._now.name).detach()).reshape(-1)
+        # A copy: what a digest looks at in place FSDP could not free any more.
+        own = values[self._now.part].clone()
+        return Piece(self._now.name, own, self._ranks, self._now.holders)
 
     def done(self) -> None:
         """Move to the next piece; all ranks of the group call it, when they have compared."""
         self._now = None
 
-    def _pass_over(self, model: nn.Module) -> Iterator[Callable[[], Piece]]:
+    def _pass_over(self, model: nn.Module) -> Iterator[_Place]:
         for name, parameter, layout in list(named_shards(model)):
             same = first_holders(layout, self._world_size)
             places = [same[rank] for rank in self._ranks]
@@ -176,9 +189,13 @@ class Turn:
             elements = max(math.prod(layout.local_shape(rank)) for rank in self._ranks)
             at_once = PIECE_BYTES // parameter.element_size()
             for start in range(0, elements, at_once):
-                yield partial(self._piece, model, name, slice(start, start + at_once), holders)
+                yield _Place(name, slice(start, start + at_once), holders)
 
-    def _piece(self, model: nn.Module, name: str, part: slice, holders: tuple[int, ...]) -> Piece:
-        values = local_part(model.get_parameter(name).detach()).reshape(-1)[part]
-        # A copy: what a digest looks at in place FSDP could not free any more.
-        return Piece(name, values.clone(), self._ranks, holders)
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Return whether a model still has a parameter."""
+    try:
+        model.get_parameter(name)
+    except AttributeError:
+        return False
+    return True

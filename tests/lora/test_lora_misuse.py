@@ -352,6 +352,21 @@ def test_an_adapter_of_the_embedding_can_be_deleted() -> None:
     assert expected.isfinite().all()
 
 
+def _training_without_an_adapter() -> float:
+    model = adapted().train()
+    model.add_adapter("second", config(r=2))
+    model.base_model.set_adapter(["default", "second"])
+    model(**ONE)  # begins to compare parameters, one in each forward
+    several = len(list(model.parameters()))
+    model.delete_adapter("second")
+    return [model(**ONE).loss.item() for _ in range(several)][-1]
+
+
+def test_training_goes_on_when_an_adapter_was_deleted() -> None:
+    first, second = pool(2).run(_training_without_an_adapter)
+    assert first == second
+
+
 def _other_end() -> list[bool]:
     tiny = type(TINY)(tied=True)
     model = adapted(tiny, target_modules=["lm_head"])
