@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import warnings
@@ -278,7 +279,9 @@ class Planner:
         with _attention_of_cards(), live:
             # With a cache, which no recomputed layer fills, masks do not depend on values.
             cache = transformers.DynamicCache() if step.checkpointing else None
-            loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
+            known = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
+            name = "cache" if "cache" in known else "past_key_values"
+            loss = model(input_ids=ids, labels=ids, **{name: cache}).loss
             live.mark("forward")
             kept = live.now
             loss.backward()

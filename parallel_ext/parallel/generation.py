@@ -93,8 +93,9 @@ def generate(
     for name in _REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"px.generate does not take {name}{_INSTEAD}")
-    if state.forwards_together and kwargs.get("past_key_values") is not None:
-        raise NotImplementedError(f"px.generate does not take past_key_values{_OUTGROWN}")
+    for name in ("past_key_values", "cache"):  # before transformers 5.24, and since
+        if state.forwards_together and kwargs.get(name) is not None:
+            raise NotImplementedError(f"px.generate does not take {name}{_OUTGROWN}")
     if kwargs.get("cache_implementation") == "paged":  # of which HuggingFace makes another loop
         raise NotImplementedError(f"px.generate does not support a paged cache{_INSTEAD}")
     configs = (kwargs.get("generation_config"), getattr(parallel, "generation_config", None))

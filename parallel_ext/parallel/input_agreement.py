@@ -20,7 +20,7 @@ from parallel_ext.nn.replicas import Piece, Turn
 from parallel_ext.sharding.digests import content_digest, content_number
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
-_OF_THE_RANK = ("past_key_values",)  # keys and values of its own heads
+_OF_THE_RANK = ("past_key_values", "cache")  # keys and values of its own heads
 
 
 def _describe(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+import transformers
 from reference_cogagent import (
     DATA,
     IMAGE,
@@ -39,6 +40,7 @@ from parallel_ext.models.cogagent import (
     modeling,
     tokens,
 )
+from parallel_ext.models.cogagent.inputs import CACHE
 
 CASES = ("one_image", "padded_right", "padded_left")
 NEVER_RUN = re.compile(r"cross_vision\.vit\.model\.(blocks\.2\.|norm\.|head\.)")
@@ -296,7 +298,7 @@ def test_generation_goes_on_from_a_cache() -> None:
     options = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     expected = model.generate(**inputs, **options, max_new_tokens=6).sequences
     first = model.generate(**inputs, **options, max_new_tokens=3)
-    grown = {"input_ids": first.sequences, "past_key_values": first.past_key_values}
+    grown = {"input_ids": first.sequences, CACHE: first[CACHE]}
     with pytest.raises(ValueError, match="cache of 20 tokens; give .* of the whole sequence"):
         model.generate(**grown, **options, max_new_tokens=3)
     for name, fill in (("token_type_ids", TEXT), ("attention_mask", 1)):
@@ -408,6 +410,33 @@ def test_a_filled_cache_takes_no_images_and_needs_positions() -> None:
         model(**following, images=inputs["images"])
     with pytest.raises(ValueError, match="DynamicCache without the keys of the cross attention"):
         model(**{**following, "past_key_values": cache.self_attention_cache})
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_the_cache_has_both_of_its_names(name: str) -> None:
+    model, inputs = tiny_model(), batch_of([picture(4)])
+    del inputs["labels"]
+    following = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
+    caches = [model(**inputs, use_cache=True)[CACHE] for _ in range(2)]
+    plain = model(**following, **{CACHE: caches[0]}).logits
+    assert torch.equal(model(**following, **{name: caches[1]}).logits, plain)
+    assert not torch.equal(model(**following).logits, plain)
+    with pytest.raises(ValueError, match="two names for one argument"):
+        model(**following, cache=caches[0], past_key_values=caches[1])
+
+
+def test_checkpointing_does_not_read_a_filled_cache() -> None:
+    model, inputs = tiny_model(), batch_of([picture(4)])
+    cache = model(**inputs, use_cache=True)[CACHE]
+    model.train()
+    model.gradient_checkpointing_enable()
+    following = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[8]])}
+    with pytest.raises(ValueError, match="cache of 16 tokens cannot be read in training"):
+        model(**following, **{CACHE: cache})
+    empty = transformers.DynamicCache()
+    loss = model(**inputs, **{CACHE: empty}).loss
+    loss.backward()
+    assert empty.get_seq_length() == 0
 
 
 WRONG_CONFIGS = {

@@ -22,6 +22,7 @@ from reference_cogagent import (
 from reference_mixtral import Layout
 
 import parallel_ext as px
+from parallel_ext.models.cogagent.inputs import CACHE
 
 ROWS = {
     "an image next to text": [picture(4), text(9)],
@@ -82,7 +83,7 @@ def _goes_on(model: Any, inputs: dict[str, Any], rank: int) -> torch.Tensor:
         before = model.generate(**inputs, **GREEDY, max_new_tokens=4, return_dict_in_generate=True)
         more = F.pad(before.sequences, (0, 3), value=7)
         added = more.shape[1] - inputs["input_ids"].shape[1]
-        again["past_key_values"] = before.past_key_values
+        again[CACHE] = before[CACHE]
         again["input_ids"] = more
         again["token_type_ids"] = F.pad(inputs["token_type_ids"], (0, added), value=TEXT)
         again["attention_mask"] = F.pad(inputs["attention_mask"], (0, added), value=1)

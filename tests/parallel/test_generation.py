@@ -208,8 +208,12 @@ def _own_or_static_cache(options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{"cache_implementation": "static"}, {"past_key_values": transformers.DynamicCache()}],
-    ids=["static", "own"],
+    [
+        {"cache_implementation": "static"},
+        {"past_key_values": transformers.DynamicCache()},
+        {"cache": transformers.DynamicCache()},
+    ],
+    ids=["static", "own", "own by its newer name"],
 )
 def test_a_cache_that_a_finished_dp_rank_would_fill_further_is_refused(options: dict) -> None:
     for raised in pool(2).run_raising(_own_or_static_cache, options):

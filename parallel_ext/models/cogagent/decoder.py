@@ -215,9 +215,8 @@ class CogAgentDecoderLayer(GradientCheckpointingLayer):
         route: TokenRoute,
         rotary: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        past_key_values: EncoderDecoderCache | None = None,
+        cache: EncoderDecoderCache | None = None,
     ) -> Tensor:
-        cache = past_key_values
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), route, rotary, mask, cache)
         seen = cache is not None and cache.is_updated.get(self.cross_attn.layer_index, False)
         # A batch of text only has nothing to look at; it skips the cross attention.

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION
 
 Images = Tensor | Sequence[Sequence[Tensor]]
 """One image for each row, [B, 3, H, W], or for each row the list of its images, [3, H, W] each."""
+
+_NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
+"""What this transformers calls the cache in outputs and in ``generate``; since 5.24 ``cache``."""
 
 
 def stacked_images(
@@ -130,22 +136,44 @@ def check_positions(position_ids: Tensor, rows: int, length: int) -> None:
     )
 
 
-def as_cache(past_key_values: Cache | None, use_cache: bool) -> EncoderDecoderCache | None:
+def check_recomputable(past: int) -> None:
+    """Raise where a cache holds ``past`` tokens, which a recomputed layer would append again."""
+    _check(
+        not past,
+        f"a cache of {past} tokens cannot be read in training with gradient checkpointing; call "
+        "model.eval() or model.gradient_checkpointing_disable()",
+    )
+
+
+def the_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """Return the cache, which transformers before 5.24 names ``past_key_values``.
+
+    Raises:
+        ValueError: a cache under each of the two names.
+    """
+    _check(
+        cache is None or past_key_values is None,
+        "cache and past_key_values are two names for one argument; give one of them",
+    )
+    return past_key_values if cache is None else cache
+
+
+def as_cache(cache: Cache | None, use_cache: bool) -> EncoderDecoderCache | None:
     """Return the cache of self and cross attention that this call reads and fills, if any.
 
     Raises:
         ValueError: a cache that cannot hold, or does not hold, the keys of the cross attention.
     """
-    if isinstance(past_key_values, EncoderDecoderCache):
-        return past_key_values
-    if past_key_values is None:
+    if isinstance(cache, EncoderDecoderCache):
+        return cache
+    if cache is None:
         return EncoderDecoderCache(DynamicCache(), DynamicCache()) if use_cache else None
     _check(
-        isinstance(past_key_values, DynamicCache) and past_key_values.get_seq_length() == 0,
-        f"past_key_values is a {type(past_key_values).__name__} without the keys of the cross "
-        "attention; pass None at first, then the past_key_values of the output",
+        isinstance(cache, DynamicCache) and cache.get_seq_length() == 0,
+        f"{CACHE} is a {type(cache).__name__} without the keys of the cross attention; pass None "
+        f"at first, then the {CACHE} of the output",
     )
-    return EncoderDecoderCache(past_key_values, DynamicCache())
+    return EncoderDecoderCache(cache, DynamicCache())
 
 
 def attention_mask_of(

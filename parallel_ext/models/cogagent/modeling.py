@@ -27,14 +27,17 @@ from parallel_ext.models.cogagent.decoder import (
     rotary_frequencies,
 )
 from parallel_ext.models.cogagent.inputs import (
+    CACHE,
     Images,
     as_cache,
     attention_mask_of,
     check_counts,
     check_mask,
     check_positions,
+    check_recomputable,
     check_token_types,
     stacked_images,
+    the_cache,
 )
 from parallel_ext.models.cogagent.tokens import LANGUAGE, VISION, TokenRoute, build_position_ids
 from parallel_ext.models.cogagent.visual import EVA2CLIPModel, PatchEmbedding
@@ -48,7 +51,7 @@ class CogAgentPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _no_split_modules = ["CogAgentDecoderLayer", "VisionLayer", "CrossVisionBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     # Files that lack these buffers get them from `_init_weights`.
     _keys_to_ignore_on_load_missing = [r"rotary_emb\.inv_freq$", r"rope\.freqs_(cos|sin)$"]
 
@@ -115,6 +118,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Compute the hidden states; the arguments are those of :class:`CogAgentForCausalLM`."""
@@ -125,10 +129,13 @@ class CogAgentModel(CogAgentPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         rows, length = inputs_embeds.shape[:2]
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if self.gradient_checkpointing and self.training:
-            use_cache = False
-        cache = as_cache(past_key_values, use_cache)
+        recomputed = self.gradient_checkpointing and self.training
+        use_cache = use_cache and not recomputed
+        cache = as_cache(the_cache(cache, past_key_values), use_cache)
         past = cache.get_seq_length() if cache is not None else 0
+        if recomputed:
+            check_recomputable(past)
+            cache = None
         if token_type_ids is None:
             token_type_ids = inputs_embeds.new_full((rows, length), LANGUAGE, dtype=torch.long)
         check_token_types(token_type_ids, inputs_embeds.shape[:2])
@@ -156,10 +163,9 @@ class CogAgentModel(CogAgentPreTrainedModel):
         mask = attention_mask_of(attention_mask, length, past + length, inputs_embeds.device)
         hidden = inputs_embeds
         for layer in self.layers:
-            hidden = layer(hidden, encoded, route, rotary, mask, past_key_values=cache)
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden), past_key_values=cache if use_cache else None
-        )
+            hidden = layer(hidden, encoded, route, rotary, mask, cache=cache)
+        kept = {CACHE: cache if use_cache else None}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **kept)
 
     def towers_run(self, low: bool, high: bool) -> tuple[bool, bool]:
         """Return for each tower, low and high, whether this forward runs it: if it has images.
@@ -239,6 +245,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits of the tokens, and their loss where there are labels.
@@ -259,10 +266,12 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
             inputs_embeds: [B, L, hidden_size] in place of ``input_ids``.
             labels: int64 [B, L], not shifted; -100 is ignored.
             logits_to_keep: of the last tokens only, or of these positions; 0 for all.
+            cache: ``past_key_values`` by the name that transformers 5.24 gives it.
             kwargs: ``num_items_in_batch`` for the loss.
 
         Returns:
-            ``loss``, ``logits`` [B, L, vocab_size], ``past_key_values``.
+            ``loss``, ``logits`` [B, L, vocab_size], and the cache, from transformers 5.24 on as
+            ``cache``, before as ``past_key_values``.
 
         Raises:
             ValueError: inputs that do not fit each other; the text names the row.
@@ -277,6 +286,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -286,9 +296,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs.get(CACHE)})
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -313,7 +321,7 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
     ) -> Tensor:
         """Return positions; the tokens of an image share one, and generated ones count on."""
         types, mask = model_kwargs.get("token_type_ids"), model_kwargs.get("attention_mask")
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         past = cache.get_seq_length() if cache is not None else 0
         length = inputs_tensor.shape[1] if mask is None else mask.shape[1]
         if past and (types is None or types.shape[1] <= past or types.shape[1] != length):
@@ -338,18 +346,21 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
         return model_kwargs
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, past_key_values: Cache | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare the inputs of one step; images are passed only until a cache has read them."""
-        cached = past_key_values is not None and past_key_values.get_seq_length() > 0
+        cache = the_cache(cache, past_key_values)
+        cached = cache is not None and cache.get_seq_length() > 0
         if not cached and kwargs.get("inputs_embeds") is None:
             # A row that waits for other ranks gets no tokens any more, but a longer mask.
             for name in ("token_type_ids", "attention_mask", "position_ids"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = kwargs[name][:, : input_ids.shape[1]]
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, **kwargs
-        )
+        inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: cache}, **kwargs)
         if cached:
             inputs = {**inputs, "images": None, "cross_images": None}
         return inputs
