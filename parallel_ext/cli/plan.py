@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpointing", action="store_true", help="layers are recomputed in backward"
     )
+    parser.add_argument(
+        "--lora-r", type=_positive, metavar="R", help="train an adapter of rank R on all linears"
+    )
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
 
 
@@ -44,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     import torch  # these take seconds, which the other commands need not
     import transformers
 
+    from parallel_ext.lora import adapt_all_linears
     from parallel_ext.parallel.estimate import Planner, Step
 
     transformers.utils.logging.set_verbosity_error()
@@ -55,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         optimizer=options.optimizer,
         zero=options.zero,
         checkpointing=options.checkpointing,
+        adapt=options.lora_r and partial(adapt_all_linears, r=options.lora_r),
     )
     found, refused = _all(planner, step, options)
     limit = options.memory and options.memory * 1e9

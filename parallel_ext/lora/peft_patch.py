@@ -6,6 +6,7 @@ import peft
 import peft.optimizers
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import hotswap, save_and_load
+from torch import nn
 
 from parallel_ext.checkpoint.source import register_source
 from parallel_ext.interplay.refusals import Refusal, Where, register
@@ -57,3 +58,12 @@ def extend_peft() -> None:
     extend(peft.LoraModel.add_weighted_adapter, inject.add_weighted_adapter)
     register(_REFUSALS)
     register_source(adapter_contents)
+
+
+def adapt_all_linears(model: nn.Module, r: int) -> peft.PeftModel:
+    """Add an adapter of rank ``r`` on all linear layers of a parallel model, experts included.
+
+    The layers are changed in place, the rest is frozen.
+    """
+    extend_peft()
+    return peft.get_peft_model(model, LoraConfig(r=r, target_modules="all-linear"))

@@ -9,7 +9,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel_ext import ops
+from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.ops import ALONE, Group
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
@@ -47,10 +49,11 @@ class Step:
     Attributes:
         rows: of the batch of one dp rank.
         tokens: of a row.
-        dtype: of parameters, gradients, optimizer states and activations.
+        dtype: of parameters, gradients, optimizer states and activations; an adapter has its own.
         optimizer: one of :data:`STATES`.
         zero: stage of :func:`data_parallel`, which is used where dp > 1.
         checkpointing: whether layers are recomputed in backward.
+        adapt: adds an adapter to a parallel model in place and freezes the rest; None to train all.
     """
 
     rows: int = 1
@@ -59,6 +62,7 @@ class Step:
     optimizer: str = "adamw"
     zero: int = 2
     checkpointing: bool = False
+    adapt: Callable[[nn.Module], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,13 @@ class Estimate:
 
     Attributes:
         tp, ep, dp: its sides.
-        weights, gradients, optimizer: (largest, smallest) of a rank between two steps, exact.
+        weights, gradients, optimizer: (largest, smallest) of a rank between two steps, exact. With
+            an adapter the latter two are of it alone.
         gathered: what ZeRO holds beside them in a step; 0 at dp = 1.
-        activations: alive between forward and backward, on rank 0, which has the largest shards.
+        activations: the most that is alive in a forward, on rank 0, which has the largest shards.
         peak: of a step on that rank, all of the above included.
-        model_on_disk, checkpoint_on_disk: of the job; the second has the optimizer's states.
+        model_on_disk, checkpoint_on_disk: of the job; the second has what is trained, and the
+            optimizer's states.
     """
 
     tp: int
@@ -96,6 +102,7 @@ class _Rank:
         self.world_size = max(tp, ep)
         self.rank = self.tp_rank = self.ep_rank = self.dp_rank = self.edp_rank = 0
         self.device = torch.device("meta")
+        self.control = ControlPlane(timeout=1, op_name="plan")  # of this process alone
         self.tp, self.ep = _group(tp), _group(ep)
         self.dp = self.edp = ALONE
 
@@ -218,23 +225,34 @@ class Planner:
         rank, dp = _Rank(tp, ep), world // tp
         check_servable(self._plain, rank, allow_different_dropout=True)
         check_mixture(self._plain, self._spec, rank, agreement=True)
-        held = _Held(self._spec, layout_of(self._plain, self._spec, tp, ep), tp, ep, world)
-        size, states = step.dtype.itemsize, STATES[step.optimizer]
-        weights = tuple(size * held.numel(rank, sharded=True) for rank in held.extremes())
+        held = self._held(rank, world, step)
+        states, ranks = STATES[step.optimizer], held.extremes()
+        weights = [held.nbytes(rank, sharded=True) for rank in ranks]
+        adapter = True if step.adapt else None
+        trained = [held.nbytes(rank, sharded=True, adapter=adapter) for rank in ranks]
         forward, backward = self._activations(rank, step, held, dp)
         gathered = _gathered(held, step) if dp > 1 else 0
-        whole = size * held.logical_numel
         return Estimate(
             *(tp, ep, dp),
             weights=(max(weights), min(weights)),
-            gradients=(max(weights), min(weights)),
-            optimizer=(states * max(weights), states * min(weights)),
+            gradients=(max(trained), min(trained)),
+            optimizer=(states * max(trained), states * min(trained)),
             gathered=gathered,
             activations=forward,
-            peak=(1 + states) * weights[0] + gathered + max(forward, backward),
-            model_on_disk=whole,
-            checkpoint_on_disk=(1 + states) * whole,
+            peak=weights[0] + states * trained[0] + gathered + max(forward, backward),
+            model_on_disk=held.logical(adapter=False),
+            checkpoint_on_disk=(1 + states) * held.logical(adapter=step.adapt is not None),
         )
+
+    def _held(self, rank: _Rank, world: int, step: Step) -> _Held:
+        """Return what the ranks hold, an adapter included."""
+        layout = layout_of(self._plain, self._spec, rank.tp_size, rank.ep_size)
+        held = _Held(self._spec, layout, rank.tp_size, rank.ep_size, world, step)
+        if step.adapt is not None:
+            layers = 1 if self._alike else len(self._layers)
+            adapted = self._parallel(rank, step, layers)
+            held.add_adapter(adapted, len(self._layers) if self._alike else 1)
+        return held
 
     def _activations(self, rank: _Rank, step: Step, held: _Held, dp: int) -> tuple[int, int]:
         """Return the largest number of bytes alive in forward, and in backward with gradients."""
@@ -244,26 +262,27 @@ class Planner:
         else:
             few, more = (self._run(rank, step, number) for number in _FEW)
             steps = (total - _FEW[0]) / (_FEW[1] - _FEW[0])
-            del few["middle"]  # no higher than in the last or in the first layer
+            del few["middle"]  # no higher than in the last layer or behind it
             parts = {name: few[name] + round(steps * (more[name] - few[name])) for name in few}
         if dp > 1:
             parts.pop("middle", None)
+        if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
+            parts["end"] += held.nbytes(0, adapter=True)
+        elif dp > 1:
             # A layer's gradients leave once they are complete, in fp32 or wider.
             size, wide = step.dtype.itemsize, max(4, step.dtype.itemsize)
-            layers, layer = held.numel(0, root=False), held.largest_layer(0)
-            kept = size * held.numel(0, sharded=True)
-            parts["last"] += wide * layer
-            parts["first"] += wide * layer + kept - size * (layers - layer)
-            parts["end"] += wide * held.numel(0, layers=False) + kept - size * layers
+            layer, layers = held.largest_layer(0), held.nbytes(0, root=False)
+            kept = held.nbytes(0, sharded=True)
+            parts["last"] += wide * layer // size
+            parts["first"] += wide * layer // size + kept - (layers - layer)
+            parts["end"] += wide * held.nbytes(0, layers=False) // size + kept - layers
         tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * step.dtype.itemsize
         forward = max(parts.pop("forward"), parts.pop("kept") + tile)
         return forward, max(parts.values())
 
     def _run(self, rank: _Rank, step: Step, layers: int) -> dict[str, int]:
         """Run a step of some layers on meta; return the peaks of its parts."""
-        model = self._short(layers).to(step.dtype)
-        layout = layout_of(model, self._spec, rank.tp_size, rank.ep_size)
-        carry_out(model, Plan(rank, self._spec, layout, Options(agreement=False)))
+        model = self._parallel(rank, step, layers)
         for module in model.modules():
             if isinstance(module, ExpertParallelExperts):
                 module._route = partial(_balanced_route, module)
@@ -288,6 +307,17 @@ class Planner:
             live.mark("end")
         return {**live.peaks, "kept": kept}
 
+    def _parallel(self, rank: _Rank, step: Step, layers: int) -> transformers.PreTrainedModel:
+        """Return the first layers of the model, parallel and perhaps adapted, on meta."""
+        model = self._short(layers).to(step.dtype)
+        layout = layout_of(model, self._spec, rank.tp_size, rank.ep_size)
+        carry_out(model, Plan(rank, self._spec, layout, Options(agreement=False)))
+        if step.adapt is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT's, of a model that nobody trains
+                step.adapt(model)
+        return model
+
     def _short(self, layers: int) -> transformers.PreTrainedModel:
         """Return a copy of the model with its first layers."""
         few = nn.ModuleList(list(self._layers)[:layers])
@@ -302,7 +332,8 @@ def _mark_gradient_of_input(layer: nn.Module, live: _Live, name: str) -> None:
     """End a part of the step where the gradient of a layer's input is complete."""
 
     def watch(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not where backward runs the layer again
+        first_run = torch._C._current_graph_task_id() == -1  # no backward that runs it again
+        if first_run and args[0].requires_grad:
             args[0].register_hook(lambda _: live.mark(name))
 
     layer.register_forward_pre_hook(watch)
@@ -327,79 +358,118 @@ def _balanced_route(
     return route, ops.ExchangePlan.of(sent, sides, experts.group.rank)
 
 
-class _Held:
-    """How many numbers of a model a rank holds.
+@dataclass(frozen=True)
+class _Kind:
+    """What tensors have in common that take equally much on every rank.
 
     Attributes:
-        logical_numel: of the model in one process.
+        layout: without the name of the tensor.
+        copy_size: how many consecutive ranks hold one copy.
+        itemsize: bytes of a number.
+        adapter: whether it belongs to an adapter, which ZeRO does not divide.
+    """
+
+    layout: TensorLayout
+    copy_size: int
+    itemsize: int
+    adapter: bool
+
+    def nbytes(self, rank: int, replicas_of: int | None) -> int:
+        """Return the bytes on a rank; ZeRO divides them over the replicas of so many ranks."""
+        rows, *others = self.layout.local_shape(rank)
+        if replicas_of is not None and not self.adapter:  # as torch.chunk divides rows
+            copies, place = replicas_of // self.copy_size, rank // self.copy_size
+            at_once = -(-rows // copies)
+            rows = min(at_once, max(0, rows - place * at_once))
+        return self.itemsize * rows * math.prod(others)
+
+
+class _Held:
+    """How many bytes of a model a rank holds.
+
+    Attributes:
         vocab_rows: of the vocabulary, on rank 0.
     """
 
-    def __init__(self, spec: ModelSpec, layout: ModelLayout, tp: int, ep: int, world: int) -> None:
-        self._tp, self._ep, self._world = tp, ep, world
-        experts = {
-            f"{path}.{block.experts}.{attribute}"
+    def __init__(
+        self, spec: ModelSpec, layout: ModelLayout, tp: int, ep: int, world: int, step: Step
+    ) -> None:
+        self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
+        self._experts = tuple(
+            f"{path}.{block.experts}."
             for path, block in spec.blocks(layout).items()
             if isinstance(block, MixtureNames)
-            for attribute in (block.gate_up, block.down)
-        }
+        )
         # Layers are alike: each kind of tensor is looked at once.
         self._root: Counter[_Kind] = Counter()
         self._of_layer: dict[str, Counter[_Kind]] = {}
         for name, tensor in layout.tensors.items():
-            if name in layout.buffers:
-                continue
-            kind = replace(tensor, name=""), ep if name in experts else tp
-            layer = re.match(rf"{re.escape(spec.layers)}\.\d+\.", name)
-            counter = self._of_layer.setdefault(layer[0], Counter()) if layer else self._root
-            counter[kind] += 1
-        self.logical_numel = sum(
-            tensor.numel for name, tensor in layout.tensors.items() if name not in layout.buffers
-        )
+            if name not in layout.buffers:
+                self._add(name, tensor, step.dtype.itemsize, adapter=False)
         self.vocab_rows = layout[f"{spec.embedding}.weight"].local_shape(0)[0]
 
+    def _add(self, name: str, tensor: TensorLayout, itemsize: int, adapter: bool) -> None:
+        copy_size = self._ep if name.startswith(self._experts) else self._tp
+        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter)
+        layer = re.match(rf"{re.escape(self._spec.layers)}\.\d+\.", name)
+        counter = self._of_layer.setdefault(layer[0], Counter()) if layer else self._root
+        counter[kind] += 1
+
+    def add_adapter(self, model: nn.Module, times: int) -> None:
+        """Add the factors of an adapted model; those of a layer belong to ``times`` layers."""
+        for name, parameter, layout in named_shards(model):
+            first = f"{self._spec.layers}.0."
+            for layer in range(times if name.startswith(first) else 1):
+                full = name.replace(first, f"{self._spec.layers}.{layer}.") if layer else name
+                if parameter.requires_grad:
+                    self._add(full, layout, parameter.itemsize, adapter=True)
+
     def extremes(self) -> list[int]:
-        """Return the ranks among which those with the most and the fewest numbers are."""
+        """Return the ranks among which those with the most and the fewest bytes are."""
         inner = max(self._tp, self._ep)
         return [*range(inner), *range(self._world - inner, self._world)]
 
-    def numel(
-        self, rank: int, *, sharded: bool = False, root: bool = True, layers: bool = True
+    def nbytes(
+        self,
+        rank: int,
+        *,
+        sharded: bool = False,
+        root: bool = True,
+        layers: bool = True,
+        adapter: bool | None = None,
     ) -> int:
-        """Return how many numbers a rank holds.
+        """Return how many bytes a rank holds.
 
         Args:
             rank: of the job.
             sharded: with what ZeRO divides over the replicas, where there are any dp ranks.
             root: count what is in no layer.
             layers: count what is in the layers.
+            adapter: count only the adapter, or only what is not; None for both.
         """
         counters = [self._root] * root + [*self._of_layer.values()] * layers
-        return sum(
-            number * self._numel(kind, rank, sharded)
-            for counter in counters
-            for kind, number in counter.items()
-        )
+        return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
 
     def largest_layer(self, rank: int) -> int:
-        """Return the numbers of the largest layer of a rank, not divided by ZeRO."""
-        return max(
-            sum(number * self._numel(kind, rank, False) for kind, number in counter.items())
-            for counter in self._of_layer.values()
+        """Return the bytes of the largest layer of a rank, not divided, without an adapter."""
+        return max(self._sum(layer, rank, False, False) for layer in self._of_layer.values())
+
+    def logical(self, *, adapter: bool) -> int:
+        """Return the bytes of the adapter, or of the model without it, in one process."""
+        return sum(
+            number * kind.itemsize * kind.layout.numel
+            for counter in [self._root, *self._of_layer.values()]
+            for kind, number in counter.items()
+            if kind.adapter is adapter
         )
 
-    def _numel(self, kind: _Kind, rank: int, sharded: bool) -> int:
-        tensor, copy_size = kind
-        rows, *others = tensor.local_shape(rank)
-        if sharded and self._world > self._tp:  # as torch.chunk divides rows
-            copies, place = self._world // copy_size, rank // copy_size
-            at_once = -(-rows // copies)
-            rows = min(at_once, max(0, rows - place * at_once))
-        return rows * math.prod(others)
-
-
-_Kind = tuple[TensorLayout, int]
-"""A layout without its name, and how many consecutive ranks hold one copy of the tensor."""
+    def _sum(self, counter: Counter[_Kind], rank: int, sharded: bool, adapter: bool | None) -> int:
+        replicas_of = self._world if sharded and self._world > self._tp else None
+        return sum(
+            number * kind.nbytes(rank, replicas_of)
+            for kind, number in counter.items()
+            if adapter in (None, kind.adapter)
+        )
 
 
 def _gathered(held: _Held, step: Step) -> int:
@@ -409,5 +479,6 @@ def _gathered(held: _Held, step: Step) -> int:
     and of two layers, of which one is on its way; both receive one layer in a buffer.
     """
     layer = held.largest_layer(0)
-    whole = held.numel(0) if step.zero == 2 else held.numel(0, layers=False) + 2 * layer
-    return step.dtype.itemsize * (whole + layer)
+    if step.zero == 2:
+        return held.nbytes(0, adapter=False) + layer
+    return held.nbytes(0, layers=False, adapter=False) + 3 * layer

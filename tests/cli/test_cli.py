@@ -205,6 +205,19 @@ def test_plan_sorts_layouts_by_their_peak(
     assert all("query heads" in why for why in found["refused"].values())
 
 
+def test_plan_trains_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    TINY.config().save_pretrained(tmp_path)
+    plan = ["plan", tmp_path, "--world", 2, "--tp", 2, "--tokens", 512]
+    (whole,), (adapter,) = (
+        _json(capsys, 0, *plan, *more)["layouts"] for more in ([], ["--lora-r", 4])
+    )
+    assert whole["gradients"] == whole["weights"]
+    added = adapter["weights"][0] - whole["weights"][0]
+    assert adapter["gradients"][0] == added > 0
+    assert adapter["optimizer"][0] == 2 * added
+    assert adapter["peak"] < whole["peak"]
+
+
 def test_plan_says_whether_a_layout_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

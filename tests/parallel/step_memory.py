@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import parallel_ext as px
+from parallel_ext.lora import adapt_all_linears
 
 
 def config_of(kind: str, hidden: int = 512) -> transformers.PreTrainedConfig:
@@ -43,10 +44,13 @@ def _step(case: dict[str, Any], hidden: int, mesh: px.Mesh, times: int) -> Any:
     model = px.parallelize(model.to(getattr(torch, case["dtype"])), mesh).train()
     if case["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case["r"]:
+        model = adapt_all_linears(model, case["r"])
     px.data_parallel(model, mesh, zero=case["zero"])
     if case["kind"] == "mixtral":
         px.force_routing(model, "balanced")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
     ids = torch.randint(0, config.vocab_size, (case["rows"], case["tokens"] * hidden // 512))
     for _ in range(times):
         model(input_ids=ids, labels=ids).loss.backward()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ranks import pool
 from step_memory import config_of
 
 import parallel_ext as px
+from parallel_ext.lora import adapt_all_linears
 from parallel_ext.parallel.estimate import Planner, Step
 
 SCRIPT = Path(__file__).with_name("step_memory.py")
@@ -39,13 +41,19 @@ CONFIGS = {
 }
 
 
-def _held(kind: str, tp: int, ep: int, zero: int) -> tuple[int, int]:
+def _held(
+    kind: str, tp: int, ep: int, zero: int, r: int | None, dtype: torch.dtype
+) -> tuple[int, int]:
     """Bytes of this rank's weights, and of its optimizer's states."""
     torch.manual_seed(0)
     mesh = px.init_mesh(tp=tp, ep=ep)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
-    model = px.data_parallel(px.parallelize(model, mesh), mesh, zero).train()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model = px.parallelize(model.to(dtype), mesh)
+    if r:
+        model = adapt_all_linears(model, r)
+    model = px.data_parallel(model, mesh, zero).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
     ids = torch.arange(12).view(2, 6)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -76,16 +84,19 @@ def _held(kind: str, tp: int, ep: int, zero: int) -> tuple[int, int]:
         ("phi3", 2, 1, 1, 2),
     ],
 )
+@pytest.mark.parametrize("r", [None, 3])
 def test_weights_and_optimizer_are_those_that_ranks_hold(
-    kind: str, tp: int, ep: int, dp: int, zero: int
+    kind: str, tp: int, ep: int, dp: int, zero: int, r: int | None
 ) -> None:
-    found = pool(tp * dp).run(_held, kind, tp, ep, zero)
-    step = Step(dtype=torch.float32, zero=zero, tokens=6)
+    dtype = torch.bfloat16 if r and dp == 1 else torch.float32
+    found = pool(tp * dp).run(_held, kind, tp, ep, zero, r, dtype)
+    step = Step(dtype=dtype, zero=zero, tokens=6, adapt=r and partial(adapt_all_linears, r=r))
     estimate = Planner(CONFIGS[kind]()).estimate(tp * dp, tp, ep, step)
     weights, states = zip(*found, strict=True)
     assert (estimate.tp, estimate.ep, estimate.dp) == (tp, ep, dp)
-    assert estimate.weights == estimate.gradients == (max(weights), min(weights))
+    assert estimate.weights == (max(weights), min(weights))
     assert estimate.optimizer == (max(states), min(states))
+    assert estimate.gradients == (max(states) // 2, min(states) // 2)
 
 
 CASES = {
@@ -97,6 +108,9 @@ CASES = {
     "llama, checkpointing": ({"kind": "llama", "checkpointing": True}, 1),
     "mixtral dp=2 ep=2": ({"kind": "mixtral", "ep": 2}, 2),
     "mixtral tp=2 ep=2": ({"kind": "mixtral", "tp": 2, "ep": 2}, 2),
+    "llama LoRA": ({"kind": "llama", "r": 8}, 1),
+    "llama LoRA tp=2, bf16": ({"kind": "llama", "r": 8, "tp": 2, "dtype": "bfloat16"}, 2),
+    "llama LoRA dp=2, checkpointing": ({"kind": "llama", "r": 8, "checkpointing": True}, 2),
 }
 
 
@@ -104,7 +118,7 @@ CASES = {
 def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> None:
     changes, world = CASES[name]
     case = {"tp": 1, "ep": 1, "zero": 2, "rows": 4, "tokens": 512, "dtype": "float32"}
-    case |= {"checkpointing": False, **changes}
+    case |= {"checkpointing": False, "r": None, **changes}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
     # Else glibc keeps what is freed, up to 32 MiB a tensor.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -121,6 +135,7 @@ def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> N
         dtype=getattr(torch, case["dtype"]),
         zero=case["zero"],
         checkpointing=case["checkpointing"],
+        adapt=case["r"] and partial(adapt_all_linears, r=case["r"]),
     )
     planner = Planner(config_of(case["kind"]))
     estimate = planner.estimate(world, case["tp"], case["ep"], step)
