@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpointing", action="store_true", help="layers are recomputed in backward"
     )
     parser.add_argument(
-        "--lora-r", type=_positive, metavar="R", help="train an adapter of rank R on all linears"
+        "--lora-r", type=_positive, metavar="R", help="train an adapter of rank R on all-linear"
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
 

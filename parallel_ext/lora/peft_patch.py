@@ -61,9 +61,6 @@ def extend_peft() -> None:
 
 
 def adapt_all_linears(model: nn.Module, r: int) -> peft.PeftModel:
-    """Add an adapter of rank ``r`` on all linear layers of a parallel model, experts included.
-
-    The layers are changed in place, the rest is frozen.
-    """
+    """Add an adapter of rank ``r`` on what "all-linear" reaches, in place, and freeze the rest."""
     extend_peft()
     return peft.get_peft_model(model, LoraConfig(r=r, target_modules="all-linear"))

@@ -147,10 +147,12 @@ def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_few_layers_tell_of_many(kind: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("r", [None, 4])
+def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None) -> None:
     config = config_of(kind)
     config.num_hidden_layers = 9
-    step = Step(rows=2, tokens=64, checkpointing=checkpointing)
+    adapt = r and partial(adapt_all_linears, r=r)
+    step = Step(rows=2, tokens=64, checkpointing=checkpointing, adapt=adapt)
     few, all_of_them = Planner(config), Planner(config)
     all_of_them._alike = False
     for world, tp in ((1, 1), (2, 2), (4, 2)):
