@@ -400,8 +400,9 @@ class _Held:
             for path, block in spec.blocks(layout).items()
             if isinstance(block, MixtureNames)
         )
-        # Layers are alike: each kind of tensor is looked at once.
+        # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()
+        self._layers: Counter[_Kind] = Counter()
         self._of_layer: dict[str, Counter[_Kind]] = {}
         for name, tensor in layout.tensors.items():
             if name not in layout.buffers:
@@ -412,8 +413,9 @@ class _Held:
         copy_size = self._ep if name.startswith(self._experts) else self._tp
         kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter)
         layer = re.match(rf"{re.escape(self._spec.layers)}\.\d+\.", name)
-        counter = self._of_layer.setdefault(layer[0], Counter()) if layer else self._root
-        counter[kind] += 1
+        if layer:
+            self._of_layer.setdefault(layer[0], Counter())[kind] += 1
+        (self._layers if layer else self._root)[kind] += 1
 
     def add_adapter(self, model: nn.Module, times: int) -> None:
         """Add the factors of an adapted model; those of a layer belong to ``times`` layers."""
@@ -447,7 +449,7 @@ class _Held:
             layers: count what is in the layers.
             adapter: count only the adapter, or only what is not; None for both.
         """
-        counters = [self._root] * root + [*self._of_layer.values()] * layers
+        counters = [self._root] * root + [self._layers] * layers
         return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
 
     def largest_layer(self, rank: int) -> int:
@@ -458,7 +460,7 @@ class _Held:
         """Return the bytes of the adapter, or of the model without it, in one process."""
         return sum(
             number * kind.itemsize * kind.layout.numel
-            for counter in [self._root, *self._of_layer.values()]
+            for counter in (self._root, self._layers)
             for kind, number in counter.items()
             if kind.adapter is adapter
         )
