@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
-import re
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,20 +22,17 @@ from torch.utils._pytree import tree_leaves
 from parallel_ext import ops
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.models.blocks import MixtureNames
-from parallel_ext.models.spec import ModelSpec
 from parallel_ext.nn.moe import ExpertParallelExperts
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.ops import ALONE, Group
+from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
 from parallel_ext.parallel.validate import check_mixture, check_servable, spec_for
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 
 STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter, in the parameter's dtype."""
 
-_FEW = (2, 3)  # layers that are run where all are alike; what they add is the same for each
+_FEW = (2, 3)  # layers that are run where all are alike; what one adds, each adds
 _TILE = 4096  # tokens whose logits the fused loss holds at once on a GPU
 
 
@@ -244,17 +238,17 @@ class Planner:
             checkpoint_on_disk=(1 + states) * held.logical(adapter=step.adapt is not None),
         )
 
-    def _held(self, rank: _Rank, world: int, step: Step) -> _Held:
+    def _held(self, rank: _Rank, world: int, step: Step) -> Held:
         """Return what the ranks hold, an adapter included."""
         layout = layout_of(self._plain, self._spec, rank.tp_size, rank.ep_size)
-        held = _Held(self._spec, layout, rank.tp_size, rank.ep_size, world, step)
+        held = Held(self._spec, layout, rank.tp_size, rank.ep_size, world, step.dtype.itemsize)
         if step.adapt is not None:
             layers = 1 if self._alike else len(self._layers)
             adapted = self._parallel(rank, step, layers)
             held.add_adapter(adapted, len(self._layers) if self._alike else 1)
         return held
 
-    def _activations(self, rank: _Rank, step: Step, held: _Held, dp: int) -> tuple[int, int]:
+    def _activations(self, rank: _Rank, step: Step, held: Held, dp: int) -> tuple[int, int]:
         """Return the largest number of bytes alive in forward, and in backward with gradients."""
         total = len(self._layers)
         if not self._alike:
@@ -358,123 +352,7 @@ def _balanced_route(
     return route, ops.ExchangePlan.of(sent, sides, experts.group.rank)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What tensors have in common that take equally much on every rank.
-
-    Attributes:
-        layout: without the name of the tensor.
-        copy_size: how many consecutive ranks hold one copy.
-        itemsize: bytes of a number.
-        adapter: whether it belongs to an adapter, which ZeRO does not divide.
-    """
-
-    layout: TensorLayout
-    copy_size: int
-    itemsize: int
-    adapter: bool
-
-    def nbytes(self, rank: int, replicas_of: int | None) -> int:
-        """Return the bytes on a rank; ZeRO divides them over the replicas of so many ranks."""
-        rows, *others = self.layout.local_shape(rank)
-        if replicas_of is not None and not self.adapter:  # as torch.chunk divides rows
-            copies, place = replicas_of // self.copy_size, rank // self.copy_size
-            at_once = -(-rows // copies)
-            rows = min(at_once, max(0, rows - place * at_once))
-        return self.itemsize * rows * math.prod(others)
-
-
-class _Held:
-    """How many bytes of a model a rank holds.
-
-    Attributes:
-        vocab_rows: of the vocabulary, on rank 0.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, layout: ModelLayout, tp: int, ep: int, world: int, step: Step
-    ) -> None:
-        self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
-        self._experts = tuple(
-            f"{path}.{block.experts}."
-            for path, block in spec.blocks(layout).items()
-            if isinstance(block, MixtureNames)
-        )
-        # Each kind of tensor is looked at once, however many layers have it.
-        self._root: Counter[_Kind] = Counter()
-        self._layers: Counter[_Kind] = Counter()
-        self._of_layer: dict[str, Counter[_Kind]] = {}
-        for name, tensor in layout.tensors.items():
-            if name not in layout.buffers:
-                self._add(name, tensor, step.dtype.itemsize, adapter=False)
-        self.vocab_rows = layout[f"{spec.embedding}.weight"].local_shape(0)[0]
-
-    def _add(self, name: str, tensor: TensorLayout, itemsize: int, adapter: bool) -> None:
-        copy_size = self._ep if name.startswith(self._experts) else self._tp
-        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter)
-        layer = re.match(rf"{re.escape(self._spec.layers)}\.\d+\.", name)
-        if layer:
-            self._of_layer.setdefault(layer[0], Counter())[kind] += 1
-        (self._layers if layer else self._root)[kind] += 1
-
-    def add_adapter(self, model: nn.Module, times: int) -> None:
-        """Add the factors of an adapted model; those of a layer belong to ``times`` layers."""
-        for name, parameter, layout in named_shards(model):
-            first = f"{self._spec.layers}.0."
-            for layer in range(times if name.startswith(first) else 1):
-                full = name.replace(first, f"{self._spec.layers}.{layer}.") if layer else name
-                if parameter.requires_grad:
-                    self._add(full, layout, parameter.itemsize, adapter=True)
-
-    def extremes(self) -> list[int]:
-        """Return the ranks among which those with the most and the fewest bytes are."""
-        inner = max(self._tp, self._ep)
-        return [*range(inner), *range(self._world - inner, self._world)]
-
-    def nbytes(
-        self,
-        rank: int,
-        *,
-        sharded: bool = False,
-        root: bool = True,
-        layers: bool = True,
-        adapter: bool | None = None,
-    ) -> int:
-        """Return how many bytes a rank holds.
-
-        Args:
-            rank: of the job.
-            sharded: with what ZeRO divides over the replicas, where there are any dp ranks.
-            root: count what is in no layer.
-            layers: count what is in the layers.
-            adapter: count only the adapter, or only what is not; None for both.
-        """
-        counters = [self._root] * root + [self._layers] * layers
-        return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
-
-    def largest_layer(self, rank: int) -> int:
-        """Return the bytes of the largest layer of a rank, not divided, without an adapter."""
-        return max(self._sum(layer, rank, False, False) for layer in self._of_layer.values())
-
-    def logical(self, *, adapter: bool) -> int:
-        """Return the bytes of the adapter, or of the model without it, in one process."""
-        return sum(
-            number * kind.itemsize * kind.layout.numel
-            for counter in (self._root, self._layers)
-            for kind, number in counter.items()
-            if kind.adapter is adapter
-        )
-
-    def _sum(self, counter: Counter[_Kind], rank: int, sharded: bool, adapter: bool | None) -> int:
-        replicas_of = self._world if sharded and self._world > self._tp else None
-        return sum(
-            number * kind.nbytes(rank, replicas_of)
-            for kind, number in counter.items()
-            if adapter in (None, kind.adapter)
-        )
-
-
-def _gathered(held: _Held, step: Step) -> int:
+def _gathered(held: Held, step: Step) -> int:
     """Return the bytes of what ZeRO gathers, on rank 0, beside its own shards.
 
     Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of the layers

@@ -1,0 +1,132 @@
+"""How many bytes of a model each rank holds, computed from its layout alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.models.spec import ModelSpec
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What tensors have in common that take equally much on every rank.
+
+    Attributes:
+        layout: without the name of the tensor.
+        copy_size: how many consecutive ranks hold one copy.
+        itemsize: bytes of a number.
+        adapter: whether it belongs to an adapter, which ZeRO does not divide.
+    """
+
+    layout: TensorLayout
+    copy_size: int
+    itemsize: int
+    adapter: bool
+
+    def nbytes(self, rank: int, replicas_of: int | None) -> int:
+        """Return the bytes on a rank; ZeRO divides them over the replicas of so many ranks."""
+        rows, *others = self.layout.local_shape(rank)
+        if replicas_of is not None and not self.adapter:  # as torch.chunk divides rows
+            copies, place = replicas_of // self.copy_size, rank // self.copy_size
+            at_once = -(-rows // copies)
+            rows = min(at_once, max(0, rows - place * at_once))
+        return self.itemsize * rows * math.prod(others)
+
+
+class Held:
+    """How many bytes of a model a rank holds.
+
+    Attributes:
+        vocab_rows: of the vocabulary, on rank 0.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layout: ModelLayout, tp: int, ep: int, world: int, itemsize: int
+    ) -> None:
+        self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
+        self._experts = tuple(
+            f"{path}.{block.experts}."
+            for path, block in spec.blocks(layout).items()
+            if isinstance(block, MixtureNames)
+        )
+        # Each kind of tensor is looked at once, however many layers have it.
+        self._root: Counter[_Kind] = Counter()
+        self._layers: Counter[_Kind] = Counter()
+        self._of_layer: dict[str, Counter[_Kind]] = {}
+        for name, tensor in layout.tensors.items():
+            if name not in layout.buffers:
+                self._add(name, tensor, itemsize, adapter=False)
+        self.vocab_rows = layout[f"{spec.embedding}.weight"].local_shape(0)[0]
+
+    def _add(
+        self, name: str, tensor: TensorLayout, itemsize: int, *, adapter: bool, times: int = 1
+    ) -> None:
+        copy_size = self._ep if name.startswith(self._experts) else self._tp
+        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter)
+        layer = re.match(rf"{re.escape(self._spec.layers)}\.\d+\.", name)
+        if layer:
+            self._of_layer.setdefault(layer[0], Counter())[kind] += 1
+            self._layers[kind] += times
+        else:
+            self._root[kind] += 1
+
+    def add_adapter(self, model: nn.Module, times: int) -> None:
+        """Add the factors of an adapted model; each layer of it stands for ``times`` layers."""
+        for name, parameter, layout in named_shards(model):
+            if parameter.requires_grad:
+                self._add(name, layout, parameter.itemsize, adapter=True, times=times)
+
+    def extremes(self) -> list[int]:
+        """Return the ranks among which those with the most and the fewest bytes are."""
+        inner = max(self._tp, self._ep)
+        return [*range(inner), *range(self._world - inner, self._world)]
+
+    def nbytes(
+        self,
+        rank: int,
+        *,
+        sharded: bool = False,
+        root: bool = True,
+        layers: bool = True,
+        adapter: bool | None = None,
+    ) -> int:
+        """Return how many bytes a rank holds.
+
+        Args:
+            rank: of the job.
+            sharded: with what ZeRO divides over the replicas, where there are any dp ranks.
+            root: count what is in no layer.
+            layers: count what is in the layers.
+            adapter: count only the adapter, or only what is not; None for both.
+        """
+        counters = [self._root] * root + [self._layers] * layers
+        return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
+
+    def largest_layer(self, rank: int) -> int:
+        """Return the bytes of the largest layer of a rank, not divided, without an adapter."""
+        return max(self._sum(layer, rank, False, False) for layer in self._of_layer.values())
+
+    def logical(self, *, adapter: bool) -> int:
+        """Return the bytes of the adapter, or of the model without it, in one process."""
+        return sum(
+            number * kind.itemsize * kind.layout.numel
+            for counter in (self._root, self._layers)
+            for kind, number in counter.items()
+            if kind.adapter is adapter
+        )
+
+    def _sum(self, counter: Counter[_Kind], rank: int, sharded: bool, adapter: bool | None) -> int:
+        replicas_of = self._world if sharded and self._world > self._tp else None
+        return sum(
+            number * kind.nbytes(rank, replicas_of)
+            for kind, number in counter.items()
+            if adapter in (None, kind.adapter)
+        )
