@@ -68,7 +68,7 @@ class BlockColumnLinear(ShardedModule):
             input: [..., K], replicated.
             weight: this rank's rows.
         """
-        # Of the second weight consecutive blocks may hold the same rows: the first one is empty.
+        # Only of the second weight may consecutive blocks share rows: the first one is empty.
         empty = weight[:0], Blocks(((0, 0),) * len(self.blocks.own), self.blocks.count)
         weights, blocks = zip(empty, (weight, self.blocks), strict=True)
         _, output = ops.block_linears(input, weights, blocks, self.copies, self.group)
