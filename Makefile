@@ -9,6 +9,7 @@
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make test-gpu     tests/gpu with PYTHON's own torch, offline; says so where there is no GPU
+#   make bench-gpu  benchmarks/gpu.py with the build of test-gpu
 #   make test-oldest  the suite with the oldest supported transformers, PEFT and accelerate
 #   make docs    pages of all public names, into docs/api
 #   make interplay-page   the table of docs/interplay.md, from its cases
@@ -28,7 +29,7 @@ ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer demo-invariant test test-oldest
-.PHONY: demo-checkpoint test-interplay test-slow test-gpu interplay-page docs lint bench clean
+.PHONY: demo-checkpoint test-interplay test-slow test-gpu bench-gpu interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -94,6 +95,9 @@ test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 # With the torch and the packages of PYTHON; builds for its GPU alone, into $(WORK)/gpu.
 test-gpu:
 	@$(PYTHON) tests/gpu/run.py $(WORK)/gpu
+
+bench-gpu:
+	PYTHONPATH=$(abspath $(WORK)/gpu) $(PYTHON) benchmarks/gpu.py --out $(WORK)/gpu.json
 
 docs: $(VENV)/installed
 	$(ENV) $(PY) docs/build_api.py docs/api

@@ -54,13 +54,19 @@ def size(usual: T, smallest: T) -> T:
 # What a benchmark is asked, and what all of its competitors load.
 
 
-def parser(description: str | None, repetitions: int) -> argparse.ArgumentParser:
-    """Return the options that all benchmarks have; ``repetitions`` is the default of that one."""
+def parser(
+    description: str | None, repetitions: int, *, malloc: bool = True
+) -> argparse.ArgumentParser:
+    """Return the options that all benchmarks have, ``malloc`` those on the CPU.
+
+    ``repetitions`` is the default of that option.
+    """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    of_malloc = size("all", "default")
-    options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default=of_malloc)
+    if malloc:
+        of_malloc = size("all", "default")
+        options.add_argument("--malloc", choices=[*MALLOC_MODES, "all"], default=of_malloc)
     options.add_argument("--repetitions", type=int, default=size(repetitions, 1))
     options.add_argument("--smallest", action="store_true", help="once, tiny: does it run?")
     options.set_defaults(update_docs=False)

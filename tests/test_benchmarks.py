@@ -20,6 +20,11 @@ PROMISED = {
     "checkpoint.py": {"parallel_ext, default": 2, "transformers": 2, "DCP": 2},
     "cogagent.py --part layers": {"float32, default": 2, "parallel_ext, float32": 1},
     "invariant.py --layout tp=1 dp=2 tp=ep=2": {"float32, default": 5},
+    "gpu.py --device cpu": {
+        **{"copy": 1, "cross entropy": 8, "head": 2, "embedding": 2, "4 experts": 1},
+        **{"linear with LoRA": 2, "dropout": 1, "argmax": 2, "sample": 6, "step of": 3},
+        **{"clipping": 3, "generate": 2, "save": 1, "the call": 1},
+    },
     "generation.py": {"greedy, 2 x, default": 1},
     "lora.py --part linear": {"32 -> 64, r=4, float32, default": 3},
     "moe.py": {"float32, zipf, default": 4},
