@@ -5,8 +5,11 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 
+#include <cmath>
+
 #include "base/workspace.h"
 #include "check.h"
+#include "moe/grouped.h"
 #include "ops.h"
 
 namespace parallel_ext {
@@ -15,12 +18,34 @@ namespace {
 at::Tensor moe_linear_kernel(const at::Tensor& rows, const at::Tensor& weight,
                              at::IntArrayRef counts) {
   check_moe_linear("moe_linear", rows, weight, counts);
+  if (use_grouped_products(rows, weight)) {
+    return grouped_rows(rows, weight, ends_of(counts, rows));
+  }
   at::Tensor output = pooled_empty({rows.size(0), weight.size(1)}, rows.options());
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
     at::Tensor out = output.narrow(0, first, count);
     at::mm_out(out, rows.narrow(0, first, count), weight.select(0, expert).t());
   });
   return output;
+}
+
+// Multiplying by it rounds nothing, so that it may come after the product was rounded.
+bool is_power_of_two(double scale) {
+  int exponent = 0;
+  return std::frexp(scale, &exponent) == 0.5;
+}
+
+Tensors<2> moe_linear_backward_grouped(const at::Tensor& grad_output, const at::Tensor& rows,
+                                       const at::Tensor& weight, at::IntArrayRef counts,
+                                       std::array<bool, 2> needed, double weight_grad_scale) {
+  const at::Tensor ends = ends_of(counts, rows);
+  at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
+  if (needed[0]) grad_rows = grouped_rows(grad_output, weight.transpose(1, 2), ends);
+  if (needed[1]) {
+    grad_weight = grouped_weights(grad_output, rows, ends, counts);
+    if (weight_grad_scale != 1) grad_weight.mul_(weight_grad_scale);
+  }
+  return {grad_rows, grad_weight};
 }
 
 Tensors<2> moe_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& rows,
@@ -30,6 +55,12 @@ Tensors<2> moe_linear_backward_kernel(const at::Tensor& grad_output, const at::T
   check_moe_linear(op, rows, weight, counts);
   check_same_dtype(op, "grad_output", grad_output, "rows", rows);
   check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});
+  if (use_grouped_products(rows, weight) && is_power_of_two(weight_grad_scale)) {
+    const at::Tensor grad = grad_output.contiguous();
+    if (use_grouped_products(grad, weight)) {
+      return moe_linear_backward_grouped(grad, rows, weight, counts, needed, weight_grad_scale);
+    }
+  }
   at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
   if (needed[0]) grad_rows = pooled_empty(rows.sizes(), rows.options());
   if (needed[1]) grad_weight = at::empty(weight.sizes(), weight.options());
