@@ -51,6 +51,7 @@ def plan_in_blocks(
     tied: Mapping[str, str],
     sizes: ModelSizes,
     tp_size: int,
+    ep_size: int,
     blocks: int,
     vocab_multiple_of: int = 1,
 ) -> ModelLayout:
@@ -59,7 +60,7 @@ def plan_in_blocks(
     A pure function of its arguments, so that every rank computes the same.
 
     Args:
-        spec, shapes, tied, sizes, tp_size, vocab_multiple_of: as of
+        spec, shapes, tied, sizes, tp_size, ep_size, vocab_multiple_of: as of
             :func:`parallel_ext.models.spec.plan`.
         blocks: of each sharded dimension, fewer where it has not so many units.
 
@@ -99,9 +100,9 @@ def plan_in_blocks(
             continue
         if isinstance(block, MixtureNames):
             parts |= block.parts(path, shapes)
-            for attribute in (block.gate_up, block.down):
-                name = f"{path}.{block.experts}.{attribute}"
-                shard(name, 0, [(expert, expert + 1) for expert in range(shapes[name][0])])
+            for name, layout in block.layouts(path, shapes, ep_size).items():
+                each = tuple((expert, expert + 1) for expert in range(layout.shape[0]))
+                found[name] = replace(layout, blocks=each)
             continue
         for name in block.inputs:
             inner = shapes[f"{path}.{name}.weight"][0]

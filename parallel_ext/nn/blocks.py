@@ -153,13 +153,40 @@ def replicated_linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 class BlockExperts(ExpertParallelExperts):
-    """Experts, each a block, of which each tp rank holds some: the ep ranks are the tp ranks.
+    """Experts, each a block, of which each ep rank holds some.
 
-    The rows of an expert are those of one process, in the order of the tokens, and a token sums its
-    choices in their order.
+    An expert has one product for the rows of each leaf, in the order of its tokens, and a token
+    sums its choices in their order. With more ep than tp ranks, those of several dp ranks meet
+    here, each with a leaf of its own.
+
+    Attributes:
+        dp_ranks: how many meet.
+        weights: while leaves run, the weights by the names of their parameters, once for each of
+            these dp ranks, so that the gradient of each leaf is found by itself.
+        has_leaf: whether this rank runs a leaf; one without takes part with no tokens, and returns
+            its input.
     """
 
     joins_choices = False  # a rank would sum its choices before those of others
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dp_ranks = self.group.size // self.tp.size
+        self.weights: dict[str, list[torch.Tensor]] = {}
+        self.has_leaf = True
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, LowRank] | None = None,
+    ) -> torch.Tensor:
+        tokens = (hidden_states, top_k_index, top_k_weights)
+        if self.has_leaf:
+            return super().forward(*tokens, adapters)
+        none = super().forward(*(each[:0] for each in tokens), adapters)
+        return torch.cat([none, hidden_states])
 
     def _linear(
         self,
@@ -168,9 +195,22 @@ class BlockExperts(ExpertParallelExperts):
         plan: ExchangePlan,
         adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:
-        of_experts = rows.split(plan.rows_per_expert(self.group.rank))
-        weights = getattr(self, attribute).unbind()
-        return torch.cat([*map(replicated_linear, of_experts, weights)])
+        own = plan.experts_per_rank[self.group.rank]
+        received = [
+            plan.receive[first : first + own] for first in range(0, len(plan.receive), own + 1)
+        ]
+        counts = [
+            sum(of_rank[expert] for of_rank in received[first : first + self.tp.size])
+            for expert in range(own)
+            for first in range(0, len(received), self.tp.size)
+        ]
+        copies = self.weights.get(attribute, [getattr(self, attribute)] * self.dp_ranks)
+        weights = [
+            each
+            for of_expert in zip(*(c.unbind() for c in copies), strict=True)
+            for each in of_expert
+        ]
+        return torch.cat([*map(replicated_linear, rows.split(counts), weights)])
 
 
 class BlockHeadNorm(nn.Module):

@@ -61,6 +61,7 @@ class Routing:
             recomputes the layers; None where they are not kept.
         choice: that of the forward that is running, if it is kept.
         select: chooses by the scores; ``force_routing`` puts another rule here.
+        leaf: number of the leaf that is running, in its batch; None outside of leaves.
         observer: gets the choices for each expert and the rows of this rank's own experts.
     """
 
@@ -69,6 +70,7 @@ class Routing:
         self.kept: Kept | None = None
         self.choice: _Choice | None = None
         self.select: Choose = top_k_lowest
+        self.leaf: int | None = None
         self.observer: Callable[[Sequence[int], int], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
@@ -90,12 +92,17 @@ class Routing:
     def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
         self.choice = None
         if self.kept is None:
-            return self.select(scores, top_k)
+            return self._selected(scores, top_k)
         # A backward recomputes the layer, but a forward may also begin inside of one.
         if torch._C._current_graph_task_id() == -1 or self not in self.kept:
-            self.kept[self] = _Choice(self.select(scores, top_k))
+            self.kept[self] = _Choice(self._selected(scores, top_k))
         self.choice = self.kept[self]
         return self.choice.expert_ids
+
+    def _selected(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        if self.leaf is None or not self.forced:
+            return self.select(scores, top_k)
+        return self.select(scores, top_k, part=self.leaf)  # whichever dp rank runs it
 
     def planned(self, plan: ExchangePlan, rank: int) -> None:
         """Record the exchange plan of the forward that is running, as ep rank ``rank`` sees it."""

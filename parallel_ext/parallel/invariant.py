@@ -81,10 +81,10 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
 
 def _check_mixture(model: nn.Module, path: str, names: MixtureNames, mesh: Mesh) -> None:
     module = model.get_submodule(path)
-    if mesh.ep_size != mesh.tp_size:
+    if mesh.ep_size % mesh.tp_size and mesh.tp_size % mesh.ep_size:
         raise ValueError(
-            f"px.Invariant serves a mixture of experts at ep = tp, each tp rank with its share of "
-            f"the experts, but the mesh has ep={mesh.ep_size} and tp={mesh.tp_size}"
+            f"px.Invariant serves a mixture of experts where one of ep and tp divides the other, "
+            f"but the mesh has ep={mesh.ep_size} and tp={mesh.tp_size}"
         )
     if others := [name for name, _ in module.named_children() if name not in names.modules()]:
         raise ValueError(
@@ -156,7 +156,9 @@ def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
     routing, experts = put.routing(path, names, replicated_linear), f"{path}.{names.experts}"
     shards = put.shards(experts, (names.gate_up, names.down))
     mesh = put.mesh
-    put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=mesh.tp, routing=routing))
+    # Where ep groups lie within tp groups, each computes all tokens: no expert has rows elsewhere.
+    tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
+    put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
 
 
 def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple[int, ...]]) -> None:

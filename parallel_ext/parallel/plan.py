@@ -153,7 +153,7 @@ def layout_of(
     sizes = _sizes(model, spec, shapes)
     named = spec, {**shapes, **buffers}, tied, sizes, tp_size
     if blocks:
-        layout = plan_in_blocks(*named, blocks, vocab_multiple_of)
+        layout = plan_in_blocks(*named, ep_size, blocks, vocab_multiple_of)
     else:
         layout = plan(*named, ep_size, vocab_multiple_of)
     return replace(layout, buffers=frozenset(buffers))

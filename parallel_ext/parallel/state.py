@@ -115,8 +115,8 @@ class ParallelState(nn.Module):
     @property
     def forwards_together(self) -> bool:
         """Return whether a dp rank's forward needs the forwards of the other dp ranks."""
-        experts_apart = self.mesh.ep_size > 1 and self.invariant is None  # else on the tp ranks
-        return self.mesh.dp_size > 1 and (experts_apart or self.zero is not None)
+        within = 1 if self.invariant is None else self.mesh.tp_size  # where ranks have one batch
+        return self.mesh.dp_size > 1 and (self.mesh.ep_size > within or self.zero is not None)
 
     @property
     def trains_apart(self) -> bool:

@@ -11,13 +11,14 @@ from parallel_ext.nn.moe import top_k_lowest
 from parallel_ext.parallel.state import state_of
 
 
-def balanced(scores: torch.Tensor, top_k: int, dp_rank: int = 0) -> torch.Tensor:
+def balanced(scores: torch.Tensor, top_k: int, part: int = 0) -> torch.Tensor:
     """Give the choices to the experts in turn.
 
     Args:
         scores: [T, E].
         top_k: how many different experts a token gets.
-        dp_rank: begins where the dp ranks before it, with as many tokens, end.
+        part: number of the dp rank; its choices begin where those of the ones before it, with as
+            many tokens, end. Of the leaf in ``px.train_leaves``.
 
     Returns:
         [T, top_k], int64; every expert as often as any other, or once more.
@@ -29,12 +30,12 @@ def balanced(scores: torch.Tensor, top_k: int, dp_rank: int = 0) -> torch.Tensor
                 [0, 1]])
     """
     tokens, num_experts = scores.shape
-    first = dp_rank * tokens * top_k
+    first = part * tokens * top_k
     choices = torch.arange(first, first + tokens * top_k, device=scores.device)
     return (choices % num_experts).view(tokens, top_k)
 
 
-def skewed(scores: torch.Tensor, top_k: int, dp_rank: int = 0) -> torch.Tensor:
+def skewed(scores: torch.Tensor, top_k: int, part: int = 0) -> torch.Tensor:
     """Draw the choices by Zipf's law.
 
     Expert e, counted from 0, has the odds 1 / (e + 1); the further choices of a token are drawn by
@@ -43,7 +44,8 @@ def skewed(scores: torch.Tensor, top_k: int, dp_rank: int = 0) -> torch.Tensor:
     Args:
         scores: [T, E].
         top_k: how many different experts a token gets.
-        dp_rank: seeds what is drawn, which does not depend on anything else.
+        part: number of the dp rank, or of the leaf in ``px.train_leaves``; seeds what is drawn,
+            which does not depend on anything else.
 
     Returns:
         [T, top_k], int64.
@@ -53,7 +55,7 @@ def skewed(scores: torch.Tensor, top_k: int, dp_rank: int = 0) -> torch.Tensor:
         >>> counts.argsort(descending=True)  # 48, 24, 16 and 12 percent
         tensor([0, 1, 2, 3])
     """
-    return _drawn(*scores.shape, top_k, dp_rank, scores.device)
+    return _drawn(*scores.shape, top_k, part, scores.device)
 
 
 @lru_cache(maxsize=4)
@@ -94,6 +96,6 @@ def force_routing(model: nn.Module, rule: str | None) -> None:
         raise ValueError(f"force_routing: {type(model).__name__} has no experts")
     if rule is not None and rule not in _RULES:
         raise ValueError(f"force_routing: rule is {rule!r}; pass one of {[*_RULES]} or None")
-    select = top_k_lowest if rule is None else partial(_RULES[rule], dp_rank=state.mesh.dp_rank)
+    select = top_k_lowest if rule is None else partial(_RULES[rule], part=state.mesh.dp_rank)
     for routing in state.routings:
         routing.select = select

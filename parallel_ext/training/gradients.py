@@ -175,17 +175,18 @@ def _sum_of_squares(
     """
     if norm_type != 2.0:
         raise ValueError(f"{op_name}: under px.Invariant norm_type must be 2, got {norm_type}")
+    group = mesh.tp if mesh.ep_size <= mesh.tp_size else mesh.ep  # whose ranks hold everything
     blocks = [
         tensor.narrow(layout.dim or 0, start, stop - start).contiguous()
         for tensor, layout in held
-        for start, stop in counted_blocks(layout, mesh.tp_rank)
+        for start, stop in counted_blocks(layout, group.rank)
     ]
     counts = [
-        sum(len(counted_blocks(layout, rank)) for _, layout in held) for rank in range(mesh.tp_size)
+        sum(len(counted_blocks(layout, rank)) for _, layout in held) for rank in range(group.size)
     ]
     norms = torch._foreach_norm(blocks, 2.0, dtype=torch.float64) if blocks else []
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])[:-1].square()
-    everyone = ops.gather_from_region(squares, counts, mesh.tp)
+    everyone = ops.gather_from_region(squares, counts, group)
     return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import pool
-from reference import FLOOR, Tiny, batch, gradients_of, mesh_of, parallel, shard_differences, worst
+from reference import (
+    FLOOR,
+    Tiny,
+    batch,
+    difference,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from test_specs import OfSpec
 
 import parallel_ext as px
-from parallel_ext.nn.blocks import BlockExperts
+from parallel_ext.models import SPECS
+from parallel_ext.nn.blocks import BlockExperts, replicated_linear
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.parallel.invariant import check_invariant
+from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import split
 from parallel_ext.training import leaves
 
@@ -38,8 +53,10 @@ ROWS, STEPS = 7, 3
 BITS = tuple[list[tuple[str, str]], str, dict[str, str]]
 
 
-def _mesh(kind: str, tp: int) -> px.Mesh:
-    return mesh_of(tp=tp, ep=tp if isinstance(KINDS[kind], TinyMixtral) else 1)
+def _mesh(kind: str, sides: int | tuple[int, int]) -> px.Mesh:
+    """Of tp and ep; of one number both, where there are experts."""
+    tp, ep = sides if isinstance(sides, tuple) else (sides, sides)
+    return mesh_of(tp=tp, ep=ep if isinstance(KINDS[kind], TinyMixtral) else 1)
 
 
 def _batch(vocab_size: int, step: int) -> dict[str, torch.Tensor]:
@@ -50,32 +67,39 @@ def _batch(vocab_size: int, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _bits(model: Any, optimizer: torch.optim.Optimizer, tp_rank: int) -> dict[str, str]:
-    """Of all that this rank holds; dp replicas hold the same."""
+def _bits(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, str]:
+    """Of each block that this rank holds."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter, layout in named_shards(model):
+        first, blocks = 0, ((0, layout.shape[0]),)
+        if layout.blocks:
+            first, blocks = layout.ranges(rank)[0][0], own_blocks(layout, rank).own
         for kind, tensor in (
             ("weight", parameter),
             ("gradient", parameter.grad),
             ("moment", optimizer.state[parameter]["exp_avg_sq"]),
         ):
-            data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-            found[f"{kind} of {name} at {tp_rank}"] = hashlib.sha256(data).hexdigest()
+            for start, stop in blocks:
+                block = tensor.detach().narrow(layout.dim or 0, start, stop - start).contiguous()
+                data = block.flatten().view(torch.uint8).numpy()
+                found[f"{kind} of {name} from {first + start}"] = hashlib.sha256(data).hexdigest()
     return found
 
 
 def _train(
     kind: str,
-    tp: int,
+    sides: int | tuple[int, int],
     steps: Sequence[int] = range(STEPS),
     root: Path | None = None,
     how: str = "",
 ) -> BITS:
     """Losses and norms, the digest, and what this rank holds, after steps on this pool's ranks."""
-    tiny, mesh = KINDS[kind], _mesh(kind, tp)
+    tiny, mesh = KINDS[kind], _mesh(kind, sides)
     model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
     if "checkpointing" in how:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in how})
+    if how.startswith("forced"):
+        px.force_routing(model, how.removeprefix("forced "))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if root is not None and steps[0] > 0:
         px.load_checkpoint(root, model, optimizer)
@@ -103,7 +127,7 @@ def _train(
         optimizer.step()
     if root is not None and steps[-1] < STEPS - 1:
         px.save_checkpoint(root, steps[-1] + 1, model, optimizer)
-    return log, px.digest(model), _bits(model, optimizer, mesh.tp_rank)
+    return log, px.digest(model), _bits(model, optimizer, mesh.rank)
 
 
 def _so(how: str, *args: Any) -> BITS:
@@ -111,11 +135,10 @@ def _so(how: str, *args: Any) -> BITS:
 
 
 def _assert_bits(results: Sequence[BITS], whole: BITS) -> None:
-    log, digest, _ = whole
-    held: dict[str, str] = {}
+    log, digest, blocks = whole
     for own_log, own_digest, own in results:
         assert (own_log, own_digest) == (log, digest)
-        assert all(held.setdefault(name, bits) == bits for name, bits in own.items())
+        assert {name for name, bits in own.items() if blocks[name] != bits} == set()
 
 
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (4, 2), (3, 3)]
@@ -128,15 +151,37 @@ def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
         _assert_bits(pool(ranks).run(_train, kind, tp), whole)
 
 
-WAYS = ["checkpointing", "accumulation", "ranks without rows", "autocast, checkpointing"]
+# (ranks, tp, ep): experts over dp ranks, over all tp ranks of these, or over some of the tp ranks.
+APART = [(2, 1, 2), (4, 1, 2), (4, 1, 4), (3, 1, 3), (4, 2, 4), (2, 2, 1), (4, 2, 1), (4, 4, 2)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "mixtral" in kind or "moe" in kind])
+def test_experts_on_any_ranks_have_the_bits_of_one_process(kind: str) -> None:
+    (whole,) = pool(1).run(_train, kind, 1)
+    for ranks, tp, ep in APART:
+        _assert_bits(pool(ranks).run(_train, kind, (tp, ep)), whole)
+
+
+WAYS = [
+    *("checkpointing", "reentrant checkpointing", "autocast, checkpointing"),
+    *("accumulation", "ranks without rows"),
+]
 
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", ["odd", "mixtral"])
 def test_ways_to_train_have_the_bits_of_one_process(kind: str, how: str) -> None:
     (whole,) = pool(1).run(_so, how, kind, 1)
-    for ranks, tp in ((3, 1), (4, 2)):
-        _assert_bits(pool(ranks).run(_so, how, kind, tp), whole)
+    for ranks, sides in ((3, 1), (4, 2), (4, (1, 2)), (3, (1, 3)), (4, (2, 4)), (2, (2, 1))):
+        if kind == "mixtral" or not isinstance(sides, tuple):
+            _assert_bits(pool(ranks).run(_so, how, kind, sides), whole)
+
+
+@pytest.mark.parametrize("rule", ["balanced", "skewed"])
+def test_forced_routing_has_the_bits_of_one_process(rule: str) -> None:
+    (whole,) = pool(1).run(_so, f"forced {rule}", "mixtral", 1)
+    for ranks, sides in ((2, 2), (3, 1), (4, (2, 4))):
+        _assert_bits(pool(ranks).run(_so, f"forced {rule}", "mixtral", sides), whole)
 
 
 @pytest.mark.parametrize("kind", ["tied", "qwen3"])
@@ -148,16 +193,20 @@ def test_bf16_autocast_has_the_bits_of_one_process(kind: str) -> None:
         _assert_bits(pool(ranks).run(_so, "autocast", kind, tp), whole)
 
 
-def test_a_loop_of_ones_own_has_the_bits_of_train_leaves() -> None:
-    (whole,) = pool(1).run(_train, "odd", 1)
-    for ranks, tp in ((1, 1), (3, 1), (4, 2)):
-        _assert_bits(pool(ranks).run(_so, "own loop", "odd", tp), whole)
+@pytest.mark.parametrize("kind", ["odd", "mixtral"])
+def test_a_loop_of_ones_own_has_the_bits_of_train_leaves(kind: str) -> None:
+    (whole,) = pool(1).run(_train, kind, 1)
+    for ranks, sides in ((1, 1), (3, 1), (4, 2), (4, (1, 2))):
+        _assert_bits(pool(ranks).run(_so, "own loop", kind, sides), whole)
 
 
 @pytest.mark.parametrize("kind", ["odd", "mixtral"])
 def test_a_run_resumes_on_other_layouts_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     ((log, digest, held),) = pool(1).run(_train, kind, 1)
-    for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((2, 1), (3, 3))):
+    ways = [((4, 2), (3, 1)), ((2, 1), (3, 3))]
+    if kind == "mixtral":
+        ways = [((4, (2, 4)), (3, (1, 3))), ((2, (1, 2)), (4, (2, 1))), ((2, 1), (3, 3))]
+    for (saving, tp), (loading, other) in ways:
         root = tmp_path / f"{saving} to {loading}"
         pool(saving).run(_train, kind, tp, (0, 1), root)
         resumed = pool(loading).run(_train, kind, other, (2,), root)
@@ -217,6 +266,28 @@ def test_the_tests_above_notice_choices_summed_by_rank() -> None:
         _assert_bits(pool(2).run(_joined, "mixtral", 2), whole)
 
 
+def _one_product(
+    self: BlockExperts, rows: torch.Tensor, attribute: str, plan: Any, adapters: Any
+) -> torch.Tensor:
+    """An expert's rows of all leaves at once, the gradient halved between the two."""
+    copies = self.weights.get(attribute, [getattr(self, attribute)])
+    weights = (sum(copies) / len(copies)).unbind()
+    of_experts = rows.split(plan.rows_per_expert(self.group.rank))
+    return torch.cat([*map(replicated_linear, of_experts, weights)])
+
+
+def _leaves_at_once(*args: Any) -> BITS:
+    with mock.patch.object(BlockExperts, "_linear", _one_product):
+        return _train(*args)
+
+
+def test_the_tests_above_notice_a_product_of_several_leaves() -> None:
+    (whole,) = pool(1).run(_leaves_at_once, "mixtral", 1)
+    _assert_bits(pool(2).run(_leaves_at_once, "mixtral", (1, 1)), whole)
+    with pytest.raises(AssertionError):
+        _assert_bits(pool(2).run(_leaves_at_once, "mixtral", (1, 2)), whole)
+
+
 def _recursive(values: Sequence[str]) -> str:
     if len(values) == 1:
         return values[0]
@@ -244,6 +315,9 @@ def test_nodes_of_any_ranks_make_the_tree(count: int, ranks: int) -> None:
     assert value == _recursive([f"{number}," for number in range(count)])
 
 
+MIXTURE = TinyMixtral(num_experts=5, top_k=3)
+
+
 def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dict[str, float]]:
     reference = tiny.model()
     model = parallel(reference, mesh_of(tp=tp, ep=ep), invariant=px.Invariant(4, leaves=4))
@@ -251,17 +325,24 @@ def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dic
     loss = px.train_leaves(model, of_batch)
     expected = reference(**of_batch).loss
     expected.backward()
-    return (loss / expected - 1).abs().item(), shard_differences(
-        model, gradients_of(reference), True
-    )
+    differences = shard_differences(model, gradients_of(reference), True)
+    ids = of_batch["input_ids"]
+    with torch.no_grad():
+        logits, of_reference = (each.eval()(input_ids=ids).logits for each in (model, reference))
+    differences["logits in eval mode"] = difference(logits, of_reference)
+    return (loss / expected - 1).abs().item(), differences
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (4, 2), (4, 1)])
-@pytest.mark.parametrize("tiny", [Tiny(), TinyMixtral(num_experts=5, top_k=3)])
+@pytest.mark.parametrize(
+    ("tiny", "ranks", "tp", "ep"),
+    [
+        *((Tiny(), 1, 1, 1), (Tiny(), 4, 2, 1), (Tiny(), 4, 1, 1)),
+        *((MIXTURE, 1, 1, 1), (MIXTURE, 4, 2, 2), (MIXTURE, 4, 1, 2), (MIXTURE, 4, 2, 1)),
+    ],
+)
 def test_gradients_are_those_of_the_plain_model(
-    tiny: Tiny | TinyMixtral, ranks: int, tp: int
+    tiny: Tiny | TinyMixtral, ranks: int, tp: int, ep: int
 ) -> None:
-    ep = tp if isinstance(tiny, TinyMixtral) else 1
     for loss, gradients in pool(ranks).run(_differences, tiny, tp, ep):
         assert loss < FLOOR[torch.float64]
         assert worst(gradients) < (FLOOR[torch.float64], "")
@@ -371,11 +452,17 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
             assert word in text, text
 
 
+def test_experts_on_parts_of_tp_groups_are_refused() -> None:
+    model, mesh = TinyMixtral().model(), SimpleNamespace(dp_size=3, tp_size=2, ep_size=3)
+    with pytest.raises(ValueError, match="divides the other, but the mesh has ep=3 and tp=2"):
+        check_invariant(model, SPECS["mixtral"], mesh, leaves=3)
+
+
 def _refusals_of_mixtures() -> list[str]:
-    def refused(tiny: TinyMixtral, tp: int = 2, ep: int = 2) -> str:
+    def refused(tiny: TinyMixtral) -> str:
         try:
             model = px.parallelize(
-                tiny.model(), mesh_of(tp=tp, ep=ep), invariant=px.Invariant(8, leaves=2)
+                tiny.model(), mesh_of(tp=2, ep=2), invariant=px.Invariant(8, leaves=2)
             )
             px.train_leaves(model, _batch(tiny.vocab_size, 0))
         except ValueError as error:
@@ -384,8 +471,7 @@ def _refusals_of_mixtures() -> list[str]:
 
     single = torch.float32
     return [
-        refused(TinyMixtral(dtype=single), ep=1),
-        refused(TinyMixtral(dtype=single), tp=1, ep=2),
+        refused(TinyMixtral(num_experts=1, top_k=1, dtype=single)),
         refused(TinyMixtral(dtype=single, options=(("router_jitter_noise", 0.1),))),
         refused(TinyMixtral(dtype=single, options=(("hidden_act", "gelu"),))),
         refused(TinyMixtral(dtype=single, balance=True)),
@@ -394,8 +480,7 @@ def _refusals_of_mixtures() -> list[str]:
 
 def test_mixtures_that_are_not_served_are_refused_by_name() -> None:
     words = [
-        "at ep = tp, each tp rank with its share of the experts, but the mesh has ep=1 and tp=2",
-        "but the mesh has ep=2 and tp=1",
+        "ep=2 is more than the 1 experts",
         "router_jitter_noise",
         "the activation SiLU",
         "load balancing loss",
