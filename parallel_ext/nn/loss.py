@@ -154,6 +154,70 @@ def balance_loss(
     return mesh.dp_size * num_experts * (chosen @ probability) / tokens
 
 
+class BalanceOfLeaves:
+    """The load balancing loss of a batch whose leaves run one by one, a sum of shares of leaves.
+
+    A share needs how often the whole batch chose each expert. So all leaves are counted first, in
+    forwards of their own, and then each is given its share: with equal bits on any layout, and to
+    rounding that of :func:`balance_loss` on the batch.
+
+    Args:
+        num_experts: E.
+        top_k: experts that a token chooses.
+        mesh: the ranks; the leaves of all dp ranks are one batch.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, mesh: Mesh) -> None:
+        self.num_experts, self.top_k, self.mesh = num_experts, top_k, mesh
+        # Choices of each expert, and tokens, in all layers: integers, which fp64 adds exactly.
+        self._own = torch.zeros(num_experts + 1, dtype=torch.float64, device=mesh.device)
+        self._of_all: torch.Tensor | None = None
+
+    def count(self, router_logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
+        """Count what a leaf of this rank has chosen; arguments as of :func:`balance_loss`."""
+        for logits in router_logits:
+            valid = _valid(logits, mask, torch.float64)
+            choices = logits.softmax(-1).topk(self.top_k, -1).indices.flatten()
+            self._own.scatter_add_(0, choices, valid.repeat_interleave(self.top_k))
+            self._own[-1] += valid.sum()
+
+    def sum_over_dp(self) -> None:
+        """Add the counts of all dp ranks."""
+        sizes = [len(self._own)] * self.mesh.dp_size
+        everyone = ops.gather_from_region(self._own, sizes, self.mesh.dp)
+        self._of_all = everyone.view(self.mesh.dp_size, -1).sum(0)
+
+    def share(
+        self, router_logits: Sequence[torch.Tensor], mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the share of a leaf, a scalar; 0 as long as leaves are counted."""
+        first = router_logits[0]
+        wide = torch.promote_types(first.dtype, torch.float32)
+        if self._of_all is None:
+            return first.new_zeros((), dtype=wide)
+        chosen, tokens = self._of_all[:-1], self._of_all[-1]
+        factors = (self.num_experts * chosen / tokens.square()).to(wide)
+        shares = [
+            (logits.softmax(-1).to(wide) * factors).sum(-1) * _valid(logits, mask, wide)
+            for logits in router_logits
+        ]
+        return _sum_in_halves(torch.cat(shares))
+
+
+def _valid(logits: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if mask is None:
+        return logits.new_ones(len(logits), dtype=dtype)
+    return mask.reshape(-1).to(logits.device, dtype)
+
+
+def _sum_in_halves(values: torch.Tensor) -> torch.Tensor:
+    """Add the elements of a vector in an order that depends on their number alone."""
+    while (size := len(values)) > 1:
+        half = size // 2
+        values = torch.cat([values[:half] + values[half : 2 * half], values[2 * half :]])
+    return values[0]
+
+
 def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: Piece | None) -> torch.Tensor:
     """Return the number of valid tokens of all dp ranks, which must all make the same call."""
     if mesh.dp_size == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -146,16 +146,18 @@ def _with_loss(
     )
     if compared is not None:
         state.turn_over_dp.done()
-    if _wants_balance(model, state, arguments):
+    if wants_balance(model, state, arguments):
+        mask = arguments.get("attention_mask")
         if state.in_leaf:
-            raise ValueError(
-                "px.train_leaves and px.leaves do not serve the load balancing loss, which is not "
-                "a sum over leaves; set output_router_logits=False"
-            )
-        if state.mesh.dp_size > 1:  # HuggingFace knows only this rank's tokens
+            if state.balance is None:
+                raise ValueError(
+                    "px.leaves does not serve the load balancing loss, which needs the choices of "
+                    "the whole batch; px.train_leaves does, or set output_router_logits=False"
+                )
+            fields["aux_loss"] = state.balance.share(output.router_logits, mask)
+        elif state.mesh.dp_size > 1:  # HuggingFace knows only this rank's tokens
             fields["aux_loss"] = balance_loss(
-                *(output.router_logits, model.num_experts_per_tok),
-                *(arguments.get("attention_mask"), state.mesh),
+                output.router_logits, model.num_experts_per_tok, mask, state.mesh
             )
         loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
     if state.caller_scales_loss and options.get("num_items_in_batch") is not None:
@@ -367,7 +369,7 @@ def _random_state(mesh: Mesh) -> torch.Tensor:
     return torch.cuda.get_rng_state() if mesh.device.type == "cuda" else torch.get_rng_state()
 
 
-def _wants_balance(model: nn.Module, state: ParallelState, arguments: dict[str, Any]) -> bool:
+def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str, Any]) -> bool:
     """Return whether the class's forward adds a load balancing loss."""
     if not state.routings:
         return False

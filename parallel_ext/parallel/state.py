@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.loss import BalanceOfLeaves
 from parallel_ext.nn.moe import Routing
 from parallel_ext.nn.replicas import Turn
 from parallel_ext.nn.routing_counter import RoutingCounter
@@ -51,6 +52,7 @@ class ParallelState(nn.Module):
         zero: the stage that ``data_parallel`` was given; None before.
         reduced_by_caller: whether ``no_data_parallel`` was called.
         in_leaf: whether a leaf of ``train_leaves`` runs, which sums losses and gradients over dp.
+        balance: the load balancing loss of the batch whose leaves run in ``train_leaves``.
         fsdp_sharded: names of the parameters that it has sharded over dp ranks.
         held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
@@ -88,6 +90,7 @@ class ParallelState(nn.Module):
         self.zero: int | None = None
         self.reduced_by_caller = False
         self.in_leaf = False
+        self.balance: BalanceOfLeaves | None = None
         self.fsdp_sharded: frozenset[str] = frozenset()
         self.held: HeldGradients | None = None
         self.generates = False

@@ -15,7 +15,9 @@ from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.nn.blocks import BlockExperts
 from parallel_ext.nn.forward_counter import ForwardCounter
+from parallel_ext.nn.loss import BalanceOfLeaves
 from parallel_ext.ops import Group
+from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.blocks import split_in_blocks
 from parallel_ext.sharding.layout import split
@@ -32,7 +34,9 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     Every rank calls it with the same batch, whose rows ``px.Invariant(leaves=)`` divides in order.
     Each dp rank runs its leaves one by one. Their gradients are added over a tree that depends on
     the number of leaves alone, and left in ``.grad`` on every dp rank; those of calls before are
-    added to. :func:`leaves` does the same for a loop of your own.
+    added to. :func:`leaves` does the same for a loop of your own. For the load balancing loss of a
+    mixture (``output_router_logits``) all leaves first run forward once more, since it depends on
+    how often the whole batch chose each expert.
 
     Args:
         model: parallel, with ``px.Invariant``, in training mode.
@@ -61,12 +65,40 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
         advice="every rank passes the whole batch",
     )
     items = {"num_items_in_batch": _count_of_labels(batch), **batch}
-    with leaves(model, rows) as own:
+
+    def run(leaf: slice) -> Any:
+        return model(**{n: v[leaf] if _has_rows(v) else v for n, v in items.items()})
+
+    with leaves(model, rows) as own, _balanced(model, own, batch, run):
         for leaf in own:
-            own.backward(
-                model(**{n: v[leaf] if _has_rows(v) else v for n, v in items.items()}).loss
-            )
+            own.backward(run(leaf).loss)
     return own.loss
+
+
+@contextmanager
+def _balanced(
+    model: nn.Module, own: Leaves, batch: Mapping[str, Any], run: Callable[[slice], Any]
+) -> Iterator[None]:
+    """Give the leaves inside the context their shares of the load balancing loss, if it is asked.
+
+    Before, all leaves run forward once, to count the choices of the whole batch.
+    """
+    module, state = model_of(model), state_of(model)
+    if not wants_balance(module, state, batch):
+        yield
+        return
+    state.balance = BalanceOfLeaves(module.num_experts, module.num_experts_per_tok, state.mesh)
+    try:
+        with torch.no_grad():
+            for leaf, is_own in own.rounds():
+                logits = run(leaf).router_logits
+                mask = batch.get("attention_mask")
+                if is_own:
+                    state.balance.count(logits, None if mask is None else mask[leaf])
+        state.balance.sum_over_dp()
+        yield
+    finally:
+        state.balance = None
 
 
 @contextmanager
@@ -161,25 +193,35 @@ class Leaves:
     def __iter__(self) -> Iterator[slice]:
         if self._left is not None:
             raise RuntimeError("leaves: they can be run once")
+        self._left = self._count_of_rounds()
+        first, _ = self._runs[self._state.mesh.dp_rank]
+        for number, (leaf, is_own) in enumerate(self.rounds()):
+            yield leaf
+            taken = self._taken()
+            if is_own:
+                _push(self._nodes, (first + number, 1, taken), len(self._ranges), _add)
+            self._take_experts(number)
+            self._left -= 1
+
+    def rounds(self) -> Iterator[tuple[slice, bool]]:
+        """Yield the rows of each leaf that this rank runs, and whether it counts."""
         own = range(*self._runs[self._state.mesh.dp_rank])
-        lengths = [stop - start for start, stop in self._runs]
-        self._left = max(lengths) if self._experts else len(own)
-        for number in range(self._left):
-            self._is_own = number < len(own)
-            leaf = own[number] if self._is_own else 0
+        for number in range(self._count_of_rounds()):
+            is_own = number < len(own)
+            leaf = own[number] if is_own else 0
             start, stop = self._ranges[leaf]
             for counter in self._counters:
                 counter.first_row = start
             for module in self._experts:
-                module.has_leaf = self._is_own
+                module.has_leaf = is_own
             for routing in self._state.routings:
                 routing.leaf = leaf
-            yield slice(start, stop)
-            taken = self._taken()
-            if self._is_own:
-                _push(self._nodes, (leaf, 1, taken), len(self._ranges), _add)
-            self._take_experts(number)
-            self._left -= 1
+            yield slice(start, stop), is_own
+
+    def _count_of_rounds(self) -> int:
+        first, stop = self._runs[self._state.mesh.dp_rank]
+        lengths = [stop - start for start, stop in self._runs]
+        return max(lengths) if self._experts else stop - first
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of a loss of the leaf that is running, and add it to :attr:`loss`.

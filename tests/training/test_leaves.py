@@ -47,6 +47,10 @@ KINDS = {
     "bf16 mixtral": TinyMixtral(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
     "mixtral, an idle rank": TinyMixtral(dtype=torch.float32, skew="an idle rank"),
     "mixtral, one expert": TinyMixtral(dtype=torch.float32, skew="one expert takes all"),
+    "balanced mixtral": TinyMixtral(num_experts=5, top_k=1, dtype=torch.float32, balance=True),
+    "balanced qwen3_moe": TinyQwen3Moe(
+        dtype=torch.bfloat16, balance=True, options=(("head_dim", 8),)
+    ),
     "qwen3_moe": TinyQwen3Moe(dtype=torch.float32, tied=True, options=(("head_dim", 8),)),
 }
 ROWS, STEPS = 7, 3
@@ -175,6 +179,13 @@ def test_ways_to_train_have_the_bits_of_one_process(kind: str, how: str) -> None
     for ranks, sides in ((3, 1), (4, 2), (4, (1, 2)), (3, (1, 3)), (4, (2, 4)), (2, (2, 1))):
         if kind == "mixtral" or not isinstance(sides, tuple):
             _assert_bits(pool(ranks).run(_so, how, kind, sides), whole)
+
+
+@pytest.mark.parametrize("how", ["reentrant checkpointing", "ranks without rows", "autocast"])
+def test_a_balance_loss_has_the_bits_of_one_process_so(how: str) -> None:
+    (whole,) = pool(1).run(_so, how, "balanced mixtral", 1)
+    for ranks, sides in ((3, 1), (4, (2, 4))):
+        _assert_bits(pool(ranks).run(_so, how, "balanced mixtral", sides), whole)
 
 
 @pytest.mark.parametrize("rule", ["balanced", "skewed"])
@@ -316,6 +327,7 @@ def test_nodes_of_any_ranks_make_the_tree(count: int, ranks: int) -> None:
 
 
 MIXTURE = TinyMixtral(num_experts=5, top_k=3)
+BALANCED = TinyMixtral(num_experts=5, top_k=3, balance=True)
 
 
 def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dict[str, float]]:
@@ -338,6 +350,7 @@ def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dic
     [
         *((Tiny(), 1, 1, 1), (Tiny(), 4, 2, 1), (Tiny(), 4, 1, 1)),
         *((MIXTURE, 1, 1, 1), (MIXTURE, 4, 2, 2), (MIXTURE, 4, 1, 2), (MIXTURE, 4, 2, 1)),
+        *((BALANCED, 1, 1, 1), (BALANCED, 3, 1, 1), (BALANCED, 4, 1, 4)),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(
@@ -460,11 +473,15 @@ def test_experts_on_parts_of_tp_groups_are_refused() -> None:
 
 def _refusals_of_mixtures() -> list[str]:
     def refused(tiny: TinyMixtral) -> str:
+        whole = _batch(tiny.vocab_size, 0)
         try:
             model = px.parallelize(
                 tiny.model(), mesh_of(tp=2, ep=2), invariant=px.Invariant(8, leaves=2)
             )
-            px.train_leaves(model, _batch(tiny.vocab_size, 0))
+            with px.leaves(model, ROWS) as own:
+                for leaf in own:
+                    part = {name: value[leaf] for name, value in whole.items()}
+                    own.backward(model(**part, num_items_in_batch=20).loss)
         except ValueError as error:
             return str(error)
         return "nothing was raised"
@@ -483,7 +500,7 @@ def test_mixtures_that_are_not_served_are_refused_by_name() -> None:
         "ep=2 is more than the 1 experts",
         "router_jitter_noise",
         "the activation SiLU",
-        "load balancing loss",
+        "px.leaves does not serve the load balancing loss",
     ]
     for texts in pool(2).run(_refusals_of_mixtures):
         for text, word in zip(texts, words, strict=True):
