@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
-from parallel_ext.parallel.extending import extend
+from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart

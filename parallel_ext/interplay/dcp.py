@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from parallel_ext.interplay.refusals import Refusal, refuse
 from parallel_ext.io.state_dict import gather_state_dict
-from parallel_ext.parallel.extending import extend
+from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 
 _MODULE = "torch.distributed.checkpoint.state_dict"

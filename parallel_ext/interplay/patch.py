@@ -23,9 +23,10 @@ from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import joining
 from parallel_ext.parallel.configuration import served
-from parallel_ext.parallel.extending import extend, restore, run_extensions
+from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from parallel_ext.parallel.extending import extend, is_called_by_this_package
+from parallel_ext.nn.extended import extend
+from parallel_ext.parallel.extending import is_called_by_this_package
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.shards import LocalShard

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
-from parallel_ext.parallel.extending import extend
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 
 _MODULE = "trl.trainer.utils"

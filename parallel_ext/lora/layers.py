@@ -117,7 +117,7 @@ class Adapted(Mergeable):
     def restore_dropout_masks(self, adapter: str, key: int, forwards: int) -> None:
         """Let the next forward draw the dropout masks that ``key`` and ``forwards`` stand for."""
         self._mask_keys[adapter] = key
-        self._forwards.restart(forwards)
+        self._forwards.count = forwards
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Apply the base and its active adapters."""

@@ -13,7 +13,7 @@ from parallel_ext.interplay.refusals import Refusal, Where, register
 from parallel_ext.lora import files, inject, merge
 from parallel_ext.lora.checkpoint_source import adapter_contents
 from parallel_ext.lora.config import LoraConfig
-from parallel_ext.parallel.extending import extend
+from parallel_ext.nn.extended import extend
 
 _SHARDS = "it needs full tensors; use peft on a model in one process"
 _LORA = "only LoRA is supported: peft.get_peft_model(model, px.LoraConfig(...))"

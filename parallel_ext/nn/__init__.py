@@ -7,12 +7,14 @@ of a process group, in a model of your own; ``from_sizes`` builds shards without
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.lora import LoraLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.recomputation import Recomputable
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 
 __all__ = [
     "ColumnParallelLinear",
     "ExpertParallelExperts",
     "LoraLinear",
+    "Recomputable",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 
-_REMEMBERED = 128  # forwards of a layer that a backward may still recompute
+from parallel_ext.nn.recomputation import once, watch_checkpoints
 
 
 class ForwardCounter:
     """A counter of the forwards of one layer, from 1 on, that knows one that is recomputed.
-
-    Each forward takes a random number out of torch's generator. Checkpointing puts the generator
-    back before it recomputes, so that the same number comes up again and finds its forward; no
-    other random number depends on it, and ranks need not have equal seeds.
 
     Attributes:
         count: of the forwards so far; those of all leaves of a batch are one.
@@ -22,15 +16,11 @@ class ForwardCounter:
     """
 
     def __init__(self) -> None:
+        watch_checkpoints()
         self.count = 0
         self.first_row: int | None = None
-        self._number_of: OrderedDict[int, int] = OrderedDict()
 
-    def restart(self, count: int) -> None:
-        """Number the next forward ``count + 1``, and forget the forwards that ran before."""
-        self.count = count
-        self._number_of.clear()
-
+    @torch._disable_dynamo
     def number(self, what: str) -> int:
         """Return the number of the forward that is running.
 
@@ -38,20 +28,19 @@ class ForwardCounter:
             what: what must be the same when it is recomputed, for the error.
 
         Raises:
-            RuntimeError: a backward recomputes a forward whose random state was not kept.
+            RuntimeError: it runs in a backward that recomputes no known forward.
         """
         if self.first_row is not None:
             return self.count
-        drawn = int(torch.randint(2**63 - 1, ()))
-        if drawn not in self._number_of:
+
+        def next_number() -> int:
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    f"{what}: a layer is recomputed in backward with another random state than in "
-                    "its forward, so it could differ; checkpoint with preserve_rng_state=True, "
-                    "which is the default"
+                    f"{what}: a layer runs in backward, but nothing says which forward it "
+                    "recomputes, so it could differ; checkpoint with torch.utils.checkpoint, or "
+                    "wrap the function that is recomputed in parallel_ext.nn.Recomputable"
                 )
             self.count += 1
-            self._number_of[drawn] = self.count
-            if len(self._number_of) > _REMEMBERED:
-                self._number_of.popitem(last=False)
-        return self._number_of[drawn]
+            return self.count
+
+        return once(self, next_number)

@@ -271,7 +271,7 @@ class LoraLinear(nn.Module):
     def restore_dropout_masks(self, key: int, forwards: int) -> None:
         """Let the next forward draw the masks that follow a saved :meth:`dropout_masks`."""
         self._mask_key = key
-        self._forwards.restart(forwards)
+        self._forwards.count = forwards
 
     def merge(self) -> None:
         """Add the adapter to this rank's part of the base, of which a copy is kept.

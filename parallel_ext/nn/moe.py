@@ -14,6 +14,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn
+from parallel_ext.nn.recomputation import once, watch_checkpoints
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, shard_of
 from parallel_ext.ops import ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
@@ -57,9 +58,7 @@ class Routing:
         product: of the router's weight.
 
     Attributes:
-        kept: the choices of all layers in the forward that is running, or whose backward is, which
-            recomputes the layers; None where they are not kept.
-        choice: that of the forward that is running, if it is kept.
+        choice: that of the forward that is running, until its rows have a plan.
         select: chooses by the scores; ``force_routing`` puts another rule here.
         leaf: number of the leaf that is running, in its batch; None outside of leaves.
         observer: gets the choices for each expert and the rows of this rank's own experts.
@@ -67,7 +66,7 @@ class Routing:
 
     def __init__(self, route: Route, product: Product = nn.functional.linear) -> None:
         self.route, self.product = route, product
-        self.kept: Kept | None = None
+        watch_checkpoints()
         self.choice: _Choice | None = None
         self.select: Choose = top_k_lowest
         self.leaf: int | None = None
@@ -90,13 +89,7 @@ class Routing:
         return self.route(router, hidden_states, self._choose, self.product)
 
     def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
-        self.choice = None
-        if self.kept is None:
-            return self._selected(scores, top_k)
-        # A backward recomputes the layer, but a forward may also begin inside of one.
-        if torch._C._current_graph_task_id() == -1 or self not in self.kept:
-            self.kept[self] = _Choice(self._selected(scores, top_k))
-        self.choice = self.kept[self]
+        self.choice = once(self, lambda: _Choice(self._selected(scores, top_k)))
         return self.choice.expert_ids
 
     def _selected(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -104,16 +97,19 @@ class Routing:
             return self.select(scores, top_k)
         return self.select(scores, top_k, part=self.leaf)  # whichever dp rank runs it
 
+    def known_plan(self) -> ExchangePlan | None:
+        """Return the exchange plan of the forward that is recomputed; None in a first one."""
+        if self.choice is None or self.choice.plan is None:
+            return None
+        plan, self.choice = self.choice.plan, None
+        return plan
+
     def planned(self, plan: ExchangePlan, rank: int) -> None:
         """Record the exchange plan of the forward that is running, as ep rank ``rank`` sees it."""
         if self.choice is not None:
-            self.choice.plan = plan
+            self.choice.plan, self.choice = plan, None
         if self.observer is not None:
             self.observer(plan.choices_per_expert(), sum(plan.rows_per_expert(rank)))
-
-
-Kept = dict[Routing, _Choice]
-"""The choices of one forward; its graph keeps them for its backward, the layers until the next."""
 
 
 def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -350,9 +346,9 @@ class ExpertParallelExperts(ShardedModule):
             route = ops.moe_route_plan(choices, self.experts_per_rank, row_bytes, self.group.rank)
         except Exception as error:  # the others must hear of it before they wait for rows
             failure = error
-        choice = self.routing.choice if self.routing is not None else None
-        if choice is not None and choice.plan is not None and route is not None:
-            return route, choice.plan
+        plan = self.routing.known_plan() if self.routing is not None else None
+        if plan is not None and route is not None:
+            return route, plan
         counts = choices.new_zeros(self.num_experts + self.group.size)
         if route is not None:
             counts = torch.cat([route.counts, route.rows_per_rank])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -17,7 +17,6 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
-from parallel_ext.nn.moe import Kept
 from parallel_ext.nn.replicas import Piece
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.joining import arrive
@@ -81,14 +80,14 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _refuse_what_fails(model, state, arguments, call)
     if trains_apart and model.training:
         _refuse_training_apart(state)
-    kept = _choices_to_keep(model, state)
-    with running(call), _counted_if_trained(model, state), _kept_by_layers(state, kept):
+    with running(call), _counted_if_trained(model, state):
         output = type(model).forward(model, **inputs, return_dict=True)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
     elif classifies and state.mesh.dp_size > 1 and inputs.get("labels") is not None:
         output.loss = share_of_loss(output.loss, inputs["labels"], state.mesh)
-    _watch_backward(state, output, kept, trains_apart)
+    if trains_apart:  # an evaluation, unless somebody goes backward from it
+        _refuse_backward_apart(state, output)
     return output if want_dict else output.to_tuple()
 
 
@@ -296,53 +295,11 @@ def _bypass(model: nn.Module) -> RuntimeError:
     )
 
 
-def _choices_to_keep(model: nn.Module, state: ParallelState) -> Kept | None:
-    """Return where this forward keeps its choices of experts, if a backward recomputes them."""
-    if state.routings and model.training:
-        layers = model.get_submodule(state.spec.layers)
-        if any(layer.gradient_checkpointing for layer in layers):
-            return {}
-    return None
-
-
-@contextmanager
-def _kept_by_layers(state: ParallelState, kept: Kept | None) -> Iterator[None]:
-    """Let layers keep their choices of experts in ``kept``, for the forward inside the context.
-
-    Afterwards a backward that does not come from the model's output chooses again, instead of
-    finding what another forward chose. A forward inside a backward leaves that one its choices.
-    """
-    before = [routing.kept for routing in state.routings]
-    for routing in state.routings:
-        routing.kept = kept
-    try:
-        yield
-    finally:
-        for routing, former in zip(state.routings, before, strict=True):
-            routing.kept = former
-
-
-def _watch_backward(
-    state: ParallelState, output: Any, kept: Kept | None, trains_apart: bool
-) -> None:
-    """Let a backward from what a forward returns find its choices, or be refused."""
-    if kept is None and not trains_apart:
-        return
-
-    def let_layers_find(choices: Kept | None) -> None:
-        for routing in state.routings:
-            routing.kept = choices
-
-    def before_backward(grad: torch.Tensor) -> None:
-        if trains_apart:  # an evaluation, unless somebody goes backward from it
-            _refuse_training_apart(state)
-        let_layers_find(kept)
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: let_layers_find(None))
-
+def _refuse_backward_apart(state: ParallelState, output: Any) -> None:
+    """Let a backward from what a forward returns be refused."""
     for tensor in tree_leaves(dict(output.items())):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(before_backward)
+            tensor.register_hook(lambda grad: _refuse_training_apart(state))
 
 
 def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractContextManager[None]:

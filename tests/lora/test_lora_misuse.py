@@ -66,7 +66,21 @@ def _inner_model(model: Any, reentrant: bool) -> None:
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten()).backward()
 
 
+def _nested(model: Any, reentrant: bool) -> None:
+    """Checkpoints of MLPs inside of those of their layers."""
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    _mlps(model, not reentrant)
+
+
+def _any_random_state(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant, "preserve_rng_state": False})
+    loss = model(**ONE).loss
+    torch.rand(3)
+    loss.backward()
+
+
 WAYS = {"whole model": _whole_model, "MLPs": _mlps, "inner model": _inner_model}
+WAYS |= {"nested": _nested, "any random state": _any_random_state}
 
 
 def _recomputed(directory: Path, way: str, reentrant: bool) -> dict[str, float]:
@@ -84,7 +98,11 @@ def _recomputed(directory: Path, way: str, reentrant: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("way", "reentrant"),
-    [("whole model", False), ("MLPs", False), ("MLPs", True), ("inner model", False)],
+    [
+        *[("whole model", False), ("MLPs", False), ("MLPs", True), ("inner model", False)],
+        *[("nested", False), ("nested", True)],
+        *[("any random state", False), ("any random state", True)],
+    ],
 )
 def test_masks_are_those_of_the_forward(tmp_path: Path, way: str, reentrant: bool) -> None:
     for errors in pool(2).run(_recomputed, tmp_path, way, reentrant):
@@ -102,15 +120,20 @@ def test_every_call_of_the_inner_model_has_its_own_masks() -> None:
         assert len(set(sums)) == 3
 
 
-def _without_random_state() -> None:
+def _random_numbers_of_a_step(how: str) -> bool:
+    """Return whether a step with dropout leaves torch's generator as it found it."""
     model = adapted(lora_dropout=0.4).train()
     model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if how:
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    before = torch.get_rng_state()
     model(**ONE).loss.backward()
+    return torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_recomputation_without_its_random_state_is_refused() -> None:
-    _all_raise(_without_random_state, error="RuntimeError", text="preserve_rng_state=True")
+@pytest.mark.parametrize("how", ["", "not reentrant", "reentrant"])
+def test_a_step_with_dropout_draws_nothing_from_the_users_generator(how: str) -> None:
+    assert pool(2).run(_random_numbers_of_a_step, how) == [True, True]
 
 
 # Ranks that differ.

@@ -16,10 +16,16 @@ from ranks import pool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from parallel_ext import _C, ops
-from parallel_ext.nn import ColumnParallelLinear, LoraLinear, RowParallelLinear, lora
+from parallel_ext.nn import (
+    ColumnParallelLinear,
+    LoraLinear,
+    Recomputable,
+    RowParallelLinear,
+    lora,
+)
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.slices import take
 
@@ -321,6 +327,110 @@ def test_evaluation_drops_nothing_and_a_new_draw_has_other_masks() -> None:
     layer.reset_parameters()
     assert layer._mask_key != key
     assert not layer.lora_B.weight.any()
+
+
+class _OwnCheckpoint(torch.autograd.Function):
+    """Activation checkpointing as somebody else writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.function, ctx.x = function, x.detach()
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        torch.autograd.backward(output, grad)
+        return None, x.grad
+
+
+def _dropping() -> tuple[LoraLinear, torch.Tensor]:
+    layer = LoraLinear(_alone(), r=2, lora_dropout=0.5)
+    nn.init.ones_(layer.lora_B.weight)
+    return layer, torch.ones(4, 3, requires_grad=True)
+
+
+def _gradient(layer: LoraLinear, function: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.lora_A.weight.grad = None
+    layer.restore_dropout_masks(key=5, forwards=0)
+    outputs = [function(x), function(x)]  # each with masks of its own
+    with torch.no_grad():
+        function(x)
+    (outputs[1] + 3 * outputs[0]).sum().backward()
+    assert layer.dropout_masks()["forwards"] == 3
+    return layer.lora_A.weight.grad
+
+
+@pytest.mark.parametrize("inner", [None, False, True], ids=["once", "not reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "own"])
+def test_a_layer_that_is_recomputed_has_the_masks_of_its_forward(
+    kind: str, inner: bool | None
+) -> None:
+    layer, x = _dropping()
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        if inner is None:
+            return layer(x)
+        return checkpoint(layer, x, use_reentrant=inner)
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        if kind == "own":
+            return _OwnCheckpoint.apply(Recomputable(twice), x)
+        return checkpoint(twice, x, use_reentrant=kind == "reentrant")
+
+    assert torch.equal(_gradient(layer, checkpointed, x), _gradient(layer, layer, x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_in_one_function_find_their_forwards_again(reentrant: bool) -> None:
+    """Of two layers one runs twice; a copy, and a forward that fails, do not disturb them."""
+    (layer, x), (other, _) = _dropping(), _dropping()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) + 5 * layer(2 * x) * other(x).sum() + other(x).mean()
+
+    gradients = []
+    for checkpointed in (False, True):
+        for each in (layer, other):
+            each.restore_dropout_masks(key=7, forwards=3)
+            each.zero_grad()
+        with pytest.raises(ValueError, match="the last dimension must be 3"):
+            checkpoint(layer, torch.ones(2, 2), use_reentrant=reentrant)
+        output = checkpoint(function, x, use_reentrant=reentrant) if checkpointed else function(x)
+        copy.deepcopy(layer)(x)
+        layer.restore_dropout_masks(key=7, forwards=0)  # as a checkpoint that is loaded
+        layer(x)
+        output.sum().backward()
+        gradients.append([each.lora_A.weight.grad for each in (layer, other)])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_graph_that_is_kept_is_recomputed_with_the_same_masks(early: bool) -> None:
+    layer, x = _dropping()
+    with set_checkpoint_early_stop(early):
+        output = checkpoint(layer, x, use_reentrant=False).sum()
+        first = torch.autograd.grad(output, layer.lora_A.weight, retain_graph=True)
+        assert torch.equal(*first, *torch.autograd.grad(output, layer.lora_A.weight))
+
+
+def test_a_recomputation_of_no_known_forward_is_refused() -> None:
+    layer, x = _dropping()
+    output = _OwnCheckpoint.apply(layer, x)
+    with pytest.raises(RuntimeError, match="wrap the function that is recomputed in"):
+        output.sum().backward()
+
+
+def test_a_recomputation_of_more_than_the_forward_is_refused() -> None:
+    layer, x = _dropping()
+    times = iter((1, 2))
+    output = checkpoint(lambda x: sum(layer(x) for _ in range(next(times))), x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="runs 2 times .* but ran 1 times in its forward"):
+        output.sum().backward()
 
 
 def test_a_layer_that_resumes_draws_the_masks_that_would_have_followed() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -31,6 +32,7 @@ from transformers.models.mixtral import modeling_mixtral
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.models import SPECS
+from parallel_ext.nn import moe
 from parallel_ext.nn.moe import Choose, Product
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.sharding.slices import take
@@ -373,11 +375,6 @@ def assert_refused(module: str, case: str) -> None:
         assert message in raised.text
 
 
-def forget_choices(model: nn.Module, loss: torch.Tensor) -> None:
-    """Let the backward from ``loss`` choose the experts again where it recomputes a layer."""
-
-    def forget(grad: torch.Tensor) -> None:
-        for layer in model.model.layers:
-            layer.mlp.experts.routing.kept = None
-
-    loss.register_hook(forget)  # runs after the hook that finds the choices
+def choosing_again() -> Any:
+    """Let backwards inside the context choose the experts again where they recompute a layer."""
+    return mock.patch.object(moe, "once", lambda key, make: make())

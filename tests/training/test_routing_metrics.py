@@ -18,7 +18,7 @@ import pytest
 import torch
 from ranks import Raised, pool
 from reference import Tiny, mesh_of, parallel
-from reference_mixtral import Layout, TinyMixtral, batches, forget_choices
+from reference_mixtral import Layout, TinyMixtral, batches, choosing_again
 from torch import nn
 
 import parallel_ext as px
@@ -139,9 +139,8 @@ def _reported(layout: Layout, case: str, broken: bool = False) -> tuple[Any, ...
             reference(**whole)
             with px.no_sync(model) if seed != seeds[-1] else nullcontext():
                 loss = model(**own[mesh.dp_rank]).loss
-                if case.endswith("again"):
-                    forget_choices(model, loss)
-                loss.backward()
+                with choosing_again() if case.endswith("again") else nullcontext():
+                    loss.backward()
         sent = _row_bytes() - before
         if case == WITH_EVALUATION:
             _evaluate(model, own[mesh.dp_rank])
