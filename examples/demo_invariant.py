@@ -2,8 +2,9 @@
 
 SmolLM2-135M is trained with px.Invariant by 1, 2, 3 and 4 ranks in six layouts, and once more by
 jobs that are killed and go on in another layout. Each ends with the same digest of its weights and
-the same losses. So does a Mixtral that is made of its first layers, with its experts on 1, 2 and 3
-ranks. Ordinary trainings beside them agree to rounding: invariant.png shows how far they are apart.
+the same losses. So does a Mixtral that is made of its first layers, with its experts on 1 to 4
+ranks, over tp and over dp. Ordinary trainings beside them agree to rounding: invariant.png shows
+how far they are apart.
 
     python examples/demo_invariant.py [--work FOLDER]
 """
@@ -23,19 +24,21 @@ from finetune_mixtral import mixtral_from_dense
 STEPS, ROWS, TOKENS, RATE, SAVE_EVERY, LEAVES = 8, 4, 64, 1e-4, 3, 4
 LAYOUTS = {"1 rank": (1, 1), "tp=2": (2, 2), "tp=3": (3, 3), "dp=2": (2, 1), "dp=3": (3, 1)}
 WIDEST = {"tp=2, dp=2": (4, 2)}
-OF_MIXTRAL = {"1 rank": (1, 1), "tp=ep=2": (2, 2), "tp=ep=3": (3, 3), "dp=3": (3, 1)}
-WIDEST_OF_MIXTRAL = {"tp=ep=2, dp=2": (4, 2)}
+OF_MIXTRAL = {"1 rank": (1, 1, 1), "tp=ep=2": (2, 2, 2), "tp=2": (2, 2, 1), "dp=ep=3": (3, 1, 3)}
+WIDEST_OF_MIXTRAL = {"tp=dp=ep=2": (4, 2, 2), "tp=dp=2, ep=4": (4, 2, 4)}
 ORDINARY = ("1 rank", "tp=2", "tp=3", "dp=2")
 
 
-def job(title: str, layout: tuple[int, int], model: Path, root: Path, *options: Any) -> Job:
-    """Start a training of (ranks, tp)."""
-    ranks, tp = layout
+def job(title: str, layout: tuple[int, ...], model: Path, root: Path, *options: Any) -> Job:
+    """Start a training of (ranks, tp), of a mixture (ranks, tp, ep)."""
+    ranks, tp, *ep = layout
+    if ep:
+        options = (*options, "--ep", *ep)
     sizes = ["--steps", STEPS, "--rows", ROWS, "--tokens", TOKENS, "--learning-rate", RATE]
     return Job(title, ranks, model, root, *sizes, "--save-every", SAVE_EVERY, "--tp", tp, *options)
 
 
-def trained(title: str, layout: tuple[int, int], model: Path, root: Path, *options: Any) -> Any:
+def trained(title: str, layout: tuple[int, ...], model: Path, root: Path, *options: Any) -> Any:
     """The report of a job that ran to its end."""
     running = job(title, layout, model, root, *options)
     running.finish()
@@ -65,15 +68,12 @@ def apart(losses: list[float], reference: list[float]) -> list[float]:
     return [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
 
 
-def of_layouts(
-    model: Path, layouts: dict[str, tuple[int, int]], root: Path, ep: bool = False
-) -> dict[str, Any]:
-    """The reports of invariant trainings; with ``ep`` the tp ranks share the experts."""
+def of_layouts(model: Path, layouts: dict[str, tuple[int, ...]], root: Path) -> dict[str, Any]:
+    """The reports of invariant trainings."""
     leaves = ["--leaves", LEAVES]
     return {
         name: trained(
-            *(f"{name.replace(' ', '')}-{model.name} invariant", layout, model, root, *leaves),
-            *(["--ep", layout[1]] if ep else []),
+            f"{name.replace(' ', '')}-{model.name} invariant", layout, model, root, *leaves
         )
         for name, layout in layouts.items()
     }
@@ -119,7 +119,7 @@ def main() -> None:
     same["killed twice"] = interrupted(model, root)
     mixtral = options.work / "small-mixtral"
     mixtral_from_dense(str(model), mixtral, experts=4, top_k=2, layers=4)
-    of_mixtral = of_layouts(mixtral, OF_MIXTRAL | WIDEST_OF_MIXTRAL, root, ep=True)
+    of_mixtral = of_layouts(mixtral, OF_MIXTRAL | WIDEST_OF_MIXTRAL, root)
     ordinary = {
         name: trained(f"{name.replace(' ', '')} ordinary", LAYOUTS[name], model, root)["loss"]
         for name in ORDINARY

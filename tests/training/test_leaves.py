@@ -188,6 +188,23 @@ def test_a_balance_loss_has_the_bits_of_one_process_so(how: str) -> None:
         _assert_bits(pool(ranks).run(_so, how, "balanced mixtral", sides), whole)
 
 
+def _choices(sides: tuple[int, int]) -> list[list[int]]:
+    tiny = KINDS["balanced mixtral"]
+    mesh = _mesh("balanced mixtral", sides)
+    model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
+    with px.RoutingMetrics(model) as metrics:
+        px.train_leaves(model, _batch(tiny.vocab_size, 0))
+        metrics.step(0)
+    return metrics.choices
+
+
+def test_routing_metrics_count_each_leaf_once() -> None:
+    (whole,) = pool(1).run(_choices, (1, 1))
+    assert [sum(of_layer) for of_layer in whole] == [ROWS * 11] * 2
+    for choices in pool(4).run(_choices, (1, 2)):
+        assert choices == whole
+
+
 @pytest.mark.parametrize("rule", ["balanced", "skewed"])
 def test_forced_routing_has_the_bits_of_one_process(rule: str) -> None:
     (whole,) = pool(1).run(_so, f"forced {rule}", "mixtral", 1)
