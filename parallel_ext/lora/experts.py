@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -44,9 +45,11 @@ def factor_layouts(
         [(index * num_experts + start, index * num_experts + stop) for index in range(r)]
         for start, stop in own
     )
+    lora_a = shard_ranges(name_a, (r * num_experts, in_features), 0, rows)
+    lora_b = shard_ranges(name_b, (out_features, r * num_experts), 1, columns)
     return (
-        shard_ranges(name_a, (r * num_experts, in_features), 0, rows),
-        shard_ranges(name_b, (out_features, r * num_experts), 1, columns),
+        replace(lora_a, blocks=tuple((r * start, r * stop) for start, stop in tensor.blocks)),
+        replace(lora_b, blocks=tensor.blocks, parts=r),
     )
 
 

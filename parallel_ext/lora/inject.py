@@ -26,7 +26,7 @@ from parallel_ext.lora.layers import (
     LoraVocabHead,
 )
 from parallel_ext.lora.merge import Mergeable
-from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
+from parallel_ext.nn.blocks import BlockColumnLinear, BlockExperts, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
@@ -109,11 +109,10 @@ def refuse_without_blocks(model: nn.Module, config: peft.LoraConfig, op_name: st
         for path, module in model.named_modules()
         if isinstance(module, VocabParallelHead) and check_target_module_exists(config, path)
     ]
+    meet = any(isinstance(each, BlockExperts) and each.dp_ranks > 1 for each in model.modules())
     missing = {
-        "target_parameters": bool(config.target_parameters),
-        "lora_bias": bool(config.lora_bias),
-        "modules_to_save": bool(config.modules_to_save),
         f"an adapter on {' and '.join(heads)}": bool(heads),
+        "adapters on experts where ep is larger than tp": meet and bool(config.target_parameters),
     }
     if found := [what for what, is_there in missing.items() if is_there]:
         raise NotImplementedError(

@@ -162,6 +162,11 @@ class AdaptedLinear(Adapted):
         masks = layer.p, self._mask_keys[adapter], self._forwards
         return input_dropout(self.get_base_layer(), x, *masks)
 
+    def _dropped(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the adapter's input after its dropout."""
+        dropout = self._dropout(adapter, x)
+        return x if dropout is None else ops.seeded_dropout(x, dropout)
+
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
         base = self.get_base_layer()
         return self._product(x, *base.for_use(), active, base.summed_over)
@@ -222,11 +227,11 @@ class AdaptedBlocks(AdaptedLinear):
         if base.layouts["weight"].dim == 0:
             first, second = second, first
         for name in active:
-            dropout = self._dropout(name, x)
-            input = x if dropout is None else ops.seeded_dropout(x, dropout)
+            scale, bias = self.scaling[name], self.lora_B[name].bias
             factor_a, factor_b = (each.to(x.dtype) for each in self._factor_pair(name))
-            low = first(input, factor_a) * self.scaling[name]
-            output = output + second(low, factor_b).to(output.dtype)
+            low = first(self._dropped(name, x), factor_a) * scale
+            added = second(low, factor_b, None if bias is None else (bias * scale).to(x.dtype))
+            output = output + added.to(output.dtype)
         return output
 
 

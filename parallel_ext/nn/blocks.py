@@ -56,23 +56,31 @@ class BlockColumnLinear(ShardedModule):
                 "under px.Invariant a layer is computed together with those that read the same "
                 "input, which must be that of the attention or MLP around it, unchanged"
             )
-        output = computed[1]
-        if self.bias is not None:
-            output = ops.block_bias(output, self.bias, self.blocks, self.copies, self.group)
-        return self._repeated(output)
+        return self._repeated(self._plus(computed[1], self.bias))
 
-    def like_weight(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Apply another weight [F, K], of which this rank holds the same rows.
+    def computed_as(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Let the next forward, of ``input``, return this product; a wrapper hands the call on."""
+        self.computed = input, output
+
+    def like_weight(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply another weight [F, K] and bias [F], of which this rank holds the same rows.
 
         Args:
             input: [..., K], replicated.
-            weight: this rank's rows.
+            weight, bias: this rank's rows.
         """
         # Only of the second weight may consecutive blocks share rows: the first one is empty.
         empty = weight[:0], Blocks(((0, 0),) * len(self.blocks.own), self.blocks.count)
         weights, blocks = zip(empty, (weight, self.blocks), strict=True)
         _, output = ops.block_linears(input, weights, blocks, self.copies, self.group)
-        return self._repeated(output)
+        return self._repeated(self._plus(output, bias))
+
+    def _plus(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is None:
+            return output
+        return ops.block_bias(output, bias, self.blocks, self.copies, self.group)
 
     def _repeated(self, heads: torch.Tensor) -> torch.Tensor:
         if self.repeats == 1:
@@ -102,7 +110,7 @@ class ComputedTogether:
             layers[0].group,
         )
         for layer, output in zip(layers, outputs, strict=True):
-            layer.computed = input, output
+            layer.computed_as(input, output)
 
 
 class BlockRowLinear(ShardedModule):
@@ -142,14 +150,17 @@ class BlockRowLinear(ShardedModule):
         return ops.block_row_linear(input, weight, self.blocks, None, self.group)
 
 
-def replicated_linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Apply a weight [F, K] that every rank holds to a replicated input [..., K].
+def replicated_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Apply a weight [F, K] and bias [F] that every rank holds to a replicated input [..., K].
 
     Its products have the same bits wherever the tensors lie in memory, which small ones of torch
     have not.
     """
-    (output,) = ops.block_linears(input, [weight], [Blocks(((0, len(weight)),), 1)])
-    return output
+    block = Blocks(((0, len(weight)),), 1)
+    (output,) = ops.block_linears(input, [weight], [block])
+    return output if bias is None else ops.block_bias(output, bias, block)
 
 
 class BlockExperts(ExpertParallelExperts):
@@ -210,7 +221,15 @@ class BlockExperts(ExpertParallelExperts):
             for of_expert in zip(*(c.unbind() for c in copies), strict=True)
             for each in of_expert
         ]
-        return torch.cat([*map(replicated_linear, rows.split(counts), weights)])
+        of_experts = rows.split(counts)
+        products = [*map(replicated_linear, of_experts, weights)]
+        if attribute in adapters:  # which are refused where several dp ranks meet
+            lora_a, lora_b, scale = adapters[attribute]
+            factors = zip(lora_a.to(rows.dtype), lora_b.to(rows.dtype), strict=True)
+            for number, (of_expert, (a, b)) in enumerate(zip(of_experts, factors, strict=True)):
+                low = replicated_linear(of_expert, a) * scale
+                products[number] = products[number] + replicated_linear(low, b)
+        return torch.cat(products)
 
 
 class BlockHeadNorm(nn.Module):

@@ -11,7 +11,7 @@ from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.blocks import own_blocks
-from parallel_ext.sharding.slices import local_part
+from parallel_ext.sharding.slices import local_part, take_block
 
 
 @torch.no_grad()
@@ -45,13 +45,12 @@ def digest(model: nn.Module, per_parameter: bool = False) -> str | dict[str, str
     control.barrier("digest")
     own: dict[tuple[str, int], str] = {}
     for name, parameter, layout in named_shards(model):
-        dim, ranges = layout.dim or 0, ((0, layout.shape[0]),)
-        first = 0
+        first, ranges = 0, ((0, layout.shape[0]),)
         if layout.blocks:
             ranges = own_blocks(layout, state.mesh.rank).own
             first = layout.ranges(state.mesh.rank)[0][0]
         for start, stop in dict.fromkeys(ranges):  # of equal ones, one
-            block = local_part(parameter).narrow(dim, start, stop - start).contiguous().cpu()
+            block = take_block(local_part(parameter), layout, (start, stop)).cpu()
             data = block.flatten().view(torch.uint8).numpy()
             own[layout.name or name, first + start] = hashlib.sha256(data).hexdigest()
     blocks: dict[tuple[str, int], tuple[int, str]] = {}

@@ -71,6 +71,8 @@ class TensorLayout:
             heads), but never overlap in part.
         blocks: ranges along ``dim`` whose borders no layout changes, where ``px.Invariant`` asks
             for them (``sharding/blocks.py``); a rank holds whole ones.
+        parts: equal parts that lie side by side along ``dim``; a block is its range of each, as the
+            columns of an expert are of each row of its adapter.
     """
 
     name: str
@@ -78,6 +80,7 @@ class TensorLayout:
     dim: int | None = None
     held: tuple[tuple[Box, ...], ...] = ()
     blocks: tuple[Range, ...] = ()
+    parts: int = 1
 
     @property
     def period(self) -> int:

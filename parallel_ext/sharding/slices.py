@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import Box, TensorLayout
 
 _ROWS, _COLUMNS = -2, -1  # dimensions of a matrix, or of the matrices of a stack
@@ -46,6 +47,19 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
     if not pieces:
         return tensor.new_empty(layout.local_shape(rank))
     return torch.cat(pieces, layout.dim).contiguous()
+
+
+def take_block(shard: torch.Tensor, layout: TensorLayout, block: Range) -> torch.Tensor:
+    """Return a block of a shard, contiguous.
+
+    Args:
+        shard: of a rank.
+        layout: of the tensor.
+        block: its range in each part of the shard, as ``own_blocks`` and ``counted_blocks`` say it.
+    """
+    dim, (start, stop) = layout.dim or 0, block
+    parts = shard.unflatten(dim, (layout.parts, shard.size(dim) // layout.parts))
+    return parts.narrow(dim + 1, start, stop - start).contiguous()
 
 
 def is_sharded_along(layout: TensorLayout, dim: int) -> bool:

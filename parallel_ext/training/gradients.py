@@ -17,7 +17,7 @@ from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
-from parallel_ext.sharding.slices import local_part
+from parallel_ext.sharding.slices import local_part, take_block
 
 LaidOut = tuple[torch.Tensor, TensorLayout]
 """What this rank holds of a parameter or its gradient, and where the full tensor lies."""
@@ -177,9 +177,9 @@ def _sum_of_squares(
         raise ValueError(f"{op_name}: under px.Invariant norm_type must be 2, got {norm_type}")
     group = mesh.tp if mesh.ep_size <= mesh.tp_size else mesh.ep  # whose ranks hold everything
     blocks = [
-        tensor.narrow(layout.dim or 0, start, stop - start).contiguous()
+        take_block(tensor, layout, block)
         for tensor, layout in held
-        for start, stop in counted_blocks(layout, group.rank)
+        for block in counted_blocks(layout, group.rank)
     ]
     counts = [
         sum(len(counted_blocks(layout, rank)) for _, layout in held) for rank in range(group.size)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import pool
 from reference import Tiny, batch, mesh_of, parallel, worst
+from reference_invariant import BITS, assert_bits, digests
 from reference_lora import FILE, config, gradient_errors, plain, share_masks
 from reference_mixtral import TinyMixtral
 from safetensors.torch import load_file
@@ -31,17 +32,46 @@ KINDS: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
         Tiny(dtype=torch.float32, tied=True),
         {"lora_dropout": 0.3, "use_rslora": True, "target_modules": LAYERS},
     ),
+    "biases": (
+        Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
+        {"lora_bias": True, "bias": "all", "target_modules": "all-linear"},
+    ),
+    "modules": (
+        Tiny(dtype=torch.float32),
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["lm_head", "embed_tokens", "norm", "input_layernorm"],
+        },
+    ),
+    "tied modules": (
+        Tiny(dtype=torch.bfloat16, tied=True),
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "mlp", "v_proj"]},
+    ),
+    "experts": (
+        TinyMixtral(dtype=torch.float32, num_experts=5),
+        {
+            "target_modules": ["o_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
+    ),
+    "bf16 experts": (
+        TinyMixtral(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
+        {"target_modules": [], "target_parameters": ["experts.down_proj"]},
+    ),
+    "an idle expert": (
+        TinyMixtral(dtype=torch.float32, skew="an idle expert"),
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]},
+    ),
     "beside experts": (
         TinyMixtral(dtype=torch.float32),
         {"lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj", "o_proj"]},
     ),
 }
-BITS = tuple[list[tuple[str, str]], str]
 
 
-def _model(kind: str, tp: int) -> Any:
+def _model(kind: str, tp: int, ep: int = 0) -> Any:
     tiny, changes = KINDS[kind]
-    mesh = mesh_of(tp=tp, ep=tp if isinstance(tiny, TinyMixtral) else 1)
+    mesh = mesh_of(tp=tp, ep=ep or (tp if isinstance(tiny, TinyMixtral) else 1))
     model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
     torch.manual_seed(11)
     return peft.get_peft_model(model, config(**changes)).train()
@@ -56,7 +86,7 @@ def _train(
 ) -> BITS:
     """Losses, norms and the digest after steps on this pool's ranks."""
     tiny, _ = KINDS[kind]
-    model = _model(kind, tp)
+    model = _model(kind, tp, ep=1 if how == "whole experts" else 0)
     if how == "checkpointing":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -78,7 +108,7 @@ def _train(
         optimizer.step()
     if root is not None and steps[-1] < STEPS - 1:
         px.save_checkpoint(root, steps[-1] + 1, model, optimizer)
-    return log, px.digest(model)
+    return log, digests(model, optimizer), px.digest(model)
 
 
 def _so(how: str, *args: Any) -> BITS:
@@ -89,29 +119,29 @@ def _so(how: str, *args: Any) -> BITS:
 def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
     (whole,) = pool(1).run(_train, kind, 1)
     for ranks, tp in [(2, 1), (3, 1), (4, 2), (3, 3)]:
-        assert pool(ranks).run(_train, kind, tp) == [whole] * ranks, (ranks, tp)
+        assert_bits(pool(ranks).run(_train, kind, tp), whole)
 
 
 @pytest.mark.parametrize("how", ["checkpointing", "ranks without rows", "autocast"])
 def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
     (whole,) = pool(1).run(_so, "" if how == "checkpointing" else how, "odd", 1)
     for ranks, tp in ((3, 1), (4, 2)):
-        assert pool(ranks).run(_so, how, "odd", tp) == [whole] * ranks
+        assert_bits(pool(ranks).run(_so, how, "odd", tp), whole)
 
 
 def test_without_leaves_any_tp_has_the_bits_of_one_process() -> None:
     (whole,) = pool(1).run(_so, "no leaves", "odd", 1)
     for tp in (2, 3):
-        assert pool(tp).run(_so, "no leaves", "odd", tp) == [whole] * tp
+        assert_bits(pool(tp).run(_so, "no leaves", "odd", tp), whole)
 
 
 def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
-    ((log, digest),) = pool(1).run(_train, "odd", 1)
+    ((log, blocks, digest),) = pool(1).run(_train, "odd", 1)
     for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((2, 1), (3, 3))):
         root = tmp_path / f"{saving} to {loading}"
         pool(saving).run(_train, "odd", tp, (0, 1), root)
         resumed = pool(loading).run(_train, "odd", other, (2,), root)
-        assert resumed == [(log[2:], digest)] * loading
+        assert_bits(resumed, (log[2:], blocks, digest))
 
 
 def _keyed_by_forward(*args: Any) -> BITS:
@@ -139,8 +169,8 @@ def _summed_over_ranks(*args: Any) -> BITS:
 @pytest.mark.parametrize(("broken", "tp"), [(_keyed_by_forward, 1), (_summed_over_ranks, 2)])
 def test_the_tests_above_notice(broken: Any, tp: int) -> None:
     (whole,) = pool(1).run(broken, "odd", 1)
-    for broken_bits in pool(2).run(broken, "odd", tp):
-        assert broken_bits != whole
+    with pytest.raises(AssertionError):
+        assert_bits(pool(2).run(broken, "odd", tp), whole)
 
 
 def _digest_of_changed(kind: str, name: str) -> tuple[str, str]:
@@ -188,16 +218,6 @@ def test_gradients_are_those_of_peft(tmp_path: Path, ranks: int, tp: int) -> Non
         assert max(errors.values()) < 1e-9, errors
 
 
-def test_adapters_on_experts_are_refused_by_name() -> None:
-    model = px.parallelize(
-        TinyMixtral(dtype=torch.float32).model(), mesh_of(tp=1), invariant=px.Invariant(4)
-    )
-    with pytest.raises(NotImplementedError, match="does not serve target_parameters yet"):
-        peft.get_peft_model(
-            model, config(target_modules=[], target_parameters=["experts.down_proj"])
-        )
-
-
 def _saved(folder: Path, tp: int) -> None:
     _model("odd", tp).save_pretrained(folder)
 
@@ -210,20 +230,30 @@ def test_files_of_an_adapter_are_the_same_on_any_layout(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], ours[name]) for name in whole)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"lora_bias": True}, "does not serve lora_bias yet"),
-        ({"modules_to_save": ["norm"]}, "does not serve modules_to_save yet"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "does not serve an adapter on lm_head yet"),
-    ],
-)
-def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_ranks_with_all_experts_have_the_bits_of_one_process() -> None:
+    (whole,) = pool(1).run(_train, "experts", 1)
+    assert_bits(pool(2).run(_so, "whole experts", "experts", 2), whole)
+
+
+def _adapter_where_dp_ranks_meet() -> str:
+    try:
+        _model("experts", 1, ep=2)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_adapters_on_experts_where_dp_ranks_meet_are_refused_by_name() -> None:
+    for text in pool(2).run(_adapter_where_dp_ranks_meet):
+        assert "does not serve adapters on experts where ep is larger than tp yet" in text
+
+
+def test_an_adapter_on_the_head_is_refused_by_name() -> None:
     model = px.parallelize(
         Tiny(dtype=torch.float32).model(), mesh_of(tp=1), invariant=px.Invariant(4)
     )
-    with pytest.raises(NotImplementedError, match=words):
-        peft.get_peft_model(model, config(**changes))
+    with pytest.raises(NotImplementedError, match="does not serve an adapter on lm_head yet"):
+        peft.get_peft_model(model, config(target_modules=["q_proj", "lm_head"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import peft
 import pytest
 import torch
 import transformers
@@ -22,13 +22,14 @@ from reference import (
     shard_differences,
     worst,
 )
+from reference_invariant import BITS, assert_bits, digests
 from test_specs import OfSpec
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards
-from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding.blocks import counted_blocks
+from parallel_ext import _C, ops
+from parallel_ext.nn import blocks
+from parallel_ext.nn.blocks import BlockRowLinear, FixedSilu
 
 KINDS = {
     "odd": Tiny(dtype=torch.float32, inner=145),
@@ -43,24 +44,6 @@ KINDS = {
     "qwen3": OfSpec("qwen3", dtype=torch.float32, heads=8, key_value_heads=2),
     "bf16 qwen3": OfSpec("qwen3", dtype=torch.bfloat16),
 }
-BITS = tuple[list[tuple[str, str]], dict[str, str], str | None]
-
-
-def _digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of every block of the weights, gradients and second moments that this rank counts."""
-    rank, found = state_of(model).mesh.rank, {}
-    for name, parameter, layout in named_shards(model):
-        first = layout.ranges(rank)[0][0] if layout.dim is not None else 0
-        for start, stop in counted_blocks(layout, rank):
-            for kind, tensor in (
-                ("weight", parameter),
-                ("gradient", parameter.grad),
-                ("moment", optimizer.state[parameter]["exp_avg_sq"]),
-            ):
-                block = tensor.detach().narrow(layout.dim or 0, start, stop - start).contiguous()
-                data = block.flatten().view(torch.uint8).numpy()
-                found[f"{kind} of {name} at {first + start}"] = hashlib.sha256(data).hexdigest()
-    return found
 
 
 def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
@@ -86,19 +69,7 @@ def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
         if step < 3:
             optimizer.zero_grad()
     torch.set_num_threads(1)
-    return log, _digests(model, optimizer), px.digest(model) if invariant else None
-
-
-def _assert_bits(results: list[BITS], whole: BITS) -> None:
-    log, blocks, digest = whole
-    found: dict[str, str] = {}
-    for own_log, own_blocks, own_digest in results:
-        assert own_log == log
-        assert own_digest == digest
-        assert not found.keys() & own_blocks.keys()
-        found |= own_blocks
-    assert {name for name in blocks if found.get(name) != blocks[name]} == set()
-    assert found.keys() == blocks.keys()
+    return log, digests(model, optimizer), px.digest(model) if invariant else None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,32 +77,142 @@ def test_any_tp_has_the_bits_of_one_process(kind: str) -> None:
     tiny = KINDS[kind]
     (whole,) = pool(1).run(_train, tiny)
     for tp in (2, 3) if tiny.key_value_heads == 3 else (2, 3, 4):
-        _assert_bits(pool(tp).run(_train, tiny), whole)
+        assert_bits(pool(tp).run(_train, tiny), whole)
 
 
 @pytest.mark.parametrize("how", ["two threads", "checkpointing", "reentrant checkpointing"])
 def test_ways_to_train_have_the_same_bits(how: str) -> None:
     # Of fewer than 64 tokens, torch's attention has other bits with other numbers of threads.
     (whole,) = pool(1).run(_train, KINDS["odd"], "", 66)
-    _assert_bits(pool(2).run(_train, KINDS["odd"], how, 66), whole)
+    assert_bits(pool(2).run(_train, KINDS["odd"], how, 66), whole)
 
 
 @pytest.mark.parametrize("how", ["accumulation", "torch's clip"])
 def test_any_tp_has_the_bits_of_one_process_so(how: str) -> None:
     (whole,) = pool(1).run(_train, KINDS["odd"], how)
-    _assert_bits(pool(3).run(_train, KINDS["odd"], how), whole)
+    assert_bits(pool(3).run(_train, KINDS["odd"], how), whole)
 
 
 def test_the_tests_above_notice_the_ordinary_sums() -> None:
     (whole,) = pool(1).run(_train, KINDS["odd"], "ordinary")
     with pytest.raises(AssertionError):
-        _assert_bits(pool(3).run(_train, KINDS["odd"], "ordinary"), whole)
+        assert_bits(pool(3).run(_train, KINDS["odd"], "ordinary"), whole)
+
+
+def _merged(input: torch.Tensor, weights: Any, *others: Any) -> list[torch.Tensor]:
+    """One product for all of a rank's columns, however few these are."""
+    outputs = ops.block_linears(input, weights, *others)
+    for output, weight in zip(outputs, weights, strict=True):
+        output.data.copy_(input.detach() @ weight.detach().T)
+    return outputs
+
+
+def _summed(self: Any, input: torch.Tensor) -> torch.Tensor:
+    return ops.reduce_from_region(input @ self.weight.T, self.group)
+
+
+class Large(Tiny):
+    """With an MLP whose last bits are not lost in what they are added to."""
+
+    def model(self, seed: int = 1) -> nn.Module:
+        model = super().model(seed)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                for parameter in layer.mlp.parameters():
+                    parameter.mul_(10)
+        return model
+
+
+BROKEN: dict[str, tuple[Tiny, Any, str, Any]] = {
+    "torch's silu": (
+        *(Large(dtype=torch.float32, inner=13), FixedSilu),  # the last token has no label
+        *("forward", nn.SiLU().forward),
+    ),
+    "a merge under 16 columns": (
+        *(Large(dtype=torch.float32, inner=3), blocks),
+        *("ops", SimpleNamespace(**{**vars(ops), "block_linears": _merged})),
+    ),
+    "one product a rank": (KINDS["odd"], BlockRowLinear, "forward", _summed),
+}
+
+
+def _train_broken(how: str) -> BITS:
+    tiny, *broken = BROKEN[how]
+    with mock.patch.object(*broken):
+        return _train(tiny)
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_the_tests_above_notice(how: str) -> None:
+    (whole,) = pool(1).run(_train_broken, how)
+    with pytest.raises(AssertionError):
+        assert_bits(pool(3).run(_train_broken, how), whole)
+
+
+@pytest.mark.parametrize("how", ["torch's silu", "a merge under 16 columns"])
+def test_they_notice_that_alone(how: str) -> None:
+    (whole,) = pool(1).run(_train, BROKEN[how][0])
+    assert_bits(pool(3).run(_train, BROKEN[how][0]), whole)
+
+
+def _gradient_of_rows(look_up: Any, threads: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(11, 72, generator=generator, requires_grad=True)
+    ids = torch.randint(0, 11, (2, 500), generator=generator)
+    torch.set_num_threads(threads)
+    (look_up(ids, table) * torch.randn(2, 500, 72, generator=generator)).sum().backward()
+    return table.grad
+
+
+def _of_threads(accumulates: bool) -> bool:
+    """Whether rows of an embedding get the same gradient in one thread as in four."""
+
+    def ours(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return ops.vocab_embedding(ids, table, 11, 0)
+
+    def accumulated(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return table[ids]  # whose backward is index_put(accumulate=True)
+
+    how = accumulated if accumulates else ours
+    found = [_gradient_of_rows(how, threads) for threads in (1, 4)]
+    torch.set_num_threads(1)
+    return torch.equal(*found)
+
+
+def test_the_gradient_of_the_embedding_is_not_that_of_index_put() -> None:
+    assert pool(1).run(_of_threads, False) == [True]
+    assert pool(1).run(_of_threads, True) == [False]
+
+
+def _bytes_of_a_step(blocks: int) -> tuple[int, int]:
+    """What a rank brings to the all-gathers of a step, and the bytes of [T, H] in fp32."""
+    tiny, tokens = Tiny(heads=24, key_value_heads=24, dtype=torch.float32), 2 * 19
+    model = px.parallelize(tiny.model(), mesh_of(), invariant=px.Invariant(blocks), agreement=False)
+    of_batch = batch(tiny.vocab_size, 2, 19)
+    _C.reset_collective_counts()
+    model(**of_batch).loss.backward()
+    counts = _C.collective_counts()
+    assert counts.get("all_reduce", 0) == 0
+    return counts["all_gather_bytes"], tokens * 8 * tiny.heads * 4
+
+
+@pytest.mark.parametrize(
+    ("tp", "blocks", "nodes"), [(2, 8, 1), (3, 8, 2), (4, 8, 1), (2, 12, 2), (3, 12, 1), (4, 12, 2)]
+)
+def test_a_step_exchanges_so_many_nodes(tp: int, blocks: int, nodes: int) -> None:
+    """Of each sum the complete nodes that one rank has, all ranks as many as the one with most.
+
+    Sums are those of two row linears and two inputs in each of two layers, and the one before the
+    head. A token has 12 bytes of statistics in each block of the vocabulary.
+    """
+    for found, of_sum in pool(tp).run(_bytes_of_a_step, blocks):
+        assert found == (4 * 2 + 1) * nodes * of_sum + -(-blocks // tp) * 12 * 2 * 19
 
 
 @pytest.mark.parametrize("tokens", [4, 140])
 def test_any_number_of_tokens(tokens: int) -> None:
     (whole,) = pool(1).run(_train, KINDS["wide"], "", tokens)
-    _assert_bits(pool(2).run(_train, KINDS["wide"], "", tokens), whole)
+    assert_bits(pool(2).run(_train, KINDS["wide"], "", tokens), whole)
 
 
 def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
@@ -146,7 +227,8 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
 
 @pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize(
-    "tiny", [Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)]
+    "tiny",
+    [Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
     for loss, gradients in pool(tp).run(_differences, tiny):
@@ -170,7 +252,7 @@ def _resume(tiny: Tiny, root: Path, saves: bool) -> BITS | None:
     if saves:
         px.save_checkpoint(root, 2, model, optimizer)
         return None
-    return log, _digests(model, optimizer), px.digest(model)
+    return log, digests(model, optimizer), px.digest(model)
 
 
 def test_a_run_resumes_on_another_layout_with_the_same_bits(tmp_path: Path) -> None:
@@ -179,7 +261,7 @@ def test_a_run_resumes_on_another_layout_with_the_same_bits(tmp_path: Path) -> N
     for saving, loading in ((2, 3), (3, 1)):
         root = tmp_path / f"{saving} to {loading}"
         pool(saving).run(_resume, tiny, root, True)
-        _assert_bits(pool(loading).run(_resume, tiny, root, False), (log[2:], blocks, digest))
+        assert_bits(pool(loading).run(_resume, tiny, root, False), (log[2:], blocks, digest))
 
 
 def _own_files(tiny: Tiny, folder: Path) -> str:
@@ -255,8 +337,7 @@ def _refusals() -> list[Any]:
     def made(model: Any, invariant: Any = None, **options: Any) -> Any:
         return px.parallelize(model, mesh, invariant=invariant or px.Invariant(8), **options)
 
-    model, lora = made(model_of()), peft.LoraConfig(r=2, target_modules=["lm_head"])
-
+    model = made(model_of())
     return [
         refused(lambda: made(OfSpec("gemma3_text", dtype=torch.float32).model())),
         refused(lambda: made(model_of(attention_dropout=0.1))),
@@ -267,7 +348,6 @@ def _refusals() -> list[Any]:
         refused(lambda: made(model_of(), 8)),
         refused(lambda: made(model_of(), fused_loss=False)),
         refused(lambda: px.Invariant(0)),
-        refused(lambda: peft.get_peft_model(model, lora)),
         refused(lambda: model.resize_token_embeddings(200)),
         refused(lambda: px.Adafactor(model)),
         refused(lambda: model.model.layers[0].mlp.gate_proj(torch.ones(1, 72))),
@@ -286,7 +366,6 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "must be a px.Invariant",
         "leave out training_logits and fused_loss",
         "at least 1, not 0",
-        "does not serve an adapter on lm_head",
         "px.Invariant",
         "px.Invariant",
         "computed together",
