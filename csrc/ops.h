@@ -115,12 +115,17 @@ PARALLEL_EXT_OP(block_scale_backward,
                            const at::Tensor& weight, at::IntArrayRef blocks, int64_t num_blocks,
                            std::array<bool, 2> needed, const Group& group));
 
-// --- linear/fixed_silu.cpp ---
+// --- linear/fixed_activation.cpp: in fp32 or wider, rounded once; the bits of an element depend on
+// nothing but that element ---
 
-// input * sigmoid(input), in fp32 or wider, rounded once; the bits of an element depend on nothing
-// but that element.
+// input * sigmoid(input).
 PARALLEL_EXT_OP(fixed_silu, at::Tensor(const at::Tensor& input));
 PARALLEL_EXT_OP(fixed_silu_backward,
+                at::Tensor(const at::Tensor& grad_output, const at::Tensor& input));
+
+// gelu by tanh.
+PARALLEL_EXT_OP(fixed_gelu, at::Tensor(const at::Tensor& input));
+PARALLEL_EXT_OP(fixed_gelu_backward,
                 at::Tensor(const at::Tensor& grad_output, const at::Tensor& input));
 
 // --- linear/dropout.cpp ---
@@ -259,18 +264,21 @@ PARALLEL_EXT_OP(linear_vocab_cross_entropy_frozen_backward,
 // --- vocab/block_cross_entropy.cpp ---
 
 // The loss of linear_vocab_cross_entropy with bits that do not depend on the layout, from the
-// statistics of all `num_blocks` blocks of the vocabulary; `blocks` as of block_linears. Backward:
-// the input's gradient is summed over the tree of the blocks.
+// statistics of all `num_blocks` blocks of the vocabulary; `blocks` as of block_linears. An adapter
+// adds replicated low [T, R] times lora_b [V of this rank, R] to the logits; R = 0 for none.
+// Backward: the gradients of input and low are summed over the tree of the blocks.
 PARALLEL_EXT_OP(block_linear_cross_entropy,
                 at::Tensor(const at::Tensor& input, const at::Tensor& head_weight,
+                           const at::Tensor& low, const at::Tensor& lora_b,
                            const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
                            const Group& group, const VocabLoss& loss));
 
-// -> the loss; the gradients of input (replicated) and head_weight that are `needed`.
+// -> the loss; the gradients of input, head_weight, low and lora_b that are `needed`.
 PARALLEL_EXT_OP(block_linear_cross_entropy_forward,
-                Tensors<3>(const at::Tensor& input, const at::Tensor& head_weight,
+                Tensors<5>(const at::Tensor& input, const at::Tensor& head_weight,
+                           const at::Tensor& low, const at::Tensor& lora_b,
                            const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
-                           std::array<bool, 2> needed, const Group& group, const VocabLoss& loss));
+                           std::array<bool, 4> needed, const Group& group, const VocabLoss& loss));
 
 // --- vocab/sample.cpp: the next token of B rows, from sharded logits
 // [B, vocab_stop - vocab_start] -> replicated ids [B], int64 ---

@@ -122,6 +122,8 @@ TORCH_LIBRARY(parallel_ext, library) {
       "int num_blocks, bool[2] needed, int group_size, str group_name) -> (Tensor, Tensor)");
   def("fixed_silu(Tensor input) -> Tensor");
   def("fixed_silu_backward(Tensor grad_output, Tensor input) -> Tensor");
+  def("fixed_gelu(Tensor input) -> Tensor");
+  def("fixed_gelu_backward(Tensor grad_output, Tensor input) -> Tensor");
   def("seeded_dropout(Tensor input, float dropout, int[] dropout_counter) -> Tensor");
   def("seeded_dropout_backward(Tensor grad_output, float dropout, int[] dropout_counter) -> "
       "Tensor");
@@ -178,13 +180,14 @@ TORCH_LIBRARY(parallel_ext, library) {
       "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor normalizer",
       "Tensor");
   def_with_loss(
-      "block_linear_cross_entropy(Tensor input, Tensor head_weight, Tensor labels, int[] blocks, "
-      "int num_blocks, int group_size, str group_name",
+      "block_linear_cross_entropy(Tensor input, Tensor head_weight, Tensor low, Tensor lora_b, "
+      "Tensor labels, int[] blocks, int num_blocks, int group_size, str group_name",
       "Tensor");
   def_with_loss(
-      "block_linear_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor labels, "
-      "int[] blocks, int num_blocks, bool[2] needed, int group_size, str group_name",
-      "(Tensor, Tensor, Tensor)");
+      "block_linear_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor low, "
+      "Tensor lora_b, Tensor labels, int[] blocks, int num_blocks, bool[4] needed, "
+      "int group_size, str group_name",
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("vocab_argmax(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
       "int group_size, str group_name) -> Tensor");
   def("vocab_sample(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "

@@ -25,10 +25,14 @@ namespace {
 
 constexpr const char* kOp = "block_linear_cross_entropy";
 
-void check_call(const at::Tensor& input, const at::Tensor& head_weight, const at::Tensor& labels,
-                const VocabLoss& loss) {
+void check_call(const at::Tensor& input, const at::Tensor& head_weight, const at::Tensor& low,
+                const at::Tensor& lora_b, const at::Tensor& labels, const VocabLoss& loss) {
   check_dim(kOp, "input", input, 2);
   check_linear(kOp, input, head_weight, {}, "head_weight");
+  check_same_dtype(kOp, "low", low, "input", input);
+  check_linear(kOp, low, lora_b, {}, "lora_b");
+  check_shape(kOp, "low", low, {input.size(0), lora_b.size(1)});
+  check_shape(kOp, "lora_b", lora_b, {head_weight.size(0), low.size(1)});
   TORCH_CHECK_TYPE(input.scalar_type() != at::kHalf, kOp,
                    ": gradients before the loss scale do not fit fp16; use bf16");
   TORCH_CHECK_VALUE(loss.reduction != "none", kOp, ": reduction must be 'sum' or 'mean'");
@@ -56,12 +60,63 @@ at::Tensor stats_of_all(const std::vector<at::Tensor>& own, int64_t num_blocks,
   return at::cat(in_order);
 }
 
-Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
+// A matrix of the head's rows and what it is multiplied by, with their gradients where needed.
+struct Factors {
+  at::Tensor input, weight;            // [T, K], [V of this rank, K]
+  at::Tensor grad_input, grad_weight;  // [0] where they are not needed
+
+  Factors(const at::Tensor& input, const at::Tensor& weight, bool needs_input, bool needs_weight,
+          const at::TensorOptions& options)
+      : input(input),
+        weight(weight),
+        grad_input(needs_input ? at::zeros(input.sizes(), options) : at::empty({0}, options)),
+        grad_weight(needs_weight ? at::zeros(weight.sizes(), options) : at::empty({0}, options)),
+        needs_input_(needs_input),
+        needs_weight_(needs_weight) {}
+
+  // Adds the gradients of a tile of tokens, whose gradients of logits are those of `shards`;
+  // `whole` holds those of all of this rank's blocks if one product may make them.
+  void add_gradients(const Range tile, const std::vector<Range>& blocks,
+                     const std::vector<VocabShard>& shards, const at::Tensor* whole,
+                     int64_t num_blocks, const Group& group) {
+    const at::Tensor rows = input.narrow(0, tile.start, tile.size);
+    if (needs_input_) {
+      const auto num_own = static_cast<int64_t>(blocks.size());
+      const at::Tensor parts = pooled_empty({num_own, tile.size, input.size(1)}, input.options());
+      for (int64_t number = 0; number < num_own; ++number) {
+        const auto [start, size] = blocks[number];
+        fixed_product(parts[number], shards[number].logits, weight.narrow(0, start, size));
+      }
+      grad_input.narrow(0, tile.start, tile.size)
+          .copy_(tree_reduce(kOp, parts, num_blocks, grad_input.scalar_type(), group));
+    }
+    if (!needs_weight_) return;
+    // In full tiles, whose sums are wide, the gradient of a tile is rounded before it is added.
+    const auto add = [&](at::Tensor sum, const at::Tensor& grad_logits,
+                         const std::vector<int64_t>& sizes) {
+      const at::Tensor of_tile = tile.start == 0 && sum.scalar_type() == input.scalar_type()
+                                     ? sum
+                                     : pooled_empty(sum.sizes(), input.options());
+      fixed_product_of_blocks(of_tile, grad_logits.t(), rows, sizes, /*dim=*/0);
+      if (!of_tile.is_same(sum)) sum.add_(of_tile);
+    };
+    if (whole != nullptr) return add(grad_weight, *whole, sizes_of(blocks));
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const auto [start, size] = blocks[i];
+      add(grad_weight.narrow(0, start, size), shards[i].logits, {size});
+    }
+  }
+
+ private:
+  bool needs_input_, needs_weight_;
+};
+
+Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
+                          const at::Tensor& low, const at::Tensor& lora_b,
                           const at::Tensor& labels_in, at::IntArrayRef bounds, int64_t num_blocks,
-                          std::array<bool, 2> needed, const Group& group, const VocabLoss& loss) {
-  check_call(input, head_weight, labels_in, loss);
+                          std::array<bool, 4> needed, const Group& group, const VocabLoss& loss) {
+  check_call(input, head_weight, low, lora_b, labels_in, loss);
   const auto blocks = blocks_of(kOp, bounds, head_weight.size(0));
-  const auto num_own = static_cast<int64_t>(blocks.size());
   const at::Tensor labels = labels_in.contiguous();
   const StatsRows rows(loss.label_smoothing > 0, false, false);
   const Tokens tokens = tokens_of(loss, labels);
@@ -69,10 +124,10 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const auto tiles = ranges_of(input.size(0), tokens_of_tile(input));
   const bool by_one = can_merge_blocks(blocks, input.size(1), input.scalar_type()) &&
                       (tiles.empty() || tiles.back().size >= kLeastOfProduct);
+  const bool has_low = low.size(1) > 0;
   const auto options = input.options().dtype(type_ahead(input));
-  at::Tensor grad_input = at::empty({0}, options), grad_head = at::empty({0}, options);
-  if (needed[0]) grad_input = at::zeros(input.sizes(), options);
-  if (needed[1]) grad_head = at::zeros(head_weight.sizes(), options);
+  Factors of_head(input, head_weight, needed[0], needed[1], options);
+  Factors of_adapter(low, lora_b, needed[2], needed[3], options);
   std::vector<at::Tensor> all_stats;
   for (const Range tile : tiles) {
     const at::Tensor tile_rows = input.narrow(0, tile.start, tile.size);
@@ -88,11 +143,15 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       if (!by_one) {
         fixed_product(own_logits, tile_rows, head_weight.narrow(0, block.start, block.size).t());
       }
+      if (has_low) {
+        fixed_product(own_logits, low.narrow(0, tile.start, tile.size),
+                      lora_b.narrow(0, block.start, block.size).t(), /*add=*/true);
+      }
       shards.push_back(loss.shard(own_logits, tile_labels, loss.vocab_start + block.start));
       stats.push_back(vocab_shard_stats(shards.back(), rows));
     }
     all_stats.push_back(stats_of_all(stats, num_blocks, stats.front(), group));
-    if (!needed[0] && !needed[1]) continue;
+    if (std::none_of(needed.begin(), needed.end(), [](bool each) { return each; })) continue;
     const at::Tensor normalizer =
         normalizer_of(merge(all_stats.back(), rows), /*with_entropy=*/false, wide);
     const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
@@ -101,66 +160,51 @@ Tensors<3> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       at::Tensor in_place = shard.logits;
       vocab_shard_gradient(shard, normalizer, factors, in_place);
     }
-    if (needed[0]) {
-      const at::Tensor parts = pooled_empty({num_own, tile.size, input.size(1)}, input.options());
-      for (int64_t number = 0; number < num_own; ++number) {
-        fixed_product(parts[number], shards[number].logits,
-                      head_weight.narrow(0, blocks[number].start, blocks[number].size));
-      }
-      grad_input.narrow(0, tile.start, tile.size)
-          .copy_(tree_reduce(kOp, parts, num_blocks, grad_input.scalar_type(), group));
-    }
-    if (needed[1]) {
-      // In full tiles, whose sums are wide, the gradient of a tile is rounded before it is added.
-      const auto add = [&](at::Tensor sum, const at::Tensor& grad_logits,
-                           const std::vector<int64_t>& sizes) {
-        const at::Tensor of_tile = tile.start == 0 && sum.scalar_type() == input.scalar_type()
-                                       ? sum
-                                       : pooled_empty(sum.sizes(), input.options());
-        fixed_product_of_blocks(of_tile, grad_logits.t(), tile_rows, sizes, /*dim=*/0);
-        if (!of_tile.is_same(sum)) sum.add_(of_tile);
-      };
-      if (by_one) add(grad_head, logits, sizes_of(blocks));
-      for (size_t i = 0; !by_one && i < blocks.size(); ++i) {
-        const auto [start, size] = blocks[i];
-        add(grad_head.narrow(0, start, size), shards[i].logits, {size});
-      }
-    }
+    of_head.add_gradients(tile, blocks, shards, by_one ? &logits : nullptr, num_blocks, group);
+    if (has_low) of_adapter.add_gradients(tile, blocks, shards, nullptr, num_blocks, group);
   }
   const at::Tensor total_stats =
       all_stats.empty() ? at::zeros({num_blocks, rows.count, 0}, input.options().dtype(wide))
                         : at::cat(all_stats, 2);
   const LossOutputs outputs =
       outputs_of(loss, tokens, merge(total_stats, rows), {false, false, false}, wide);
-  return {outputs.loss, grad_input, grad_head};
+  return {outputs.loss, of_head.grad_input, of_head.grad_weight, of_adapter.grad_input,
+          of_adapter.grad_weight};
 }
 
-Tensors<3> forward_meta(const at::Tensor& input, const at::Tensor& head_weight, const at::Tensor&,
-                        at::IntArrayRef, int64_t, std::array<bool, 2> needed) {
+Tensors<5> forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
+                        const at::Tensor& low, const at::Tensor& lora_b, const at::Tensor&,
+                        at::IntArrayRef, int64_t, std::array<bool, 4> needed) {
   const auto options = input.options().dtype(type_ahead(input));
-  return {at::empty({}, input.options().dtype(wide_type(input))),
-          empty_if(needed[0], input.sym_sizes(), options),
-          empty_if(needed[1], head_weight.sym_sizes(), options)};
+  const auto gradient = [&](size_t i, const at::Tensor& of) {
+    return empty_if(needed[i], of.sym_sizes(), options);
+  };
+  return {at::empty({}, input.options().dtype(wide_type(input))), gradient(0, input),
+          gradient(1, head_weight), gradient(2, low), gradient(3, lora_b)};
 }
 
 at::Tensor loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
+                                 const at::Tensor& low, const at::Tensor& lora_b,
                                  const at::Tensor& labels, at::IntArrayRef blocks,
                                  int64_t num_blocks, const Group& group, const VocabLoss& loss) {
-  return std::get<0>(block_linear_cross_entropy_forward(input, head_weight, labels, blocks,
-                                                        num_blocks, {false, false}, group, loss));
+  return std::get<0>(block_linear_cross_entropy_forward(input, head_weight, low, lora_b, labels,
+                                                        blocks, num_blocks, {}, group, loss));
 }
 
 class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
-                            const at::Tensor& head_weight, const at::Tensor& labels,
+                            const at::Tensor& head_weight, const at::Tensor& low,
+                            const at::Tensor& lora_b, const at::Tensor& labels,
                             at::IntArrayRef blocks, int64_t num_blocks, const Group& group,
-                            const VocabLoss& loss, std::array<bool, 2> needed) {
+                            const VocabLoss& loss, std::array<bool, 4> needed) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [total, grad_input, grad_head] = block_linear_cross_entropy_forward(
-        input, head_weight, labels, blocks, num_blocks, needed, group, loss);
+    const auto [total, grad_input, grad_head, grad_low, grad_lora_b] =
+        block_linear_cross_entropy_forward(input, head_weight, low, lora_b, labels, blocks,
+                                           num_blocks, needed, group, loss);
     // Not saved variables: the backward scales them in place and returns them.
-    ctx->saved_data["gradients"] = std::vector<at::Tensor>{grad_input, grad_head};
+    ctx->saved_data["gradients"] =
+        std::vector<at::Tensor>{grad_input, grad_head, grad_low, grad_lora_b};
     ctx->saved_data["dtype"] = static_cast<int64_t>(input.scalar_type());
     ctx->saved_data["none"] = labels.eq(loss.ignore_index).all();
     return total;
@@ -180,7 +224,7 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
     const auto dtype = static_cast<at::ScalarType>(data["dtype"].toInt());
     // A caller that divides a sum by the number of valid tokens divides by zero without any.
     const at::Tensor factor = grad_outputs[0].masked_fill(data["none"].toTensor(), 0);
-    variable_list grads(8);
+    variable_list grads(10);
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (ctx->needs_input_grad(i)) grads[i] = gradients[i].mul_(factor).to(dtype);
     }
@@ -189,12 +233,15 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
 };
 
 at::Tensor loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
-                         const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
-                         const Group& group, const VocabLoss& loss) {
-  const bool grad = at::GradMode::is_enabled();
+                         const at::Tensor& low, const at::Tensor& lora_b, const at::Tensor& labels,
+                         at::IntArrayRef blocks, int64_t num_blocks, const Group& group,
+                         const VocabLoss& loss) {
+  const auto needs = [grad = at::GradMode::is_enabled()](const at::Tensor& each) {
+    return grad && each.requires_grad();
+  };
   return BlockCrossEntropy::apply(
-      input, head_weight, labels, blocks, num_blocks, group, loss,
-      std::array<bool, 2>{grad && input.requires_grad(), grad && head_weight.requires_grad()});
+      input, head_weight, low, lora_b, labels, blocks, num_blocks, group, loss,
+      std::array<bool, 4>{needs(input), needs(head_weight), needs(low), needs(lora_b)});
 }
 
 }  // namespace
@@ -204,7 +251,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .kernel<loss_without_gradient>()
       .meta<loss_without_gradient>()
       .on<loss_autograd>(c10::DispatchKey::Autograd)
-      .autocast<0, 1>();
+      .autocast<0, 1, 2, 3>();
   implement<block_linear_cross_entropy_forward>(library)
       .kernel<forward_kernel>()
       .meta<forward_meta>();

@@ -16,6 +16,7 @@ from parallel_ext.lora.factors import EmbeddingFactors, draw_by_name, key_of
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.nn.blocks import replicated_linear
 from parallel_ext.nn.forward_counter import ForwardCounter
+from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.lora import Factor, factor_layouts, factors_for_use, input_dropout
 from parallel_ext.nn.sharded_module import ShardedModule
@@ -240,8 +241,23 @@ class LoraVocabHead(AdaptedLinear):
 
     makes_logits = True
 
+    def _low_rank(self, x: torch.Tensor, active: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the active adapters add to the logits as a product: [..., R] and [V, R]."""
+        low, rows = [], []
+        for name in active:
+            scale, bias = self.scaling[name], self.lora_B[name].bias
+            factor_a, factor_b = (each.to(x.dtype) for each in self._factor_pair(name))
+            low.append(replicated_linear(self._dropped(name, x), factor_a) * scale)
+            rows.append(factor_b)
+            if bias is not None:
+                low.append(torch.full_like(low[-1][..., :1], scale))
+                rows.append(bias.to(x.dtype).unsqueeze(1))
+        return torch.cat(low, -1), torch.cat(rows, -1)
+
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
-        base = self.get_base_layer()
+        base, call = self.get_base_layer(), current_loss_call()
+        if base.blocks is not None and call is not None and call.fused:
+            return call.hand_over(base, x, self._low_rank(x, active))
         x = ops.copy_to_region(base.enter(x), base.group)
         return base.leave(self._product(x, base.weight, base.bias, active))
 

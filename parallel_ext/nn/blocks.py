@@ -257,6 +257,13 @@ class BlockHeadNorm(nn.Module):
         return ops.block_scale(heads, weight, self.blocks, self.group)
 
 
+class FixedGelu(nn.Module):
+    """GELU by tanh with bits that depend on nothing but the element."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ops.fixed_gelu(input)
+
+
 class FixedSilu(nn.Module):
     """``nn.SiLU`` with bits that depend on nothing but the element."""
 

@@ -60,15 +60,27 @@ class LossCall:
         self._changes = changes or {}
         self._head: VocabParallelHead | None = None
         self._hidden: torch.Tensor | None = None
+        self._adapter: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def handed_over(self) -> bool:
         """Return whether the head has returned hidden states, as one with an adapter does not."""
         return self._head is not None
 
-    def hand_over(self, head: VocabParallelHead, hidden: torch.Tensor) -> torch.Tensor:
-        """Keep a head and its hidden states for the loss, and return the latter."""
-        self._head, self._hidden = head, hidden
+    def hand_over(
+        self,
+        head: VocabParallelHead,
+        hidden: torch.Tensor,
+        adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Keep a head and its hidden states for the loss, and return the latter.
+
+        Args:
+            head: with blocks where there is an adapter.
+            hidden: [..., H].
+            adapter: [..., R] and this rank's rows [.., R], whose product is added to the logits.
+        """
+        self._head, self._hidden, self._adapter = head, hidden, adapter
         return hidden
 
     def loss(
@@ -88,7 +100,7 @@ class LossCall:
         head = None
         if self._head is not None:
             head = self._head.weight, self._head.bias
-            options["blocks"] = self._head.blocks
+            options |= {"blocks": self._head.blocks, "adapter": self._adapter}
             if self._changes:  # the class has changed the hidden states that it took for logits
                 output, options = self._hidden, {**options, **self._changes}
             elif output is not self._hidden:

@@ -34,6 +34,7 @@ def causal_lm_loss(
     head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     compared: Piece | None = None,
     blocks: ops.Blocks | None = None,
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     sums_over_dp: bool = False,
     **options: Any,
 ) -> torch.Tensor:
@@ -53,6 +54,8 @@ def causal_lm_loss(
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
         compared: a part of a parameter that the dp ranks compare meanwhile.
         blocks: of the rows of ``head`` under ``px.Invariant``, else None.
+        adapter: with ``blocks``, of the head: [..., S, R] and [stop - start, R], whose product is
+            added to the logits.
         sums_over_dp: whether the caller sums the losses of the dp ranks, instead of averaging.
         options: those of ``LOSS_OPTIONS``.
 
@@ -79,7 +82,8 @@ def causal_lm_loss(
         weight, bias = head
         local_sum = ops.linear_vocab_cross_entropy(inputs, weight, *asked, bias=bias, group=mesh.tp)
     else:
-        of_blocks = head[0], targets, blocks, vocab_size, vocab_range, how
+        low_rank = adapter and (adapter[0].flatten(0, -2), adapter[1])
+        of_blocks = head[0], targets, blocks, vocab_size, vocab_range, how, low_rank
         local_sum = ops.block_linear_cross_entropy(inputs, *of_blocks, group=mesh.tp)
     count: Any = num_items_in_batch
     if count is None or compared is not None:

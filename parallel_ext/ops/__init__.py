@@ -12,6 +12,7 @@ from parallel_ext.ops.blocks import (
     block_linears,
     block_row_linear,
     block_scale,
+    fixed_gelu,
     fixed_silu,
     repeat_heads,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "block_scale",
     "column_linear",
     "copy_to_region",
+    "fixed_gelu",
     "fixed_silu",
     "gather_from_region",
     "linear_vocab_cross_entropy",

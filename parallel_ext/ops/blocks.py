@@ -204,6 +204,20 @@ def fixed_silu(input: torch.Tensor) -> torch.Tensor:
     return torch.ops.parallel_ext.fixed_silu(input)
 
 
+def fixed_gelu(input: torch.Tensor) -> torch.Tensor:
+    """Compute gelu by tanh with bits that depend on nothing but the element.
+
+    Args:
+        input: [...], floating point; computed in fp32 or wider and rounded once.
+
+    Example:
+        >>> fixed_gelu(torch.zeros(2))
+        tensor([0., 0.])
+    """
+    check_tensors("fixed_gelu", input=input)
+    return torch.ops.parallel_ext.fixed_gelu(input)
+
+
 def block_linear_cross_entropy(
     input: torch.Tensor,
     head_weight: torch.Tensor,
@@ -212,6 +226,7 @@ def block_linear_cross_entropy(
     vocab_size: int,
     vocab_range: Range,
     options: LossOptions,
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Compute :func:`linear_vocab_cross_entropy` from blocks of the vocabulary.
@@ -223,6 +238,8 @@ def block_linear_cross_entropy(
         blocks: of the rows.
         vocab_size, vocab_range: as of :func:`linear_vocab_cross_entropy`.
         options: of the loss; the reduction is ``"sum"`` or ``"mean"``.
+        adapter: a replicated [T, R] and this rank's rows [stop - start, R], whose product is added
+            to the logits; None for none.
         group: the tensor-parallel group.
 
     Returns:
@@ -240,7 +257,10 @@ def block_linear_cross_entropy(
     """
     op_name = "block_linear_cross_entropy"
     last = in_order(op_name, options, group, vocab_size, vocab_range)
-    check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
+    low, lora_b = adapter or (each.new_empty(len(each), 0) for each in (input, head_weight))
+    check_tensors(
+        op_name, input=input, head_weight=head_weight, labels=labels, low=low, lora_b=lora_b
+    )
     return torch.ops.parallel_ext.block_linear_cross_entropy(
-        input, head_weight, labels, _flat(blocks.own), blocks.count, *last
+        input, head_weight, low, lora_b, labels, _flat(blocks.own), blocks.count, *last
     )

@@ -16,6 +16,7 @@ from parallel_ext.nn.blocks import (
     BlockHeadNorm,
     BlockRowLinear,
     ComputedTogether,
+    FixedGelu,
     FixedSilu,
     replicated_linear,
 )
@@ -26,6 +27,7 @@ from parallel_ext.parallel.replace import Replacer
 from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
+_GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
 _HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm")  # in fp32, rounded, then times the weight
 
 
@@ -72,9 +74,9 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             _check_mixture(model, path, block, mesh)
             continue
         for name, child in module.named_children():
-            if name not in block.modules() and not isinstance(child, _SILU):
+            if name not in block.modules() and not isinstance(child, (*_SILU, *_GELU)):
                 raise ValueError(
-                    f"px.Invariant serves the activation SiLU, but {path}.{name} is a "
+                    f"px.Invariant serves SiLU and GELU by tanh, but {path}.{name} is a "
                     f"{type(child).__name__}, whose bits may depend on the place of an element"
                 )
 
@@ -145,8 +147,8 @@ def _replace_attention(
 def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
     module, tp = put.model.get_submodule(path), put.mesh.tp
     for name, child in list(module.named_children()):
-        if isinstance(child, _SILU):
-            setattr(module, name, FixedSilu())
+        if isinstance(child, (*_SILU, *_GELU)):
+            setattr(module, name, FixedSilu() if isinstance(child, _SILU) else FixedGelu())
     _replace_inputs(put, path, {name: () for name in names.inputs})
     for name in names.outputs:
         put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))

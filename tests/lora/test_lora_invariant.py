@@ -32,6 +32,14 @@ KINDS: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
         Tiny(dtype=torch.float32, tied=True),
         {"lora_dropout": 0.3, "use_rslora": True, "target_modules": LAYERS},
     ),
+    "head": (
+        Tiny(dtype=torch.float32),
+        {"lora_dropout": 0.1, "target_modules": ["lm_head", "k_proj"], "lora_bias": True},
+    ),
+    "bf16 head": (
+        Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4),
+        {"target_modules": ["lm_head", "embed_tokens", "gate_proj"]},
+    ),
     "biases": (
         Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
         {"lora_bias": True, "bias": "all", "target_modules": "all-linear"},
@@ -194,7 +202,7 @@ def _parity(directory: Path, tp: int) -> dict[str, float]:
     mesh = mesh_of(tp=tp)
     model = parallel(tiny.model(), mesh, invariant=px.Invariant(4, leaves=4))
     torch.manual_seed(11)
-    changes = {"lora_dropout": 0.3, "target_modules": LAYERS}
+    changes = {"lora_dropout": 0.3, "target_modules": [*LAYERS, "lm_head"]}
     model = peft.get_peft_model(model, config(**changes)).train()
     model.save_pretrained(directory)
     reference = plain(directory, tiny).train()
@@ -246,14 +254,6 @@ def _adapter_where_dp_ranks_meet() -> str:
 def test_adapters_on_experts_where_dp_ranks_meet_are_refused_by_name() -> None:
     for text in pool(2).run(_adapter_where_dp_ranks_meet):
         assert "does not serve adapters on experts where ep is larger than tp yet" in text
-
-
-def test_an_adapter_on_the_head_is_refused_by_name() -> None:
-    model = px.parallelize(
-        Tiny(dtype=torch.float32).model(), mesh_of(tp=1), invariant=px.Invariant(4)
-    )
-    with pytest.raises(NotImplementedError, match="does not serve an adapter on lm_head yet"):
-        peft.get_peft_model(model, config(target_modules=["q_proj", "lm_head"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

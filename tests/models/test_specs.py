@@ -133,7 +133,7 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     model = exact(model)
     for name, module in model.named_modules():
         if name.endswith(("q_norm", "k_norm")) and type(module).__name__.startswith("Olmo"):
-            del module.forward  # which the parallel one has itself; see _in_fp64
+            del module.forward  # which the parallel one has itself; see in_fp64
     for module in model.modules():
         if type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_gemma_norm, module)
@@ -141,7 +141,7 @@ def _exact(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 
 @contextmanager
-def _in_fp64() -> Iterator[None]:
+def in_fp64() -> Iterator[None]:
     """Let what no instance can have of its own compute in fp64 inside the context."""
     with (
         mock.patch.object(modeling_gemma2, "eager_attention_forward", _eager_attention),
@@ -151,7 +151,7 @@ def _in_fp64() -> Iterator[None]:
         yield
 
 
-@_in_fp64()
+@in_fp64()
 def _in_life(tiny: OfSpec, layout: Layout, folder: str, sizes: tuple[int, ...]) -> dict[str, float]:
     return differences_in_life(tiny, layout, folder, sizes=sizes)
 
@@ -225,7 +225,7 @@ def test_adapters_have_the_gradients_of_peft(kind: str) -> None:
         assert error <= 1e-10, f"{name} differs by {error:.1e}"
 
 
-@_in_fp64()
+@in_fp64()
 def _adapted(kind: str, options: dict[str, Any]) -> dict[str, float]:
     tiny, layout = OfSpec(kind), Layout(1, 2, 1)
     return differences_of_adapter(tiny.model, layout, batches(tiny, layout.dp), **options)
@@ -320,7 +320,7 @@ def test_a_parameter_of_an_attention_that_no_spec_names_is_refused() -> None:
 _FIELDS = {"logits_divisor": "logits_scaling", "logits_softcap": "final_logit_softcapping"}
 
 
-@_in_fp64()
+@in_fp64()
 def _zero(kind: str, zero: int) -> dict[str, float]:
     """Of loss, norm and gradients on 2 dp x 2 tp ranks from one process on both batches."""
     tiny, layout = OfSpec(kind), Layout(2, 2, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -59,22 +61,43 @@ def test_a_chain_is_not_the_tree() -> None:
     assert not torch.equal(_tree(addends), sum(addends))
 
 
+ACTIVATIONS = {
+    ops.fixed_silu: torch.nn.functional.silu,
+    ops.fixed_gelu: partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("op", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_depends_on_the_element_alone(dtype: torch.dtype) -> None:
+def test_gradients_of_activations(dtype: torch.dtype, op: Any, aten: bool) -> None:
+    on_ranks(1, _activation, dtype, op.__name__, aten=aten)
+
+
+def _activation(group: Group, dtype: torch.dtype, name: str) -> None:
+    op = getattr(ops, name)
+    input = torch.linspace(-30, 30, 1001, dtype=dtype, requires_grad=True)
+    factors = torch.linspace(1, 2, 1001, dtype=dtype)
+    wide = input.detach().double().requires_grad_()
+    output, expected = op(input), ACTIVATIONS[op](wide)
+    (output * factors).sum().backward()
+    (expected * factors).sum().backward()
+    close = {} if dtype != torch.float64 else {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(output, expected.to(dtype), **close)
+    torch.testing.assert_close(input.grad, wide.grad.to(dtype), **close)
+
+
+@pytest.mark.parametrize("op", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_depend_on_the_element_alone(dtype: torch.dtype, op: Any) -> None:
     input = torch.randn(5003, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
     input.requires_grad_()
-    whole = ops.fixed_silu(input)
+    whole = op(input)
     whole.sum().backward()
-    wide = input.detach().double().requires_grad_()
-    expected = torch.nn.functional.silu(wide)
-    expected.sum().backward()
-    close = {} if dtype != torch.float64 else {"rtol": 1e-12, "atol": 1e-13}
-    torch.testing.assert_close(whole, expected.to(dtype), **close)
-    torch.testing.assert_close(input.grad, wide.grad.to(dtype), **close)
     for start, stop in ((0, 5), (1, 4999), (77, 5003), (4001, 4018)):
         part = input.detach()[start:stop].requires_grad_()
-        ops.fixed_silu(part).sum().backward()
-        assert torch.equal(ops.fixed_silu(part), whole[start:stop])
+        op(part).sum().backward()
+        assert torch.equal(op(part), whole[start:stop])
         assert torch.equal(part.grad, input.grad[start:stop])
 
 
@@ -122,6 +145,46 @@ def test_linears_equal_plain_ones(
     rows: tuple[int, ...], blocks: int, copies: int, size: int
 ) -> None:
     on_ranks(size, _linears, rows, blocks, copies)
+
+
+def _loss_of_an_adapted_head(group: Group, trained: str) -> None:
+    """Loss and gradients are those of plain logits, in fp64."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"input": (9, 7), "head": (37, 7), "low": (9, 3), "lora_b": (37, 3)}
+    full = {
+        name: torch.randn(size, dtype=torch.float64, generator=generator)
+        for name, size in sizes.items()
+    }
+    labels = torch.randint(0, 37, (9,), generator=generator)
+    every = split_in_blocks(37, 5)
+    start, stop = share_blocks(every, group.size, "ids")[group.rank]
+    first, last = split(5, group.size)[group.rank]
+    own = {n: t[start:stop] if len(t) == 37 else t for n, t in full.items()}
+    for name in trained.split():
+        full[name].requires_grad_()
+        own[name] = own[name].detach().clone().requires_grad_()
+    blocks = Blocks(tuple((a - start, b - start) for a, b in every[first:last]), 5)
+    loss = ops.block_linear_cross_entropy(
+        *(own["input"], own["head"], labels, blocks, 37, (start, stop), ops.LossOptions()),
+        adapter=(own["low"], own["lora_b"]),
+        group=group,
+    )
+    logits = full["input"] @ full["head"].T + full["low"] @ full["lora_b"].T
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for name in trained.split():
+        gradient = full[name].grad
+        torch.testing.assert_close(
+            own[name].grad, gradient[start:stop] if len(gradient) == 37 else gradient
+        )
+
+
+@ALL_SIZES
+@pytest.mark.parametrize("trained", ["input head low lora_b", "input lora_b low", "lora_b"])
+def test_the_loss_of_an_adapted_head(trained: str, size: int) -> None:
+    on_ranks(size, _loss_of_an_adapted_head, trained)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,11 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     two_and_none = [0, 1, 1, 4, 0, 3, 3, 4, 0, 0, 0, 0]
     last_of_two = (2 * group.size, *of_group)
     in_blocks = ([0, 1, 1, own], 2 * group.size)
-    bf16_head = (_plain(4, 3, dtype=bf16), _plain(own, 3, dtype=bf16))
+
+    def of_head(r: int) -> tuple[torch.Tensor, ...]:
+        return _values(4, 3), _values(own, 3), _values(4, r), _values(own, r)
+
+    bf16_head = tuple(_plain(*size, dtype=bf16) for size in ((4, 3), (own, 3), (4, 2), (own, 2)))
     width_of_whole = 5 if group.rank == 0 else 0
     losses = [  # tensors, what is wanted, options
         *(((_values(4, own), labels), none, (None, *options)) for options in kinds.values()),
@@ -349,13 +353,15 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         "repeat_heads_backward": [(_plain(2, 12), 3, 2), (_plain(2, 6, dtype=bf16), 2, 3)],
         "fixed_silu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
         "fixed_silu_backward": [(_plain(2, 37), _plain(2, 37))],
+        "fixed_gelu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
+        "fixed_gelu_backward": [(_plain(2, 37), _plain(2, 37))],
         "block_linear_cross_entropy": [
-            (_values(4, 3), _values(own, 3), labels, *in_blocks, *of_group, None, *kinds["sum"]),
-            (_values(4, 3), _values(own, 3), labels, *in_blocks, *of_group, None, *smooth_mean),
+            (*of_head(0), labels, *in_blocks, *of_group, None, *kinds["sum"]),
+            (*of_head(2), labels, *in_blocks, *of_group, None, *smooth_mean),
         ],
         "block_linear_cross_entropy_forward": [
-            (*bf16_head, labels, *in_blocks, [True] * 2, *of_group, None, *kinds["sum"]),
-            (*bf16_head, labels, *in_blocks, [False] * 2, *of_group, None, *kinds["mean"]),
+            (*bf16_head, labels, *in_blocks, [True] * 4, *of_group, None, *kinds["sum"]),
+            (*bf16_head, labels, *in_blocks, [False] * 4, *of_group, None, *kinds["mean"]),
         ],
         "moe_take_tokens_backward": [
             (_plain(own, 3), _plain(own, 2), sizes, [True, True], group.rank, *of_group),

@@ -23,7 +23,7 @@ from reference import (
     worst,
 )
 from reference_invariant import BITS, assert_bits, digests
-from test_specs import OfSpec
+from test_specs import OfSpec, in_fp64
 from torch import nn
 
 import parallel_ext as px
@@ -43,6 +43,10 @@ KINDS = {
     "qwen2": OfSpec("qwen2", dtype=torch.float32),
     "qwen3": OfSpec("qwen3", dtype=torch.float32, heads=8, key_value_heads=2),
     "bf16 qwen3": OfSpec("qwen3", dtype=torch.bfloat16),
+    "gemma": OfSpec("gemma", dtype=torch.float32),
+    "bf16 gemma": OfSpec("gemma", dtype=torch.bfloat16, tied=True, heads=8, key_value_heads=1),
+    "gemma2": OfSpec("gemma2", dtype=torch.float32, tied=True),
+    "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
 }
 
 
@@ -215,6 +219,7 @@ def test_any_number_of_tokens(tokens: int) -> None:
     assert_bits(pool(2).run(_train, KINDS["wide"], "", tokens), whole)
 
 
+@in_fp64()
 def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     reference = tiny.model()
     model = parallel(reference, mesh_of(), invariant=px.Invariant(4))
@@ -228,7 +233,10 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
 @pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize(
     "tiny",
-    [Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)],
+    [
+        *(Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)),
+        *(OfSpec("gemma"), OfSpec("gemma2", tied=True)),
+    ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
     for loss, gradients in pool(tp).run(_differences, tiny):

@@ -1,0 +1,179 @@
+// Activations whose result for an element depends on that element alone: torch's have other bits in
+// the last numbers of a tensor, which their loops of vectors do not reach.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sigmoid.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "base/kernel_choice.h"
+#include "base/workspace.h"
+#include "check.h"
+#include "moe/gated_silu.h"
+#include "ops.h"
+
+namespace parallel_ext {
+namespace {
+
+constexpr int64_t kLanes = 16, kPerTask = 1 << 14;
+
+// Each activation is x * sigmoid(inner(x)), and `slope` the derivative of `inner`; of numbers and
+// of tensors.
+template <typename T>
+using NumberOf = std::conditional_t<std::is_same_v<T, at::Tensor>, double, T>;
+
+struct Silu {
+  static constexpr const char* kOp = "fixed_silu";
+  static constexpr const char* kBackward = "fixed_silu_backward";
+
+  template <typename T>
+  static PARALLEL_EXT_INLINE T inner(T x) {
+    return x;
+  }
+  template <typename T>
+  static PARALLEL_EXT_INLINE NumberOf<T> slope(const T&) {
+    return 1;
+  }
+};
+
+// gelu by tanh, since (1 + tanh(z)) / 2 = sigmoid(2 z).
+struct Gelu {
+  static constexpr const char* kOp = "fixed_gelu";
+  static constexpr const char* kBackward = "fixed_gelu_backward";
+  static constexpr double kTwice = 1.5957691216057308;  // 2 sqrt(2 / pi)
+  static constexpr double kCubic = 0.044715;
+
+  template <typename T>
+  static PARALLEL_EXT_INLINE T inner(T x) {
+    return NumberOf<T>(kTwice) * (x + NumberOf<T>(kCubic) * x * x * x);
+  }
+  template <typename T>
+  static PARALLEL_EXT_INLINE T slope(const T& x) {
+    return NumberOf<T>(kTwice) * (1 + NumberOf<T>(3 * kCubic) * x * x);
+  }
+};
+
+// One function per dtype: target_clones does not work with templates. The last lanes go through the
+// same instructions as all others.
+#define PARALLEL_EXT_ACTIVATION_LOOPS(Kind, scalar_t, wide_t)                                  \
+  PARALLEL_EXT_MULTIVERSION void forward_loop(Kind, const scalar_t* in, int64_t size,          \
+                                              scalar_t* out) {                                 \
+    for (int64_t start = 0; start < size; start += kLanes) {                                   \
+      const int64_t width = std::min(kLanes, size - start);                                    \
+      wide_t x[kLanes] = {}, y[kLanes];                                                        \
+      for (int64_t j = 0; j < width; ++j) x[j] = widen(in[start + j]);                         \
+      for (int64_t j = 0; j < kLanes; ++j) y[j] = x[j] * sigmoid(Kind::inner(x[j]));           \
+      for (int64_t j = 0; j < width; ++j) store(y[j], out + start + j);                        \
+    }                                                                                          \
+  }                                                                                            \
+  PARALLEL_EXT_MULTIVERSION void backward_loop(Kind, const scalar_t* grad, const scalar_t* in, \
+                                               int64_t size, scalar_t* out) {                  \
+    for (int64_t start = 0; start < size; start += kLanes) {                                   \
+      const int64_t width = std::min(kLanes, size - start);                                    \
+      wide_t x[kLanes] = {}, g[kLanes] = {}, y[kLanes];                                        \
+      for (int64_t j = 0; j < width; ++j) x[j] = widen(in[start + j]);                         \
+      for (int64_t j = 0; j < width; ++j) g[j] = widen(grad[start + j]);                       \
+      for (int64_t j = 0; j < kLanes; ++j) {                                                   \
+        const wide_t s = sigmoid(Kind::inner(x[j]));                                           \
+        y[j] = g[j] * (s + x[j] * s * (1 - s) * Kind::slope(x[j]));                            \
+      }                                                                                        \
+      for (int64_t j = 0; j < width; ++j) store(y[j], out + start + j);                        \
+    }                                                                                          \
+  }
+
+PARALLEL_EXT_ACTIVATION_LOOPS(Silu, float, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Silu, c10::BFloat16, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Silu, c10::Half, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Silu, double, double)
+PARALLEL_EXT_ACTIVATION_LOOPS(Gelu, float, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Gelu, c10::BFloat16, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Gelu, c10::Half, float)
+PARALLEL_EXT_ACTIVATION_LOOPS(Gelu, double, double)
+
+template <typename Loop>
+void in_tasks(int64_t numel, const Loop& loop) {
+  at::parallel_for(0, numel, kPerTask,
+                   [&](int64_t begin, int64_t end) { loop(begin, end - begin); });
+}
+
+template <typename Kind>
+at::Tensor activated(const at::Tensor& input_in) {
+  check_floating(Kind::kOp, "input", input_in);
+  if (!use_cpu_loops(input_in)) {
+    const at::Tensor x = input_in.to(wide_type(input_in));
+    return (x * at::sigmoid(Kind::inner(x))).to(input_in.scalar_type());
+  }
+  const at::Tensor input = input_in.contiguous();
+  at::Tensor output = pooled_empty(input.sizes(), input.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, input.scalar_type(), Kind::kOp, [&] {
+    const auto* in = input.const_data_ptr<scalar_t>();
+    auto* out = output.mutable_data_ptr<scalar_t>();
+    in_tasks(input.numel(), [&](int64_t begin, int64_t size) {
+      forward_loop(Kind(), in + begin, size, out + begin);
+    });
+  });
+  return output;
+}
+
+template <typename Kind>
+at::Tensor gradient(const at::Tensor& grad_in, const at::Tensor& input_in) {
+  check_same_dtype(Kind::kBackward, "grad_output", grad_in, "input", input_in);
+  check_shape(Kind::kBackward, "grad_output", grad_in, input_in.sizes());
+  if (!use_cpu_loops(input_in)) {
+    const auto wide = wide_type(input_in);
+    const at::Tensor x = input_in.to(wide), s = at::sigmoid(Kind::inner(x));
+    at::Tensor curved = x * s * (1 - s);
+    if constexpr (std::is_same_v<decltype(Kind::slope(x)), at::Tensor>) curved *= Kind::slope(x);
+    return (grad_in.to(wide) * (s + curved)).to(input_in.scalar_type());
+  }
+  const at::Tensor grad = grad_in.contiguous(), input = input_in.contiguous();
+  at::Tensor output = pooled_empty(input.sizes(), input.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kBFloat16, at::kHalf, input.scalar_type(), Kind::kBackward, [&] {
+        const auto* g = grad.const_data_ptr<scalar_t>();
+        const auto* in = input.const_data_ptr<scalar_t>();
+        auto* out = output.mutable_data_ptr<scalar_t>();
+        in_tasks(input.numel(), [&](int64_t begin, int64_t size) {
+          backward_loop(Kind(), g + begin, in + begin, size, out + begin);
+        });
+      });
+  return output;
+}
+
+at::Tensor activated_meta(const at::Tensor& input) {
+  return at::empty_like(input, at::MemoryFormat::Contiguous);
+}
+
+struct FixedSilu : Gradient<FixedSilu, fixed_silu, Saved<0>> {
+  static variable_list rule(const ForwardCall<fixed_silu>& forward, const variable_list& grads) {
+    const auto [input] = forward.arguments();
+    return forward.gradients(fixed_silu_backward(grads[0], input));
+  }
+};
+
+struct FixedGelu : Gradient<FixedGelu, fixed_gelu, Saved<0>> {
+  static variable_list rule(const ForwardCall<fixed_gelu>& forward, const variable_list& grads) {
+    const auto [input] = forward.arguments();
+    return forward.gradients(fixed_gelu_backward(grads[0], input));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<fixed_silu>(library)
+      .kernel<activated<Silu>>()
+      .meta<activated_meta>()
+      .gradient<FixedSilu>();
+  implement<fixed_silu_backward>(library).kernel<gradient<Silu>>().meta<activated_meta>();
+  implement<fixed_gelu>(library)
+      .kernel<activated<Gelu>>()
+      .meta<activated_meta>()
+      .gradient<FixedGelu>();
+  implement<fixed_gelu_backward>(library).kernel<gradient<Gelu>>().meta<activated_meta>();
+}
+
+}  // namespace parallel_ext
