@@ -28,7 +28,8 @@ from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
 _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
-_HEAD_NORMS = ("Qwen3RMSNorm", "Qwen3MoeRMSNorm")  # in fp32, rounded, then times the weight
+# In fp32, rounded, then times the weight; or Gemma's, in fp32 times 1 + weight, then rounded.
+_HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm": True}
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
@@ -141,7 +142,9 @@ def _replace_attention(
     own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
     for name in names.head_norms:
         norm = module.get_submodule(name)
-        put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, norm.variance_epsilon, own, tp))
+        of_gemma = _HEAD_NORMS[type(norm).__name__]
+        eps = norm.eps if of_gemma else norm.variance_epsilon
+        put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, of_gemma))
 
 
 def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:

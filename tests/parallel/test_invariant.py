@@ -46,6 +46,8 @@ KINDS = {
     "gemma": OfSpec("gemma", dtype=torch.float32),
     "bf16 gemma": OfSpec("gemma", dtype=torch.bfloat16, tied=True, heads=8, key_value_heads=1),
     "gemma2": OfSpec("gemma2", dtype=torch.float32, tied=True),
+    "gemma3": OfSpec("gemma3_text", dtype=torch.float32, tied=True),
+    "bf16 gemma3": OfSpec("gemma3_text", dtype=torch.bfloat16, heads=8, key_value_heads=2),
     "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
 }
 
@@ -235,7 +237,7 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     "tiny",
     [
         *(Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)),
-        *(OfSpec("gemma"), OfSpec("gemma2", tied=True)),
+        *(OfSpec("gemma"), OfSpec("gemma2", tied=True), OfSpec("gemma3_text")),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
@@ -326,6 +328,12 @@ def test_a_digest_finds_a_rank_with_other_bits() -> None:
         assert "ranks 0 and 1 hold different bits of model.norm.weight" in text
 
 
+def _with_another_norm() -> nn.Module:
+    model = OfSpec("qwen3", dtype=torch.float32).model()
+    model.model.layers[1].self_attn.k_norm = nn.LayerNorm(8, bias=False)
+    return model
+
+
 def _refusals() -> list[Any]:
     mesh = mesh_of()
 
@@ -347,7 +355,7 @@ def _refusals() -> list[Any]:
 
     model = made(model_of())
     return [
-        refused(lambda: made(OfSpec("gemma3_text", dtype=torch.float32).model())),
+        refused(lambda: made(_with_another_norm())),
         refused(lambda: made(model_of(attention_dropout=0.1))),
         refused(lambda: made(model_of(hidden_act="gelu"))),
         refused(lambda: made(model_of(head_dim=10))),
@@ -365,7 +373,7 @@ def _refusals() -> list[Any]:
 
 def test_what_is_not_served_is_refused_by_name() -> None:
     words = [
-        "is a Gemma3RMSNorm",
+        "is a LayerNorm",
         "attention_dropout",
         "mlp.act_fn is a GELUActivation",
         "self_attn have 10",
