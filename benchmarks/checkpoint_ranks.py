@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import parallel_ext as px
+from parallel_ext.parallel.extending import called_by_this_package
 
 OURS = "parallel_ext"
 TRANSFORMERS_TP = "transformers TP"
@@ -53,9 +54,10 @@ class Jobs:
 
     def _load_theirs(self) -> LlamaForCausalLM:
         config = DistributedConfig(tp_size=dist.get_world_size())
-        return LlamaForCausalLM.from_pretrained(
-            self.source, dtype=torch.float32, distributed_config=config
-        )
+        with called_by_this_package():  # else what we extend looks for our models' parameters
+            return LlamaForCausalLM.from_pretrained(
+                self.source, dtype=torch.float32, distributed_config=config
+            )
 
     def _write_shard(self, target: Path) -> None:
         target.mkdir(exist_ok=True)
@@ -108,7 +110,8 @@ class Jobs:
         """Competitor -> its load of the same directory; the bound copies a shard's bytes."""
 
         def copy() -> None:
-            shard = mmap.mmap(-1, self.shard_bytes)  # new memory, as a model's first load needs
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as a model's memory is
+            shard = mmap.mmap(-1, self.shard_bytes, private)
             with open(max(Path(self.source).glob("*.safetensors")), "rb", buffering=0) as file:
                 file.readinto(shard)
             torch.frombuffer(shard, dtype=torch.float32).sum()

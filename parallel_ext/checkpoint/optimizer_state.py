@@ -365,15 +365,15 @@ def _room(
     saved: Mapping[str, TensorSpec],
     rank: int,
 ) -> tuple[torch.Tensor, list[tuple[Wanted, torch.Tensor]]]:
-    """Return a zero tensor for a state of one parameter, and what is to be read into it."""
+    """Return a tensor for a state of one parameter, and what is to be read, which fills it."""
     whole = layout[name]
     if at is whole:
         parts = layout.parts_of(name)
-        tensor = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
+        tensor = torch.empty_like(parameter, dtype=spec.dtype, requires_grad=False)
     else:
         whole, parts = at, (Part(name, name, at.whole, index=False),)
         shape, device = at.local_shape(rank), local_part(parameter).device
-        tensor = torch.zeros(shape, dtype=spec.dtype, device=device)
+        tensor = torch.empty(shape, dtype=spec.dtype, device=device)
     wanted = [Wanted(f"{key}/{part.name}", whole, part) for part in parts]
     for each in wanted:
         shape = each.part.layout(whole).shape

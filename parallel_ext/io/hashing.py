@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
 import xxhash
@@ -13,6 +13,9 @@ from parallel_ext.distributed.errors import CheckpointError
 
 CHUNK_BYTES = 16 << 20
 """Every chunk of a file but the last has this size."""
+
+Holds = Callable[[int, int], str]
+"""Says what the bytes of a file from one offset to another hold, for errors."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,49 @@ class FileRecord:
             start = number * CHUNK_BYTES
             self.check_chunk(number, memoryview(content)[start : start + CHUNK_BYTES], path)
 
-    def check_chunk(self, number: int, chunk: memoryview, path: Path, holds: str = "") -> None:
-        """Raise unless a chunk of a file is the one that was written.
+    def check_chunk(
+        self, number: int, chunk: memoryview, path: Path, holds: Holds = lambda start, stop: ""
+    ) -> None:
+        """Raise unless a chunk of a file is the one that was written; see :class:`ChunkCheck`."""
+        check = ChunkCheck(self, number)
+        check.update(chunk)
+        check.finish(path, holds)
+
+
+class ChunkCheck:
+    """The comparison of a chunk of a file with its hash, while it is read from front to back.
+
+    Args:
+        record: what the file must be.
+        number: of the chunk in the file.
+
+    Attributes:
+        start, stop: the bytes of the chunk.
+    """
+
+    def __init__(self, record: FileRecord, number: int) -> None:
+        self._expected, self._hash = record.hashes[number], xxhash.xxh3_128()
+        self.start = number * CHUNK_BYTES
+        self.stop = min(self.start + CHUNK_BYTES, record.size)
+
+    def update(self, memory: memoryview) -> None:
+        """Take the next bytes of the chunk."""
+        self._hash.update(memory)
+
+    def finish(self, path: Path, holds: Holds) -> None:
+        """Raise unless all bytes of the chunk, now taken, are those that were written.
 
         Args:
-            number: of the chunk in the file.
-            chunk: its bytes.
             path: of the file, for the error.
-            holds: what lies there, for the error.
+            holds: says what the bytes from one offset to another hold, for the error.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: they are not.
         """
-        found = xxhash.xxh3_128_hexdigest(chunk)
-        if found != self.hashes[number]:
-            start = number * CHUNK_BYTES
+        if (found := self._hash.hexdigest()) != self._expected:
             raise CheckpointError(
-                f"{path}: the bytes [{start}, {start + len(chunk)}){holds} are damaged: their hash "
-                f"is {found}, but {self.hashes[number]} was written"
+                f"{path}: the bytes [{self.start}, {self.stop}){holds(self.start, self.stop)} are "
+                f"damaged: their hash is {found}, but {self._expected} was written"
             )
 
 
@@ -117,7 +145,7 @@ class CheckedReader:
         self._room: memoryview | None = None  # of the chunk that is kept, and of the next
         self._kept: int | None = None  # which chunk that is
 
-    def read(self, memory: memoryview, offset: int, holds: Callable[[int, int], str]) -> None:
+    def read(self, memory: memoryview, offset: int, holds: Holds) -> None:
         """Fill ``memory`` from ``offset`` of the file on, and compare every chunk with its hash.
 
         Args:
@@ -139,7 +167,8 @@ class CheckedReader:
                 self._take(number, start, target, holds)
             else:
                 if self._room is None:  # mapped, so that it goes back to the system at once
-                    self._room = memoryview(mmap(-1, min(CHUNK_BYTES, self._record.size)))
+                    size_of_room = min(CHUNK_BYTES, self._record.size)
+                    self._room = memoryview(mmap(-1, size_of_room, MAP_PRIVATE | MAP_ANONYMOUS))
                 if self._kept != number:
                     self._kept = None  # unless this raises
                     self._take(number, start, self._room[:size], holds)
@@ -147,11 +176,9 @@ class CheckedReader:
                 target[:] = self._room[inside : inside + count]
             done += count
 
-    def _take(
-        self, number: int, start: int, chunk: memoryview, holds: Callable[[int, int], str]
-    ) -> None:
+    def _take(self, number: int, start: int, chunk: memoryview, holds: Holds) -> None:
         self._read(chunk, start)
-        self._record.check_chunk(number, chunk, self._path, holds(start, start + len(chunk)))
+        self._record.check_chunk(number, chunk, self._path, holds)
 
     def forget(self) -> None:
         """Free the memory of the chunk that is kept."""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.io.hashing import CHUNK_BYTES
+from parallel_ext.io.places import Piece, Place
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.sharding.layout import Part, TensorLayout
 from parallel_ext.sharding.reshard import part_views
 
 _STEP_BYTES = 128 << 20  # of full tensors that are read before the ranks meet again
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -49,23 +55,86 @@ def steps_of(
         yield step
 
 
-def read_shard(file: SafetensorsFile, wanted: Wanted, shard: torch.Tensor, rank: int) -> None:
-    """Read this rank's boxes of a tensor of a file, straight to their places in its shard.
+def read_shard(
+    file: SafetensorsFile, wanted: Wanted, shard: torch.Tensor, rank: int, reads: Reads
+) -> None:
+    """Let this rank's boxes of a tensor of a file be read, straight to their places in its shard.
 
     Args:
         file: that holds it.
         wanted: which.
         shard: this rank's shard of ``wanted.whole``, on any device; the rest of it stays as it is.
         rank: this rank.
+        reads: does it, when it runs.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     for box, place in part_views(shard, wanted.whole, wanted.part, rank):
-        room = place if place.is_cpu else torch.empty_like(place, device="cpu")
-        file.read_box(wanted.name, box, room)
-        if room is not place:
-            place.copy_(room)
+        file.read_box(wanted.name, box, place, partial(reads.add, file))
+
+
+class Reads:
+    """The reads of one file after another, each from front to back, by some threads.
+
+    Args:
+        pool: of the threads; None for this one alone.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
+        self._map = map if pool is None else pool.map
+        self._file: SafetensorsFile | None = None
+        self._passes: list[dict[int, list[Piece]]] = []  # by chunk; the first is nearly always all
+
+    def add(self, file: SafetensorsFile, places: Iterable[Place]) -> None:
+        """Add places of a file, after those of lower offsets.
+
+        Raises:
+            CheckpointError: what was added of the file before cannot be read.
+        """
+        if self._file is not file:
+            self.finish()
+            self._file = file
+        for place in places:
+            for piece in Piece.of(place):
+                self._pieces_before(piece).append(piece)
+
+    def _pieces_before(self, piece: Piece) -> list[Piece]:
+        """Return the pieces of the same chunk that one pass reads before this one."""
+        number = piece.start // CHUNK_BYTES
+        for each in self._passes:
+            pieces = each.setdefault(number, [])
+            if not pieces or pieces[-1].stop <= piece.start:
+                return pieces
+        self._passes.append({number: []})
+        return self._passes[-1][number]
+
+    def run(self, keep: int = 1) -> None:
+        """Read what was added, but for the last chunks, of which more may be wanted.
+
+        Args:
+            keep: how many of the last chunks.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        for each in self._passes:
+            numbers = sorted(each)[: len(each) - keep]
+            for _ in self._map(self._file.read_chunk, numbers, [each.pop(n) for n in numbers]):
+                pass
+
+    def finish(self) -> None:
+        """Read all that was added, and give back what the file took."""
+        if self._file is not None:
+            self.run(keep=0)
+            self._file.forget()
+        self._file, self._passes = None, []
+
+
+def num_threads(world_size: int) -> int:
+    """Return how many threads of a rank read: what the cores of its host leave to it, at most 4."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # of torchrun
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))
 
 
 def read_shards(
@@ -96,19 +165,19 @@ def read_shards(
     def place(each: Wanted) -> tuple[str, int]:
         return str(files[each.name].path), files[each.name].tensors[each.name].start
 
-    before: SafetensorsFile | None = None
+    steps = list(steps_of(sorted((each for each, _ in wanted), key=place), files))
+    threads = num_threads(mesh.world_size)
+    with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
+        reads = Reads(pool)
 
-    def read(step: Sequence[Wanted]) -> None:
-        nonlocal before
-        for each in step:
-            if before is not None and before is not files[each.name]:
-                before.forget()
-            before = files[each.name]
-            read_shard(before, each, shards[each.name], mesh.rank)
+        def read(step: Sequence[Wanted]) -> None:
+            for each in step:
+                read_shard(files[each.name], each, shards[each.name], mesh.rank, reads)
+            reads.finish() if step is steps[-1] else reads.run()
 
-    for step in steps_of(sorted((each for each, _ in wanted), key=place), files):
-        mesh.control.run_on_all(op_name, partial(read, step))
-        progress(sum(bytes_here(each, files, mesh.rank) for each in step))
+        for step in steps:
+            mesh.control.run_on_all(op_name, partial(read, step))
+            progress(sum(bytes_here(each, files, mesh.rank) for each in step))
 
 
 def bytes_here(wanted: Wanted, files: Mapping[str, SafetensorsFile], rank: int) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hashing import CHUNK_BYTES, CheckedReader, FileRecord, wrong_size
+from parallel_ext.io.hashing import CHUNK_BYTES, CheckedReader, ChunkCheck, FileRecord, wrong_size
+from parallel_ext.io.places import HOT_BYTES, Piece, Place, places_of
 from parallel_ext.io.safe_open import open_file, shown
 from parallel_ext.io.schema import (
     MAX_JSON_BYTES,
@@ -27,7 +29,6 @@ from parallel_ext.io.schema import (
     parse_json,
 )
 from parallel_ext.sharding.layout import Box, box_shape
-from parallel_ext.sharding.reshard import STRIPE_BYTES, bytes_of
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
@@ -68,14 +69,6 @@ class TensorEntry(NamedTuple):
     stop: int
 
 
-def row_stripes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Iterate over views of rows (dimension 0) of at most ``STRIPE_BYTES``, or of one row."""
-    if tensor.numel() == 0:
-        return iter(())
-    row_bytes = tensor.numel() // tensor.size(0) * tensor.element_size()
-    return iter(tensor.split(max(1, STRIPE_BYTES // row_bytes)))
-
-
 class SafetensorsFile:
     """An open safetensors file whose header has been validated.
 
@@ -98,7 +91,9 @@ class SafetensorsFile:
         self._links = record is None
         self._file: FileIO | None = open_file(self.path, links=self._links)
         self._found = os.fstat(self._file.fileno())
+        self._record = record
         self._checked: CheckedReader | None = None
+        self._opening = threading.Lock()
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorEntry] = {}
         try:
@@ -132,9 +127,9 @@ class SafetensorsFile:
                 f"{self.path}: the file has {size} bytes, fewer than the {LENGTH_BYTES} with "
                 "which a safetensors file begins; it is truncated"
             )
-        length = bytearray(LENGTH_BYTES)
-        self._read(memoryview(length), 0)
-        header_bytes = int.from_bytes(length, "little")
+        # With hashes a whole chunk is read in any case, so that it is read once.
+        first = self._bytes(0, LENGTH_BYTES if self._record is None else min(size, HOT_BYTES))
+        header_bytes = int.from_bytes(first[:LENGTH_BYTES], "little")
         if header_bytes > most:
             raise CheckpointError(
                 f"{self.path}: a header of {header_bytes} bytes is announced, more than "
@@ -146,8 +141,8 @@ class SafetensorsFile:
                 f"{self.path}: its header alone ends at byte {data_start}, but the file has "
                 f"{size} bytes; it is truncated"
             )
-        header = bytearray(header_bytes)
-        self._read(memoryview(header), LENGTH_BYTES)
+        known = data_start <= len(first)
+        header = first[LENGTH_BYTES:data_start] if known else self._bytes(LENGTH_BYTES, data_start)
         if (count := header.count(OFFSETS_WORD)) > MAX_TENSORS:
             raise CheckpointError(
                 f"{self.path}: its header describes {count} tensors, more than {MAX_TENSORS}"
@@ -221,12 +216,15 @@ class SafetensorsFile:
                 f"{self.path}: by its header the file has {end} bytes, but it has {size}; {kind}"
             )
 
-    def _read(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory`` from ``offset`` on, compared with the hashes if there are any."""
-        if self._checked is not None:
-            self._checked.read(memory, offset, self._holds)
-        else:
-            self._read_plain(memory, offset)
+    def _bytes(self, start: int, stop: int) -> bytes:
+        """Read bytes of the file, compared with the hashes if there are any."""
+        place = Place(
+            start, torch.empty(stop - start, dtype=torch.uint8, device="cpu"), torch.uint8
+        )
+        memory = place.memory(start, stop)
+        for piece in Piece.of(place):
+            self.read_chunk(piece.start // CHUNK_BYTES, [piece])
+        return bytes(memory)
 
     def _holds(self, start: int, stop: int) -> str:
         """Name the tensors between two places of the file, for errors; empty if there are none."""
@@ -245,11 +243,9 @@ class SafetensorsFile:
             CheckpointError: a chunk is damaged.
         """
         end = max((entry.stop for entry in self.tensors.values()), default=0)
-        room = memoryview(bytearray(min(end, CHUNK_BYTES)))
         for start in range(0, end, CHUNK_BYTES):
-            part = room[: end - start]
-            self._read(part, start)
-            progress(len(part))
+            self.read_chunk(start // CHUNK_BYTES, [])
+            progress(min(CHUNK_BYTES, end - start))
 
     def forget(self) -> None:
         """Free the memory and the descriptor that reading in order has kept."""
@@ -259,11 +255,14 @@ class SafetensorsFile:
 
     def _descriptor(self) -> int:
         """Return the descriptor of the file, which is opened again if need be."""
-        if self._file is None:
-            self._file = open_file(self.path, links=self._links)
-            if not os.path.samestat(self._found, os.fstat(self._file.fileno())):
-                raise CheckpointError(f"{self.path}: another file was put there while it was read")
-        return self._file.fileno()
+        with self._opening:
+            if self._file is None:
+                self._file = open_file(self.path, links=self._links)
+                if not os.path.samestat(self._found, os.fstat(self._file.fileno())):
+                    raise CheckpointError(
+                        f"{self.path}: another file was put there while it was read"
+                    )
+            return self._file.fileno()
 
     def _read_plain(self, memory: memoryview, offset: int) -> None:
         done, descriptor = 0, self._descriptor()
@@ -276,16 +275,24 @@ class SafetensorsFile:
                 )
             done += count
 
-    def read_box(self, name: str, box: Box, out: torch.Tensor) -> None:
-        """Read a box of a tensor into ``out``.
+    def read_box(
+        self,
+        name: str,
+        box: Box,
+        out: torch.Tensor,
+        later: Callable[[Iterable[Place]], None] | None = None,
+    ) -> None:
+        """Read a box of a tensor into ``out``, at once or with others.
 
         Beside ``out`` it takes one stripe of memory, whatever the size of the tensor.
 
         Args:
             name: of a tensor of this file.
             box: the half-open range that is wanted of each dimension.
-            out: of the shape of ``box``, on the CPU; any strides. Elements are converted to its
+            out: of the shape of ``box``, on any device; any strides. Elements are converted to its
                 dtype.
+            later: gets the places that are to be filled by ``read_chunk``; when None, they are
+                filled here.
 
         Raises:
             CheckpointError: there is no such tensor or box, ``out`` does not fit, or the file got
@@ -301,45 +308,62 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path}: {name}: the box {box} does not lie inside the shape {entry.shape}"
             )
-        if tuple(out.shape) != box_shape(box) or out.device.type != "cpu":
+        if tuple(out.shape) != box_shape(box) or out.is_meta:
             raise CheckpointError(
                 f"{self.path}: {name}: the box {box} does not fit a tensor of shape "
                 f"{tuple(out.shape)} on {out.device}"
             )
-        if out.numel():
-            self._read_part(entry.dtype, entry.shape, entry.start, box, out.detach())
-
-    def _read_part(
-        self, dtype: torch.dtype, shape: tuple[int, ...], start: int, box: Box, out: torch.Tensor
-    ) -> None:
-        """Read a box of the row-major tensor of ``shape`` whose bytes begin at ``start``."""
-        if not shape:
-            self._read_rows(dtype, start, out.view(1))
+        if not out.numel():
             return
-        row_shape, row_box, first_row = shape[1:], box[1:], box[0][0]
-        row_bytes = math.prod(row_shape) * dtype.itemsize
-        begin = start + first_row * row_bytes
-        if row_box == tuple((0, size) for size in row_shape):
-            self._read_rows(dtype, begin, out)
-        elif row_bytes > STRIPE_BYTES:
-            for index, row in enumerate(out):
-                self._read_part(dtype, row_shape, begin + index * row_bytes, row_box, row)
-        else:
-            columns = (slice(None), *(slice(a, b) for a, b in row_box))
-            rows_at_once = STRIPE_BYTES // row_bytes
-            for block in out.split(rows_at_once):
-                stripe = torch.empty((len(block), *row_shape), dtype=dtype, device="cpu")
-                self._read(bytes_of(stripe), begin)
-                block.copy_(stripe[columns])
-                begin += stripe.nbytes
-
-    def _read_rows(self, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
-        """Read whole rows, which are consecutive bytes, into ``out``."""
-        if out.dtype == dtype and out.is_contiguous():
-            self._read(bytes_of(out), start)
+        places = places_of(entry.dtype, entry.shape, entry.start, box, out.detach())
+        if later is not None:
+            later(places)
             return
-        for block in row_stripes(out.view(-1) if out.is_contiguous() else out):
-            stripe = torch.empty(block.shape, dtype=dtype, device="cpu")
-            self._read(bytes_of(stripe), start)
-            block.copy_(stripe)
-            start += stripe.nbytes
+        for place in places:
+            memory = place.memory(place.start, place.stop)
+            if self._checked is None:
+                self._read_plain(memory, place.start)
+            else:
+                self._checked.read(memory, place.start, self._holds)
+            place.filled(len(memory))
+
+    def read_chunk(self, number: int, pieces: Sequence[Piece]) -> None:
+        """Read all that is wanted of a chunk of the file; several threads may read others.
+
+        With hashes, what lies between is read too, and the whole chunk is compared.
+
+        Args:
+            number: of the chunk.
+            pieces: of places, in the order of the file, without overlap.
+
+        Raises:
+            CheckpointError: the file got shorter, or the chunk is not the one that was written. The
+                places may have been filled.
+        """
+        check = None if self._record is None else ChunkCheck(self._record, number)
+        at = number * CHUNK_BYTES
+        for place, start, stop in pieces:
+            if check is not None:
+                self._skip(at, start, check)
+            self._read_hot(place.memory(start, stop), start, check)
+            place.filled(stop - start)
+            at = stop
+        if check is not None:
+            self._skip(at, check.stop, check)
+            check.finish(self.path, self._holds)
+
+    def _skip(self, start: int, stop: int, check: ChunkCheck) -> None:
+        """Read bytes that nobody wants, for the hash alone."""
+        if start < stop:
+            room = memoryview(bytearray(min(stop - start, HOT_BYTES)))
+            for at in range(start, stop, HOT_BYTES):
+                self._read_hot(room[: stop - at], at, check)
+
+    def _read_hot(self, memory: memoryview, offset: int, check: ChunkCheck | None) -> None:
+        if check is None:
+            self._read_plain(memory, offset)
+            return
+        for start in range(0, len(memory), HOT_BYTES):
+            piece = memory[start : start + HOT_BYTES]
+            self._read_plain(piece, offset + start)
+            check.update(piece)

@@ -16,6 +16,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
 from parallel_ext.models import OWN, SPECS, learn, why_unserved
+from parallel_ext.parallel.extending import called_by_this_package
 
 _MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
 _MAX_LABELS = 30_000  # ImageNet-21k has 21 841
@@ -130,7 +131,11 @@ def build_on_meta(
     """
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with torch.device("cpu"), init_empty_weights(include_buffers=False):
+        with (
+            torch.device("cpu"),
+            init_empty_weights(include_buffers=False),
+            called_by_this_package(),  # nothing of a new model is another's: nobody need look
+        ):
             model = _auto_class(directory).from_config(config, **kwargs)
         model.tie_weights()
     except Exception as error:

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io import safetensors_reader
+from parallel_ext.io import places
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.sharding.layout import Box, box_shape
@@ -61,7 +61,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 96 bytes, so that small tensors take several."""
-    monkeypatch.setattr(safetensors_reader, "STRIPE_BYTES", 96)
+    monkeypatch.setattr(places, "HOT_BYTES", 96)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from reference import (
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
+from parallel_ext.interplay import refusals
 
 
 def _plain(folder: str) -> transformers.PreTrainedModel:
@@ -150,3 +152,14 @@ def test_an_old_file_of_mixed_dtypes_loads_as_in_huggingface(tmp_path: Path) -> 
     for dtypes, error in pool(2).run(_dtypes, str(tmp_path)):
         assert dtypes == {torch.bfloat16}
         assert error <= FLOOR[torch.bfloat16]
+
+
+def test_a_model_that_is_built_is_not_searched_for_the_parameters_of_others(tmp_path: Path) -> None:
+    """Else each of its modules, as it is made, costs a walk through all models of the process."""
+    Tiny().model().save_pretrained(tmp_path)
+    mesh = px.init_mesh()
+    kept = px.from_pretrained(tmp_path, mesh)  # noqa: F841 (to be looked at)
+    with mock.patch.object(refusals, "owners_of", side_effect=AssertionError("searched")):
+        px.from_pretrained(tmp_path, mesh)
+        with pytest.raises(AssertionError, match="searched"):
+            torch.nn.Linear(2, 2)
