@@ -127,8 +127,10 @@ class SafetensorsFile:
                 f"{self.path}: the file has {size} bytes, fewer than the {LENGTH_BYTES} with "
                 "which a safetensors file begins; it is truncated"
             )
-        # With hashes a whole chunk is read in any case, so that it is read once.
-        first = self._bytes(0, LENGTH_BYTES if self._record is None else min(size, HOT_BYTES))
+        likely = LENGTH_BYTES
+        if self._record is not None:  # a whole chunk is read in any case, and so only once
+            likely = min(size, HOT_BYTES, CHUNK_BYTES)
+        first = self._bytes(0, likely)
         header_bytes = int.from_bytes(first[:LENGTH_BYTES], "little")
         if header_bytes > most:
             raise CheckpointError(

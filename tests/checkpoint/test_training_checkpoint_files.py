@@ -184,7 +184,7 @@ def test_a_flipped_bit_is_found_while_loading(tmp_path: Path) -> None:
 def test_a_damaged_chunk_is_named_with_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("io.hashing", "io.safetensors_reader", "checkpoint.manifest"):
+    for module in ("io.hashing", "io.places", "io.safetensors_reader", "checkpoint.manifest"):
         monkeypatch.setattr(f"parallel_ext.{module}.CHUNK_BYTES", 1000)
     step = _plain_checkpoint(tmp_path)
     assert px.verify_checkpoint(step) == 1
