@@ -28,7 +28,6 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         "no output head": spec.head is None,
         "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
         "an attention of another kind": attention is None or attention.is_joined,
-        "norms over all heads": bool(attention and attention.full_norms),
         "a bias of the output head": f"{spec.head}.bias" in names,
     }
     if found := [what for what, is_there in missing.items() if is_there]:
@@ -97,6 +96,9 @@ def plan_in_blocks(
             shard_rows(f"{path}.{block.key}", key_value)
             shard_rows(f"{path}.{block.value}", key_value)
             shard(f"{path}.{block.output}.weight", 1, query)
+            for norm, ranges in ((block.query_norm, query), (block.key_norm, key_value)):
+                if norm is not None:
+                    shard(f"{path}.{norm}.weight", 0, ranges)
             continue
         if isinstance(block, MixtureNames):
             parts |= block.parts(path, shapes)

@@ -271,6 +271,40 @@ class BlockHeadNorm(nn.Module):
         return ops.block_scale(heads, weight, self.blocks, self.group)
 
 
+class BlockNorm(ShardedModule):
+    """RMSNorm over features of which each rank holds blocks, as those of all heads.
+
+    Args:
+        weight: [F], of this rank's features.
+        layouts: of ``weight``, with blocks.
+        eps: added to the mean of the squares.
+        group: the tensor-parallel group.
+
+    Called with this rank's features [..., F] it returns them normalised, in the same dtype;
+    computed in fp32 or wider. The sum of the squares is one over the tree of blocks, and so is its
+    gradient.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, layouts: dict[str, TensorLayout], eps: float, group: Group
+    ) -> None:
+        super().__init__(layouts, group)
+        self.weight, self.eps = weight, eps
+        self.blocks = own_blocks(layouts["weight"], group.rank)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            wide = input.to(torch.promote_types(input.dtype, torch.float32))
+            ones = wide.new_ones(1, wide.size(-1))
+            total = ops.block_row_linear(wide.square(), ones, self.blocks, None, self.group)
+            scale = torch.rsqrt(total / self.layouts["weight"].shape[0] + self.eps)
+            # To each feature, by a product of each block with ones.
+            (scale,) = ops.block_linears(scale, [ones.T], [self.blocks], 1, self.group)
+            weight = self.weight.to(wide.dtype)
+            weight = ops.block_bias(torch.zeros_like(wide), weight, self.blocks, 1, self.group)
+            return (weight * (wide * scale)).to(input.dtype)
+
+
 class FixedGelu(nn.Module):
     """GELU by tanh with bits that depend on nothing but the element."""
 

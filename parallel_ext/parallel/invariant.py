@@ -14,6 +14,7 @@ from parallel_ext.nn.blocks import (
     BlockColumnLinear,
     BlockExperts,
     BlockHeadNorm,
+    BlockNorm,
     BlockRowLinear,
     ComputedTogether,
     FixedGelu,
@@ -62,6 +63,13 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
                 raise ValueError(
                     f"px.Invariant serves heads of a multiple of 4 features, but those of {path} "
                     f"have {module.head_dim}: torch's attention then has other bits on other tp"
+                )
+            heads = model.config.num_attention_heads
+            if block.full_norms and heads != model.config.num_key_value_heads:
+                raise ValueError(
+                    f"px.Invariant serves norms over all heads, as {path}.{block.full_norms[0]}, "
+                    f"with as many key-value heads as query heads, but the model has "
+                    f"{model.config.num_key_value_heads} and {heads}"
                 )
             for norm in block.head_norms:
                 kind = type(module.get_submodule(norm)).__name__
@@ -140,6 +148,10 @@ def _replace_attention(
     module.num_key_value_groups = 1  # each query head gets a key-value head of its own
     rows, count = module.get_submodule(names.query).blocks
     own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
+    for name in names.full_norms:
+        weight, _, layouts = put.shards(f"{path}.{name}")
+        eps = module.get_submodule(name).variance_epsilon
+        put.put(f"{path}.{name}", BlockNorm(weight, layouts, eps, tp))
     for name in names.head_norms:
         norm = module.get_submodule(name)
         of_gemma = _HEAD_NORMS[type(norm).__name__]

@@ -48,6 +48,8 @@ KINDS = {
     "gemma2": OfSpec("gemma2", dtype=torch.float32, tied=True),
     "gemma3": OfSpec("gemma3_text", dtype=torch.float32, tied=True),
     "bf16 gemma3": OfSpec("gemma3_text", dtype=torch.bfloat16, heads=8, key_value_heads=2),
+    "olmo2": OfSpec("olmo2", dtype=torch.float32, heads=8, key_value_heads=8),
+    "bf16 olmo3": OfSpec("olmo3", dtype=torch.bfloat16, heads=9, key_value_heads=9),
     "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
 }
 
@@ -238,6 +240,7 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     [
         *(Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)),
         *(OfSpec("gemma"), OfSpec("gemma2", tied=True), OfSpec("gemma3_text")),
+        OfSpec("olmo2", heads=5, key_value_heads=5),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
@@ -377,7 +380,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "attention_dropout",
         "mlp.act_fn is a GELUActivation",
         "self_attn have 10",
-        "norms over all heads",
+        "with as many key-value heads",
         "more than the 1 blocks of",
         "must be a px.Invariant",
         "leave out training_logits and fused_loss",
