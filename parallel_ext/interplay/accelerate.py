@@ -117,11 +117,17 @@ def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) ->
                 f"{dp} data parallel ranks, but the model's mesh has tp={mesh.tp_size} and "
                 f"dp={mesh.dp_size}"
             )
-    if (
-        state.trains_apart
-        and not evaluation_mode
-        and any(p.requires_grad for p in model.parameters())
-    ):
+    trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
+    if state.trains_apart and trains:
+        by_our_trainer = _OUR_TRAINER in _modules_of_calling_trainer()
+        if state.invariant is not None and not by_our_trainer:
+            raise NotImplementedError(
+                f"Accelerator.prepare: at dp={mesh.dp_size} a model with px.Invariant trains by "
+                "px.train_leaves(model, batch) or px.Trainer; every rank gives the first one the "
+                "same batch, which no loader of accelerate does"
+            )
+        if state.zero is not None:  # in leaves
+            return
         raise RuntimeError(
             f"Accelerator.prepare: training at dp={mesh.dp_size} needs px.data_parallel(model, "
             "mesh) before; for evaluation alone call prepare_model(model, evaluation_mode=True)"
@@ -139,13 +145,19 @@ def _check_ranks(accelerator: Accelerator, mesh: Mesh) -> None:
 
 def _is_called_by_another_trainer() -> bool:
     """Return whether a method of a ``transformers.Trainer`` without px.TrainerMixin has called."""
+    modules = _modules_of_calling_trainer()
+    return bool(modules) and _OUR_TRAINER not in modules
+
+
+def _modules_of_calling_trainer() -> set[str]:
+    """Return the modules of the classes of the ``transformers.Trainer`` that has called, if any."""
     frame = sys._getframe(1)
     while frame is not None:
         modules = {each.__module__ for each in type(frame.f_locals.get("self")).__mro__}
         if "transformers.trainer" in modules:
-            return _OUR_TRAINER not in modules
+            return modules
         frame = frame.f_back
-    return False
+    return set()
 
 
 def _served(accelerator: Accelerator) -> Mesh | None:

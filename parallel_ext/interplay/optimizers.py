@@ -59,9 +59,11 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     A hook for ``register_optimizer_step_pre_hook``.
 
     Raises:
-        RuntimeError: it is, or nothing shows that it looks at single elements.
+        RuntimeError: it is, or nothing shows that it looks at single elements; or it is fused, and
+            the model has ``px.Invariant``.
     """
     if optimizer not in _verdicts:
+        _refuse_fused(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)
     if not (verdict := _verdicts[optimizer]):
         return
@@ -73,6 +75,18 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 f"{owned.layout.describe(0)}; its steps would not be those of one process; "
                 f"{known.instead}"
             )
+
+
+def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer whose kernel has other bits for the last elements of a tensor."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        for owned in _owners(optimizer).values():
+            if state_of(owned.model).invariant is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} with fused=True has other bits at the end of a "
+                    "shard, which px.Invariant rules out; pass fused=False, or to px.Trainer "
+                    'optim="adamw_torch"'
+                )
 
 
 def _known(optimizer: torch.optim.Optimizer) -> _Known | None:

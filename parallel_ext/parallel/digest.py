@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
-from parallel_ext.nn.sharded_module import named_shards
-from parallel_ext.parallel.state import state_of
+from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.blocks import own_blocks
-from parallel_ext.sharding.slices import local_part, take_block
+from parallel_ext.sharding.slices import gather_rows, local_part, take_block
 
 
 @torch.no_grad()
@@ -38,19 +38,21 @@ def digest(model: nn.Module, per_parameter: bool = False) -> str | dict[str, str
         >>> digest(model)  # doctest: +SKIP
         '3e2a...'
     """
-    state = state_of(model)
+    model, state = model_of(model), state_of(model)
     if state.invariant is None:
         raise ValueError("px.digest is of models that px.parallelize(..., invariant=) has made")
     control = state.mesh.control
     control.barrier("digest")
+    to_shards(model)
     own: dict[tuple[str, int], str] = {}
     for name, parameter, layout in named_shards(model):
-        first, ranges = 0, ((0, layout.shape[0]),)
-        if layout.blocks:
-            ranges = own_blocks(layout, state.mesh.rank).own
-            first = layout.ranges(state.mesh.rank)[0][0]
+        shard, whole = gather_rows(local_part(parameter), layout, state.mesh)
+        first, ranges = 0, ((0, whole.shape[0]),)
+        if whole.blocks:
+            ranges = own_blocks(whole, state.mesh.rank).own
+            first = whole.ranges(state.mesh.rank)[0][0]
         for start, stop in dict.fromkeys(ranges):  # of equal ones, one
-            block = take_block(local_part(parameter), layout, (start, stop)).cpu()
+            block = take_block(shard, whole, (start, stop)).cpu()
             data = block.flatten().view(torch.uint8).numpy()
             own[layout.name or name, first + start] = hashlib.sha256(data).hexdigest()
     blocks: dict[tuple[str, int], tuple[int, str]] = {}

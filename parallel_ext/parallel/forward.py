@@ -309,6 +309,11 @@ def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractConte
 
 
 def _refuse_training_apart(state: ParallelState) -> NoReturn:
+    if state.invariant is not None:
+        raise RuntimeError(
+            f"training at dp={state.mesh.dp_size} under px.Invariant needs px.train_leaves(model, "
+            "batch), or px.leaves for a loop of your own: it runs leaves of one batch"
+        )
     raise RuntimeError(
         f"training at dp={state.mesh.dp_size} needs px.data_parallel(model, mesh): nobody sums the "
         "gradients of the dp ranks, so each would train a model of its own; "

@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.loss import BalanceOfLeaves
 from parallel_ext.nn.moe import Routing
 from parallel_ext.nn.replicas import Turn
@@ -54,6 +55,7 @@ class ParallelState(nn.Module):
         in_leaf: whether a leaf of ``train_leaves`` runs, which sums losses and gradients over dp.
         balance: the load balancing loss of the batch whose leaves run in ``train_leaves``.
         fsdp_sharded: names of the parameters that it has sharded over dp ranks.
+        leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
         held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
         turn_over_dp: which parameter the dp ranks compare next.
@@ -92,6 +94,7 @@ class ParallelState(nn.Module):
         self.in_leaf = False
         self.balance: BalanceOfLeaves | None = None
         self.fsdp_sharded: frozenset[str] = frozenset()
+        self.leaf_sums: LeafSums | None = None
         self.held: HeldGradients | None = None
         self.generates = False
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
@@ -125,7 +128,8 @@ class ParallelState(nn.Module):
     def trains_apart(self) -> bool:
         """Return whether nothing sums the gradients of the dp ranks, so that each trains alone."""
         by_caller = self.reduced_by_caller or self.in_leaf
-        return self.mesh.dp_size > 1 and self.zero is None and not by_caller
+        summed = self.zero is not None and self.invariant is None
+        return self.mesh.dp_size > 1 and not summed and not by_caller
 
     def get_extra_state(self) -> Marker:
         """Return which shards this rank holds, in numbers that :func:`in_words` names."""

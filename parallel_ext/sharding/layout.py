@@ -73,6 +73,7 @@ class TensorLayout:
             for them (``sharding/blocks.py``); a rank holds whole ones.
         parts: equal parts that lie side by side along ``dim``; a block is its range of each, as the
             columns of an expert are of each row of its adapter.
+        rows_of: where ranks share out the rows of a shard, the layout of the shard; else None.
     """
 
     name: str
@@ -81,6 +82,7 @@ class TensorLayout:
     held: tuple[tuple[Box, ...], ...] = ()
     blocks: tuple[Range, ...] = ()
     parts: int = 1
+    rows_of: TensorLayout | None = None
 
     @property
     def period(self) -> int:
@@ -167,7 +169,7 @@ class TensorLayout:
         """
         nameless = replace(self, name="")  # so that equal layouts of layers are computed once
         held = _shard_further(nameless, tuple(map(tuple, groups)))
-        return TensorLayout(self.name, self.shape, self.dim or 0, held)
+        return TensorLayout(self.name, self.shape, self.dim or 0, held, rows_of=nameless)
 
     def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
         """Return the boxes of the rows ``[start, stop)`` of ``rank``'s shard."""

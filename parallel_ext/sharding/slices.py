@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from parallel_ext import ops
+from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import Box, TensorLayout
 
@@ -94,6 +97,27 @@ def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter or gradient: of a DTensor its local tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def gather_rows(
+    shard: torch.Tensor, layout: TensorLayout, mesh: Mesh
+) -> tuple[torch.Tensor, TensorLayout]:
+    """Gather the rows of a shard that the dp ranks share out; all of them call it.
+
+    Args:
+        shard: this rank's rows, or a shard that is not shared out, which is returned.
+        layout: of ``shard``.
+        mesh: the ranks.
+
+    Returns:
+        The shard, and its layout without its name.
+    """
+    if layout.rows_of is None:
+        return shard, layout
+    ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
+    sizes = [math.prod(layout.local_shape(rank)) for rank in ranks]
+    rows = ops.gather_from_region(shard.reshape(-1), sizes, mesh.dp)
+    return rows.view(layout.rows_of.local_shape(mesh.rank)), layout.rows_of
 
 
 def like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.fsdp_gradients import HeldGradients
+from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.linear import ColumnParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shards
@@ -71,9 +72,10 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
         if state.zero is not None:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
-        if state.invariant is not None:
+        if state.invariant is not None and state.routings:
             raise ValueError(
-                "data_parallel: px.Invariant does not shard over dp; train with px.train_leaves"
+                "data_parallel: px.Invariant does not shard mixtures of experts over dp yet; train "
+                "with px.train_leaves, without px.data_parallel"
             )
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
@@ -187,7 +189,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
     model.register_forward_pre_hook(_arrive, prepend=True)  # before FSDP's, which gathers
-    _name_lost_ranks(model, mesh)
+    if state.invariant is not None:
+        state.leaf_sums = LeafSums(mesh.dp_size)
+    _exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
     state.held = HeldGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
@@ -274,7 +278,8 @@ class _AfterForward:
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
         self._state.held.begin_backward()  # first: what is refused next must leave FSDP mendable
-        self._state.partials.open()
+        if self._state.partials is not None:
+            self._state.partials.open()
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
@@ -308,8 +313,8 @@ def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
     return DeviceMesh.from_group(process_group, mesh.device.type)
 
 
-def _name_lost_ranks(model: nn.Module, mesh: Mesh) -> None:
-    """Let FSDP's collectives name the ranks that are missing, as this package's do."""
+def _exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
+    """Let FSDP's collectives name the ranks that are missing, and ``sums`` sum gradients."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -317,7 +322,12 @@ def _name_lost_ranks(model: nn.Module, mesh: Mesh) -> None:
             of_experts = isinstance(module, ExpertParallelExperts)
             group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
             module.set_custom_all_gather(_Collective(dist.all_gather_into_tensor, mesh, group))
-            module.set_custom_reduce_scatter(_Collective(dist.reduce_scatter_tensor, mesh, group))
+            if sums is None:
+                reduce = _Collective(dist.reduce_scatter_tensor, mesh, group)
+            else:
+                module.set_gradient_divide_factor(1.0)
+                reduce = _SumOverLeaves(dist.all_to_all_single, mesh, group, sums)
+            module.set_custom_reduce_scatter(reduce)
 
 
 class _Collective:
@@ -337,6 +347,31 @@ class _Collective:
             "training with data_parallel",
             lambda: self._plain(output_tensor, input_tensor, **options),
         )
+
+
+class _SumOverLeaves(_Collective):
+    """The exchange that stands for a reduce-scatter under ``px.Invariant``.
+
+    Each rank gets its rows of the gradients of all dp ranks, unsummed.
+    """
+
+    def __init__(
+        self, plain: Callable[..., dist.Work | None], mesh: Mesh, group: Group, sums: LeafSums
+    ) -> None:
+        super().__init__(plain, mesh, group)
+        self._sums = sums
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        **options: Any,
+    ) -> None:
+        self._sums.check_running()
+        received = torch.empty_like(input_tensor)
+        super().__call__(received, input_tensor, group=group)
+        self._sums.add(self, received.view(group.size(), -1), output_tensor)
 
 
 def _record(

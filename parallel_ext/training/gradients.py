@@ -17,7 +17,7 @@ from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
-from parallel_ext.sharding.slices import local_part, take_block
+from parallel_ext.sharding.slices import gather_rows, local_part, take_block
 
 LaidOut = tuple[torch.Tensor, TensorLayout]
 """What this rank holds of a parameter or its gradient, and where the full tensor lies."""
@@ -143,7 +143,7 @@ def total_norm(
             name = "the norm of the gradients that belong to no parallel model"
             value, advice = powers[0].item(), "average these gradients first"
             require_equal(mesh.control, op_name, {name: value}, advice=advice)
-        if any(layout.blocks for _, layout in held):
+        if any((layout.rows_of or layout).blocks for _, layout in held):
             powers.append(_sum_of_squares(held, mesh, norm_type, op_name))
             continue
         own = [t for t, layout in held if t.numel() > 0 and layout.owned(mesh.rank)]
@@ -176,15 +176,14 @@ def _sum_of_squares(
     if norm_type != 2.0:
         raise ValueError(f"{op_name}: under px.Invariant norm_type must be 2, got {norm_type}")
     group = mesh.tp if mesh.ep_size <= mesh.tp_size else mesh.ep  # whose ranks hold everything
-    blocks = [
-        take_block(tensor, layout, block)
-        for tensor, layout in held
-        for block in counted_blocks(layout, group.rank)
-    ]
-    counts = [
-        sum(len(counted_blocks(layout, rank)) for _, layout in held) for rank in range(group.size)
-    ]
-    norms = torch._foreach_norm(blocks, 2.0, dtype=torch.float64) if blocks else []
+    norms, counts = [], [0] * group.size
+    for tensor, layout in held:
+        shard, whole = gather_rows(tensor, layout, mesh)  # over dp, one at a time
+        of_ranks = [counted_blocks(whole, rank) for rank in range(group.size)]
+        counts = [count + len(of_rank) for count, of_rank in zip(counts, of_ranks, strict=True)]
+        blocks = [take_block(shard, whole, block) for block in of_ranks[group.rank]]
+        if blocks:
+            norms += torch._foreach_norm(blocks, 2.0, dtype=torch.float64)
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])[:-1].square()
     everyone = ops.gather_from_region(squares, counts, group)
     return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)

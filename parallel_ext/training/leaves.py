@@ -21,11 +21,11 @@ from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.blocks import split_in_blocks
 from parallel_ext.sharding.layout import split
+from parallel_ext.sharding.tree import Node
+from parallel_ext.sharding.tree import push as _push
+from parallel_ext.training.leaf_rounds import LeafRounds
 
 _CHUNK = 1 << 22  # numbers of a gradient that the dp ranks exchange at a time
-
-Node = tuple[int, int, Any]
-"""The sum of the leaves from the first number on, so many or up to the last, and its value."""
 
 
 def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -77,7 +77,10 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def _balanced(
-    model: nn.Module, own: Leaves, batch: Mapping[str, Any], run: Callable[[slice], Any]
+    model: nn.Module,
+    own: Leaves | LeafRounds,
+    batch: Mapping[str, Any],
+    run: Callable[[slice], Any],
 ) -> Iterator[None]:
     """Give the leaves inside the context their shares of the load balancing loss, if it is asked.
 
@@ -102,7 +105,7 @@ def _balanced(
 
 
 @contextmanager
-def leaves(model: nn.Module, rows: int) -> Iterator[Leaves]:
+def leaves(model: nn.Module, rows: int) -> Iterator[Leaves | LeafRounds]:
     """Run the leaves of a global batch in a loop of your own, with the same bits on any layout.
 
     Every rank enters the context with the same batch, runs its leaves, and leaves with the
@@ -139,6 +142,12 @@ def leaves(model: nn.Module, rows: int) -> Iterator[Leaves]:
     if type(rows) is not int or rows < 1:
         raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
     require_equal(state.mesh.control, "leaves", {"rows": rows}, advice="pass the global batch's")
+    if state.zero is not None and state.mesh.dp_size > 1:
+        rounds = LeafRounds(module, state, split_in_blocks(rows, state.invariant.leaves))
+        with rounds.running():
+            yield rounds
+        rounds.finish()
+        return
     own = Leaves(module, state, rows)
     with own._running():
         yield own
@@ -349,26 +358,6 @@ def _count_of_labels(batch: Mapping[str, Any]) -> torch.Tensor:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _push(nodes: list[Node], node: Node, count: int, add: Callable[[Any, Any], Any]) -> None:
-    """Add a node to those before it, and sum up what can be: the tree of ``csrc/base/tree.h``.
-
-    Args:
-        nodes: of leaves that follow each other; the last one ends where ``node`` begins.
-        node: the next one.
-        count: of all leaves.
-        add: the sum of two values.
-    """
-    start, width, value = node
-    while True:
-        while width < count <= start + width and start % (2 * width) == 0:
-            width *= 2  # the right half covers nothing
-        if start % (2 * width) == 0 or not nodes or nodes[-1][1] != width:
-            break
-        start, _, left = nodes.pop()
-        value, width = add(left, value), 2 * width
-    nodes.append((start, width, value))
 
 
 def _add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:

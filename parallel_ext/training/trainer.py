@@ -30,6 +30,7 @@ from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.joining import call_together, remember
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.accelerate import unwrapped
+from parallel_ext.training.trainer_leaves import check_leaves, run_leaves, trains_by_leaves
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
 _STATE = "trainer_state.json"  # transformers' name; written last
@@ -155,18 +156,44 @@ class TrainerMixin:
             # In an evaluation TRL would divide by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
+        scales = self.args.average_tokens_across_devices
+        # Of a leaf nothing is scaled: a number over 7, times 7, may have other bits.
+        self.args.average_tokens_across_devices = scales and not state.in_leaf
         state.caller_scales_loss = self.args.average_tokens_across_devices
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            state.caller_scales_loss = False
+            state.caller_scales_loss, self.args.average_tokens_across_devices = False, scales
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Run forward and backward; under ``px.Invariant`` those of a step's batches together."""
+        step = super().training_step
+        if not trains_by_leaves(model):
+            return step(model, inputs, num_items_in_batch)
+        self._tr_loss = self._tr_loss.double()  # whose mean over ranks is exact
+        self._batches.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return self._tr_loss.new_zeros(())
+        batches, self._batches = self._batches, []
+        return run_leaves(
+            model,
+            batches,
+            self.args.train_batch_size,
+            lambda batch: step(model, batch, num_items_in_batch),
+        )
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Count the labels of all dp ranks, of whom each tp rank is asked once."""
         items = super()._get_num_items_in_batch(*args, **kwargs)
         if not torch.is_tensor(items):
             return items
-        items = items * self.get_tp_size()  # by which it was divided, as if all had been asked
+        # By which it was divided, as if all had been asked.
+        items = (items * self.get_tp_size()).round()
         if not self.args.average_tokens_across_devices and self._mesh.dp_size > 1:
             items = self.accelerator.gather(items).sum()
         return items
@@ -299,6 +326,9 @@ class TrainerMixin:
         if resume_from_checkpoint is True:
             # With True the trainer then says that there is none.
             resume_from_checkpoint = self._last_checkpoint() or True
+        if trains_by_leaves(self.model):
+            self._mesh.control.run_on_all("train", lambda: check_leaves(self))
+        self._batches = []
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _last_checkpoint(self) -> str | None:

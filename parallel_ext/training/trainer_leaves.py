@@ -1,0 +1,84 @@
+"""The steps of a ``Trainer`` under ``px.Invariant``: each batch of a dp rank is a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.sharding.blocks import split_in_blocks
+from parallel_ext.training.leaf_rounds import LeafRounds
+
+
+def trains_by_leaves(model: nn.Module) -> bool:
+    """Return whether a trainer runs its batches as leaves."""
+    invariant = state_of(model).invariant
+    return invariant is not None and invariant.leaves > 1
+
+
+def check_leaves(trainer: transformers.Trainer) -> None:
+    """Raise unless the batches of each step are the leaves of the model's ``px.Invariant``.
+
+    Raises:
+        ValueError: they are not, or something is not served there.
+    """
+    args, state, name = trainer.args, state_of(trainer.model), type(trainer).__name__
+    leaves, dp = state.invariant.leaves, state.mesh.dp_size
+    if args.gradient_accumulation_steps * dp != leaves:
+        raise ValueError(
+            f"{name}: under px.Invariant(leaves={leaves}) a step is {leaves} batches of "
+            f"per_device_train_batch_size, but gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} times dp={dp} is another number; choose leaves as "
+            "their product, on all layouts that are compared"
+        )
+    rows, data = args.train_batch_size * leaves, trainer.train_dataset
+    if isinstance(data, IterableDataset) or not isinstance(data, Sized) or len(data) % rows:
+        found = f"{len(data)} rows" if isinstance(data, Sized) else "no length"
+        raise ValueError(
+            f"{name}: under px.Invariant(leaves={leaves}) each step has {rows} rows, so that an "
+            f"epoch must be a multiple of them, but train_dataset has {found}; leave the rest out"
+        )
+    modules = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
+    refused = {
+        "label_smoothing_factor": args.label_smoothing_factor,
+        "compute_loss_func": trainer.compute_loss_func,
+        "accelerator_config.split_batches": args.accelerator_config.split_batches,
+        "a trainer of TRL": "trl" in modules,
+        "a mixture of experts": bool(state.routings),
+    }
+    if found := [what for what, value in refused.items() if value]:
+        raise ValueError(
+            f"{name}: {', '.join(found)} is not served under px.Invariant(leaves={leaves})"
+        )
+
+
+def run_leaves(
+    model: nn.Module,
+    batches: list[dict[str, Any]],
+    rows: int,
+    train: Callable[[dict[str, Any]], torch.Tensor],
+) -> torch.Tensor:
+    """Run the batches of a step that this dp rank has.
+
+    Args:
+        model: of the trainer.
+        batches: this rank's, one in each round of leaves.
+        rows: of each batch.
+        train: runs forward and backward of a batch, and returns its share of the step's loss.
+
+    Returns:
+        The loss of the step, the same on every rank.
+    """
+    state = state_of(model)
+    leaves = state.invariant.leaves
+    rounds = LeafRounds(model_of(model), state, split_in_blocks(rows * leaves, leaves))
+    with rounds.running():
+        for _, batch in zip(rounds, batches, strict=True):
+            rounds.ran_backward(train(batch))
+    rounds.finish()
+    return rounds.loss
