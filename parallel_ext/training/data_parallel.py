@@ -40,6 +40,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     averaged at the end of ``backward()``: in one flat all-reduce, and one more for those of
     experts. With ``mesh.dp_size == 1`` nothing changes.
 
+    Under ``px.Invariant`` all dp ranks have one batch, whose leaves :func:`train_leaves` runs.
+
     Args:
         model: a parallel model, perhaps inside PEFT's.
         mesh: the mesh that it was made parallel with.
@@ -50,8 +52,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
 
     Raises:
         TypeError: the model was not parallelized before.
-        ValueError: another mesh, another stage, or a model that is data parallel already; on all
-            ranks.
+        ValueError: another mesh, another stage, or a model that is data parallel already, or a
+            mixture of experts with ``px.Invariant``; on all ranks.
         RuntimeError: with several dp ranks, torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
 

@@ -33,10 +33,10 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
     Every rank calls it with the same batch, whose rows ``px.Invariant(leaves=)`` divides in order.
     Each dp rank runs its leaves one by one. Their gradients are added over a tree that depends on
-    the number of leaves alone, and left in ``.grad`` on every dp rank; those of calls before are
-    added to. :func:`leaves` does the same for a loop of your own. For the load balancing loss of a
-    mixture (``output_router_logits``) all leaves first run forward once more, since it depends on
-    how often the whole batch chose each expert.
+    the number of leaves alone, and left in ``.grad`` on every dp rank (after ``px.data_parallel``
+    its rows of them); those of calls before are added to. :func:`leaves` does the same for a loop
+    of your own. For the load balancing loss of a mixture (``output_router_logits``) all leaves
+    first run forward once more, since it depends on how often the whole batch chose each expert.
 
     Args:
         model: parallel, with ``px.Invariant``, in training mode.
@@ -142,7 +142,7 @@ def leaves(model: nn.Module, rows: int) -> Iterator[Leaves | LeafRounds]:
     if type(rows) is not int or rows < 1:
         raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
     require_equal(state.mesh.control, "leaves", {"rows": rows}, advice="pass the global batch's")
-    if state.zero is not None and state.mesh.dp_size > 1:
+    if state.leaf_sums is not None:
         rounds = LeafRounds(module, state, split_in_blocks(rows, state.invariant.leaves))
         with rounds.running():
             yield rounds
