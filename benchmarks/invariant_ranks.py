@@ -46,7 +46,7 @@ def build(
         adapter = px.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
         model = peft.get_peft_model(model, adapter)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    return model, torch.optim.AdamW(trained, lr=1e-4)  # px.Invariant refuses a fused one
 
 
 def forward_backward(model: torch.nn.Module, ids: torch.Tensor, mesh: px.Mesh, leaves: int) -> Any:

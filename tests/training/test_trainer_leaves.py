@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -161,3 +162,17 @@ def test_what_is_not_served_is_refused(
     for raised in pool(2).run_raising(_begun, 1, zero, tmp_path, options):
         assert isinstance(raised, Raised)
         assert words in raised.text
+
+
+def _prepared() -> None:
+    mesh = mesh_of(tp=1)
+    model = px.parallelize(Tiny().model(), mesh, invariant=px.Invariant(8, leaves=2))
+    px.data_parallel(model, mesh)
+    with processes(), quietly():
+        accelerate.Accelerator(cpu=True).prepare(model)
+
+
+def test_a_loop_around_accelerate_is_refused() -> None:
+    for raised in pool(2).run_raising(_prepared):
+        assert isinstance(raised, Raised)
+        assert "trains by px.train_leaves(model, batch) or px.Trainer" in raised.text
