@@ -60,7 +60,7 @@ class LeafRounds:
         firsts = range(0, count, mesh.dp_size)
         self._left = len(firsts)
         for first in firsts:
-            # Of a weight that an earlier leaf has cast, FSDP would miss the gradient of this one.
+            # FSDP would miss gradients that come through casts which an earlier leaf has made.
             torch.clear_autocast_cache()
             start, stop = self._ranges[min(first + mesh.dp_rank, count - 1)]
             for counter in self._counters:

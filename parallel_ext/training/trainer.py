@@ -157,7 +157,7 @@ class TrainerMixin:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
         scales = self.args.average_tokens_across_devices
-        # Of a leaf nothing is scaled: a number over 7, times 7, may have other bits.
+        # The loss of a leaf is not scaled: a number over 7, times 7, may have other bits.
         self.args.average_tokens_across_devices = scales and not state.in_leaf
         state.caller_scales_loss = self.args.average_tokens_across_devices
         try:

@@ -22,6 +22,7 @@ from parallel_ext.training import trainer_leaves
 
 pytestmark = needs_trainer
 
+TINY = Tiny(dtype=torch.float32)
 LEAVES, ROWS = 6, 24
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (3, 1, 3), (3, 3, 0), (4, 2, 2)]
 """Ranks, tp and stage of ZeRO."""
@@ -56,9 +57,9 @@ def _padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) -> Any:
     import peft
 
-    tiny, mesh = Tiny(dtype=torch.float32), mesh_of(tp=tp)
+    mesh = mesh_of(tp=tp)
     invariant = px.Invariant(8, leaves=options.pop("leaves", LEAVES))
-    model = px.parallelize(tiny.model(), mesh, invariant=invariant)
+    model = px.parallelize(TINY.model(), mesh, invariant=invariant)
     if options.pop("lora", False):
         torch.manual_seed(0)
         lora = px.LoraConfig(r=3, lora_dropout=0.2, target_modules="all-linear")
@@ -82,7 +83,7 @@ def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) ->
         **how,
     )
     logs = Logs()
-    data = _rows(tiny.vocab_size, rows)
+    data = _rows(TINY.vocab_size, rows)
     trainer = px.Trainer(model, args, _padded, data, callbacks=[logs])
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer, logs
@@ -166,7 +167,7 @@ def test_what_is_not_served_is_refused(
 
 def _prepared() -> None:
     mesh = mesh_of(tp=1)
-    model = px.parallelize(Tiny().model(), mesh, invariant=px.Invariant(8, leaves=2))
+    model = px.parallelize(TINY.model(), mesh, invariant=px.Invariant(8, leaves=2))
     px.data_parallel(model, mesh)
     with processes(), quietly():
         accelerate.Accelerator(cpu=True).prepare(model)
