@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -186,6 +187,29 @@ def test_a_balance_loss_has_the_bits_of_one_process_so(how: str) -> None:
     (whole,) = pool(1).run(_so, how, "balanced mixtral", 1)
     for ranks, sides in ((3, 1), (4, (2, 4))):
         _assert_bits(pool(ranks).run(_so, how, "balanced mixtral", sides), whole)
+
+
+def _adapted(sides: tuple[int, int]) -> tuple[list[str], str]:
+    """Losses and norms, and the digest, of an adapter beside experts, which are frozen."""
+    mesh, tiny = _mesh("mixtral", sides), KINDS["mixtral"]
+    model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, leaves=5))
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], lora_dropout=0.2)
+    model = peft.get_peft_model(model, config).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    log = []
+    for step in range(2):
+        log.append(px.train_leaves(model, _batch(tiny.vocab_size, step)).item().hex())
+        log.append(px.clip_grad_norm_(model, 0.5).item().hex())
+        optimizer.step()
+        optimizer.zero_grad()
+    return log, px.digest(model)
+
+
+def test_an_adapter_beside_experts_has_the_bits_of_one_process() -> None:
+    (whole,) = pool(1).run(_adapted, (1, 1))
+    for ranks, sides in ((2, (2, 2)), (4, (1, 2)), (4, (2, 4))):
+        assert pool(ranks).run(_adapted, sides) == [whole] * ranks
 
 
 def _choices(sides: tuple[int, int]) -> list[list[int]]:
