@@ -8,6 +8,7 @@
 #   make demo-invariant     one training in seven layouts, with the same bits
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
+#   make sanitize     csrc under AddressSanitizer and UBSan, ranks under ThreadSanitizer
 #   make test-gpu     tests/gpu with PYTHON's own torch, offline; says so where there is no GPU
 #   make bench-gpu  benchmarks/gpu.py with the build of test-gpu
 #   make test-oldest  the suite with the oldest supported transformers, PEFT and accelerate
@@ -91,6 +92,21 @@ interplay-page: $(VENV)/installed
 
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
+
+# A build of its own, beside the installed one. The sanitizer must be loaded before Python, with the
+# C++ library whose exceptions it watches. It reports no leaks: it would find Python's.
+SANITIZED := $(WORK)/sanitized
+SANITIZED_TESTS ?= tests/ops tests/nn tests/distributed
+THREAD_SANITIZER := tests/distributed/test_thread_sanitizer.py
+sanitize: $(VENV)/installed
+	$(ENV) SANITIZE=address,undefined $(PY) setup.py --quiet build \
+	    --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	$(ENV) $(VENV)/bin/pytest -q $(THREAD_SANITIZER)
+	$(ENV) PYTHONPATH=$(abspath $(SANITIZED)/lib) \
+	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    $(VENV)/bin/pytest -q -m "not slow" --ignore $(THREAD_SANITIZER) $(SANITIZED_TESTS)
 
 # With the torch and the packages of PYTHON; builds for its GPU alone, into $(WORK)/gpu.
 test-gpu:

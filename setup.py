@@ -67,7 +67,14 @@ def choose_gpus() -> None:
     )
 
 
+def sanitizer_flags() -> list[str]:
+    """Flags of a build that `make sanitize` runs, by SANITIZE=address,undefined."""
+    chosen = os.environ.get("SANITIZE")
+    return [f"-fsanitize={chosen}", "-fno-omit-frame-pointer"] if chosen else []
+
+
 CUDA = with_cuda()
+SANITIZER = sanitizer_flags()
 if CUDA:
     choose_gpus()
 
@@ -87,9 +94,11 @@ setuptools.setup(
                 "cxx": [
                     *("-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"),
                     *("-Wall", "-Wextra", "-Wno-unused-parameter"),
+                    *(["-O1", "-g1", *SANITIZER] if SANITIZER else []),
                 ],
                 "nvcc": ["-O3"],
             },
+            extra_link_args=SANITIZER,
         )
     ],
     cmdclass={"build_ext": BuildExtension},
