@@ -20,7 +20,7 @@ class Recomputable:
 
     Dropout of adapters and choices of experts are in every run what they were in the first. The
     functions that ``torch.utils.checkpoint.checkpoint`` is given are wrapped so by themselves. Wrap
-    that of another implementation of activation checkpointing, for each call of it anew.
+    that of another implementation of activation checkpointing, again for each call of it.
 
     Args:
         function: what is recomputed; every run calls the same layers in the same order.
