@@ -29,6 +29,23 @@ PARALLEL_EXT_OP(copy_to_region, at::Tensor(const at::Tensor& input, const Group&
 PARALLEL_EXT_OP(gather_from_region, at::Tensor(const at::Tensor& shard, at::IntArrayRef sizes,
                                                int64_t rank, const Group& group));
 
+// --- linear/tokens.cpp: the borders of a region between which each rank has tokens of its own ---
+
+// replicated [..., sum(sizes), H] -> this rank's tokens [..., sizes[rank], H]. Backward:
+// gather_tokens, since every rank is to hold the gradient of all tokens.
+PARALLEL_EXT_OP(take_tokens, at::Tensor(const at::Tensor& input, at::IntArrayRef sizes,
+                                        int64_t rank, const Group& group));
+
+// sharded [..., sizes[rank], H] -> replicated [..., sum(sizes), H]. Backward: sum_tokens where each
+// rank's gradient is partial, else take_tokens.
+PARALLEL_EXT_OP(gather_tokens, at::Tensor(const at::Tensor& shard, at::IntArrayRef sizes,
+                                          int64_t rank, bool partial_gradient, const Group& group));
+
+// partial [..., sum(sizes), H] -> the sums of this rank's tokens [..., sizes[rank], H]. Backward:
+// gather_tokens.
+PARALLEL_EXT_OP(sum_tokens, at::Tensor(const at::Tensor& partial, at::IntArrayRef sizes,
+                                       int64_t rank, const Group& group));
+
 // --- linear/linear.cpp ---
 
 // replicated input [..., K], weight rows [F, K] of this rank -> sharded [..., F], in rows of

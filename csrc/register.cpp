@@ -94,6 +94,11 @@ TORCH_LIBRARY(parallel_ext, library) {
   def("copy_to_region(Tensor input, int group_size, str group_name) -> Tensor");
   def("gather_from_region(Tensor shard, int[] sizes, int rank, int group_size, str group_name) -> "
       "Tensor");
+  def("take_tokens(Tensor input, int[] sizes, int rank, int group_size, str group_name) -> Tensor");
+  def("gather_tokens(Tensor shard, int[] sizes, int rank, bool partial_gradient, int group_size, "
+      "str group_name) -> Tensor");
+  def("sum_tokens(Tensor partial, int[] sizes, int rank, int group_size, str group_name) -> "
+      "Tensor");
   def("column_linear(Tensor input, Tensor weight, Tensor? bias, int row_stride, int group_size, "
       "str group_name) -> Tensor");
   def("column_linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] needed, "

@@ -120,8 +120,8 @@ class RowParallelLinear(ShardedModule):
         layouts: of ``weight``.
         group: the tensor-parallel group.
         partials: sums the partial gradients of adapters at the end of a backward.
-        sums: whether it sums its output over the ranks. False, without a bias, where a module that
-            joins several such outputs sums them once.
+        sums: whether it sums its output over the ranks. False where a module around it does; the
+            first rank then adds the bias, whose gradient every rank computes.
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with this rank's
     features [..., K] it returns the replicated [..., F], or with ``sums=False`` its addend.
@@ -183,7 +183,10 @@ class RowParallelLinear(ShardedModule):
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward."""
-        return self.weight, self.bias
+        bias = self.bias
+        if bias is not None and self.summed_over.size < self.group.size and self.group.rank:
+            bias = bias - bias.detach()
+        return self.weight, bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return ops.row_linear(input, *self.for_use(), group=self.summed_over)

@@ -36,7 +36,14 @@ from parallel_ext.ops.moe import (
     moe_route_plan,
     moe_take_tokens,
 )
-from parallel_ext.ops.region import copy_to_region, gather_from_region, reduce_from_region
+from parallel_ext.ops.region import (
+    copy_to_region,
+    gather_from_region,
+    gather_tokens,
+    reduce_from_region,
+    sum_tokens,
+    take_tokens,
+)
 from parallel_ext.ops.vocab import vocab_argmax, vocab_embedding, vocab_sample
 from parallel_ext.ops.vocab_loss import (
     LossOptions,
@@ -66,6 +73,7 @@ __all__ = [
     "fixed_gelu",
     "fixed_silu",
     "gather_from_region",
+    "gather_tokens",
     "linear_vocab_cross_entropy",
     "linear_vocab_cross_entropy_statistics",
     "lora_linear",
@@ -81,6 +89,8 @@ __all__ = [
     "repeat_heads",
     "row_linear",
     "seeded_dropout",
+    "sum_tokens",
+    "take_tokens",
     "vocab_argmax",
     "vocab_cross_entropy",
     "vocab_cross_entropy_statistics",

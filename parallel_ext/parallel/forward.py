@@ -221,6 +221,15 @@ def _refuse_what_fails(
         raise NotImplementedError(
             "output_attentions under tp is not supported: a rank computes only its own heads"
         )
+    if (
+        state.sequence_parallel
+        and model.training
+        and (arguments.get("output_hidden_states") or model.config.output_hidden_states)
+    ):
+        raise NotImplementedError(
+            "output_hidden_states in training with sequence_parallel is not supported: a rank has "
+            "only its own tokens between the layers; call model.eval(), or leave that option out"
+        )
 
 
 def _check_ends(model: nn.Module, state: ParallelState) -> None:

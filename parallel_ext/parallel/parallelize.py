@@ -20,6 +20,7 @@ from parallel_ext.parallel.invariant import check_invariant, replace_in_blocks
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
 from parallel_ext.parallel.replace import enter_and_leave, replace_modules
 from parallel_ext.parallel.resize import resize_token_embeddings
+from parallel_ext.parallel.sequence import check_sequence_parallel, keep_own_tokens
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, Remembered, check_state_dict
 from parallel_ext.parallel.validate import (
     check_equal,
@@ -42,6 +43,7 @@ def parallelize(
     agreement: bool = True,
     allow_different_dropout: bool = False,
     invariant: Invariant | None = None,
+    sequence_parallel: bool = False,
 ) -> transformers.PreTrainedModel:
     """Shard a HuggingFace model that every rank holds in memory over the ranks, in place.
 
@@ -67,6 +69,8 @@ def parallelize(
             per rank and differ from those of a single process. The noise of
             ``router_jitter_noise`` needs tp ranks with equal seeds; each forward checks it.
         invariant: train with the same bits on any number of ranks; None for the ordinary sums.
+        sequence_parallel: in training let each tp rank keep its own tokens between attentions and
+            MLPs, so that what a layer saves there is divided by tp (``docs/parallelize.md``).
 
     Returns:
         ``model``.
@@ -91,6 +95,7 @@ def parallelize(
         agreement,
         allow_different_dropout,
         invariant,
+        sequence_parallel,
     )
 
     def prepare() -> Plan:
@@ -104,6 +109,8 @@ def parallelize(
         blocks = 0 if invariant is None else invariant.blocks
         if blocks:
             check_invariant(model, spec, mesh, invariant.leaves)
+        if sequence_parallel:
+            check_sequence_parallel(model, spec)
         layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of, blocks)
         return Plan(mesh, spec, layout, options)
 
@@ -154,7 +161,9 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     watch_forward(model)
     if mesh.world_size > 1:
         model._ddp_params_and_buffers_to_ignore = methods.AskedByDDP(state)
-    if plan.options.invariant is None:
+    if plan.sequence_parallel:
+        keep_own_tokens(model, plan, state.partials)
+    elif plan.options.invariant is None:
         enter_and_leave(model, plan)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)

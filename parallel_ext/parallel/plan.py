@@ -60,6 +60,7 @@ class Options:
     agreement: bool = True
     allow_different_dropout: bool = False
     invariant: Invariant | None = None
+    sequence_parallel: bool = False
 
     def check(self) -> None:
         """Raise unless the options are such that they can be meant together.
@@ -76,11 +77,21 @@ class Options:
                 "parallelize: fused_loss=True makes no logits, but training_logits=True asks for "
                 "them"
             )
+        if self.sequence_parallel not in (True, False):
+            raise ValueError(
+                "parallelize: sequence_parallel must be True or False, got "
+                f"{self.sequence_parallel!r}"
+            )
         if self.invariant is None:
             return
         if not isinstance(self.invariant, Invariant):
             raise TypeError(
                 f"parallelize: invariant must be a px.Invariant or None, got {self.invariant!r}"
+            )
+        if self.sequence_parallel:
+            raise ValueError(
+                "parallelize: px.Invariant adds over a tree that knows no tokens of single ranks; "
+                "leave out sequence_parallel or invariant"
             )
         if self.training_logits or self.fused_loss is False:
             raise ValueError(
@@ -104,6 +115,11 @@ class Plan:
     spec: ModelSpec
     layout: ModelLayout
     options: Options = Options()
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether each tp rank keeps its own tokens between the blocks."""
+        return self.options.sequence_parallel and self.mesh.tp_size > 1
 
     @property
     def vocab_ranges(self) -> tuple[Range, ...]:

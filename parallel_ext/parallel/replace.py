@@ -70,7 +70,7 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
         What sums the partial gradients, if there are several ranks, and the layers' routings.
     """
     spec, partials = plan.spec, PartialGradients() if plan.mesh.world_size > 1 else None
-    replace = Replacer(model, plan.layout, plan.mesh, partials)
+    replace = Replacer(model, plan.layout, plan.mesh, partials, sums=not plan.sequence_parallel)
     replace.embedding(spec.embedding, spec.scaled_embedding is not None)
     for path, block in spec.blocks(plan.layout).items():
         if isinstance(block, AttentionNames) and block.is_joined:
@@ -136,7 +136,12 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Paramete
 
 
 class Replacer:
-    """The replacement of plain modules by parallel ones, in one model."""
+    """The replacement of plain modules by parallel ones, in one model.
+
+    Args:
+        model, layout, mesh, partials: the model, and what is said of it elsewhere.
+        sums: whether row-parallel layers sum their outputs, but where a block says otherwise.
+    """
 
     def __init__(
         self,
@@ -144,8 +149,10 @@ class Replacer:
         layout: ModelLayout,
         mesh: Mesh,
         partials: PartialGradients | None,
+        sums: bool = True,
     ) -> None:
         self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
+        self._sums = sums
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
         self._replicas: Group | None = None
         self.routings: list[Routing] = []
@@ -201,6 +208,7 @@ class Replacer:
 
     def _row(self, path: str, sums: bool = True) -> None:
         shards = self.shards(path)
+        sums = sums and self._sums
         self.put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
 
     def _norm_of_shards(self, path: str, replicas: Group) -> None:

@@ -46,6 +46,7 @@ class ParallelState(nn.Module):
         training_logits: whether training with labels returns logits.
         fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
             logits.
+        sequence_parallel: whether in training a tp rank keeps its own tokens between the blocks.
         partials: sums the partial gradients of replicated parameters; None with one rank.
         routings: those of the layers with a mixture of experts.
         routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
@@ -78,7 +79,7 @@ class ParallelState(nn.Module):
         self.mesh, self.spec = mesh, plan.spec
         self.vocab_multiple_of = options.vocab_multiple_of
         self.training_logits, self.fused_loss = options.training_logits, options.fused_loss
-        self.invariant = options.invariant
+        self.invariant, self.sequence_parallel = options.invariant, plan.sequence_parallel
         if self.invariant is not None:
             self.fused_loss = True  # of blocks of the vocabulary
         self.agreement: Agreement | None = None

@@ -25,7 +25,7 @@ from reference import (
     worst,
 )
 from reference_life import differences_in_life
-from reference_mixtral import Layout, batches, differences_of_adapter
+from reference_mixtral import Layout, batches, differences_of_adapter, differences_of_steps
 from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.olmo2 import modeling_olmo2
@@ -210,6 +210,24 @@ def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
     for found in pool(2).run(_loaded, str(tmp_path)):
         error, name = worst(found)
         assert error <= 1e-5, f"{name} differs by {error:.1e}"
+
+
+@_in_fp64()
+def _with_own_tokens(tiny: OfSpec) -> dict[str, float]:
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    of_steps = (batches(tiny, 1, seed=step) for step in range(2))
+    return differences_of_steps(reference, model, mesh_of(), of_steps)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind])
+def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
+    tiny, tp = OfSpec(kind), 2
+    if SPECS[kind].attention.head_norms or SPECS[kind].attention.key_norm:
+        tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
+    for differences in pool(tp).run(_with_own_tokens, tiny):
+        error, name = worst(differences)
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
 
 
 _LLAMAS = ("q", "k", "v", "o", "gate", "up", "down")

@@ -129,6 +129,21 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (torch.ones(2, 0), [0] * group.size, group.rank, *of_group),
             (torch.arange(own), sizes, group.rank, *of_group),
         ],
+        "take_tokens": [
+            (_values(2, 5, 3), sizes, group.rank, *of_group),
+            (_values(3, 5, dtype=bf16).T, [5, *[0] * (group.size - 1)], group.rank, *of_group),
+            (_values(0, 5, 3), sizes, group.rank, *of_group),
+        ],
+        "gather_tokens": [
+            (_values(2, own, 3), sizes, group.rank, True, *of_group),
+            (_values(3, own, dtype=bf16).T, sizes, group.rank, False, *of_group),
+            (_values(2, 0, 3), [0] * group.size, group.rank, True, *of_group),
+        ],
+        "sum_tokens": [
+            (_values(2, 5, 3), sizes, group.rank, *of_group),
+            (_values(3, 5, dtype=bf16).T, sizes, group.rank, *of_group),
+            (_values(0, 5, 3), sizes, group.rank, *of_group),
+        ],
         "column_linear": [
             (_values(3, 4), _values(own, 4), _values(own), own, *of_group),
             (_values(2, 3, 4), _values(own, 4), None, 8, *of_group),

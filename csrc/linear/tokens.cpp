@@ -1,0 +1,211 @@
+// The borders of a parallel region between which each rank of the group keeps its own tokens
+// (sequence parallelism): all of them enter the region, and what leaves it is summed for each
+// rank's own ones only. A reduce-scatter and an all-gather carry as many bytes as one all-reduce.
+#include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+
+#include <vector>
+
+#include "base/kernel_choice.h"
+#include "base/layout.h"
+#include "base/sum_rows.h"
+#include "check.h"
+#include "comm/comm.h"
+#include "ops.h"
+
+namespace parallel_ext {
+namespace {
+
+// The tokens of each rank of a group in [..., S, H], of which all dimensions in front are one.
+class Tokens {
+ public:
+  Tokens(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
+         int64_t rank, const Group& group, bool all)
+      : sizes_(sizes), rank_(rank) {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == group.size, op, ": ", sizes.size(),
+                      " sizes were given for a group of ", group.size, " ranks");
+    TORCH_CHECK_VALUE(0 <= rank && rank < group.size, op, ": rank ", rank, " is not in [0, ",
+                      group.size, ")");
+    const int64_t expected = all ? sum_of_counts(op, "sizes", sizes) : sizes[rank];
+    if (!all) sum_of_counts(op, "sizes", sizes);
+    check_floating(op, name, tensor);
+    TORCH_CHECK_VALUE(tensor.dim() >= 2 && tensor.size(-2) == expected, op, ": ", name,
+                      " must hold ", expected, " tokens in its dimension before the last, got ",
+                      "shape ", tensor.sizes());
+    shape_ = tensor.sizes().vec();
+    hidden_ = shape_.back();
+    for (size_t i = 0; i + 2 < shape_.size(); ++i) sequences_ *= shape_[i];
+    for (int64_t each = 0; each <= group.size; ++each)
+      starts_.push_back(sum_of(sizes.slice(0, each)));
+  }
+
+  int64_t own() const { return sizes_[rank_]; }
+  int64_t all() const { return starts_.back(); }
+  int64_t sequences() const { return sequences_; }
+  int64_t hidden() const { return hidden_; }
+  // The rows of one rank, of all sequences.
+  int64_t rows(int64_t rank) const { return sequences_ * sizes_[rank]; }
+
+  std::vector<int64_t> shape(int64_t tokens) const {
+    std::vector<int64_t> shape = shape_;
+    shape[shape.size() - 2] = tokens;
+    return shape;
+  }
+  // A rank's part of a tensor that has all tokens.
+  at::Tensor part(const at::Tensor& whole, int64_t rank) const {
+    return whole.narrow(-2, starts_[rank], sizes_[rank]);
+  }
+  // The memory of that part of a contiguous tensor.
+  std::vector<Span> spans(const at::Tensor& whole, int64_t rank) const {
+    std::vector<Span> spans;
+    const int64_t row = hidden_ * whole.element_size();
+    const auto* data = static_cast<const char*>(whole.const_data_ptr());
+    for (int64_t each = 0; each < sequences_; ++each) {
+      add_span(spans, data + (each * all() + starts_[rank]) * row, sizes_[rank] * row);
+    }
+    return spans;
+  }
+
+ private:
+  const at::IntArrayRef sizes_;
+  const int64_t rank_;
+  std::vector<int64_t> shape_, starts_;
+  int64_t hidden_ = 0, sequences_ = 1;
+};
+
+std::vector<Span> spans_of(const at::Tensor& contiguous) {
+  std::vector<Span> spans;
+  add_span(spans, contiguous.const_data_ptr(), static_cast<int64_t>(contiguous.nbytes()));
+  return spans;
+}
+
+at::Tensor take_tokens_kernel(const at::Tensor& input, at::IntArrayRef sizes, int64_t rank,
+                              const Group& group) {
+  const Tokens tokens("take_tokens", "input", input, sizes, rank, group, true);
+  return tokens.part(input, rank).clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor gather_tokens_kernel(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank, bool,
+                                const Group& group) {
+  const char* op = "gather_tokens";
+  const Tokens tokens(op, "shard", shard, sizes, rank, group, false);
+  if (group.size == 1) return shard.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor own = shard.contiguous();
+  if (use_cpu_loops(shard)) {
+    const at::Tensor output = at::empty(tokens.shape(tokens.all()), shard.options());
+    std::vector<std::vector<Span>> outgoing(group.size, spans_of(own)), incoming;
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      incoming.push_back(tokens.spans(output, peer));
+    }
+    swap_bytes(op, outgoing, incoming, group);
+    tokens.part(output, rank).copy_(own);
+    return output;
+  }
+  const at::Tensor rows = own.view({tokens.rows(rank), tokens.hidden()}).repeat({group.size, 1});
+  const std::vector<int64_t> sent(group.size, tokens.rows(rank));
+  std::vector<int64_t> received;
+  for (int64_t peer = 0; peer < group.size; ++peer) received.push_back(tokens.rows(peer));
+  const at::Tensor all = all_to_all_rows(op, rows, sent, received, group);
+  std::vector<at::Tensor> parts;
+  for (int64_t peer = 0, first = 0; peer < group.size; first += received[peer++]) {
+    parts.push_back(all.narrow(0, first, received[peer]).view(tokens.shape(sizes[peer])));
+  }
+  return at::cat(parts, -2);
+}
+
+at::Tensor sum_tokens_kernel(const at::Tensor& partial, at::IntArrayRef sizes, int64_t rank,
+                             const Group& group) {
+  const char* op = "sum_tokens";
+  const Tokens tokens(op, "partial", partial, sizes, rank, group, true);
+  if (group.size == 1) return partial.clone(at::MemoryFormat::Contiguous);
+  const auto shape = tokens.shape(tokens.own());
+  if (use_cpu_loops(partial)) {
+    TORCH_CHECK_TYPE(can_sum_in_rank_order(partial.scalar_type()), op, ": partial is ",
+                     partial.scalar_type(), ", which cannot be summed; cast it");
+    const at::Tensor whole = partial.contiguous(), output = at::empty(shape, partial.options());
+    std::vector<at::Tensor> parts;
+    std::vector<const void*> addends;
+    std::vector<std::vector<Span>> outgoing, incoming;
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+      parts.push_back(peer == rank ? tokens.part(whole, rank).contiguous()
+                                   : at::empty(shape, partial.options()));
+      addends.push_back(parts.back().const_data_ptr());
+      outgoing.push_back(tokens.spans(whole, peer));
+      incoming.push_back(spans_of(parts.back()));
+    }
+    swap_bytes(op, outgoing, incoming, group);
+    constexpr int64_t kGrain = 1 << 15;
+    at::parallel_for(0, output.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      sum_in_rank_order(output.scalar_type(), addends, begin, end, output.mutable_data_ptr());
+    });
+    return output;
+  }
+  std::vector<at::Tensor> parts;
+  std::vector<int64_t> sent;
+  for (int64_t peer = 0; peer < group.size; ++peer) {
+    sent.push_back(tokens.rows(peer));
+    parts.push_back(tokens.part(partial, peer).reshape({sent.back(), tokens.hidden()}));
+  }
+  const std::vector<int64_t> received(group.size, tokens.rows(rank));
+  const at::Tensor all = all_to_all_rows(op, at::cat(parts), sent, received, group);
+  std::vector<int64_t> of_ranks = shape;
+  of_ranks.insert(of_ranks.begin(), group.size);
+  return all.view(of_ranks).sum(0, false, wide_type(partial)).to(partial.scalar_type());
+}
+
+at::Tensor with_tokens(const at::Tensor& like, int64_t tokens) {
+  auto shape = like.sym_sizes().vec();
+  shape[shape.size() - 2] = tokens;
+  return at::empty_symint(shape, like.options());
+}
+
+at::Tensor own_tokens_meta(const at::Tensor& input, at::IntArrayRef sizes, int64_t rank) {
+  return with_tokens(input, sizes[rank]);
+}
+
+at::Tensor gather_tokens_meta(const at::Tensor& shard, at::IntArrayRef sizes) {
+  return with_tokens(shard, sum_of_counts("gather_tokens", "sizes", sizes));
+}
+
+struct TakeTokens : Gradient<TakeTokens, take_tokens, Saved<>> {
+  static variable_list rule(const ForwardCall<take_tokens>& forward, const variable_list& grads) {
+    const auto [input, sizes, rank, group] = forward.arguments();
+    return forward.gradients(gather_tokens(grads[0], sizes, rank, false, group));
+  }
+};
+
+struct GatherTokens : Gradient<GatherTokens, gather_tokens, Saved<>> {
+  static variable_list rule(const ForwardCall<gather_tokens>& forward, const variable_list& grads) {
+    const auto [shard, sizes, rank, partial_gradient, group] = forward.arguments();
+    return forward.gradients(partial_gradient ? sum_tokens(grads[0], sizes, rank, group)
+                                              : take_tokens(grads[0], sizes, rank, group));
+  }
+};
+
+struct SumTokens : Gradient<SumTokens, sum_tokens, Saved<>> {
+  static variable_list rule(const ForwardCall<sum_tokens>& forward, const variable_list& grads) {
+    const auto [partial, sizes, rank, group] = forward.arguments();
+    return forward.gradients(gather_tokens(grads[0], sizes, rank, true, group));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<take_tokens>(library)
+      .kernel<take_tokens_kernel>()
+      .meta<own_tokens_meta>()
+      .gradient<TakeTokens>();
+  implement<gather_tokens>(library)
+      .kernel<gather_tokens_kernel>()
+      .meta<gather_tokens_meta>()
+      .gradient<GatherTokens>();
+  implement<sum_tokens>(library)
+      .kernel<sum_tokens_kernel>()
+      .meta<own_tokens_meta>()
+      .gradient<SumTokens>();
+}
+
+}  // namespace parallel_ext

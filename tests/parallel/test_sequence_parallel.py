@@ -1,0 +1,389 @@
+"""Sequence parallelism: ranks that keep their own tokens train as the single process does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from ranks import Raised, pool
+from reference import (
+    FLOOR,
+    Tiny,
+    batch,
+    difference,
+    exact_norms,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
+from reference_lora import config, gradient_errors, plain, share_masks
+from reference_mixtral import Layout, TinyMixtral, batches, differences_of_steps
+
+import parallel_ext as px
+from parallel_ext import ops
+from parallel_ext.parallel.sequence import EnterBlock, GatherAll
+
+STEPS = 3
+
+
+def _of_steps(tiny: Tiny, tokens: int) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """A batch with padding for each step, of as many tokens."""
+    for seed in range(STEPS):
+        one = batch(tiny.vocab_size, tokens=max(tokens, 4), seed=seed)
+        one = {name: value[:, :tokens] for name, value in one.items()}
+        yield one, [one] * 4
+
+
+def _parity(tiny: Tiny, tokens: int, options: dict[str, Any]) -> dict[str, float]:
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True, **options)
+    return differences_of_steps(reference, model, mesh_of(), _of_steps(tiny, tokens))
+
+
+CASES: dict[str, tuple[int, Tiny, int, dict[str, Any]]] = {
+    "one rank": (1, Tiny(), 9, {}),
+    "2 ranks": (2, Tiny(), 9, {}),
+    "3 ranks, tied": (3, Tiny(tied=True), 10, {}),
+    "4 ranks": (4, Tiny(), 9, {}),
+    "ranks without tokens": (4, Tiny(), 3, {}),
+    "ranks without tokens, tied": (4, Tiny(tied=True), 3, {}),
+    "key-value heads replicated": (3, Tiny(heads=8, key_value_heads=2), 9, {}),
+    "biases": (2, Tiny(bias=True), 9, {}),
+    "biases on 3 ranks": (3, Tiny(bias=True, heads=8, key_value_heads=2), 7, {}),
+    "a rank without vocabulary": (3, Tiny(vocab_size=101), 9, {"vocab_multiple_of": 64}),
+    "logits in training": (2, Tiny(), 9, {"training_logits": True}),
+    "loss of logits": (2, Tiny(), 9, {"fused_loss": False}),
+    "no agreement": (2, Tiny(), 9, {"agreement": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_the_single_process(case: str) -> None:
+    tp, tiny, tokens, options = CASES[case]
+    for differences in pool(tp).run(_parity, tiny, tokens, options):
+        error, name = worst(differences)
+        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
+
+
+def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str]:
+    """Two forwards of other lengths before one backward, whose layers are recomputed."""
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if copied:
+        model = copy.deepcopy(model)
+    for each in (reference, model):
+        first, second = (each(**batch(tiny.vocab_size, tokens=n)).loss for n in (9, 14))
+        (first + second).backward()
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["", "deepcopied"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_gradient_checkpointing_keeps_the_gradients(reentrant: bool, copied: bool) -> None:
+    tiny = Tiny(heads=4, key_value_heads=1)
+    for error, name in pool(3).run(_checkpointed, tiny, reentrant, copied):
+        assert error <= FLOOR[tiny.dtype], name
+
+
+def _counts(tiny: Tiny, sequence_parallel: bool, checkpointing: bool | None) -> list[Any]:
+    model = parallel(tiny.model(), mesh_of(), sequence_parallel=sequence_parallel)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    inputs: list[torch.Size] = []
+    for layer in (*model.model.layers[1:], model.model.norm):
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].shape))
+    px._C.reset_collective_counts()
+    loss = model(**batch(tiny.vocab_size)).loss
+    forward = px._C.collective_counts()
+    px._C.reset_collective_counts()
+    loss.backward()
+    return [forward, px._C.collective_counts(), set(inputs)]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce(layers: int) -> None:
+    tiny, (rows, tokens) = Tiny(layers=layers), (2, 9)
+    hidden = 8 * tiny.heads
+    ordinary = pool(2).run(_counts, tiny, False, None)
+    for rank, (forward, backward, inputs) in enumerate(pool(2).run(_counts, tiny, True, None)):
+        own = tokens - tokens // 2 if rank == 0 else tokens // 2
+        assert inputs == {(rows, own, hidden)}
+        assert forward["swap"] == 1 + 4 * layers + 1  # embedding, the layers, in front of the head
+        assert "all_reduce" not in forward
+        assert forward["all_gather"] == 2  # agreement, records of the loss
+        assert backward["swap"] == 4 * layers + 1  # and where the tokens were taken
+        assert backward["all_reduce"] == 2  # the head, and all norms at once
+        # Both ranks together send in a layer what their all-reduces would.
+        before = ordinary[rank][0]
+        assert before["all_reduce_bytes"] == 2 * layers * rows * tokens * hidden * 8
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_backward_sums_the_norms_once(reentrant: bool) -> None:
+    for _, backward, _ in pool(2).run(_counts, Tiny(layers=3), True, reentrant):
+        assert backward["all_reduce"] == 2
+
+
+def _without(broken: str, tiny: Tiny) -> float:
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    layer = model.model.layers[0]
+    if broken == "sum of the norms":
+        for module in model.modules():
+            if hasattr(module, "used_in_parts"):
+                module.used_in_parts.group = ops.ALONE
+    elif broken == "sum of the input's gradient":
+        hook = next(h for h in layer.mlp._forward_pre_hooks.values() if isinstance(h, EnterBlock))
+        own = hook.own
+        own.enter = lambda hidden: ops.gather_tokens(hidden, own.now(), own.group, False)
+    elif broken == "gradient of the last norm":
+        norm = model.model.norm
+        hook = next(h for h in norm._forward_hooks.values() if isinstance(h, GatherAll))
+        key = next(k for k, h in norm._forward_hooks.items() if h is hook)
+        norm._forward_hooks[key] = lambda *given: ops.gather_tokens(
+            given[2], hook.own.now(), hook.own.group, partial_gradient=True
+        )
+    elif broken == "bias of one rank":
+        layer.mlp.down_proj.summed_over = layer.mlp.down_proj.group
+        layer.mlp.down_proj.forward = lambda x: torch.nn.functional.linear(
+            x, layer.mlp.down_proj.weight, layer.mlp.down_proj.bias
+        )
+    one = batch(tiny.vocab_size)
+    reference(**one).loss.backward()
+    model(**one).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))[0]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "sum of the norms",
+        "sum of the input's gradient",
+        "gradient of the last norm",
+        "bias of one rank",
+    ],
+)
+def test_parity_notices_a_broken(broken: str) -> None:
+    assert max(pool(2).run(_without, "", Tiny(bias=True))) <= 1e-10
+    assert max(pool(2).run(_without, broken, Tiny(bias=True))) > 1e-3
+
+
+def _evaluated(tiny: Tiny) -> dict[str, float]:
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    one, prompt = batch(tiny.vocab_size), torch.tensor([[5, 6, 7, 8, 9]])
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = {}
+    for mode in (True, False):
+        for each in (reference, model):
+            each.train(mode)
+        with torch.no_grad():
+            ours, theirs = model(one["input_ids"]).logits, reference(one["input_ids"]).logits
+            found[f"logits, {mode}"] = difference(ours, theirs)
+            first = model(prompt[:, :1]).logits, reference(prompt[:, :1]).logits
+            found[f"one token, {mode}"] = difference(*first)
+            tokens = reference.generate(prompt, **options)
+            again = [model.generate(prompt, **options)]
+            if not mode:
+                again.append(px.generate(model, prompt, **options))
+            found[f"tokens, {mode}"] = float(not all(torch.equal(x, tokens) for x in again))
+    px._C.reset_collective_counts()
+    with torch.no_grad():
+        model(one["input_ids"])
+    found["takes tokens apart"] = px._C.collective_counts()["swap"] - 1.0  # that of the embedding
+    return found
+
+
+def test_evaluation_and_generation_are_those_of_one_process_and_take_no_tokens_apart() -> None:
+    for differences in pool(3).run(_evaluated, Tiny()):
+        error, name = worst(differences)
+        assert error <= 1e-10, name
+
+
+def _low_precision(tiny: Tiny, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
+    exact = tiny.model()
+    single = replace(tiny, dtype=dtype).model()
+    single.load_state_dict(exact.state_dict())
+    model = parallel(single, mesh_of(), sequence_parallel=True)
+    one = batch(tiny.vocab_size, left=tiny.attention == "sdpa")  # else eager gives NaN there
+    for each in (exact, single, model):
+        each(**one).loss.backward()
+    truth = gradients_of(exact)
+    theirs = {name: difference(g, truth[name]) for name, g in gradients_of(single).items()}
+    return shard_differences(model, truth, gradients=True), theirs
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_errs_at_most_twice_as_much_as_one_process(
+    dtype: torch.dtype, attention: str
+) -> None:
+    tiny = Tiny(heads=8, key_value_heads=2, attention=attention)
+    for ours, theirs in pool(2).run(_low_precision, tiny, dtype):
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], FLOOR[dtype]), name
+
+
+def _spread(dp: int, tp: int, zero: int) -> dict[str, float]:
+    tiny, mesh = Tiny(), Layout(dp, tp, 1).mesh()
+    reference = tiny.model()
+    model = parallel(reference, mesh, sequence_parallel=True)
+    px.data_parallel(model, mesh, zero)
+    of_steps = (batches(tiny, dp, seed=step) for step in range(STEPS))
+    return differences_of_steps(reference, model, mesh, of_steps)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_data_parallel_training_equals_the_single_process(zero: int) -> None:
+    for differences in pool(4).run(_spread, 2, 2, zero):
+        error, name = worst(differences)
+        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+
+
+def _adapted(
+    directory: Path, tiny: Tiny, reentrant: bool | None, changes: dict[str, Any]
+) -> dict[str, float]:
+    """The gradients of an adapter, from PEFT's on the single-process model."""
+    model = parallel(tiny.model(), mesh_of(), sequence_parallel=True)
+    model = peft.get_peft_model(model, config(**changes))
+    model.save_pretrained(directory)
+    reference = plain(directory, tiny)
+    if reentrant is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    step = share_masks(reference, model)
+    step[0] = 1
+    for each in (model, reference):
+        each.train()
+        each(**batch(tiny.vocab_size)).loss.backward()
+    return gradient_errors(
+        model, {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+    )
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpoints", "reentrant"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_dropout": 0.3},
+        {"bias": "all", "lora_bias": True},
+        {"modules_to_save": ["input_layernorm", "norm"]},
+    ],
+    ids=["dropout", "biases", "norms beside"],
+)
+def test_adapters_train_as_in_peft(
+    tmp_path: Path, changes: dict[str, Any], reentrant: bool | None
+) -> None:
+    for errors in pool(2).run(_adapted, tmp_path, Tiny(bias=True), reentrant, changes):
+        error, name = worst(errors)
+        assert error < 1e-9, name
+
+
+def _accumulated(tiny: Tiny) -> float:
+    """Two micro-batches with ``no_sync`` on the first, against one process on both."""
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    first, second = (batch(tiny.vocab_size, seed=seed) for seed in (3, 4))
+    with px.no_sync(model):
+        model(**first).loss.backward()
+    model(**second).loss.backward()
+    for one in (first, second):
+        reference(**one).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))[0]
+
+
+def test_micro_batches_add_up() -> None:
+    assert max(pool(2).run(_accumulated, Tiny())) <= 1e-10
+
+
+def _classified() -> dict[str, float]:
+    settings = Tiny().config()
+    settings.num_labels = 3
+    torch.manual_seed(1)
+    reference = transformers.LlamaForSequenceClassification(settings).double().train()
+    model = parallel(exact_norms(reference), mesh_of(), sequence_parallel=True)
+    one = {"input_ids": batch(101)["input_ids"], "labels": torch.tensor([0, 2])}
+    expected, got = reference(**one).loss, model(**one).loss
+    expected.backward()
+    got.backward()
+    errors = shard_differences(model, gradients_of(reference), gradients=True)
+    return errors | {"loss": difference(got, expected)}
+
+
+def test_a_classifier_trains_as_in_one_process() -> None:
+    for differences in pool(2).run(_classified):
+        assert worst(differences)[0] <= 1e-10
+
+
+def _loaded(source: str) -> float:
+    exact = px.from_pretrained(source, mesh_of(), dtype="float64", sequence_parallel=True).train()
+    return px.check_gradients(exact, batch(101)).worst[1]
+
+
+def test_a_model_from_files_trains_so_too(tmp_path: Path) -> None:
+    replace(Tiny(), dtype=torch.float32).model().save_pretrained(tmp_path)
+    assert max(pool(2).run(_loaded, str(tmp_path))) <= 1e-6
+
+
+def _refused(case: str) -> None:
+    options: dict[str, Any] = {"sequence_parallel": True}
+    model: Any = Tiny().model()
+    if case == "mixture":
+        model = TinyMixtral().model()
+    elif case == "invariant":
+        options["invariant"] = px.Invariant()
+    elif case == "no option":
+        options["sequence_parallel"] = "yes"
+    elif case == "dropout":
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(
+                **{"vocab_size": 101, "intermediate_size": 48, "num_hidden_layers": 1, **sizes},
+                **{"resid_pdrop": 0.1, "pad_token_id": 0, "max_position_embeddings": 64},
+            )
+        )
+    elif case == "two norms":
+        model.model.another = torch.nn.LayerNorm(3)
+    elif case == "another part":
+        model.model.layers[1].scale = torch.nn.Linear(3, 3)
+    model = parallel(model, mesh_of(), **options)
+    if case == "hidden states":
+        model(**batch(101), output_hidden_states=True)
+    elif case == "a checkpoint inside a layer":
+        mlp = model.model.layers[0].mlp
+        layer = model.model.layers[0]
+        whole = torch.nn.Module()
+        whole.inner = mlp
+        whole.forward = lambda x: torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
+        layer.mlp = whole
+        model(**batch(101)).loss.backward()
+
+
+REFUSALS = {
+    "mixture": "does not serve mixtures of experts yet",
+    "invariant": "leave out sequence_parallel or invariant",
+    "no option": "sequence_parallel must be True or False, got 'yes'",
+    "dropout": "does not serve dropout between the blocks",
+    "two norms": "needs one norm behind the decoder layers, but there are",
+    "another part": "must be norms; model.layers.1.scale is a Linear",
+    "hidden states": "output_hidden_states in training with sequence_parallel",
+    "a checkpoint inside a layer": "checkpoint whole layers",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_served_is_refused_on_every_rank(case: str) -> None:
+    for raised in pool(2).run_raising(_refused, case):
+        assert isinstance(raised, Raised)
+        assert REFUSALS[case] in raised.text
