@@ -212,7 +212,7 @@ def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
         assert error <= 1e-5, f"{name} differs by {error:.1e}"
 
 
-@_in_fp64()
+@in_fp64()
 def _with_own_tokens(tiny: OfSpec) -> dict[str, float]:
     reference = tiny.model()
     model = parallel(reference, mesh_of(), sequence_parallel=True)
