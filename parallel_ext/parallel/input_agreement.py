@@ -20,6 +20,8 @@ from parallel_ext.nn.replicas import Piece, Turn
 from parallel_ext.sharding.digests import content_digest, content_number
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
+# Keys and values of the rank's own heads: tuples in CogAgent's published class, else an object.
+_OF_THE_RANK = ("past_key_values", "cache")
 
 
 def _describe(value: Any) -> str:
@@ -44,7 +46,7 @@ def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             found[name] = value
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and name not in _OF_THE_RANK:
             inner = enumerate(value)  # often of a thousand plain values
             kinds = (torch.Tensor, list, tuple)
             found |= _tensors_in({f"{name}[{i}]": v for i, v in inner if isinstance(v, kinds)})
