@@ -8,10 +8,14 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <memory>
+#include <string>
+
 #include "base/kernel_choice.h"
 #include "base/layout.h"
 #include "base/workspace.h"
 #include "comm/comm.h"
+#include "comm/range.h"
 #include "comm/shared_memory.h"
 
 namespace py = pybind11;
@@ -67,6 +71,16 @@ void swap_bytes(const Buffers& outgoing, const Buffers& incoming, int64_t group_
   parallel_ext::swap_bytes("swap_bytes", out, in, {group_size, group_name}, timeout_s);
 }
 
+// A profiler's range of an exchange that Python starts, as a context.
+struct ExchangeRange {
+  std::string kind;
+  int64_t bytes;
+  parallel_ext::Group group;
+  std::unique_ptr<parallel_ext::Range> range;
+
+  void enter() { range = std::make_unique<parallel_ext::Range>(kind.c_str(), bytes, group); }
+};
+
 // Lets Ctrl-C, and every other signal with a handler in Python, end a wait for other ranks. Python
 // runs handlers in the main thread only.
 void check_signals() {
@@ -92,6 +106,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("swap_bytes", &swap_bytes, py::arg("outgoing"), py::arg("incoming"), py::arg("group_size"),
         py::arg("group_name"), py::arg("timeout_s"),
         "Brings the buffers that are listed for each rank to that rank.");
+  py::class_<ExchangeRange>(m, "ExchangeRange", "A context that profilers see as an exchange.")
+      .def(py::init([](std::string kind, int64_t bytes, int64_t group_size, std::string name) {
+             return ExchangeRange{std::move(kind), bytes, {group_size, std::move(name)}, nullptr};
+           }),
+           py::arg("kind"), py::arg("bytes"), py::arg("group_size"), py::arg("group_name"))
+      .def("__enter__", &ExchangeRange::enter)
+      .def("__exit__", [](ExchangeRange& self, const py::args&) { self.range.reset(); });
   m.def("collective_counts", &parallel_ext::collective_counts);
   m.def("reset_collective_counts", &parallel_ext::reset_collective_counts);
   m.def("order_check", &parallel_ext::order_check);

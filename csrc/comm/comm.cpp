@@ -11,6 +11,7 @@
 #include "base/layout.h"
 #include "base/sum_rows.h"
 #include "comm/known_groups.h"
+#include "comm/range.h"
 
 namespace parallel_ext {
 namespace {
@@ -100,12 +101,9 @@ Turn begin(const char* op, const char* kind, int64_t bytes, const at::Device& de
   return turn;
 }
 
-}  // namespace
-
-std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group) {
-  if (group.size == 1) return [] {};
+// Starts a sum that has begun, and returns the function that waits for it.
+std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& turn) {
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
-  const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
   const ProcessGroup& process_group = turn.group;
   auto memory = tensor.is_cpu() ? shared_memory_of(op, process_group) : nullptr;
   if (memory && can_sum_in_rank_order(tensor.scalar_type())) {
@@ -123,18 +121,35 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, c
   return [turn, work, tensors] { work->wait(); };
 }
 
-int64_t rank_in_group(const char* op, const Group& group) {
-  return group.size == 1 ? 0 : find_group(op, group)->getRank();
+}  // namespace
+
+std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group) {
+  if (group.size == 1) return [] {};
+  const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  const Range range("start_all_reduce", bytes, *turn.group);
+  return [finish = start_sum(op, tensor, turn), group = turn.group, bytes] {
+    const Range range("finish_all_reduce", bytes, *group);
+    finish();
+  };
 }
 
 void all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group) {
-  start_all_reduce_sum(op, tensor, group)();
+  if (group.size == 1) return;
+  const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
+  const Range range("all_reduce", tensor.nbytes(), *turn.group);
+  start_sum(op, tensor, turn)();
+}
+
+int64_t rank_in_group(const char* op, const Group& group) {
+  return group.size == 1 ? 0 : find_group(op, group)->getRank();
 }
 
 at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group) {
   if (group.size == 1) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");
   const Turn turn = begin(op, "all_gather", part.nbytes(), part.device(), group);
+  const Range range("all_gather", part.nbytes(), *turn.group);
   const ProcessGroup& process_group = turn.group;
   auto memory = part.is_cpu() ? shared_memory_of(op, process_group) : nullptr;
   if (!memory) return gather_into_new(process_group, part);
@@ -150,6 +165,7 @@ std::vector<std::string> exchange_bytes(const std::string& record, const Group& 
   if (group.size == 1) return {record};
   const auto size = static_cast<int64_t>(record.size());
   const Turn turn = begin("exchange_bytes", "all_gather", size, at::kCPU, group);
+  const Range range("exchange_bytes", size, *turn.group);
   at::Tensor part = at::empty({size}, at::kByte);
   std::memcpy(part.mutable_data_ptr(), record.data(), record.size());
   c10d::AllgatherOptions options;
@@ -177,6 +193,7 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   }
   count("swap_bytes", bytes);
   const Transfer transfer(op, bytes);
+  const Range range("swap", bytes, *process_group);
   const auto memory = shared_memory_of(op, process_group);
   if (memory) {
     count("in_shared_memory", 1);
@@ -219,6 +236,7 @@ at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::ve
   const int64_t bytes = (rows.size(0) - sent[process_group->getRank()]) * row_bytes;
   count("all_to_all_bytes", bytes);
   const Transfer transfer(op, bytes);
+  const Range range("all_to_all", bytes, *process_group);
   if (row_bytes == 0) return output;
   at::Tensor in = rows.view(at::kByte), out = output.view(at::kByte);  // every dtype travels
   auto out_splits = received, in_splits = sent;

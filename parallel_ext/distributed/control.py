@@ -88,7 +88,7 @@ class ControlPlane:
         self._barrier = MonitoredBarrier(self._store, self.rank, self.world_size, timeout)
         self.barrier(op_name)  # torch would name nobody who is missing when groups are made
         everyone = list(range(self.world_size))
-        self.group = self.new_group([everyone], backend="gloo")
+        self.group = self.new_group([everyone], backend="gloo", group_desc="control")
 
     def new_group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
         """Create groups, and return the one that holds this rank; ``ALONE`` if none does.

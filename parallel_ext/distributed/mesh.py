@@ -65,10 +65,15 @@ class Mesh:
         require_equal(self.control, "init_mesh", asked)
         tp_rows, dp_columns = _grid(self.world_size, tp)
         ep_rows, edp_columns = _grid(self.world_size, ep)
+        self._names = {"tp": tp_rows, "dp": dp_columns, "ep": ep_rows}
+        if ep > 1:  # else all ranks, as tp or dp may be
+            self._names["edp"] = edp_columns
         self.tp, self.dp = self._group_of(tp_rows), self._group_of(dp_columns)
         self.ep, self.edp = self._group_of(ep_rows), self._group_of(edp_columns)
         if tp > 1:
-            self.tp_control = self.control.new_group(tp_rows, backend="gloo")
+            self.tp_control = self.control.new_group(
+                tp_rows, backend="gloo", group_desc="tp control"
+            )
         self.control.members = {
             self.edp: f"every edp rank of ep_rank {self.ep_rank}",
             self.dp: f"every dp rank of tp_rank {self.tp_rank}",  # perhaps the same group
@@ -83,7 +88,9 @@ class Mesh:
         """Return this rank's group of ``ranks_of``, made once for the same lists of ranks."""
         key = str(ranks_of)
         if key not in self._made_of:
-            self._made_of[key] = self.control.new_group(ranks_of)
+            shown = "/".join(name for name, ranks in self._names.items() if ranks == ranks_of)
+            shown = shown or f"{len(ranks_of[0])} ranks"
+            self._made_of[key] = self.control.new_group(ranks_of, group_desc=shown)
         return self._made_of[key]
 
     def close(self) -> None:

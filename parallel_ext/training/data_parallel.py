@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ext import ops
+from parallel_ext import _C, ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.leaf_sums import LeafSums
@@ -323,20 +323,26 @@ def _exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
         if isinstance(module, FSDPModule):
             of_experts = isinstance(module, ExpertParallelExperts)
             group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
-            module.set_custom_all_gather(_Collective(dist.all_gather_into_tensor, mesh, group))
+            gather = _Collective(dist.all_gather_into_tensor, "all_gather", mesh, group)
+            module.set_custom_all_gather(gather)
             if sums is None:
-                reduce = _Collective(dist.reduce_scatter_tensor, mesh, group)
+                reduce = _Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
             else:
                 module.set_gradient_divide_factor(1.0)
-                reduce = _SumOverLeaves(dist.all_to_all_single, mesh, group, sums)
+                reduce = _SumOverLeaves(dist.all_to_all_single, "all_to_all", mesh, group, sums)
             module.set_custom_reduce_scatter(reduce)
 
 
 class _Collective:
-    """A collective as FSDP calls it, whose error names the ranks that are missing."""
+    """A collective as FSDP calls it, whose error names the ranks that are missing.
 
-    def __init__(self, plain: Callable[..., dist.Work | None], mesh: Mesh, group: Group) -> None:
-        self._plain, self._mesh, self._group = plain, mesh, group
+    Profilers see it like those of the ops.
+    """
+
+    def __init__(
+        self, plain: Callable[..., dist.Work | None], kind: str, mesh: Mesh, group: Group
+    ) -> None:
+        self._plain, self._kind, self._mesh, self._group = plain, kind, mesh, group
 
     def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.empty(*size, **options)
@@ -344,11 +350,13 @@ class _Collective:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> dist.Work | None:
-        return self._mesh.control.run_collective(
-            self._group,
-            "training with data_parallel",
-            lambda: self._plain(output_tensor, input_tensor, **options),
-        )
+        group = self._group
+        with _C.ExchangeRange(self._kind, input_tensor.nbytes, group.size, group.name):
+            return self._mesh.control.run_collective(
+                group,
+                "training with data_parallel",
+                lambda: self._plain(output_tensor, input_tensor, **options),
+            )
 
 
 class _SumOverLeaves(_Collective):
@@ -358,9 +366,14 @@ class _SumOverLeaves(_Collective):
     """
 
     def __init__(
-        self, plain: Callable[..., dist.Work | None], mesh: Mesh, group: Group, sums: LeafSums
+        self,
+        plain: Callable[..., dist.Work | None],
+        kind: str,
+        mesh: Mesh,
+        group: Group,
+        sums: LeafSums,
     ) -> None:
-        super().__init__(plain, mesh, group)
+        super().__init__(plain, kind, mesh, group)
         self._sums = sums
 
     def __call__(
