@@ -124,9 +124,7 @@ def _close_twice_then_use() -> None:
 
 
 def test_a_closed_mesh_says_that_it_is_gone() -> None:
-    for raised in pool(2).run_raising(_close_twice_then_use):
-        assert raised.type == "RuntimeError"
-        assert "was destroyed before" in raised.text
+    pool(2).assert_raises(_close_twice_then_use, error="RuntimeError", words="was destroyed before")
 
 
 class _LostStore:

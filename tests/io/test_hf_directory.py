@@ -232,20 +232,25 @@ def _save_to_a_place_of_its_own(path: Path) -> None:
 
 
 def test_ranks_that_save_to_different_places_or_sizes_raise(tmp_path: Path) -> None:
-    for raised in pool(2).run_raising(_save_to_a_place_of_its_own, tmp_path):
-        assert raised.type == "DisagreementError"
-        assert f"save_pretrained to {tmp_path}/1" in raised.text
-    for raised in pool(2).run_raising(
-        _save_of, tmp_path / "x", {"changes": {}, "max_shard_size": "5 apples"}
-    ):
-        assert "max_shard_size must be bytes, or text like '5GB', got '5 apples'" in raised.text
+    pool(2).assert_raises(
+        _save_to_a_place_of_its_own,
+        tmp_path,
+        error="DisagreementError",
+        words=f"save_pretrained to {tmp_path}/1",
+    )
+    pool(2).assert_raises(
+        _save_of,
+        tmp_path / "x",
+        {"changes": {}, "max_shard_size": "5 apples"},
+        words="max_shard_size must be bytes, or text like '5GB', got '5 apples'",
+    )
     assert os.listdir(tmp_path) == []
 
 
 def test_saving_to_a_file_raises_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    for raised in pool(2).run_raising(_save_of, tmp_path / "file", {"changes": {}}):
-        assert "file is a file; a directory is needed" in raised.text
+    words = "file is a file; a directory is needed"
+    pool(2).assert_raises(_save_of, tmp_path / "file", {"changes": {}}, words=words)
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from ranks import Raised, pool
+from ranks import pool
 from reference import Tiny, batch, exact, mesh_of, parallel
 from reference_lora import config
 from reference_lora_experts import BOTH, DOWN, FILE, GATE_UP, adapted_experts, plain_experts
@@ -299,14 +299,10 @@ def _refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_is_refused(case: str) -> None:
-    for raised in pool(2).run_raising(_refused, case):
-        assert isinstance(raised, Raised), raised
-        assert REFUSED[case][1] in raised.text, raised
+    pool(2).assert_raises(_refused, case, words=REFUSED[case][1])
 
 
 def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
     _by_peft(tmp_path)
-    for raised in pool(2).run_raising(_load_mismatched, tmp_path):
-        assert isinstance(raised, Raised), raised
-        assert "experts.base_layer.lora_A.weight has the shape (25, 32)" in raised.text
-        assert "whole shape (30, 32)" in raised.text
+    words = ("experts.base_layer.lora_A.weight has the shape (25, 32)", "whole shape (30, 32)")
+    pool(2).assert_raises(_load_mismatched, tmp_path, words=words)

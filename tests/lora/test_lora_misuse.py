@@ -13,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from ranks import Raised, pool
+from ranks import pool
 from reference import batch, mesh_of, parallel, worst
 from reference_lora import ALL, FILE, TINY, adapted, config, gradient_errors, plain, share_masks
 from torch.utils.checkpoint import checkpoint
@@ -25,13 +25,6 @@ ONE = batch(TINY.vocab_size)
 
 def _rank() -> int:
     return mesh_of().tp_rank
-
-
-def _all_raise(function: Callable[..., Any], *args: Any, error: str, text: str) -> None:
-    for raised in pool(2).run_raising(function, *args):
-        assert isinstance(raised, Raised), f"no error, returned {raised}"
-        assert raised.type == error, raised
-        assert text in raised.text, raised
 
 
 # Checkpoints of other things than a decoder layer: the mask must be that of the forward.
@@ -155,7 +148,7 @@ def _different_configs(name: str) -> None:
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_configurations_that_differ_are_refused(name: str) -> None:
     text = f"adding adapter 'default': {name} must be equal on all ranks, but is "
-    _all_raise(_different_configs, name, error="DisagreementError", text=text)
+    pool(2).assert_raises(_different_configs, name, error="DisagreementError", words=text)
 
 
 def _scale(model: Any) -> None:
@@ -198,9 +191,7 @@ def _different_states(name: str, train: bool) -> None:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", STATES)
 def test_adapters_in_different_states_are_refused(name: str, train: bool) -> None:
-    for raised in pool(2).run_raising(_different_states, name, train):
-        assert isinstance(raised, Raised), raised
-        assert raised.type == "DisagreementError"
+    pool(2).assert_raises(_different_states, name, train, error="DisagreementError")
 
 
 def _different_files(directory: Path) -> None:
@@ -221,7 +212,7 @@ def _two_seeds(directory: Path) -> None:
 def test_files_that_differ_are_refused(tmp_path: Path) -> None:
     pool(2).run(_two_seeds, tmp_path)
     text = "; give all ranks the same files"
-    _all_raise(_different_files, tmp_path, error="DisagreementError", text=text)
+    pool(2).assert_raises(_different_files, tmp_path, error="DisagreementError", words=text)
 
 
 def _selected() -> None:
@@ -233,7 +224,7 @@ def _selected() -> None:
 
 def test_a_save_of_different_adapters_is_refused() -> None:
     text = "must be equal on all ranks, but is to be saved on rank 0 and absent on rank 1"
-    _all_raise(_selected, error="DisagreementError", text=text)
+    pool(2).assert_raises(_selected, error="DisagreementError", words=text)
 
 
 def _one_nan() -> None:
@@ -250,9 +241,7 @@ def _one_nan() -> None:
 
 
 def test_a_safe_merge_fails_on_all_ranks_and_changes_nothing() -> None:
-    for raised in pool(2).run_raising(_one_nan):
-        assert isinstance(raised, Raised), raised
-        assert "NaN or infinite values in the merged weights: default" in raised.text
+    pool(2).assert_raises(_one_nan, words="NaN or infinite values in the merged weights: default")
 
 
 def _different_norms() -> None:
@@ -263,7 +252,7 @@ def _different_norms() -> None:
 
 def test_a_merge_compares_whole_modules_too() -> None:
     text = "norm.modules_to_save.default.weight differs between ranks 0 and 1"
-    _all_raise(_different_norms, error="DisagreementError", text=text)
+    pool(2).assert_raises(_different_norms, error="DisagreementError", words=text)
 
 
 # What is not served.
@@ -355,7 +344,7 @@ def _misuse(case: str) -> None:
 @pytest.mark.parametrize("case", MISUSES)
 def test_misuse_is_refused_on_all_ranks(case: str) -> None:
     _, error, text = MISUSES[case]
-    _all_raise(_misuse, case, error=error, text=text)
+    pool(2).assert_raises(_misuse, case, error=error, words=text)
 
 
 # What must work.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Raised, pool
+from ranks import pool
 from reference import difference, shard_differences, worst
 from reference_cogagent import DATA, batches_of, picture, text
 from reference_mixtral import Layout, saved_tensors
@@ -144,16 +144,11 @@ def test_files_that_do_not_fit_are_refused_on_all_ranks(message: str, tmp_path: 
     tensors = dict(PUBLISHED)
     WRONG[message](tensors)
     directory = _published(tmp_path / "wrong", tensors)
-    for raised in pool(2).run_raising(_of, directory):
-        assert isinstance(raised, Raised)
-        assert raised.type == "CheckpointError"
-        assert message in raised.text
+    pool(2).assert_raises(_of, directory, error="CheckpointError", words=message)
 
 
 def test_an_unknown_field_of_the_configuration_is_one_error_on_all_ranks(tmp_path: Path) -> None:
     shutil.copytree(DATA, tmp_path / "model", ignore=shutil.ignore_patterns("case-*"))
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_multi_query_heads": 2}))
-    for raised in pool(2).run_raising(_of, tmp_path / "model"):
-        assert isinstance(raised, Raised)
-        assert "unknown fields ['num_multi_query_heads']" in raised.text
+    pool(2).assert_raises(_of, tmp_path / "model", words="unknown fields ['num_multi_query_heads']")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from ranks import Raised, pool
+from ranks import pool
 from reference import Tiny, batch, mesh_of, parallel
 from reference_cogagent import batch_of, picture, text, tiny_model
 from reference_lora import adapted
@@ -216,10 +216,8 @@ def _own_or_static_cache(options: dict[str, Any]) -> Any:
     ids=["static", "own", "own by its newer name"],
 )
 def test_a_cache_that_a_finished_dp_rank_would_fill_further_is_refused(options: dict) -> None:
-    for raised in pool(2).run_raising(_own_or_static_cache, options):
-        assert isinstance(raised, Raised), raised
-        assert raised.type == "NotImplementedError", raised
-        assert "a rank that has finished fills it further" in raised.text
+    words = "a rank that has finished fills it further"
+    pool(2).assert_raises(_own_or_static_cache, options, error="NotImplementedError", words=words)
 
 
 class _Kept:
@@ -336,7 +334,4 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refuses_on_all_ranks(case: str) -> None:
     _, error, words = REFUSALS[case]
-    for raised in pool(2).run_raising(_refused, case):
-        assert isinstance(raised, Raised), raised
-        assert raised.type == error, raised
-        assert words in raised.text
+    pool(2).assert_raises(_refused, case, error=error, words=words)

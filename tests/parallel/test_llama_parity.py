@@ -413,5 +413,4 @@ def _evaluated_unevenly() -> None:
 
 
 def test_dp_ranks_that_evaluate_unevenly_raise() -> None:
-    for raised in pool(2).run_raising(_evaluated_unevenly):
-        assert "must make equally many forwards with labels" in repr(raised)
+    pool(2).assert_raises(_evaluated_unevenly, words="must make equally many forwards with labels")

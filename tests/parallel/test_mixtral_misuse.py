@@ -206,8 +206,8 @@ def test_what_one_rank_does_wrong_raises_on_all(how: str, messages: list[str]) -
 
 
 def test_tp_ranks_that_would_draw_other_noise_raise() -> None:
-    for raised in pool(2).run_raising(_jitter, True, True, timeout_s=60):
-        assert "must be given the same batch, but they differ in random state" in repr(raised)
+    words = "must be given the same batch, but they differ in random state"
+    pool(2).assert_raises(_jitter, True, True, timeout_s=60, words=words)
 
 
 def _noise_of_one_process(checkpointing: bool) -> tuple[float, str]:
@@ -254,8 +254,8 @@ def _empty_batch() -> None:
 
 
 def test_an_empty_batch_is_refused_with_what_to_pass_instead() -> None:
-    for raised in pool(2).run_raising(_empty_batch, timeout_s=60):
-        assert "pass a row of padding whose labels are all -100 instead" in repr(raised)
+    words = "pass a row of padding whose labels are all -100 instead"
+    pool(2).assert_raises(_empty_batch, timeout_s=60, words=words)
 
 
 # Adapters on attention and head.

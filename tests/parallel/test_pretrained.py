@@ -105,8 +105,7 @@ def _load(folder: str) -> None:
 
 
 def test_a_missing_directory_is_named_on_all_ranks(tmp_path: Path) -> None:
-    for raised in pool(2).run_raising(_load, str(tmp_path / "nothing")):
-        assert "nothing" in repr(raised)
+    pool(2).assert_raises(_load, str(tmp_path / "nothing"), words="nothing")
 
 
 def test_another_number_of_rows_is_refused_with_both_shapes(tmp_path: Path) -> None:
@@ -115,10 +114,8 @@ def test_another_number_of_rows_is_refused_with_both_shapes(tmp_path: Path) -> N
     config = transformers.LlamaConfig.from_pretrained(tmp_path)
     config.vocab_size = 103
     config.save_pretrained(tmp_path)
-    for raised in pool(2).run_raising(_load, str(tmp_path)):
-        assert "model.embed_tokens.weight" in repr(raised)
-        assert "(101, 72)" in repr(raised)
-        assert "(103, 72)" in repr(raised)
+    words = ("model.embed_tokens.weight", "(101, 72)", "(103, 72)")
+    pool(2).assert_raises(_load, str(tmp_path), words=words)
 
 
 def _save(folder: str) -> None:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -145,6 +145,25 @@ class Ranks:
         For errors that all ranks must raise together without losing their groups.
         """
         return self.run(_catching, function, *args, timeout_s=timeout_s)
+
+    def assert_raises(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        words: str | Iterable[str] = (),
+        error: str = "",
+        timeout_s: float = 240.0,
+    ) -> None:
+        """Assert that ``function(*args)`` raises on every rank, and says ``words``.
+
+        ``error`` is the name of the exception's class, when that matters.
+        """
+        words = [words] if isinstance(words, str) else list(words)
+        for rank, raised in enumerate(self.run_raising(function, *args, timeout_s=timeout_s)):
+            assert isinstance(raised, Raised), f"rank {rank} raised nothing, returned {raised!r}"
+            assert error in ("", raised.type), f"rank {rank} raised no {error}, but {raised!r}"
+            for each in words:
+                assert each in raised.text, f"rank {rank}: {raised!r} does not say {each!r}"
 
     def run_losing(
         self, lost: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Raised, pool
+from ranks import pool
 
 from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group, copy_to_region
@@ -75,10 +75,7 @@ def assert_all_raise(
     function: Callable[..., Any], *args: Any, error: str, text: str, aten: bool = False
 ) -> None:
     """``function(group, *args)`` raises ``error`` with ``text`` on both of two ranks."""
-    for raised in pool(2).run_raising(_call_on_rank, function, args, aten):
-        assert isinstance(raised, Raised), f"no error, returned {raised}"
-        assert raised.type == error, raised
-        assert text in raised.text
+    pool(2).assert_raises(_call_on_rank, function, args, aten, error=error, words=text)
 
 
 def _refused(group: Group, module: str, case: str) -> Any:

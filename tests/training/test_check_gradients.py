@@ -66,8 +66,7 @@ def _too_many_layers() -> None:
 
 
 def test_layers_out_of_range_are_refused() -> None:
-    for raised in pool(2).run_raising(_too_many_layers):
-        assert "layers=3 is not in 1 to 2" in repr(raised)
+    pool(2).assert_raises(_too_many_layers, words="layers=3 is not in 1 to 2")
 
 
 def _other_lengths() -> None:

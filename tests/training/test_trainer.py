@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from interplay_accelerate import processes
-from ranks import Raised, pool
+from ranks import pool
 from reference import Tiny, parallel
 from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral
@@ -324,14 +324,11 @@ def _made(job: Job, folder: Path, cls: type | None = None) -> None:
 )
 def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     job = replace(JOBS["tp 2"], options=options)
-    for raised in pool(2).run_raising(_made, job, tmp_path):
-        assert isinstance(raised, Raised)
-        assert words in raised.text
+    pool(2).assert_raises(_made, job, tmp_path, words=words)
 
 
 def test_other_trainers_are_refused_by_name(tmp_path: Path) -> None:
-    for raised in pool(2).run_raising(_made, JOBS["tp 2"], tmp_path, transformers.Trainer):
-        assert "px.Trainer" in raised.text
+    pool(2).assert_raises(_made, JOBS["tp 2"], tmp_path, transformers.Trainer, words="px.Trainer")
 
 
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:
@@ -358,5 +355,5 @@ def _other_batch(job: Job, folder: Path) -> None:
 
 def test_another_number_of_rows_a_step_is_refused(tmp_path: Path) -> None:
     pool(2).run(run, JOBS["tp 2"], tmp_path)
-    for raised in pool(2).run_raising(_other_batch, JOBS["tp 2"], tmp_path):
-        assert "was made with 8 rows a step, but this run has 4" in raised.text
+    words = "was made with 8 rows a step, but this run has 4"
+    pool(2).assert_raises(_other_batch, JOBS["tp 2"], tmp_path, words=words)

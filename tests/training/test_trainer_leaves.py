@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from interplay_accelerate import processes
-from ranks import Raised, pool
+from ranks import pool
 from reference import Tiny, mesh_of
 from reference_training import quietly
 from versions import needs_trainer
@@ -160,9 +160,7 @@ def _begun(tp: int, zero: int, folder: Path, options: dict[str, Any]) -> None:
 def test_what_is_not_served_is_refused(
     options: dict[str, Any], zero: int, words: str, tmp_path: Path
 ) -> None:
-    for raised in pool(2).run_raising(_begun, 1, zero, tmp_path, options):
-        assert isinstance(raised, Raised)
-        assert words in raised.text
+    pool(2).assert_raises(_begun, 1, zero, tmp_path, options, words=words)
 
 
 def _prepared() -> None:
@@ -174,6 +172,4 @@ def _prepared() -> None:
 
 
 def test_a_loop_around_accelerate_is_refused() -> None:
-    for raised in pool(2).run_raising(_prepared):
-        assert isinstance(raised, Raised)
-        assert "trains by px.train_leaves(model, batch) or px.Trainer" in raised.text
+    pool(2).assert_raises(_prepared, words="trains by px.train_leaves(model, batch) or px.Trainer")
