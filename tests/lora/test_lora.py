@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from ranks import pool
-from reference import Tiny, batch, exact, mesh_of, parallel, worst
+from reference import Tiny, assert_within, batch, exact, mesh_of, parallel, worst
 from reference_lora import (
     ALL,
     TINY,
@@ -109,8 +109,7 @@ def test_gradients_norm_and_steps_are_those_of_peft(
     tmp_path: Path, tp: int, changes: dict[str, Any]
 ) -> None:
     tiny = Tiny(bias=True) if tp == 2 else TINY
-    for errors in pool(tp).run(_parity, tmp_path, tiny, changes):
-        assert max(errors.values()) < 1e-9, errors
+    assert_within(pool(tp).run(_parity, tmp_path, tiny, changes), 1e-9)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -135,8 +134,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_options_train_as_in_peft(tmp_path: Path, option: str, tp: int) -> None:
     changes, of_model = OPTIONS[option]
     tiny = Tiny(**{"bias": True, **of_model})
-    for errors in pool(tp).run(_parity, tmp_path, tiny, changes):
-        assert max(errors.values()) < 1e-9, errors
+    assert_within(pool(tp).run(_parity, tmp_path, tiny, changes), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +144,7 @@ def test_other_ways_to_train_are_those_of_peft(tmp_path: Path, how: str) -> None
     changes: dict[str, Any] = {"rank_pattern": {"q_proj": 3, "down_proj": 9}}
     if how != "two adapters":
         changes |= {"lora_dropout": 0.25, "target_modules": [*ALL, "lm_head"]}
-    for errors in pool(2).run(_parity, tmp_path, TINY, changes, "", how):
-        assert max(errors.values()) < 1e-9, errors
+    assert_within(pool(2).run(_parity, tmp_path, TINY, changes, "", how), 1e-9)
 
 
 @pytest.mark.parametrize("what", ["no sum", "other masks", "other scale"])
@@ -234,8 +231,7 @@ def _micro_batches(directory: Path, checkpoints: str) -> dict[str, float]:
 def test_a_recomputed_layer_draws_the_mask_of_its_own_forward(
     tmp_path: Path, checkpoints: str
 ) -> None:
-    for errors in pool(2).run(_micro_batches, tmp_path, checkpoints):
-        assert worst(errors)[0] < 1e-9, worst(errors)
+    assert_within(pool(2).run(_micro_batches, tmp_path, checkpoints), 1e-9)
 
 
 def _masks_in_time() -> list[list[float]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import pool
-from reference import batch, worst
+from reference import assert_within, batch, worst
 from reference_lora import ALL, TINY, adapted, gradient_errors, plain
 
 import parallel_ext as px
@@ -60,8 +60,7 @@ def _several_backwards(directory: Path, how: str, drop_pending: bool) -> dict[st
 
 @pytest.mark.parametrize("how", ["no_sync", "one after the other", "after one that raised"])
 def test_several_backwards_add_up_as_in_peft(tmp_path: Path, how: str) -> None:
-    for errors in pool(2).run(_several_backwards, tmp_path, how, False):
-        assert worst(errors)[0] < 1e-9, worst(errors)
+    assert_within(pool(2).run(_several_backwards, tmp_path, how, False), 1e-9)
 
 
 def test_the_sum_of_backwards_notices_a_lost_part(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from ranks import pool
-from reference import FLOOR, difference, gradients_of, parallel, shard_differences, worst
+from reference import (
+    FLOOR,
+    assert_at_most_twice,
+    assert_within,
+    difference,
+    gradients_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_cogagent import (
     TWO_IMAGES,
     Row,
@@ -67,9 +76,7 @@ def _parity(
     [*((rows, 2) for rows in ROWS), ("an image next to text", 1), ("two images in a row", 4)],
 )
 def test_training_equals_the_single_process(rows: str, tp: int) -> None:
-    for differences in pool(tp).run(_parity, ROWS[rows], Layout(1, tp, 1), 2, {}):
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+    assert_within(pool(tp).run(_parity, ROWS[rows], Layout(1, tp, 1), 2, {}))
 
 
 def _on_eight_ranks() -> dict[str, float]:
@@ -84,9 +91,7 @@ def _on_eight_ranks() -> dict[str, float]:
 
 
 def test_training_equals_the_single_process_on_eight_ranks() -> None:
-    for differences in pool(8).run(_on_eight_ranks):  # all in one call: their start takes long
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+    assert_within(pool(8).run(_on_eight_ranks))  # all in one call: their start takes long
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 2, 1)], ids=str)
@@ -95,15 +100,11 @@ def test_training_equals_the_single_process_on_eight_ranks() -> None:
 def test_data_parallel_training_equals_the_single_process(
     ranks: str, zero: int, layout: Layout
 ) -> None:
-    for differences in pool(layout.world).run(_parity, OF_RANKS[ranks], layout, zero, {}):
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+    assert_within(pool(layout.world).run(_parity, OF_RANKS[ranks], layout, zero, {}))
 
 
 def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
-    for ours, theirs in pool(2).run(_errors_in, torch.float32):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
+    assert_at_most_twice(pool(2).run(_errors_in, torch.float32), FLOOR[torch.float32])
 
 
 def test_bf16_errs_as_much_as_one_process() -> None:
@@ -127,8 +128,7 @@ def _errors_in(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_activations_keeps_every_gradient(reentrant: bool) -> None:
-    for differences in pool(2).run(_checkpointed, reentrant):
-        assert worst(differences)[0] <= 1e-10
+    assert_within(pool(2).run(_checkpointed, reentrant))
 
 
 def _checkpointed(reentrant: bool) -> dict[str, float]:

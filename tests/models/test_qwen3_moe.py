@@ -12,7 +12,17 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import FLOOR, batch, exact, gradients_of, parallel, shard_differences, worst
+from reference import (
+    FLOOR,
+    assert_at_most_twice,
+    assert_within,
+    batch,
+    exact,
+    gradients_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_mixtral import (
     Layout,
     TinyQwen3Moe,
@@ -80,15 +90,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_single_process(case: str) -> None:
     tiny, layout, zero = CASES[case]
-    for differences in pool(layout.world).run(_parity, tiny, layout, zero):
-        error, name = worst(differences)
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(pool(layout.world).run(_parity, tiny, layout, zero))
 
 
 def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
-    for ours, theirs in pool(2).run(errors_in, TINY, Layout(1, 2, 2), torch.float32):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
+    assert_at_most_twice(
+        pool(2).run(errors_in, TINY, Layout(1, 2, 2), torch.float32), FLOOR[torch.float32]
+    )
 
 
 def _backwards(layout: Layout, zero: int, how: str) -> dict[str, float]:
@@ -113,9 +121,7 @@ def _backwards(layout: Layout, zero: int, how: str) -> dict[str, float]:
 def test_gradients_are_kept_by_checkpointing_and_accumulation(
     layout: Layout, zero: int, how: str
 ) -> None:
-    for differences in pool(layout.world).run(_backwards, layout, zero, how):
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+    assert_within(pool(layout.world).run(_backwards, layout, zero, how))
 
 
 # The norms of heads: each rank normalises its own.

@@ -15,6 +15,7 @@ import torch
 import transformers
 from ranks import pool
 from reference import (
+    assert_within,
     batch,
     difference,
     exact,
@@ -173,9 +174,7 @@ def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
 ) -> None:
     tiny, tp, sizes = CASES[case]
     layout = Layout(1, tp, tp if "moe" in tiny.kind else 1)
-    for differences in pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes):
-        error, name = worst(differences)
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(pool(tp).run(_in_life, tiny, layout, str(tmp_path), sizes))
 
 
 def _loaded(source: str) -> dict[str, Any]:
@@ -207,9 +206,7 @@ def test_a_model_of_files_evaluates_and_generates_as_that_of_transformers(
 ) -> None:
     """Also where the files and their configuration are bf16, and the model is not."""
     replace(OfSpec(kind, tied=True), dtype=torch.bfloat16).model().save_pretrained(tmp_path)
-    for found in pool(2).run(_loaded, str(tmp_path)):
-        error, name = worst(found)
-        assert error <= 1e-5, f"{name} differs by {error:.1e}"
+    assert_within(pool(2).run(_loaded, str(tmp_path)), 1e-5)
 
 
 @in_fp64()
@@ -225,9 +222,7 @@ def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None
     tiny, tp = OfSpec(kind), 2
     if SPECS[kind].attention.head_norms or SPECS[kind].attention.key_norm:
         tiny, tp = replace(tiny, key_value_heads=1), 3  # the norms of replicated keys
-    for differences in pool(tp).run(_with_own_tokens, tiny):
-        error, name = worst(differences)
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(pool(tp).run(_with_own_tokens, tiny))
 
 
 _LLAMAS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -238,9 +233,7 @@ def test_adapters_have_the_gradients_of_peft(kind: str) -> None:
     names = ("qkv", "o", "gate_up", "down") if kind == "phi3" else _LLAMAS
     projections = [f"{name}_proj" for name in names]
     options = {"r": 3, "target_modules": [*projections, "embed_tokens", "lm_head"]}
-    for differences in pool(2).run(_adapted, kind, options):
-        error, name = worst(differences)
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(pool(2).run(_adapted, kind, options))
 
 
 @in_fp64()

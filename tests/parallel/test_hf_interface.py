@@ -16,6 +16,7 @@ from ranks import pool
 from reference import (
     FLOOR,
     Tiny,
+    assert_within,
     batch,
     difference,
     gradients_of,
@@ -112,8 +113,7 @@ def _own_loss_on_logits() -> tuple[float, str]:
 
 
 def test_a_loss_of_ones_own_on_the_logits_has_the_right_gradients() -> None:
-    for error, name in pool(3).run(_own_loss_on_logits):
-        assert error <= FLOOR[TINY.dtype], name
+    assert_within(pool(3).run(_own_loss_on_logits), FLOOR[TINY.dtype])
 
 
 def _loss_options() -> dict[str, float]:
@@ -139,9 +139,7 @@ def _loss_options() -> dict[str, float]:
 
 
 def test_loss_options_mean_what_they_mean_in_huggingface() -> None:
-    for differences in pool(2).run(_loss_options):
-        error, name = worst(differences)
-        assert error <= 1e-6, name  # HuggingFace's loss computes in fp32
+    assert_within(pool(2).run(_loss_options), 1e-6)  # HuggingFace's loss computes in fp32
 
 
 def _adding_to_the_loss_in_place() -> tuple[float, str]:
@@ -157,8 +155,7 @@ def _adding_to_the_loss_in_place() -> tuple[float, str]:
 
 
 def test_the_loss_may_be_changed_in_place() -> None:
-    for error, name in pool(2).run(_adding_to_the_loss_in_place):
-        assert error <= FLOOR[TINY.dtype], name
+    assert_within(pool(2).run(_adding_to_the_loss_in_place), FLOOR[TINY.dtype])
 
 
 def _sizes(tied: bool, retie: bool) -> dict[str, Any]:

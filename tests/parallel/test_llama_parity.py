@@ -14,6 +14,8 @@ from ranks import pool
 from reference import (
     FLOOR,
     Tiny,
+    assert_at_most_twice,
+    assert_within,
     batch,
     difference,
     gradients_of,
@@ -77,9 +79,7 @@ def _parity(tiny: Tiny, options: dict[str, Any]) -> dict[str, float]:
 
 
 def _check(tp: int, tiny: Tiny, options: dict[str, Any] | None = None) -> None:
-    for differences in pool(tp).run(_parity, tiny, options or {}, timeout_s=240):
-        error, name = worst(differences)
-        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
+    assert_within(pool(tp).run(_parity, tiny, options or {}), FLOOR[tiny.dtype])
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -155,9 +155,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_one_process(
     dtype: torch.dtype, tp: int, attention: str
 ) -> None:
     tiny = Tiny(heads=8, key_value_heads=2, attention=attention)
-    for ours, theirs in pool(tp).run(_errors_in, tiny, dtype):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[dtype]), name
+    assert_at_most_twice(pool(tp).run(_errors_in, tiny, dtype), FLOOR[dtype])
 
 
 def _autocast_gradients(tiny: Tiny) -> tuple[float, str, str]:
@@ -181,9 +179,7 @@ def test_autocast_trains_fp32_weights_as_one_process_does() -> None:
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_errs_at_most_twice_as_much_as_one_process(lower: torch.dtype) -> None:
     tiny = Tiny(heads=8, key_value_heads=2)
-    for ours, theirs in pool(2).run(_errors_in, tiny, torch.float32, lower):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[lower] / 2), name
+    assert_at_most_twice(pool(2).run(_errors_in, tiny, torch.float32, lower), FLOOR[lower] / 2)
 
 
 def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str]:
@@ -202,8 +198,7 @@ def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_keeps_the_gradients(reentrant: bool, copied: bool) -> None:
     tiny = Tiny(heads=4, key_value_heads=1)
-    for error, name in pool(3).run(_checkpointed, tiny, reentrant, copied):
-        assert error <= FLOOR[tiny.dtype], name
+    assert_within(pool(3).run(_checkpointed, tiny, reentrant, copied), FLOOR[tiny.dtype])
 
 
 def _counts(tiny: Tiny, checkpointing: bool | None) -> tuple[dict[str, int], dict[str, int]]:
@@ -326,8 +321,7 @@ def _after_an_exception(tiny: Tiny) -> tuple[float, str]:
 
 def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
     tiny = Tiny(heads=4, key_value_heads=1)
-    for error, name in pool(2).run(_after_an_exception, tiny):
-        assert error <= FLOOR[tiny.dtype], name
+    assert_within(pool(2).run(_after_an_exception, tiny), FLOOR[tiny.dtype])
 
 
 def _uneven_labels(valid: tuple[int, ...], ddp: bool) -> tuple[float, float]:
@@ -397,8 +391,7 @@ def _dropped(how: str) -> tuple[float, str]:
     "how", ["zero_grad", "zero_grad in place", "exception", "check_gradients between"]
 )
 def test_gradients_dropped_under_no_sync_stay_dropped(how: str) -> None:
-    for error, name in pool(2).run(_dropped, how):
-        assert error <= FLOOR[torch.float64], name
+    assert_within(pool(2).run(_dropped, how))
 
 
 def _evaluated_unevenly() -> None:

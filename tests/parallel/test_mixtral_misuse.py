@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import pool
-from reference import Tiny, mesh_of, parallel, shard_differences, worst
+from reference import Tiny, assert_within, mesh_of, parallel, shard_differences, worst
 from reference_mixtral import (
     Layout,
     TinyMixtral,
@@ -226,8 +226,7 @@ def _noise_of_one_process(checkpointing: bool) -> tuple[float, str]:
 
 
 def test_ranks_with_equal_seeds_draw_the_noise_of_one_process() -> None:
-    for error, name in pool(2).run(_noise_of_one_process, False):
-        assert error <= 1e-10, name
+    assert_within(pool(2).run(_noise_of_one_process, False))
 
 
 def _no_label(layout: Layout) -> tuple[float, str]:
@@ -244,8 +243,7 @@ def _no_label(layout: Layout) -> tuple[float, str]:
 
 
 def test_a_rank_without_a_label_takes_part() -> None:
-    for error, name in pool(2).run(_no_label, Layout(2, 1, 2), timeout_s=60):
-        assert error <= 1e-10, name
+    assert_within(pool(2).run(_no_label, Layout(2, 1, 2), timeout_s=60))
 
 
 def _empty_batch() -> None:
@@ -268,8 +266,7 @@ def _adapter(layout: Layout) -> tuple[float, str]:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
 def test_adapters_on_attention_and_head_train_as_in_peft(layout: Layout) -> None:
-    for error, name in pool(layout.world).run(_adapter, layout):
-        assert error <= 1e-5, name
+    assert_within(pool(layout.world).run(_adapter, layout), 1e-5)
 
 
 def test_a_router_whose_forward_was_replaced_is_refused() -> None:

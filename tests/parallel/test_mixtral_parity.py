@@ -9,7 +9,15 @@ from unittest import mock
 import pytest
 import torch
 from ranks import pool
-from reference import FLOOR, gradients_of, parallel, shard_differences, worst
+from reference import (
+    FLOOR,
+    assert_at_most_twice,
+    assert_within,
+    gradients_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_mixtral import (
     SKEWS,
     Layout,
@@ -258,8 +266,7 @@ def _accumulated(layout: Layout) -> tuple[float, str]:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 1)], ids=str)
 def test_no_sync_accumulates_over_micro_batches(layout: Layout) -> None:
-    for error, name in pool(layout.world).run(_accumulated, layout):
-        assert error <= 1e-10, name
+    assert_within(pool(layout.world).run(_accumulated, layout))
 
 
 def _one_expert_a_replica(layout: Layout) -> tuple[float, list[float]]:
@@ -327,9 +334,10 @@ def test_parity_notices_a_wrong(broken: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
 def test_fp32_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
-    for ours, theirs in pool(layout.world).run(errors_in, TinyMixtral(), layout, torch.float32):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[torch.float32]), name
+    assert_at_most_twice(
+        pool(layout.world).run(errors_in, TinyMixtral(), layout, torch.float32),
+        FLOOR[torch.float32],
+    )
 
 
 def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
@@ -350,9 +358,7 @@ def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]
 
 @pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
 def test_autocast_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
-    for ours, theirs in pool(layout.world).run(_under_autocast, layout):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[torch.bfloat16]), name
+    assert_at_most_twice(pool(layout.world).run(_under_autocast, layout), FLOOR[torch.bfloat16])
 
 
 def _bits(layout: Layout) -> list[torch.Tensor]:

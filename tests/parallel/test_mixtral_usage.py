@@ -8,7 +8,15 @@ import peft
 import pytest
 import torch
 from ranks import pool
-from reference import difference, exact, gradients_of, parallel, shard_differences, worst
+from reference import (
+    assert_within,
+    difference,
+    exact,
+    gradients_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral, batches
 
@@ -33,8 +41,7 @@ def _only_padding() -> tuple[float, str]:
 
 
 def test_a_rank_without_valid_tokens_adds_nothing_to_the_balance_loss() -> None:
-    for error, name in pool(2).run(_only_padding):
-        assert error <= 1e-10, name
+    assert_within(pool(2).run(_only_padding))
 
 
 def _seeded_alike(layout: Layout, reentrant: bool) -> tuple[float, str]:
@@ -57,8 +64,7 @@ def _seeded_alike(layout: Layout, reentrant: bool) -> tuple[float, str]:
     ("layout", "reentrant"), [(LAYOUT, False), (Layout(1, 2, 2), False), (Layout(1, 2, 2), True)]
 )
 def test_forwards_from_one_seed_keep_their_own_choices(layout: Layout, reentrant: bool) -> None:
-    for error, name in pool(2).run(_seeded_alike, layout, reentrant):
-        assert error <= 1e-10, name
+    assert_within(pool(2).run(_seeded_alike, layout, reentrant))
 
 
 def test_several_reentrant_forwards_before_a_backward_are_refused_with_fsdp() -> None:

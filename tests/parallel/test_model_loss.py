@@ -12,15 +12,14 @@ import torch
 import transformers
 from ranks import pool
 from reference import (
-    FLOOR,
     Tiny,
+    assert_within,
     batch,
     difference,
     gradients_of,
     mesh_of,
     parallel,
     shard_differences,
-    worst,
 )
 from reference_loss import dense_statistics
 
@@ -54,9 +53,7 @@ def _parity(
 
 
 def _check(tp: int, *args: Any) -> None:
-    for differences in pool(tp).run(_parity, *args):
-        error, name = worst(differences)
-        assert error <= FLOOR[torch.float64], f"{name} differs by {error:.1e}"
+    assert_within(pool(tp).run(_parity, *args))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])

@@ -13,6 +13,7 @@ from ranks import pool
 from reference import (
     FLOOR,
     Tiny,
+    assert_within,
     batch,
     difference,
     exact,
@@ -22,7 +23,6 @@ from reference import (
     of_vocabulary,
     parallel,
     shard_differences,
-    worst,
 )
 from safetensors.torch import load_file, save_file
 
@@ -95,9 +95,7 @@ def test_a_directory_trains_and_saves_as_in_one_process(
     source, target = tmp_path / "source", tmp_path / "target"
     tiny = of_vocabulary(vocab_size, tied)
     tiny.model().save_pretrained(source)
-    for differences in pool(tp).run(_there_and_back, str(source), str(target), timeout_s=240):
-        error, name = worst(differences)
-        assert error <= FLOOR[tiny.dtype], name
+    assert_within(pool(tp).run(_there_and_back, str(source), str(target)), FLOOR[tiny.dtype])
 
 
 def _load(folder: str) -> None:

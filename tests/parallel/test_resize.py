@@ -13,7 +13,15 @@ import peft
 import pytest
 import torch
 from ranks import Raised, pool
-from reference import Tiny, batch, difference, mesh_of, parallel, shard_differences, worst
+from reference import (
+    Tiny,
+    assert_within,
+    batch,
+    difference,
+    mesh_of,
+    parallel,
+    shard_differences,
+)
 from reference_life import differences_in_life, resized, with_head_bias
 from reference_lora import adapted, config
 from reference_mixtral import Layout, TinyMixtral
@@ -46,11 +54,7 @@ TRAINED = {
 def test_training_goes_on_as_in_one_process(case: str, tmp_path: Path) -> None:
     tiny, layout, *options = TRAINED[case]
     ranks = pool(layout.world)
-    for differences in ranks.run(
-        differences_in_life, tiny, layout, str(tmp_path), *options, timeout_s=240
-    ):
-        error, name = worst(differences)
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(ranks.run(differences_in_life, tiny, layout, str(tmp_path), *options))
 
 
 STEPS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import pool
-from reference import Tiny, worst
+from reference import Tiny, assert_within
 from reference_life import differences_in_life
 from reference_mixtral import Layout, TinyMixtral
 
@@ -38,8 +38,4 @@ def test_a_model_is_that_of_one_process_from_its_first_save_to_its_last(
 ) -> None:
     tiny, layout, bias = CASES[case]
     ranks = pool(layout.world)
-    for differences in ranks.run(
-        differences_in_life, tiny, layout, str(tmp_path), bias, timeout_s=240
-    ):
-        error, name = worst(differences)
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(ranks.run(differences_in_life, tiny, layout, str(tmp_path), bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
@@ -160,3 +161,33 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def worst(differences: dict[str, float]) -> tuple[float, str]:
     """The largest difference and its name; NaN counts as the largest."""
     return max((float("inf") if d != d else d, name) for name, d in differences.items())
+
+
+def assert_within(
+    ranks: Iterable[dict[str, float] | tuple[float, str]], limit: float = FLOOR[torch.float64]
+) -> None:
+    """Assert that the differences of every rank, or each rank's ``worst``, are within ``limit``."""
+    for found in ranks:
+        error, name = worst(found) if isinstance(found, dict) else found
+        assert error <= limit, f"{name} differs by {error:.1e}"
+
+
+def assert_at_most_twice(
+    ranks: Iterable[tuple[dict[str, float], dict[str, float]]], floor: float
+) -> None:
+    """Assert that no error of ours is above twice the single process's, or ``floor``."""
+    for ours, theirs in ranks:
+        for name, error in ours.items():
+            assert error <= max(2 * theirs[name], floor), name
+
+
+def gradient_differences(
+    reference: nn.Module,
+    model: nn.Module,
+    whole: dict[str, Any],
+    own: dict[str, Any] | None = None,
+) -> dict[str, float]:
+    """Run one backward of each, of ours on this rank's ``own`` batch, and compare the gradients."""
+    reference(**whole).loss.backward()
+    model(**(whole if own is None else own)).loss.backward()
+    return shard_differences(model, gradients_of(reference), gradients=True)

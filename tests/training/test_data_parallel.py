@@ -13,6 +13,8 @@ from ranks import pool
 from reference import (
     FLOOR,
     Tiny,
+    assert_at_most_twice,
+    assert_within,
     batch,
     difference,
     exact,
@@ -59,9 +61,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_single_process(case: str, zero: int) -> None:
     tiny, dp, tp = CASES[case]
-    for differences in pool(dp * tp).run(_parity, tiny, dp, tp, zero):
-        error, name = worst(differences)
-        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
+    assert_within(pool(dp * tp).run(_parity, tiny, dp, tp, zero), FLOOR[tiny.dtype])
 
 
 def _an_empty_shard(tp: int) -> dict[str, float]:
@@ -77,9 +77,7 @@ def _an_empty_shard(tp: int) -> dict[str, float]:
 
 
 def test_parameters_without_elements_stay_out() -> None:
-    for differences in pool(4).run(_an_empty_shard, 2):
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+    assert_within(pool(4).run(_an_empty_shard, 2))
 
 
 def _uneven(valid: tuple[int, ...]) -> tuple[float, float]:
@@ -121,9 +119,7 @@ def _low_precision(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, floa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision_errs_at_most_twice_as_much_as_one_process(dtype: torch.dtype) -> None:
-    for ours, theirs in pool(2).run(_low_precision, dtype):
-        for name, error in ours.items():
-            assert error <= max(2 * theirs[name], FLOOR[dtype]), name
+    assert_at_most_twice(pool(2).run(_low_precision, dtype), FLOOR[dtype])
 
 
 def _accumulated(tiny: Tiny, tp: int, zero: int, checkpointing: bool) -> tuple[float, str]:
@@ -143,8 +139,7 @@ def _accumulated(tiny: Tiny, tp: int, zero: int, checkpointing: bool) -> tuple[f
 @pytest.mark.parametrize("zero", [2, 3])
 def test_no_sync_accumulates(zero: int, checkpointing: bool) -> None:
     tiny = Tiny(heads=4, key_value_heads=1)
-    for error, name in pool(4).run(_accumulated, tiny, 2, zero, checkpointing):
-        assert error <= FLOOR[tiny.dtype], name
+    assert_within(pool(4).run(_accumulated, tiny, 2, zero, checkpointing), FLOOR[tiny.dtype])
 
 
 def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
@@ -252,9 +247,7 @@ def _adapter(tp: int, broken: bool, **changes: Any) -> dict[str, float]:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_gradients_of_adapters_are_those_of_peft_on_all_batches(tp: int) -> None:
     # the factors are fp32 in PEFT's default as well
-    for differences in pool(2 * tp).run(_adapter, tp, False):
-        error, name = worst(differences)
-        assert error <= 1e-5, f"{name} differs by {error:.1e}"
+    assert_within(pool(2 * tp).run(_adapter, tp, False), 1e-5)
 
 
 def test_the_test_above_notices_a_missingjob_loss() -> None:

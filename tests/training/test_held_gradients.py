@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import pool
-from reference import gradients_of, parallel, shard_differences, worst
+from reference import assert_within, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, batches
 
 import parallel_ext as px
@@ -77,8 +77,7 @@ def _dropped(how: str, zero: int) -> tuple[float, str]:
     ],
 )
 def test_what_was_dropped_is_in_no_later_gradient(how: str, zero: int) -> None:
-    for error, name in pool(2).run(_dropped, how, zero):
-        assert error <= 1e-10, name
+    assert_within(pool(2).run(_dropped, how, zero))
 
 
 def _checked(inside: bool, zero: int) -> tuple[tuple[float, str], float]:
@@ -123,5 +122,4 @@ def _zeroed_late(zero: int) -> tuple[float, str]:
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_zero_grad_of_the_model_finds_the_shards_after_a_forward(zero: int) -> None:
-    for error, name in pool(2).run(_zeroed_late, zero):
-        assert error <= 1e-10, name
+    assert_within(pool(2).run(_zeroed_late, zero))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from ranks import pool
-from reference import Tiny, batch, mesh_of, parallel, shard_differences, worst
+from reference import Tiny, assert_within, batch, mesh_of, parallel, shard_differences, worst
 from reference_lora import ALL, config
 from reference_mixtral import Layout, batches
 from reference_training import LLAMA, MIXTRAL, quietly
@@ -122,8 +122,7 @@ def _three_steps(case: str, make: Callable[..., torch.optim.Optimizer]) -> tuple
 
 @pytest.mark.parametrize("case", CASES)
 def test_adafactor_steps_as_the_single_process(case: str) -> None:
-    for error, name in pool(CASES[case][1].world).run(_three_steps, case, _adafactor):
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(pool(CASES[case][1].world).run(_three_steps, case, _adafactor))
 
 
 def _adapted() -> tuple[float, str]:
@@ -145,8 +144,7 @@ def _adapted() -> tuple[float, str]:
 
 @pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
 def test_adafactor_trains_an_adapter_as_the_single_process() -> None:
-    for error, name in pool(2).run(_adapted):
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
+    assert_within(pool(2).run(_adapted))
 
 
 def _means_of_shards() -> float:
