@@ -8,10 +8,24 @@ from typing import Any
 import pytest
 import torch
 from ranks import pool
-from reference import assert_within, difference, gradients_of, shard_differences, worst
+from reference import (
+    assert_within,
+    difference,
+    gradient_differences,
+    gradients_of,
+    shard_differences,
+    worst,
+)
 from reference_lora import config
 from reference_lora_experts import BOTH, DOWN, GATE_UP, adapted_experts, plain_experts
-from reference_mixtral import Layout, TinyMixtral, batches, job_loss, training_differences
+from reference_mixtral import (
+    Layout,
+    TinyMixtral,
+    accumulated_differences,
+    job_loss,
+    own_batch,
+    training_differences,
+)
 
 import parallel_ext as px
 from parallel_ext import _C
@@ -124,23 +138,13 @@ def _accumulated(directory: Path, layout: Layout, how: str) -> dict[str, float]:
         for name, parameter in each.named_parameters():
             if how == "frozen factors" and "lora_A" in name:
                 parameter.requires_grad_(False)
-    for number, seed in enumerate((3, 4)):
-        whole, own = batches(TINY, layout.dp, seed=seed)
-        reference(**whole).loss.backward()
-        if number == 0:
-            with px.no_sync(model):
-                model(**own[layout.mesh().dp_rank]).loss.backward()
-        else:
-            model(**own[layout.mesh().dp_rank]).loss.backward()
-    return shard_differences(model, gradients_of(reference), True)
+    return accumulated_differences(reference, model, layout.mesh(), TINY, False)
 
 
 @pytest.mark.parametrize("how", ["", "frozen factors"])
 @pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(2, 1, 2)], ids=str)
 def test_gradients_accumulate(tmp_path: Path, layout: Layout, how: str) -> None:
-    for differences in pool(layout.world).run(_accumulated, tmp_path, layout, how):
-        assert differences
-        assert worst(differences)[0] <= 1e-9, worst(differences)
+    assert_within(pool(layout.world).run(_accumulated, tmp_path, layout, how), 1e-9)
 
 
 def _two_adapters(directory: Path, layout: Layout) -> dict[str, float]:
@@ -154,10 +158,8 @@ def _two_adapters(directory: Path, layout: Layout) -> dict[str, float]:
         for each in (reference, model):
             each.zero_grad()
             each.base_model.set_adapter(active)
-        whole, own = batches(TINY, layout.dp)
-        reference(**whole).loss.backward()
-        model(**own[layout.mesh().dp_rank]).loss.backward()
-        found = shard_differences(model, gradients_of(reference), True)
+        whole, own = own_batch(TINY, layout.mesh())
+        found = gradient_differences(reference, model, whole, own)
         differences |= {f"{name} with {active}": error for name, error in found.items()}
     for each in (reference, model):
         each.delete_adapter("second")
@@ -180,7 +182,7 @@ def _sums_of_a_backward(layout: Layout) -> list[int]:
     for changes in ({"target_parameters": None}, {}):
         model = adapted_experts(TINY, layout, target_modules=ATTENTION, **changes)
         px.data_parallel(model, layout.mesh())
-        loss = model(**batches(TINY, layout.dp)[1][layout.mesh().dp_rank]).loss
+        loss = model(**own_batch(TINY, layout.mesh())[1]).loss
         _C.reset_collective_counts()
         loss.backward()
         counts.append(_C.collective_counts().get("all_reduce", 0))
@@ -217,12 +219,9 @@ def _broken(directory: Path, layout: Layout, what: str) -> float:
     elif what == "swapped columns":
         ParamWrapper._per_expert = _columns_swapped
     try:
-        whole, own = batches(tiny, layout.dp)
-        reference(**whole).loss.backward()
-        model(**own[layout.mesh().dp_rank]).loss.backward()
+        return worst(gradient_differences(reference, model, *own_batch(tiny, layout.mesh())))[0]
     finally:
         ParamWrapper._per_expert = kept
-    return worst(shard_differences(model, gradients_of(reference), True))[0]
 
 
 @pytest.mark.parametrize(
@@ -245,8 +244,8 @@ def _bf16(directory: Path, layout: Layout) -> tuple[set[str], float]:
     """The dtypes of the factors' gradients, and how far the loss is from PEFT's."""
     tiny = TinyMixtral(num_experts=5, dtype=torch.bfloat16)
     reference, model = _pair(directory, tiny, layout, {}, 2)
-    whole, own = batches(tiny, layout.dp)
-    loss = model(**own[layout.mesh().dp_rank]).loss
+    whole, own = own_batch(tiny, layout.mesh())
+    loss = model(**own).loss
     loss.backward()
     dtypes = {str(p.grad.dtype) for p in model.parameters() if p.requires_grad}
     with torch.no_grad():

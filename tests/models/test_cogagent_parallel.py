@@ -14,6 +14,7 @@ from reference import (
     assert_at_most_twice,
     assert_within,
     difference,
+    gradient_differences,
     gradients_of,
     parallel,
     shard_differences,
@@ -135,10 +136,7 @@ def _checkpointed(reentrant: bool) -> dict[str, float]:
     reference = exact(tiny_model().train())
     model = copy.deepcopy(parallel(reference, Layout(1, 2, 1).mesh()))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    whole, _ = batches_of(ROWS["an image next to text"])
-    for each in (reference, model):
-        each(**whole).loss.backward()
-    return shard_differences(model, gradients_of(reference), True)
+    return gradient_differences(reference, model, batches_of(ROWS["an image next to text"])[0])
 
 
 # What is broken on purpose.
@@ -162,10 +160,7 @@ def _broken(what: str) -> dict[str, float]:
         layer.self_attn.language_expert_dense.summed_over = (
             layer.self_attn.vision_expert_dense.group
         )
-    whole, _ = batches_of(ROWS["an image next to text"])
-    for each in (reference, model):
-        each(**whole).loss.backward()
-    return shard_differences(model, gradients_of(reference), True)
+    return gradient_differences(reference, model, batches_of(ROWS["an image next to text"])[0])
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,16 @@ from reference import (
 from reference_mixtral import (
     Layout,
     TinyQwen3Moe,
+    accumulated_differences,
     adapter_differences,
     assert_refused,
     batches,
     errors_in,
     load_and_save,
+    own_batch,
+    parity,
     saved_tensors,
-    training_differences,
+    spread,
 )
 from torch import nn
 
@@ -42,16 +45,6 @@ from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 
 TINY = TinyQwen3Moe()
 SHARED = TinyQwen3Moe(key_value_heads=1)  # under tp, ranks hold the same key-value head
-
-
-def _spread(tiny: TinyQwen3Moe, layout: Layout, zero: int = 2) -> tuple[Any, Any, px.Mesh]:
-    """The single-process model, the parallel one, and its mesh."""
-    reference, mesh = tiny.model(), layout.mesh()
-    return reference, px.data_parallel(parallel(reference, mesh), mesh, zero), mesh
-
-
-def _parity(tiny: TinyQwen3Moe, layout: Layout, zero: int) -> dict[str, float]:
-    return training_differences(*_spread(tiny, layout, zero), tiny, 2)
 
 
 def _options(**options: Any) -> TinyQwen3Moe:
@@ -90,7 +83,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_single_process(case: str) -> None:
     tiny, layout, zero = CASES[case]
-    assert_within(pool(layout.world).run(_parity, tiny, layout, zero))
+    assert_within(pool(layout.world).run(parity, tiny, layout, zero))
 
 
 def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
@@ -101,19 +94,10 @@ def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
 
 def _backwards(layout: Layout, zero: int, how: str) -> dict[str, float]:
     """Gradients of two batches that come one after the other."""
-    reference, model, mesh = _spread(SHARED, layout, zero)
+    reference, model, mesh = spread(SHARED, layout, zero)
     if "reentrant" in how:
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
-    for seed in (3, 4):
-        whole, own = batches(SHARED, layout.dp, seed=seed)
-        reference(**whole).loss.backward()
-        loss = model(**own[mesh.dp_rank]).loss
-        if seed == 3 and how == "no_sync":
-            with px.no_sync(model):
-                loss.backward()
-        else:
-            loss.backward()
-    return shard_differences(model, gradients_of(reference), True)
+    return accumulated_differences(reference, model, mesh, SHARED, how != "no_sync")
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "no_sync"])
@@ -140,9 +124,9 @@ def _norms(layout: Layout, how: str) -> tuple[dict[str, float], dict[str, int]]:
             for one in (layer.self_attn.q_norm, layer.self_attn.k_norm):
                 one.requires_grad_(False)
     px.data_parallel(model, mesh)
-    whole, own = batches(TINY, layout.dp)
+    whole, own = own_batch(TINY, mesh)
     reference(**whole).loss.backward()
-    loss = model(**own[mesh.dp_rank]).loss
+    loss = model(**own).loss
     px._C.reset_collective_counts()
     loss.backward()
     counts = px._C.collective_counts()
@@ -222,7 +206,7 @@ def test_files_are_those_of_the_hub_at_every_layout(
 def _generated(layout: Layout) -> tuple[list[int], list[int]]:
     options = (("use_sliding_window", True), ("sliding_window", 4))
     tiny = TinyQwen3Moe(dtype=torch.float32, skew="zipf", options=options)
-    reference, model, mesh = _spread(tiny, layout)
+    reference, model, mesh = spread(tiny, layout)
     prompt = torch.tensor([[5, 6, 7, 8, 9, 10 + mesh.dp_rank]])
     wanted = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     wanted["attention_mask"] = torch.ones_like(prompt)
@@ -281,10 +265,10 @@ def test_an_adapter_and_norms_beside_it_are_read_back_and_by_peft(tmp_path: Path
 
 
 def _checked(layout: Layout, broken: bool, layers: int | None) -> px.GradientReport:
-    _, model, mesh = _spread(TinyQwen3Moe(dtype=torch.float32), layout)
+    _, model, mesh = spread(TinyQwen3Moe(dtype=torch.float32), layout)
     if broken:
         model.model.layers[0].self_attn.k_norm.used_in_parts.group = ops.ALONE
-    return px.check_gradients(model, batches(TINY, layout.dp)[1][mesh.dp_rank], layers)
+    return px.check_gradients(model, own_batch(TINY, mesh)[1], layers)
 
 
 def test_check_gradients_agrees_and_finds_a_missing_sum() -> None:
@@ -326,7 +310,7 @@ def _other_experts() -> None:
 
 def _without_data_parallel() -> None:
     mesh = Layout(2, 1, 2).mesh()
-    parallel(TINY.model(), mesh)(**batches(TINY, 2)[1][mesh.dp_rank])
+    parallel(TINY.model(), mesh)(**own_batch(TINY, mesh)[1])
 
 
 def _router_adapted() -> None:

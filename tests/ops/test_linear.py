@@ -11,6 +11,7 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_refused,
+    assert_within,
     doubles,
     grad_outputs,
     on_ranks,
@@ -92,8 +93,7 @@ COLUMN_AND_ROW = pytest.mark.parametrize("kind", ["column", "row"])
 @ALL_SIZES
 @COLUMN_AND_ROW
 def test_linear_equals_unsharded_when_features_are_not_divisible(kind, size):
-    error, case = worst(on_ranks(size, _linear_errors, kind, FP64, 7, 13))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _linear_errors, kind, FP64, 7, 13))
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,13 @@ def test_linear_equals_unsharded_when_features_are_not_divisible(kind, size):
     [("column", 7, 2), ("column", 7, 0), ("column", 0, 5), ("row", 2, 7), ("row", 0, 7)],
 )
 def test_linear_equals_unsharded_when_ranks_hold_no_feature(kind, in_features, out_features):
-    error, case = worst(on_ranks(3, _linear_errors, kind, FP64, in_features, out_features))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(3, _linear_errors, kind, FP64, in_features, out_features))
 
 
 @ALL_DTYPES
 @COLUMN_AND_ROW
 def test_linear_is_as_accurate_as_its_dtype(kind, dtype):
-    error, case = worst(on_ranks(2, _linear_errors, kind, dtype, 37, 13))
-    assert error <= TOLERANCE[dtype], case
+    assert_within(on_ranks(2, _linear_errors, kind, dtype, 37, 13), TOLERANCE[dtype])
 
 
 def _mutated_errors(group: Group, kind: str, mutation: str) -> dict[str, float]:

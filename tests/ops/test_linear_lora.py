@@ -13,6 +13,7 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_refused,
+    assert_within,
     aten_path,
     doubles,
     grad_outputs,
@@ -138,15 +139,13 @@ def _errors(
 @KINDS
 @pytest.mark.parametrize("rank", [1, 5, 20], ids="rank {}".format)
 def test_layer_equals_the_whole_one_whatever_the_rank_and_the_cut(kind, rank, size):
-    error, case = worst(on_ranks(size, _errors, kind, (7, 13, rank)))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors, kind, (7, 13, rank)))
 
 
 @KINDS
 @pytest.mark.parametrize("features", [(2, 2, 3), (1, 5, 2), (5, 1, 2)])
 def test_layer_equals_the_whole_one_when_ranks_hold_no_feature(kind, features):
-    error, case = worst(on_ranks(3, _errors, kind, features))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(3, _errors, kind, features))
 
 
 @ALL_SIZES
@@ -154,8 +153,7 @@ def test_layer_equals_the_whole_one_when_ranks_hold_no_feature(kind, features):
 @BOTH_PATHS
 def test_layer_with_dropout_equals_the_whole_one(kind, aten, size):
     sizes = (150, 13, 5)  # features over more than one block of the mask
-    error, case = worst(on_ranks(size, _errors, kind, sizes, FP64, FP64, DROPOUT, aten=aten))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors, kind, sizes, FP64, FP64, DROPOUT, aten=aten))
 
 
 @BOTH_PATHS
@@ -172,8 +170,7 @@ def test_layer_with_dropout_equals_the_whole_one_over_several_stretches_of_rows(
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.5, 1.0])
 def test_dropout_at_the_ends_of_its_range(kind, p):
     dropout = DROPOUT._replace(p=p)
-    error, case = worst(on_ranks(2, _errors, kind, (7, 5, 2), FP64, FP64, dropout))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(2, _errors, kind, (7, 5, 2), FP64, FP64, dropout))
 
 
 @KINDS
@@ -189,8 +186,9 @@ def test_dropout_at_the_ends_of_its_range(kind, p):
     ids=str,
 )
 def test_layer_is_as_accurate_as_its_base(kind, dtype, factors, dropout):
-    error, case = worst(on_ranks(2, _errors, kind, (37, 13, 4), dtype, factors, dropout))
-    assert error <= 2 * TOLERANCE[dtype], case
+    assert_within(
+        on_ranks(2, _errors, kind, (37, 13, 4), dtype, factors, dropout), 2 * TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])

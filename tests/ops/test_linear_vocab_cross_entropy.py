@@ -29,6 +29,7 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_all_raise,
+    assert_within,
     aten_path,
     on_ranks,
     own_range,
@@ -84,8 +85,7 @@ def test_each_option_equals_unsharded_for_a_trained_and_a_frozen_head(name, size
     """Also where a rank's shard is empty: 1 on 2, 5 on 4."""
     for trained in ("trained", "frozen"):
         results = on_ranks(size, _errors_of_one_option, name, [1, 5, 10, 65], trained, aten=aten)
-        error, case = worst(results)
-        assert error <= TOLERANCE[FP64], (trained, case)
+        assert_within(results)
 
 
 @pytest.mark.parametrize("mutation", ["no exchange", "swapped shards"])
@@ -112,8 +112,7 @@ def _errors_of_tiles(
 @EACH_TRAINED
 def test_tiles_of_ids_or_tokens_equal_unsharded(trained, name, reduction, num_tokens, vocab_size):
     arguments = (trained, name, reduction, num_tokens, vocab_size)
-    error, case = worst(on_ranks(2, _errors_of_tiles, *arguments))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(2, _errors_of_tiles, *arguments))
 
 
 def _errors_of_random_options(
@@ -148,8 +147,7 @@ def test_random_combinations_of_options_equal_unsharded(
     size, aten, seed, num_tokens, vocab_size, trained, bias, statistics, options
 ):
     arguments = (seed, num_tokens, vocab_size, trained, bias, statistics, options)
-    error, case = worst(on_ranks(size, _errors_of_random_options, *arguments, aten=aten))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors_of_random_options, *arguments, aten=aten))
 
 
 def _errors_of_dtype(

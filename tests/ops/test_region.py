@@ -9,9 +9,9 @@ import torch
 from reference_ops import (
     ALL_SIZES,
     NOTICED,
-    TOLERANCE,
     assert_all_raise,
     assert_refused,
+    assert_within,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -58,8 +58,7 @@ def _sum_errors(group: Group) -> dict[str, float]:
 
 @ALL_SIZES
 def test_reduce_sums_the_ranks_and_passes_the_gradient_on(size):
-    error, case = worst(on_ranks(size, _sum_errors))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _sum_errors))
 
 
 def _copy_errors(group: Group) -> dict[str, float]:
@@ -78,8 +77,7 @@ def _copy_errors(group: Group) -> dict[str, float]:
 
 @ALL_SIZES
 def test_copy_sums_the_gradients_of_the_ranks(size):
-    error, case = worst(on_ranks(size, _copy_errors))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _copy_errors))
 
 
 def _gather_errors(group: Group, columns: int) -> dict[str, float]:
@@ -101,8 +99,7 @@ def _gather_errors(group: Group, columns: int) -> dict[str, float]:
 @ALL_SIZES
 @pytest.mark.parametrize("columns", [1, 3, 10])
 def test_gather_joins_uneven_and_empty_shards(size, columns):
-    error, case = worst(on_ranks(size, _gather_errors, columns))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _gather_errors, columns))
 
 
 def _gathered_dtypes(group: Group) -> dict[str, float]:
@@ -164,8 +161,7 @@ def _mlp_errors(group: Group, borders: str) -> dict[str, float]:
 
 @ALL_SIZES
 def test_mlp_of_uneven_shards_equals_the_unsharded_mlp(size):
-    error, case = worst(on_ranks(size, _mlp_errors, "whole"))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _mlp_errors, "whole"))
 
 
 @pytest.mark.parametrize("borders", ["no sum in forward", "no sum in backward"])

@@ -14,6 +14,7 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_refused,
+    assert_within,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -83,15 +84,13 @@ def _errors(group: Group, tokens: int, dtype: torch.dtype) -> dict[str, float]:
 @ALL_SIZES
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_outputs_and_gradients_are_those_of_one_process(tokens: int, size: int, aten: bool) -> None:
-    error, case = worst(on_ranks(size, _errors, tokens, FP64, aten=aten))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors, tokens, FP64, aten=aten))
 
 
 @BOTH_PATHS
 @ALL_DTYPES
 def test_dtypes_err_by_their_rounding(dtype: torch.dtype, aten: bool) -> None:
-    error, case = worst(on_ranks(3, _errors, 10, dtype, aten=aten))
-    assert error <= TOLERANCE[dtype], case
+    assert_within(on_ranks(3, _errors, 10, dtype, aten=aten), TOLERANCE[dtype])
 
 
 def _large(group: Group) -> dict[str, float]:

@@ -12,6 +12,7 @@ from reference_ops import (
     MUTATIONS,
     NOTICED,
     TOLERANCE,
+    assert_within,
     aten_path,
     data_bytes,
     grad_outputs,
@@ -113,16 +114,16 @@ def _errors_of_random_logits(
 @ALL_SIZES
 @pytest.mark.parametrize("vocab_size", [1, 5, 101, 65535])
 def test_loss_and_gradient_equal_unsharded_when_vocab_not_divisible(vocab_size, size, aten):
-    error, case = worst(on_ranks(size, _errors_of_random_logits, vocab_size, FP64, aten=aten))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors_of_random_logits, vocab_size, FP64, aten=aten))
 
 
 @BOTH_PATHS
 @ALL_DTYPES
 @pytest.mark.parametrize("vocab_size", [101, 65535])
 def test_loss_is_fp32_and_the_gradient_as_accurate_as_its_dtype(vocab_size, dtype, aten):
-    error, case = worst(on_ranks(2, _errors_of_random_logits, vocab_size, dtype, aten=aten))
-    assert error <= TOLERANCE[dtype], case
+    assert_within(
+        on_ranks(2, _errors_of_random_logits, vocab_size, dtype, aten=aten), TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("mutation", ["no exchange", "swapped shards"])
@@ -142,8 +143,7 @@ def _errors_of_shifted_logits(group: Group, dtype: torch.dtype, shift: float) ->
 def test_accuracy_does_not_depend_on_a_shift_of_the_logits(shift, aten):
     """As torch's: the softmax subtracts the maximum first. At 1e30 all logits are equal."""
     dtype = torch.float32
-    error, case = worst(on_ranks(2, _errors_of_shifted_logits, dtype, shift, aten=aten))
-    assert error <= TOLERANCE[dtype], case
+    assert_within(on_ranks(2, _errors_of_shifted_logits, dtype, shift, aten=aten), TOLERANCE[dtype])
 
 
 def _errors_of_ignored_tokens(group: Group, ignore_index: int) -> dict[str, float]:
@@ -161,8 +161,7 @@ def _errors_of_ignored_tokens(group: Group, ignore_index: int) -> dict[str, floa
 @pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 9])
 def test_ignored_tokens_are_as_in_torch(ignore_index, size, aten):
     """Also inside the vocabulary, just past it, and when nothing is left to average."""
-    error, case = worst(on_ranks(size, _errors_of_ignored_tokens, ignore_index, aten=aten))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors_of_ignored_tokens, ignore_index, aten=aten))
 
 
 def test_nothing_but_ignored_tokens_gives_nan_as_mean_and_zero_as_sum():
@@ -184,8 +183,7 @@ def _errors_of_special_logits(group: Group, dtype: torch.dtype) -> dict[str, flo
 @ALL_SIZES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_nan_and_infinite_logits_give_what_torch_gives(dtype, size, aten):
-    error, case = worst(on_ranks(size, _errors_of_special_logits, dtype, aten=aten))
-    assert error <= TOLERANCE[dtype], case
+    assert_within(on_ranks(size, _errors_of_special_logits, dtype, aten=aten), TOLERANCE[dtype])
 
 
 @BOTH_PATHS
@@ -234,8 +232,7 @@ def _errors_of_layouts(group: Group, vocab_size: int) -> dict[str, float]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("vocab_size", [1, 9])
 def test_logits_of_any_memory_layout_and_no_tokens_at_all(vocab_size, size, aten):
-    error, case = worst(on_ranks(size, _errors_of_layouts, vocab_size, aten=aten))
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors_of_layouts, vocab_size, aten=aten))
 
 
 def _loss_of_rows_apart(

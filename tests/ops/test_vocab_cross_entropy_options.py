@@ -27,6 +27,7 @@ from reference_ops import (
     BOTH_PATHS,
     NOTICED,
     TOLERANCE,
+    assert_within,
     aten_path,
     on_ranks,
     own_range,
@@ -64,10 +65,7 @@ def _errors_of_one_option(
 @EACH_ALONE
 def test_each_option_equals_unsharded_also_with_empty_shards(name, size, aten):
     """1 on 2, 5 on 4, 65 on 3, 10 on 4, and more blocks of columns than one."""
-    error, case = worst(
-        on_ranks(size, _errors_of_one_option, name, [1, 5, 10, 65, 9001], aten=aten)
-    )
-    assert error <= TOLERANCE[FP64], case
+    assert_within(on_ranks(size, _errors_of_one_option, name, [1, 5, 10, 65, 9001], aten=aten))
 
 
 @pytest.mark.parametrize("mutation", ["no exchange", "swapped shards"])
@@ -97,10 +95,9 @@ def _errors_of_random_options(
 def test_random_combinations_of_options_equal_unsharded(
     size, aten, seed, num_tokens, vocab_size, options
 ):
-    error, case = worst(
+    assert_within(
         on_ranks(size, _errors_of_random_options, seed, num_tokens, vocab_size, options, aten=aten)
     )
-    assert error <= TOLERANCE[FP64], case
 
 
 def _loss_errors_of_scale(group: Group, dtype: torch.dtype, scale: float) -> dict[str, float]:
@@ -130,8 +127,7 @@ def _loss_errors_of_scale(group: Group, dtype: torch.dtype, scale: float) -> dic
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_loss_is_within_1e_6_of_fp64_whatever_the_dtype(dtype, scale, aten):
-    error, case = worst(on_ranks(2, _loss_errors_of_scale, dtype, scale, aten=aten))
-    assert error <= 1e-6, case
+    assert_within(on_ranks(2, _loss_errors_of_scale, dtype, scale, aten=aten), 1e-6)
 
 
 def _errors_of_dtype(group: Group, dtype: torch.dtype) -> dict[str, float]:
@@ -147,8 +143,7 @@ def _errors_of_dtype(group: Group, dtype: torch.dtype) -> dict[str, float]:
 @BOTH_PATHS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_options_are_as_accurate_as_the_dtype(dtype, aten):
-    error, case = worst(on_ranks(2, _errors_of_dtype, dtype, aten=aten))
-    assert error <= TOLERANCE[dtype], case
+    assert_within(on_ranks(2, _errors_of_dtype, dtype, aten=aten), TOLERANCE[dtype])
 
 
 # Special values beside the options that read every logit, class weights of 0 among them.
@@ -199,8 +194,9 @@ def _errors_of_special_logits(
 def test_nan_and_infinite_logits_with_options_give_what_torch_gives(name, size, aten):
     for dtype in (FP64, torch.float32):
         options = SPECIAL_OPTIONS[name]
-        error, case = worst(on_ranks(size, _errors_of_special_logits, dtype, options, aten=aten))
-        assert error <= TOLERANCE[dtype], case
+        assert_within(
+            on_ranks(size, _errors_of_special_logits, dtype, options, aten=aten), TOLERANCE[dtype]
+        )
 
 
 def _argmax_of(group: Group, logits: torch.Tensor) -> list[int]:

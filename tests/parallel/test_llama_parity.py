@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from reference import (
     assert_at_most_twice,
     assert_within,
     batch,
-    difference,
+    gradient_differences,
     gradients_of,
     mesh_of,
     of_vocabulary,
@@ -25,6 +23,7 @@ from reference import (
     shard_differences,
     worst,
 )
+from reference_mixtral import Layout, accumulated_differences, errors_in, parity, spread
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -32,54 +31,11 @@ from parallel_ext.parallel.state import state_of
 
 SIZES = [1, 2, 3, 4]
 VOCABULARIES = [5, 101, 32000, 49153, 65535]
-STEPS = 3
-
-
-def _train(model: Any, data: list[dict[str, Any]], clip: Any) -> tuple[list[float], list[float]]:
-    """Losses and clipped norms of AdamW steps on ``data``, one batch a step."""
-    # A small eps would make steps out of gradients that are nothing but rounding.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
-    losses, norms = [], []
-    for one in data:
-        optimizer.zero_grad()
-        loss = model(**one).loss
-        loss.backward()
-        norms.append(clip(model).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms
-
-
-def _parity(tiny: Tiny, options: dict[str, Any]) -> dict[str, float]:
-    """The differences of loss, gradients, norm, and of three steps, from one process."""
-    reference = tiny.model()
-    model = parallel(reference, mesh_of(), **options)
-    one = batch(tiny.vocab_size)
-    expected, got = reference(**one), model(**one)
-    expected.loss.backward()
-    got.loss.backward()
-    differences = {
-        "loss": difference(got.loss, expected.loss),
-        **shard_differences(model, gradients_of(reference), gradients=True),
-    }
-    reference.zero_grad()
-    model.zero_grad()
-    data = [batch(tiny.vocab_size, seed=seed) for seed in range(STEPS)]
-    losses, norms = _train(
-        reference, data, lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
-    )
-    our_losses, our_norms = _train(model, data, lambda m: px.clip_grad_norm_(m, 1.0))
-    for step in range(STEPS):
-        differences[f"loss of step {step}"] = abs(our_losses[step] / losses[step] - 1)
-        differences[f"norm of step {step}"] = abs(our_norms[step] / norms[step] - 1)
-    after = dict(reference.named_parameters())
-    for name, value in shard_differences(model, after, gradients=False).items():
-        differences[f"{name} after {STEPS} steps"] = value
-    return differences
 
 
 def _check(tp: int, tiny: Tiny, options: dict[str, Any] | None = None) -> None:
-    assert_within(pool(tp).run(_parity, tiny, options or {}), FLOOR[tiny.dtype])
+    found = pool(tp).run(parity, tiny, Layout(1, tp, 1), 2, options or {})
+    assert_within(found, FLOOR[tiny.dtype])
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -115,39 +71,6 @@ def test_training_equals_the_single_process_with(case: str) -> None:
     _check(*CASES[case])
 
 
-def _errors_in(
-    tiny: Tiny, dtype: torch.dtype, lower: torch.dtype | None = None
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors against fp64 of our gradients and of the single process', both in ``dtype``.
-
-    Each the median over batches: the error of one batch is one draw of the rounding. With a
-    ``lower`` dtype both compute in it by autocast.
-    """
-    exact = tiny.model()
-    single = replace(tiny, dtype=dtype).model()
-    single.load_state_dict(exact.state_dict())
-    model = parallel(single, mesh_of())
-    ours: dict[str, list[float]] = {}
-    theirs: dict[str, list[float]] = {}
-    for seed in range(3):
-        # Eager attention gives NaN in rows that padding leaves empty.
-        one = batch(tiny.vocab_size, seed=seed, left=tiny.attention == "sdpa")
-        for each in (exact, single, model):
-            each.zero_grad()
-            with torch.autocast("cpu", lower, enabled=lower is not None and each is not exact):
-                loss = each(**one).loss
-            loss.backward()
-        truth = gradients_of(exact)
-        for name, error in shard_differences(model, truth, gradients=True).items():
-            ours.setdefault(name, []).append(error)
-        for name, gradient in gradients_of(single).items():
-            theirs.setdefault(name, []).append(difference(gradient, truth[name]))
-    return (
-        {name: median(errors) for name, errors in ours.items()},
-        {name: median(errors) for name, errors in theirs.items()},
-    )
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -155,7 +78,8 @@ def test_low_precision_errs_at_most_twice_as_much_as_one_process(
     dtype: torch.dtype, tp: int, attention: str
 ) -> None:
     tiny = Tiny(heads=8, key_value_heads=2, attention=attention)
-    assert_at_most_twice(pool(tp).run(_errors_in, tiny, dtype), FLOOR[dtype])
+    found = pool(tp).run(errors_in, tiny, Layout(1, tp, 1), dtype, None, range(3))
+    assert_at_most_twice(found, FLOOR[dtype])
 
 
 def _autocast_gradients(tiny: Tiny) -> tuple[float, str, str]:
@@ -179,7 +103,8 @@ def test_autocast_trains_fp32_weights_as_one_process_does() -> None:
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_errs_at_most_twice_as_much_as_one_process(lower: torch.dtype) -> None:
     tiny = Tiny(heads=8, key_value_heads=2)
-    assert_at_most_twice(pool(2).run(_errors_in, tiny, torch.float32, lower), FLOOR[lower] / 2)
+    found = pool(2).run(errors_in, tiny, Layout(1, 2, 1), torch.float32, lower, range(3))
+    assert_at_most_twice(found, FLOOR[lower] / 2)
 
 
 def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str]:
@@ -188,10 +113,7 @@ def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if copied:
         model = copy.deepcopy(model)
-    one = batch(tiny.vocab_size)
-    reference(**one).loss.backward()
-    model(**one).loss.backward()
-    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+    return worst(gradient_differences(reference, model, batch(tiny.vocab_size)))
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["", "deepcopied"])
@@ -251,10 +173,7 @@ def _without(broken: str, tiny: Tiny) -> float:
         alone = object.__new__(px.Mesh)
         vars(alone).update(vars(mesh_of()), tp=ops.ALONE)
         state_of(model).mesh = alone
-    one = batch(tiny.vocab_size)
-    reference(**one).loss.backward()
-    model(**one).loss.backward()
-    return worst(shard_differences(model, gradients_of(reference), gradients=True))[0]
+    return worst(gradient_differences(reference, model, batch(tiny.vocab_size)))[0]
 
 
 @pytest.mark.parametrize(
@@ -273,20 +192,10 @@ def test_parity_notices_a_missing(broken: str) -> None:
 
 
 def _accumulated(tiny: Tiny, synchronize_each: bool) -> tuple[float, str, int]:
-    """Two micro-batches with ``no_sync`` on the first, against one process on both."""
-    reference = tiny.model()
-    model = parallel(reference, mesh_of())
-    first, second = (batch(tiny.vocab_size, seed=seed) for seed in (3, 4))
-    for one in (first, second):
-        reference(**one).loss.backward()
+    """Two micro-batches with ``no_sync`` on the first, and the sums that they take."""
+    reference, model, mesh = spread(tiny, Layout(1, 2, 1))
     px._C.reset_collective_counts()
-    if synchronize_each:
-        model(**first).loss.backward()
-    else:
-        with px.no_sync(model):
-            model(**first).loss.backward()
-    model(**second).loss.backward()
-    errors = shard_differences(model, gradients_of(reference), gradients=True)
+    errors = accumulated_differences(reference, model, mesh, tiny, synchronize_each)
     return *worst(errors), px._C.collective_counts()["all_reduce"]
 
 
@@ -314,54 +223,12 @@ def _after_an_exception(tiny: Tiny) -> tuple[float, str]:
         model(**one).loss.backward()
     handle.remove()
     model.zero_grad()
-    reference(**one).loss.backward()
-    model(**one).loss.backward()
-    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+    return worst(gradient_differences(reference, model, one))
 
 
 def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
     tiny = Tiny(heads=4, key_value_heads=1)
     assert_within(pool(2).run(_after_an_exception, tiny), FLOOR[tiny.dtype])
-
-
-def _uneven_labels(valid: tuple[int, ...], ddp: bool) -> tuple[float, float]:
-    """dp ranks with these numbers of valid labels, gradients averaged by DDP or by hand."""
-    tiny = Tiny()
-    mesh = mesh_of(tp=1)
-    whole = batch(tiny.vocab_size, rows=len(valid), tokens=101, seed=5)
-    whole["attention_mask"].fill_(1)
-    for row, count in enumerate(valid):
-        whole["labels"][row] = whole["input_ids"][row]
-        whole["labels"][row, 1 + count :] = -100
-    reference = tiny.model()
-    expected = reference(**whole).loss
-    expected.backward()
-    model = parallel(reference, mesh)
-    own = {name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()}
-    if ddp:
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    else:
-        wrapped = px.no_data_parallel(model)
-    loss = wrapped(**own).loss
-    loss.backward()
-
-    def mean(tensor: torch.Tensor) -> torch.Tensor:
-        return ops.reduce_from_region(tensor, mesh.dp) / mesh.dp_size
-
-    errors = [
-        difference(parameter.grad if ddp else mean(parameter.grad), gradient)
-        for parameter, gradient in zip(
-            model.parameters(), gradients_of(reference).values(), strict=True
-        )
-    ]
-    return difference(mean(loss.detach()), expected.detach()), max(errors)
-
-
-@pytest.mark.parametrize("ddp", [False, True])
-def test_loss_is_the_mean_over_the_valid_tokens_of_all_dp_ranks(ddp: bool) -> None:
-    for loss_error, gradient_error in pool(3).run(_uneven_labels, (1, 100, 0), ddp):
-        assert loss_error <= 1e-10
-        assert gradient_error <= 1e-10
 
 
 def _dropped(how: str) -> tuple[float, str]:

@@ -11,13 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import pool
-from reference import Tiny, assert_within, mesh_of, parallel, shard_differences, worst
+from reference import (
+    Tiny,
+    assert_within,
+    gradient_differences,
+    gradients_of,
+    mesh_of,
+    parallel,
+    shard_differences,
+    worst,
+)
 from reference_mixtral import (
     Layout,
     TinyMixtral,
     adapter_differences,
     assert_refused,
     batches,
+    own_batch,
+    spread,
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +44,7 @@ def _parallel(layout: Layout, tiny: TinyMixtral = TINY, **options: Any) -> tuple
 
 
 def _step(model: Any, mesh: px.Mesh) -> None:
-    model(**batches(TINY, mesh.dp_size)[1][mesh.dp_rank]).loss.backward()
+    model(**own_batch(TINY, mesh)[1]).loss.backward()
 
 
 def _more_ranks_than_experts() -> None:
@@ -210,36 +221,28 @@ def test_tp_ranks_that_would_draw_other_noise_raise() -> None:
     pool(2).assert_raises(_jitter, True, True, timeout_s=60, words=words)
 
 
-def _noise_of_one_process(checkpointing: bool) -> tuple[float, str]:
+def _noise_of_one_process() -> tuple[float, str]:
     tiny = TinyMixtral(5, options=(("router_jitter_noise", 0.1),))
     reference = tiny.model()
     mesh = Layout(1, 2, 2).mesh()
     model = parallel(reference, mesh)
-    gradients = []
     for each in (reference, model):
-        if checkpointing:
-            each.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(5)
         each(**batches(tiny, 1)[0]).loss.backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters()})
-    return worst(shard_differences(model, gradients[0], True))
+    return worst(shard_differences(model, gradients_of(reference), True))
 
 
 def test_ranks_with_equal_seeds_draw_the_noise_of_one_process() -> None:
-    assert_within(pool(2).run(_noise_of_one_process, False))
+    assert_within(pool(2).run(_noise_of_one_process))
 
 
 def _no_label(layout: Layout) -> tuple[float, str]:
     """The last dp rank brings nothing but padding."""
-    reference = TINY.model()
-    model, mesh = _parallel(layout)
-    whole, own = batches(TINY, layout.dp)
+    reference, model, mesh = spread(TINY, layout)
+    whole, own = own_batch(TINY, mesh)
     whole["labels"][-2:] = -100  # which the ranks' batches show as well
     whole["attention_mask"][-2:, 1:] = 0
-    reference(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
-    return worst(shard_differences(model, gradients, True))
+    return worst(gradient_differences(reference, model, whole, own))
 
 
 def test_a_rank_without_a_label_takes_part() -> None:

@@ -13,6 +13,7 @@ from reference import (
     FLOOR,
     assert_at_most_twice,
     assert_within,
+    gradient_differences,
     gradients_of,
     parallel,
     shard_differences,
@@ -22,33 +23,23 @@ from reference_mixtral import (
     SKEWS,
     Layout,
     TinyMixtral,
+    accumulated_differences,
     batches,
     choosing_again,
     errors_in,
     layouts_of,
-    training_differences,
+    own_batch,
+    parity,
+    spread,
 )
 
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.parallel.state import state_of
 
-STEPS = 2  # the second one catches stale buffers
-
-
-def _spread(tiny: TinyMixtral, layout: Layout, zero: int, **options: Any) -> tuple[Any, Any, Any]:
-    """The single-process model, the parallel one, and its mesh."""
-    reference, mesh = tiny.model(), layout.mesh()
-    model = parallel(reference, mesh, **options)
-    return reference, px.data_parallel(model, mesh, zero), mesh
-
-
-def _parity(tiny: TinyMixtral, layout: Layout, zero: int) -> dict[str, float]:
-    return training_differences(*_spread(tiny, layout, zero), tiny, STEPS)
-
 
 def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
-    for differences in pool(layout.world).run(_parity, tiny, layout, zero, timeout_s=60):
+    for differences in pool(layout.world).run(parity, tiny, layout, zero, timeout_s=60):
         if tiny.top_k == 1:  # the weight of a single choice is 1, whatever the router says
             differences = {n: d for n, d in differences.items() if "gate.weight.grad" not in n}
         error, name = worst(differences)
@@ -99,13 +90,10 @@ def test_the_balance_loss_is_that_of_the_whole_batch(layout: Layout) -> None:
 
 def _balance_apart(layout: Layout) -> dict[str, float]:
     """The router's gradient when each dp rank adds the balance loss of its own tokens."""
-    reference, model, mesh = _spread(TinyMixtral(balance=True, skew="zipf"), layout, 2)
+    reference, model, mesh = spread(TinyMixtral(balance=True, skew="zipf"), layout)
     model.__dict__["forward"] = lambda **batch: type(model).forward(model, **batch)
     state_of(model).own_forward = None  # else it is refused
-    whole, own = batches(TinyMixtral(), layout.dp)
-    reference(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    return shard_differences(model, gradients_of(reference), True)
+    return gradient_differences(reference, model, *own_batch(TinyMixtral(), mesh))
 
 
 def test_parity_notices_a_balance_loss_of_each_rank_alone() -> None:
@@ -120,9 +108,9 @@ def _frozen(layout: Layout, frozen: str) -> tuple[dict[str, float], list[str]]:
         parameter.requires_grad_(frozen not in name)
     mesh = layout.mesh()
     model = px.data_parallel(parallel(reference, mesh), mesh)
-    whole, own = batches(tiny, layout.dp)
+    whole, own = own_batch(tiny, mesh)
     reference(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
+    model(**own).loss.backward()
     with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
     zeros = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
     truth = {**zeros, **{n: g for n, g in gradients_of(reference).items() if g is not None}}
@@ -146,11 +134,11 @@ def _checkpointed(
     layout: Layout, zero: int, reentrant: bool
 ) -> tuple[tuple[float, str], dict[str, int]]:
     tiny = TinyMixtral(num_experts=5)
-    reference, model, mesh = _spread(tiny, layout, zero)
+    reference, model, mesh = spread(tiny, layout, zero)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    whole, own = batches(tiny, layout.dp)
+    whole, own = own_batch(tiny, mesh)
     reference(**whole).loss.backward()
-    loss = model(**own[mesh.dp_rank]).loss
+    loss = model(**own).loss
     px._C.reset_collective_counts()
     loss.backward()
     counts = px._C.collective_counts()
@@ -178,7 +166,7 @@ def _rerouted(reentrant: bool, kept: bool) -> float:
     for disturbed in (False, True):
         model = px.data_parallel(parallel(TinyMixtral(5, top_k=1).model(), mesh), mesh)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        loss = model(**batches(TinyMixtral(), 2)[1][mesh.dp_rank]).loss
+        loss = model(**own_batch(TinyMixtral(), mesh)[1]).loss
         for layer in model.model.layers:
             if disturbed:
                 layer.mlp.gate.skew = torch.tensor([0.0, 0, 0, 0, 60], dtype=torch.float64)
@@ -250,18 +238,9 @@ def test_equal_scores_go_to_the_lowest_experts() -> None:
     assert pool(2).run(_tied_scores) == [[[0, 1]] * 3] * 2
 
 
-def _accumulated(layout: Layout) -> tuple[float, str]:
+def _accumulated(layout: Layout) -> dict[str, float]:
     tiny = TinyMixtral(key_value_heads=1)
-    reference, model, mesh = _spread(tiny, layout, 2)
-    for seed in (3, 4):
-        whole, own = batches(tiny, layout.dp, seed=seed)
-        reference(**whole).loss.backward()
-        if seed == 3:
-            with px.no_sync(model):
-                model(**own[mesh.dp_rank]).loss.backward()
-        else:
-            model(**own[mesh.dp_rank]).loss.backward()
-    return worst(shard_differences(model, gradients_of(reference), True))
+    return accumulated_differences(*spread(tiny, layout), tiny, False)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 1)], ids=str)
@@ -269,7 +248,7 @@ def test_no_sync_accumulates_over_micro_batches(layout: Layout) -> None:
     assert_within(pool(layout.world).run(_accumulated, layout))
 
 
-def _one_expert_a_replica(layout: Layout) -> tuple[float, list[float]]:
+def _one_expert_a_replica(layout: Layout) -> dict[str, float]:
     """Two dp ranks, each of which uses one of two experts, by its token ids."""
     tiny = TinyMixtral(num_experts=2, top_k=1, layers=1)
     reference = tiny.model()
@@ -288,22 +267,18 @@ def _one_expert_a_replica(layout: Layout) -> tuple[float, list[float]]:
     counts = reference(**whole, output_router_logits=True).router_logits[0].argmax(-1)
     assert counts.view(4, -1)[:2].sum() == 0
     assert counts.view(4, -1)[2:].prod() == 1
-    reference(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    errors = shard_differences(model, gradients_of(reference), True)
-    return worst(errors)[0], []
+    return gradient_differences(reference, model, whole, own[mesh.dp_rank])
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 2)], ids=str)
 def test_an_expert_that_one_of_two_replicas_uses_gets_half_of_its_gradient(layout: Layout) -> None:
     """Others divide by the replicas that used it, and double the gradient."""
-    for error, _ in pool(2).run(_one_expert_a_replica, layout):
-        assert error <= 1e-10
+    assert_within(pool(2).run(_one_expert_a_replica, layout))
 
 
 def _without(broken: str, layout: Layout) -> float:
     tiny = TinyMixtral()
-    reference, model, mesh = _spread(tiny, layout, 2)
+    reference, model, mesh = spread(tiny, layout)
     for layer in model.model.layers:
         experts = layer.mlp.experts
         if broken == "scale of the experts' gradients":
@@ -314,10 +289,7 @@ def _without(broken: str, layout: Layout) -> float:
             experts.tp = ops.ALONE
         elif broken == "order of the experts":
             experts.down_proj.data.copy_(experts.down_proj.data.flip(0))
-    whole, own = batches(tiny, layout.dp)
-    reference(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    return worst(shard_differences(model, gradients_of(reference), True))[0]
+    return worst(gradient_differences(reference, model, *own_batch(tiny, mesh)))[0]
 
 
 @pytest.mark.parametrize(
@@ -365,10 +337,10 @@ def _bits(layout: Layout) -> list[torch.Tensor]:
     runs = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        _, model, mesh = _spread(TinyMixtral(dtype=torch.bfloat16), layout, 2)
+        _, model, mesh = spread(TinyMixtral(dtype=torch.bfloat16), layout)
         poison = [torch.full((64, 64), float("nan"), dtype=torch.bfloat16) for _ in range(64)]
         del poison  # memory that the buffers are likely to get
-        model(**batches(TinyMixtral(), layout.dp)[1][mesh.dp_rank]).loss.backward()
+        model(**own_batch(TinyMixtral(), mesh)[1]).loss.backward()
         runs.append([p.grad for p in model.model.layers.parameters()])
     torch.set_num_threads(1)
     return [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(*runs, strict=True)]

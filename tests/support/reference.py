@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from reference_ops import TOLERANCE
+from reference_ops import assert_within as assert_within
 from torch import nn
 
 import parallel_ext as px
@@ -19,9 +21,7 @@ from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.slices import local_part, take
 
-# Our error may be this large, relative to the largest element of the full tensor. In the lower
-# precisions the single process' own error against fp64 counts as well (DESIGN: at most twice it).
-FLOOR = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+FLOOR = TOLERANCE  # of a model in fp64; in the lower ones, see ``assert_at_most_twice``
 
 
 @dataclass(frozen=True)
@@ -161,15 +161,6 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def worst(differences: dict[str, float]) -> tuple[float, str]:
     """The largest difference and its name; NaN counts as the largest."""
     return max((float("inf") if d != d else d, name) for name, d in differences.items())
-
-
-def assert_within(
-    ranks: Iterable[dict[str, float] | tuple[float, str]], limit: float = FLOOR[torch.float64]
-) -> None:
-    """Assert that the differences of every rank, or each rank's ``worst``, are within ``limit``."""
-    for found in ranks:
-        error, name = worst(found) if isinstance(found, dict) else found
-        assert error <= limit, f"{name} differs by {error:.1e}"
 
 
 def assert_at_most_twice(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -20,6 +24,7 @@ from reference import (
     batch,
     difference,
     exact,
+    gradient_differences,
     gradients_of,
     parallel,
     shard_differences,
@@ -35,7 +40,6 @@ from parallel_ext.models import SPECS
 from parallel_ext.nn import moe
 from parallel_ext.nn.moe import Choose, Product
 from parallel_ext.nn.sharded_module import named_shards
-from parallel_ext.sharding.slices import take
 
 
 @dataclass(frozen=True)
@@ -230,13 +234,31 @@ def batches(
     tiny: TinyMixtral | Tiny, dp: int, seed: int = 2
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The concatenated batch, and each dp rank's, with unequal numbers of labels and padding."""
-    whole = batch(tiny.vocab_size, rows=2 * dp, tokens=7, seed=seed)
+    # Eager attention gives NaN in rows that padding on the left leaves empty.
+    left = getattr(tiny, "attention", "sdpa") == "sdpa"
+    whole = batch(tiny.vocab_size, rows=2 * dp, tokens=7, seed=seed, left=left)
     for rank in range(dp):
         whole["labels"][2 * rank, rank + 3 :] = -100
     return whole, [
         {name: value[2 * rank : 2 * rank + 2] for name, value in whole.items()}
         for rank in range(dp)
     ]
+
+
+def spread(
+    tiny: TinyMixtral | Tiny, layout: Layout, zero: int = 2, **options: Any
+) -> tuple[Any, Any, px.Mesh]:
+    """The single-process model, the parallel one, and its mesh."""
+    reference, mesh = tiny.model(), layout.mesh()
+    return reference, px.data_parallel(parallel(reference, mesh, **options), mesh, zero), mesh
+
+
+def own_batch(
+    tiny: TinyMixtral | Tiny, mesh: px.Mesh, seed: int = 2
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The concatenated batch, and that of this rank."""
+    whole, own = batches(tiny, mesh.dp_size, seed)
+    return whole, own[mesh.dp_rank]
 
 
 def job_loss(loss: torch.Tensor, mesh: px.Mesh) -> torch.Tensor:
@@ -250,6 +272,28 @@ def training_differences(
     """Of losses, gradients, norms and weights in AdamW steps, from one process on all batches."""
     of_steps = (batches(tiny, mesh.dp_size, seed=step) for step in range(steps))
     return differences_of_steps(reference, model, mesh, of_steps)
+
+
+def parity(
+    tiny: TinyMixtral | Tiny,
+    layout: Layout,
+    zero: int = 2,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, float]:
+    """The same of two steps of a model spread by ``layout``; the second catches stale buffers."""
+    return training_differences(*spread(tiny, layout, zero, **options), tiny, 2)
+
+
+def accumulated_differences(
+    reference: nn.Module, model: nn.Module, mesh: px.Mesh, tiny: TinyMixtral | Tiny, sync: bool
+) -> dict[str, float]:
+    """Of gradients of two batches, of which the first is under ``no_sync`` unless ``sync``."""
+    for seed in (3, 4):
+        whole, own = own_batch(tiny, mesh, seed)
+        reference(**whole).loss.backward()
+        with nullcontext() if sync or seed == 4 else px.no_sync(model):
+            model(**own).loss.backward()
+    return shard_differences(model, gradients_of(reference), True)
 
 
 def differences_of_steps(
@@ -282,10 +326,15 @@ def differences_of_steps(
 
 
 def errors_in(
-    tiny: TinyMixtral, layout: Layout, dtype: torch.dtype, lower: torch.dtype | None = None
+    tiny: TinyMixtral | Tiny,
+    layout: Layout,
+    dtype: torch.dtype,
+    lower: torch.dtype | None = None,
+    seeds: Sequence[int] = (2,),
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Errors against fp64 of our gradients and of the single process', both in ``dtype``.
 
+    Each the median over the batches of ``seeds``: the error of one is one draw of the rounding.
     With a ``lower`` dtype both compute in it by autocast.
     """
     exact = tiny.model()
@@ -293,21 +342,39 @@ def errors_in(
     single.load_state_dict(exact.state_dict())
     mesh = layout.mesh()
     model = px.data_parallel(parallel(single, mesh), mesh)
-    whole, own = batches(tiny, layout.dp)
-    exact(**whole).loss.backward()
-    with torch.autocast("cpu", lower, enabled=lower is not None):
-        losses = single(**whole).loss, model(**own[mesh.dp_rank]).loss
-    for loss in losses:
-        loss.backward()
-    truth = gradients_of(exact)
-    theirs = {name: difference(g, truth[name]) for name, g in gradients_of(single).items()}
-    return shard_differences(model, truth, True), theirs
+    ours, theirs = defaultdict(list), defaultdict(list)
+    for seed in seeds:
+        whole, own = own_batch(tiny, mesh, seed)
+        for each, data in ((exact, whole), (single, whole), (model, own)):
+            each.zero_grad()
+            with torch.autocast("cpu", lower, enabled=lower is not None and each is not exact):
+                loss = each(**data).loss
+            loss.backward()
+        truth = gradients_of(exact)
+        for name, error in shard_differences(model, truth, True).items():
+            ours[name].append(error)
+        for name, gradient in gradients_of(single).items():
+            theirs[name].append(difference(gradient, truth[name]))
+    return tuple({name: median(of) for name, of in each.items()} for each in (ours, theirs))
 
 
 def adapter_differences(tiny: TinyMixtral, layout: Layout, **options: Any) -> dict[str, float]:
     """Of the gradients of an adapter, and of what it trains whole, from PEFT in one process."""
     data = batches(tiny, layout.dp)
     return differences_of_adapter(lambda: exact(tiny.model()), layout, data, **options)
+
+
+def adapted_pair(make: Callable[[], Any], mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
+    """PEFT's model in one process, and ours with the same adapter; ``make`` gives the base."""
+    model = parallel(make(), mesh)
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, px.LoraConfig(init_lora_weights=False, **options))
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    plain = peft.get_peft_model(make(), config).double()
+    trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
+    values = px.io.state_dict.gather_in_step(trained, mesh, "test", writer_only=False)
+    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
+    return plain, model
 
 
 def differences_of_adapter(
@@ -318,26 +385,10 @@ def differences_of_adapter(
 ) -> dict[str, float]:
     """The same of the model that ``make`` gives, on a batch of all dp ranks and on each rank's."""
     mesh = layout.mesh()
-    model = parallel(make(), mesh)
-    torch.manual_seed(11)
-    model = peft.get_peft_model(model, px.LoraConfig(init_lora_weights=False, **options))
-    config = peft.LoraConfig(init_lora_weights=False, **options)
-    plain = peft.get_peft_model(make(), config).double()
-    trained = {n: (p, where) for n, p, where in named_shards(model) if p.requires_grad}
-    values = px.io.state_dict.gather_in_step(trained, mesh, "test", writer_only=False)
-    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
-    px.data_parallel(model, mesh)
+    plain, model = adapted_pair(make, mesh, **options)
     whole, own = data
-    plain(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    truth = {name: p.grad for name, p in plain.named_parameters()}
-    for name, (p, _) in trained.items():
-        assert (p.grad is None) == (truth[name] is None), name
-    return {
-        name: difference(p.grad, take(truth[name], where, mesh.rank), truth[name])
-        for name, (p, where) in trained.items()
-        if p.grad is not None
-    }
+    px.data_parallel(model, mesh)
+    return gradient_differences(plain, model, whole, own[mesh.dp_rank])
 
 
 def saved_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,9 @@ from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group, copy_to_region
 from parallel_ext.sharding.layout import split
 
-# Largest max|a-b| / max|b| against the fp64 answer to the same (rounded) inputs.
+# Our error may be this large, relative to the largest element of the full tensor. In the lower
+# precisions a model's single process has an error of its own against fp64 (DESIGN: at most twice
+# it); an op is held against the fp64 answer to the same rounded inputs.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NOTICED = 1e-2  # an invariant that a mutation check broke must show at least this error, in fp64
 
@@ -158,6 +160,15 @@ def worst(errors_of_ranks: Sequence[dict[str, float]]) -> tuple[float, str]:
         for rank, errors in enumerate(errors_of_ranks)
         for case, error in errors.items()
     )
+
+
+def assert_within(
+    ranks: Iterable[dict[str, float] | tuple[float, str]], limit: float = TOLERANCE[torch.float64]
+) -> None:
+    """Assert that no rank's differences, or its worst and where that is, are above ``limit``."""
+    for rank, found in enumerate(ranks):
+        for name, error in [found[::-1]] if isinstance(found, tuple) else found.items():
+            assert error <= limit, f"rank {rank}: {name} differs by {error:.1e}"
 
 
 def data_bytes(tensor: torch.Tensor) -> bytes:

@@ -17,7 +17,7 @@ from reference import (
     assert_within,
     batch,
     difference,
-    exact,
+    gradient_differences,
     gradients_of,
     mesh_of,
     parallel,
@@ -25,137 +25,122 @@ from reference import (
     worst,
 )
 from reference_lora import ALL, config
-from reference_mixtral import Layout, TinyMixtral, batches, job_loss, training_differences
+from reference_mixtral import (
+    Layout,
+    TinyMixtral,
+    accumulated_differences,
+    adapted_pair,
+    errors_in,
+    job_loss,
+    own_batch,
+    parity,
+    spread,
+)
 from torch import nn
 
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients
-from parallel_ext.nn.sharded_module import named_shards
-from parallel_ext.sharding.slices import take
-
-STEPS = 3
-
-
-def _spread(tiny: Tiny, dp: int, tp: int, zero: int) -> tuple[Any, Any, px.Mesh]:
-    """The single-process model, the data-parallel one, and its mesh."""
-    reference, mesh = tiny.model(), Layout(dp, tp, 1).mesh()
-    return reference, px.data_parallel(parallel(reference, mesh), mesh, zero), mesh
-
-
-def _parity(tiny: Tiny, dp: int, tp: int, zero: int) -> dict[str, float]:
-    return training_differences(*_spread(tiny, dp, tp, zero), tiny, STEPS)
-
 
 CASES = {
-    "dp 2": (Tiny(), 2, 1),
-    "dp 3, tied": (Tiny(tied=True), 3, 1),
-    "dp 4": (Tiny(vocab_size=5), 4, 1),
-    "dp 2, tp 2": (Tiny(bias=True), 2, 2),
-    "dp 2, tp 2, replicated key-value heads": (Tiny(heads=4, key_value_heads=1, bias=True), 2, 2),
-    "dp 2, tp 2, a vocabulary smaller than tp": (Tiny(vocab_size=3, tied=True), 2, 2),
+    "dp 2": (Tiny(), Layout(2, 1, 1)),
+    "dp 3, tied": (Tiny(tied=True), Layout(3, 1, 1)),
+    "dp 4": (Tiny(vocab_size=5), Layout(4, 1, 1)),
+    "dp 2, tp 2": (Tiny(bias=True), Layout(2, 2, 1)),
+    "dp 2, tp 2, replicated key-value heads": (
+        Tiny(heads=4, key_value_heads=1, bias=True),
+        Layout(2, 2, 1),
+    ),
+    "dp 2, tp 2, a vocabulary smaller than tp": (Tiny(vocab_size=3, tied=True), Layout(2, 2, 1)),
 }
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_single_process(case: str, zero: int) -> None:
-    tiny, dp, tp = CASES[case]
-    assert_within(pool(dp * tp).run(_parity, tiny, dp, tp, zero), FLOOR[tiny.dtype])
+    tiny, layout = CASES[case]
+    assert_within(pool(layout.world).run(parity, tiny, layout, zero))
 
 
-def _an_empty_shard(tp: int) -> dict[str, float]:
+def _an_empty_shard() -> dict[str, float]:
     """The second tp rank of each holds no row of the vocabulary."""
     tiny = Tiny(vocab_size=5)
-    reference, mesh = tiny.model(), Layout(2, tp, 1).mesh()
-    model = parallel(reference, mesh, vocab_multiple_of=64)
-    px.data_parallel(model, mesh)
-    whole, own = batches(tiny, 2)
-    reference(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    return shard_differences(model, gradients_of(reference), True)
+    reference, model, mesh = spread(tiny, Layout(2, 2, 1), vocab_multiple_of=64)
+    return gradient_differences(reference, model, *own_batch(tiny, mesh))
 
 
 def test_parameters_without_elements_stay_out() -> None:
-    assert_within(pool(4).run(_an_empty_shard, 2))
+    assert_within(pool(4).run(_an_empty_shard))
 
 
-def _uneven(valid: tuple[int, ...]) -> tuple[float, float]:
-    """dp ranks with these numbers of valid labels."""
-    tiny = Tiny()
-    reference, model, mesh = _spread(tiny, len(valid), 1, 2)
+def _uneven(valid: tuple[int, ...], how: str) -> tuple[float, float]:
+    """dp ranks with these numbers of valid labels, whose gradients something averages."""
+    tiny, mesh = Tiny(), Layout(len(valid), 1, 1).mesh()
     whole = batch(tiny.vocab_size, rows=len(valid), tokens=101, seed=5)
     whole["attention_mask"].fill_(1)
     for row, count in enumerate(valid):
         whole["labels"][row] = whole["input_ids"][row]
         whole["labels"][row, 1 + count :] = -100
+    reference = tiny.model()
     expected = reference(**whole).loss
     expected.backward()
-    loss = model(**{name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()})
-    loss.loss.backward()
+    model = parallel(reference, mesh)
+    if how == "FSDP":
+        wrapped = px.data_parallel(model, mesh)
+    elif how == "DDP":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped = px.no_data_parallel(model)
+    own = {name: value[mesh.dp_rank : mesh.dp_rank + 1] for name, value in whole.items()}
+    loss = wrapped(**own).loss
+    loss.backward()
+    if how == "by hand":
+        for parameter in model.parameters():
+            parameter.grad = job_loss(parameter.grad, mesh)
     errors = shard_differences(model, gradients_of(reference), True)
-    return difference(job_loss(loss.loss, mesh), expected), worst(errors)[0]
+    return difference(job_loss(loss, mesh), expected), worst(errors)[0]
 
 
-def test_ranks_with_1_and_100_and_0_labels_train_on_the_loss_of_all() -> None:
-    for loss, gradients in pool(3).run(_uneven, (1, 100, 0)):
+@pytest.mark.parametrize("how", ["FSDP", "DDP", "by hand"])
+def test_ranks_with_1_and_100_and_0_labels_train_on_the_loss_of_all(how: str) -> None:
+    for loss, gradients in pool(3).run(_uneven, (1, 100, 0), how):
         assert max(loss, gradients) <= 1e-10
-
-
-def _low_precision(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors against fp64 of our gradients and of the single process', both in ``dtype``."""
-    tiny = Tiny(dtype=dtype)
-    truth, single, mesh = Tiny().model(), tiny.model(), Layout(2, 1, 1).mesh()
-    single.load_state_dict(truth.state_dict())
-    model = px.data_parallel(parallel(single, mesh), mesh)
-    whole, own = batches(tiny, 2)
-    truth(**whole).loss.backward()
-    single(**whole).loss.backward()
-    model(**own[mesh.dp_rank]).loss.backward()
-    gradients = gradients_of(truth)
-    theirs = {name: difference(g, gradients[name]) for name, g in gradients_of(single).items()}
-    return shard_differences(model, gradients, True), theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision_errs_at_most_twice_as_much_as_one_process(dtype: torch.dtype) -> None:
-    assert_at_most_twice(pool(2).run(_low_precision, dtype), FLOOR[dtype])
+    found = pool(2).run(errors_in, Tiny(), Layout(2, 1, 1), dtype)
+    assert_at_most_twice(found, FLOOR[dtype])
 
 
-def _accumulated(tiny: Tiny, tp: int, zero: int, checkpointing: bool) -> tuple[float, str]:
-    reference, model, mesh = _spread(tiny, 2, tp, zero)
+def _accumulated(tiny: Tiny, zero: int, checkpointing: bool) -> dict[str, float]:
+    reference, model, mesh = spread(tiny, Layout(2, 2, 1), zero)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    first, second = batches(tiny, 2, seed=3), batches(tiny, 2, seed=4)
-    for whole, _ in (first, second):
-        reference(**whole).loss.backward()
-    with px.no_sync(model):
-        model(**first[1][mesh.dp_rank]).loss.backward()
-    model(**second[1][mesh.dp_rank]).loss.backward()
-    return worst(shard_differences(model, gradients_of(reference), True))
+    return accumulated_differences(reference, model, mesh, tiny, False)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_no_sync_accumulates(zero: int, checkpointing: bool) -> None:
     tiny = Tiny(heads=4, key_value_heads=1)
-    assert_within(pool(4).run(_accumulated, tiny, 2, zero, checkpointing), FLOOR[tiny.dtype])
+    assert_within(pool(4).run(_accumulated, tiny, zero, checkpointing))
 
 
 def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
     """Whether all weights change when the optimizer is built late; differences from one process."""
-    reference, model, mesh = _spread(Tiny(), 2, 1, zero)
-    whole, own = batches(Tiny(), 2)
+    reference, model, mesh = spread(Tiny(), Layout(2, 1, 1), zero)
+    whole, own = own_batch(Tiny(), mesh)
     if what == "generate":
-        model.generate(own[0]["input_ids"], max_new_tokens=2, attention_mask=None)
+        model.generate(own["input_ids"], max_new_tokens=2, attention_mask=None)
     elif what == "evaluation":
         with torch.no_grad():
-            model(**own[mesh.dp_rank])
+            model(**own)
     else:
-        loss = model(**own[mesh.dp_rank]).loss
+        loss = model(**own).loss
     optimizers = [torch.optim.AdamW(m.parameters()) for m in (reference, model)]
     if what != "forward":
-        loss = model(**own[mesh.dp_rank]).loss
+        loss = model(**own).loss
     loss.backward()
     reference(**whole).loss.backward()
     before = {name: p.detach().clone() for name, p in reference.named_parameters()}
@@ -168,13 +153,13 @@ def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
 
 def _converted(dtype: torch.dtype) -> tuple[float, float]:
     """Errors of norm and weights after a step of a model that was converted once it was dealt."""
-    reference, model, mesh = _spread(Tiny(dtype=torch.float32), 2, 1, 2)
+    reference, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, 1, 1))
     reference, model = reference.to(dtype), model.to(dtype)
-    whole, own = batches(Tiny(), 2)
+    whole, own = own_batch(Tiny(), mesh)
     norms = []
     for m, data, clip in (
         (reference, whole, nn.utils.clip_grad_norm_),
-        (model, own[mesh.dp_rank], lambda _, limit: px.clip_grad_norm_(model, limit)),
+        (model, own, lambda _, limit: px.clip_grad_norm_(model, limit)),
     ):
         optimizer = torch.optim.SGD(m.parameters(), lr=1e-2)
         m(**data).loss.backward()
@@ -206,37 +191,22 @@ def test_an_optimizer_that_holds_gathered_parameters_is_refused() -> None:
 # Adapters.
 
 
-def _adapter(tp: int, broken: bool, **changes: Any) -> dict[str, float]:
+def _adapter(tp: int, broken: bool) -> dict[str, float]:
     """Gradients of adapters, over two micro-batches and then one, against PEFT's in one process."""
-    tiny = Tiny(heads=4, key_value_heads=1)
-    mesh = Layout(2, tp, 1).mesh()
-    model = parallel(tiny.model(), mesh)
-    torch.manual_seed(11)
-    model = peft.get_peft_model(model, config(**changes))
-    plain = peft.get_peft_model(
-        exact(tiny.model()), peft.LoraConfig(**config(**changes).to_dict())
-    ).double()
-    trained = {n: (p, x) for n, p, x in named_shards(model) if p.requires_grad}
-    values = px.io.state_dict.gather_in_step(trained, mesh, "test", writer_only=False)
-    plain.load_state_dict({name: value.double() for name, value in values.items()}, strict=False)
+    tiny, mesh = Tiny(heads=4, key_value_heads=1), Layout(2, tp, 1).mesh()
+    options = {"r": 5, "lora_alpha": 7, "target_modules": ALL}
+    plain, model = adapted_pair(tiny.model, mesh, **options)
     px.data_parallel(model, mesh, zero=3)
     if broken:
         px.parallel.state.state_of(model).partials._averaged = {}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     differences = {}
-    for step, seeds in enumerate([(3, 4), (5,)]):
-        for index, seed in enumerate(seeds):
-            whole, own = batches(tiny, 2, seed=seed)
-            plain(**whole).loss.backward()
-            if index + 1 < len(seeds):
-                with px.no_sync(model):
-                    model(**own[mesh.dp_rank]).loss.backward()
-            else:
-                model(**own[mesh.dp_rank]).loss.backward()
-        truth = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
-        for name, (parameter, layout) in trained.items():
-            error = difference(parameter.grad, take(truth[name], layout, mesh.rank), truth[name])
-            differences[f"{name} in step {step}"] = error
+    for step in range(2):
+        if step == 0:
+            found = accumulated_differences(plain, model, mesh, tiny, False)
+        else:
+            found = gradient_differences(plain, model, *own_batch(tiny, mesh, 5))
+        differences |= {f"{name} in step {step}": error for name, error in found.items()}
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
         differences[f"norm of step {step}"] = difference(px.clip_grad_norm_(model, 1e-3), norm)
         plain.zero_grad()
@@ -250,7 +220,7 @@ def test_gradients_of_adapters_are_those_of_peft_on_all_batches(tp: int) -> None
     assert_within(pool(2 * tp).run(_adapter, tp, False), 1e-5)
 
 
-def test_the_test_above_notices_a_missingjob_loss() -> None:
+def test_the_test_above_notices_a_missing_mean() -> None:
     assert max(worst(d)[0] for d in pool(2).run(_adapter, 1, True)) > 1e-2
 
 
@@ -258,9 +228,9 @@ def test_the_test_above_notices_a_missingjob_loss() -> None:
 
 
 def _saved(path: Path, tp: int) -> None:
-    _, model, mesh = _spread(Tiny(dtype=torch.float32), 2, tp, 3)
+    _, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, tp, 1), 3)
     with torch.no_grad():
-        model(**batches(Tiny(), 2)[1][mesh.dp_rank])
+        model(**own_batch(Tiny(), mesh)[1])
     model.save_pretrained(path)
 
 
@@ -273,9 +243,8 @@ def test_a_save_is_that_of_the_single_process(tp: int, tmp_path: Path) -> None:
 
 
 def _saved_with_an_empty_shard(path: Path) -> None:
-    mesh = Layout(2, 2, 1).mesh()
-    model = parallel(Tiny(vocab_size=5).model(), mesh, vocab_multiple_of=64)
-    px.data_parallel(model, mesh).save_pretrained(path)
+    _, model, _ = spread(Tiny(vocab_size=5), Layout(2, 2, 1), vocab_multiple_of=64)
+    model.save_pretrained(path)
 
 
 def test_a_save_is_whole_where_a_tp_rank_holds_no_row(tmp_path: Path) -> None:
@@ -352,13 +321,12 @@ def test_merging_into_dealt_weights_is_refused() -> None:
 
 def _check(layout: Layout, broken: bool) -> Any:
     tiny = TinyMixtral(dtype=torch.float32) if layout.ep > 1 else Tiny(dtype=torch.float32)
-    mesh = layout.mesh()
-    model = px.data_parallel(parallel(tiny.model(), mesh), mesh)
+    _, model, mesh = spread(tiny, layout)
     if broken:
         for module in model.modules():
             if isinstance(module, nn.Module) and hasattr(module, "grad_scale"):
                 module.grad_scale *= 2
-    return px.check_gradients(model, batches(tiny, 2)[1][mesh.dp_rank])
+    return px.check_gradients(model, own_batch(tiny, mesh)[1])
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 2), Layout(2, 2, 4)], ids=str)
