@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hashing import CHUNK_BYTES, FileRecord
+from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.publish import of_a_save
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
@@ -30,6 +30,7 @@ _VERSION = 1
 LOOP_NAME = f"{STATE_FOLDER}/loop.json"
 _FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}")
 _MAX_COMMIT_BYTES = 4096
+_MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 30  # bytes
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -64,6 +65,7 @@ class Manifest:
         Raises:
             CheckpointError: there are so many tensors that no load would take it.
         """
+        (chunk_bytes,) = {record.chunk_bytes for record in self.files.values()}
         content = to_json(
             {
                 "version": _VERSION,
@@ -71,7 +73,7 @@ class Manifest:
                 "step": self.step,
                 "number": self.number,
                 "saved_by": dict(self.saved_by),
-                "chunk_bytes": CHUNK_BYTES,
+                "chunk_bytes": chunk_bytes,
                 "files": {
                     name: {"size": record.size, "xxh3_128": list(record.hashes)}
                     for name, record in self.files.items()
@@ -113,10 +115,12 @@ class Manifest:
             *("version", "save_id", "step", "number", "saved_by", "chunk_bytes", "files"),
             *("tensors", "non_finite"),
         )
-        if fields.number("chunk_bytes") != CHUNK_BYTES:
-            raise CheckpointError(f"{path}: chunk_bytes must be {CHUNK_BYTES}")
+        if not _MIN_CHUNK <= (chunk_bytes := fields.number("chunk_bytes")) <= _MAX_CHUNK:
+            raise CheckpointError(
+                f"{path}: chunk_bytes must be from {_MIN_CHUNK} to {_MAX_CHUNK}, got {chunk_bytes}"
+            )
         files = {
-            name: _record(Fields(value, f"{path}: {shown(name)}"))
+            name: _record(Fields(value, f"{path}: {shown(name)}"), chunk_bytes)
             for name, value in fields.object("files").items()
             if _named_plainly(name, path)
         }
@@ -233,14 +237,14 @@ def _named_plainly(name: str, path: Path) -> bool:
     return True
 
 
-def _record(fields: Fields) -> FileRecord:
+def _record(fields: Fields, chunk_bytes: int) -> FileRecord:
     fields.exactly("size", "xxh3_128")
     hashes = fields.list_of(
         "xxh3_128", lambda h: isinstance(h, str) and bool(_HASH.fullmatch(h)), "hashes"
     )
-    record = FileRecord(fields.number("size"), tuple(hashes))
-    if len(hashes) != -(-record.size // CHUNK_BYTES):
-        raise fields.wrong("xxh3_128", f"one hash for each {CHUNK_BYTES} of {record.size} bytes")
+    record = FileRecord(fields.number("size"), chunk_bytes, tuple(hashes))
+    if len(hashes) != -(-record.size // chunk_bytes):
+        raise fields.wrong("xxh3_128", f"one hash for each {chunk_bytes} of {record.size} bytes")
     return record
 
 

@@ -97,9 +97,12 @@ def describe(states_of: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh) -> dic
 
 
 def write(
-    path: Path, states_of: Sequence[Mapping[str, torch.Tensor]], metadata: Mapping[str, str]
+    path: Path,
+    states_of: Sequence[Mapping[str, torch.Tensor]],
+    metadata: Mapping[str, str],
+    chunk_bytes: int,
 ) -> FileRecord:
-    """Write the states of all ranks into one file; on one rank.
+    """Write the states of all ranks into one file, hashed in chunks; on one rank.
 
     Raises:
         OSError: it cannot be written.
@@ -109,7 +112,7 @@ def write(
         for rank, states in enumerate(states_of)
         for name, value in states.items()
     }
-    return write_tensors(path, tensors, metadata, hashed=True).record()
+    return write_tensors(path, tensors, metadata, chunk_bytes).record()
 
 
 def check_kinds(file: SafetensorsFile) -> None:

@@ -36,7 +36,7 @@ from parallel_ext.checkpoint.steps import (
 from parallel_ext.distributed.control import ControlPlane, require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io import disk
-from parallel_ext.io.hashing import FileRecord
+from parallel_ext.io.hashing import FileRecord, chunk_bytes_for
 from parallel_ext.io.hf_writer import values_in_files
 from parallel_ext.io.safe_open import one_error
 from parallel_ext.io.safetensors_writer import TensorSpec
@@ -133,9 +133,14 @@ def save_step(
             temporary, save_id = _begin(at, step, cleanup)
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
             described = {**loop, "random": rng.describe(states_of, mesh)}
-            records = _write_model_json(temporary, contents, plan.files)
-            records[RNG_NAME] = rng.write(temporary / RNG_NAME, states_of, metadata)
-            records[LOOP_NAME] = _write(temporary / LOOP_NAME, to_json(described, "the loop"))
+            of_model = [f for f in plan.files if not f.name.startswith(STATE_FOLDER)]
+            texts = {**contents.json_files(of_model), LOOP_NAME: to_json(described, "the loop")}
+            records = {name: FileRecord.of(t, plan.chunk_bytes) for name, t in texts.items()}
+            for name, text in texts.items():
+                disk.write_file(temporary / name, text)
+            records[RNG_NAME] = rng.write(
+                temporary / RNG_NAME, states_of, metadata, plan.chunk_bytes
+            )
             number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
             by = _saved_by(mesh) | ({"bits": bits_of(invariant)} if invariant else {})
             manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
@@ -190,6 +195,7 @@ class _Plan:
         self.tensors = {
             spec.name: (file.name, spec) for file in self.files for spec in file.tensors
         }
+        self.chunk_bytes = chunk_bytes_for(sum(spec.num_bytes for _, spec in self.tensors.values()))
 
     def in_words(self) -> dict[str, str]:
         """Return what must be equal on all ranks, by its name in errors."""
@@ -251,7 +257,7 @@ class _Save:
             control: of the ranks, as this thread may use it.
         """
         with one_error(self.op_name), cleanup:  # which another call may raise
-            stream = TensorStream(self.plan.values, control, hashed=True)
+            stream = TensorStream(self.plan.values, control, self.plan.chunk_bytes)
             stream.write(
                 self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.op_name
             )
@@ -283,20 +289,6 @@ def _begin(root: Path, step: int, cleanup: ExitStack) -> tuple[Path, str]:
     disk.make_directory(temporary)
     disk.make_directory(temporary / STATE_FOLDER)
     return temporary, save_id
-
-
-def _write(path: Path, content: bytes) -> FileRecord:
-    disk.write_file(path, content)
-    return FileRecord.of(content)
-
-
-def _write_model_json(
-    temporary: Path, contents: Contents, files: list[PlannedFile]
-) -> dict[str, FileRecord]:
-    """Write the JSON files beside the tensors of the model durably, and return their records."""
-    of_model = [file for file in files if not file.name.startswith(STATE_FOLDER)]
-    content_of = contents.json_files(of_model)
-    return {name: _write(temporary / name, content) for name, content in content_of.items()}
 
 
 def _saved_by(mesh: Mesh) -> dict[str, Any]:

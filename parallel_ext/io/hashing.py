@@ -11,11 +11,23 @@ import xxhash
 
 from parallel_ext.distributed.errors import CheckpointError
 
-CHUNK_BYTES = 16 << 20
-"""Every chunk of a file but the last has this size."""
+_SMALLEST_CHUNK = 1 << 20
+_MOST_CHUNKS = 1 << 18  # of all files, so that their hashes are read in a moment
 
 Holds = Callable[[int, int], str]
 """Says what the bytes of a file from one offset to another hold, for errors."""
+
+
+def chunk_bytes_for(num_bytes: int) -> int:
+    """Return the size of the chunks in which files of ``num_bytes`` in all are hashed.
+
+    A rank reads every chunk of which it needs a part, so they are small: 1 MiB up to 256 GiB, then
+    so large that no more than 2**18 hashes are kept.
+    """
+    chunk_bytes = _SMALLEST_CHUNK
+    while num_bytes > chunk_bytes * _MOST_CHUNKS:
+        chunk_bytes *= 2
+    return chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -24,16 +36,18 @@ class FileRecord:
 
     Attributes:
         size: in bytes.
-        hashes: xxh3-128 of each chunk of ``CHUNK_BYTES``, in hexadecimal; none of an empty file.
+        chunk_bytes: size of every chunk of the file but the last.
+        hashes: xxh3-128 of each chunk, in hexadecimal; none of an empty file.
     """
 
     size: int
+    chunk_bytes: int
     hashes: tuple[str, ...]
 
     @classmethod
-    def of(cls, content: bytes) -> FileRecord:
+    def of(cls, content: bytes, chunk_bytes: int) -> FileRecord:
         """Return the record of a file with this content."""
-        hasher = ChunkHasher()
+        hasher = ChunkHasher(chunk_bytes)
         hasher.update(memoryview(content))
         return hasher.record()
 
@@ -46,8 +60,9 @@ class FileRecord:
         if len(content) != self.size:
             raise wrong_size(path, self.size, len(content))
         for number in range(len(self.hashes)):
-            start = number * CHUNK_BYTES
-            self.check_chunk(number, memoryview(content)[start : start + CHUNK_BYTES], path)
+            start = number * self.chunk_bytes
+            chunk = memoryview(content)[start : start + self.chunk_bytes]
+            self.check_chunk(number, chunk, path)
 
     def check_chunk(
         self, number: int, chunk: memoryview, path: Path, holds: Holds = lambda start, stop: ""
@@ -71,8 +86,8 @@ class ChunkCheck:
 
     def __init__(self, record: FileRecord, number: int) -> None:
         self._expected, self._hash = record.hashes[number], xxhash.xxh3_128()
-        self.start = number * CHUNK_BYTES
-        self.stop = min(self.start + CHUNK_BYTES, record.size)
+        self.start = number * record.chunk_bytes
+        self.stop = min(self.start + record.chunk_bytes, record.size)
 
     def update(self, memory: memoryview) -> None:
         """Take the next bytes of the chunk."""
@@ -102,28 +117,28 @@ def wrong_size(path: Path, expected: int, found: int) -> CheckpointError:
 
 
 class ChunkHasher:
-    """A hasher of what is written to a file from front to back."""
+    """A hasher of what is written to a file from front to back, in chunks of ``chunk_bytes``."""
 
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes, self._hash = chunk_bytes, xxhash.xxh3_128()
         self._hashes: list[str] = []
         self._size = 0
 
     def update(self, memory: memoryview) -> None:
         """Take the next bytes of the file."""
         while len(memory):
-            piece = memory[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+            piece = memory[: self._chunk_bytes - self._size % self._chunk_bytes]
             self._hash.update(piece)
             self._size += len(piece)
-            if self._size % CHUNK_BYTES == 0:
+            if self._size % self._chunk_bytes == 0:
                 self._hashes.append(self._hash.hexdigest())
                 self._hash.reset()
             memory = memory[len(piece) :]
 
     def record(self) -> FileRecord:
         """Return the record of the file, once all of it was passed to :meth:`update`."""
-        rest = [self._hash.hexdigest()] if self._size % CHUNK_BYTES else []
-        return FileRecord(self._size, (*self._hashes, *rest))
+        rest = [self._hash.hexdigest()] if self._size % self._chunk_bytes else []
+        return FileRecord(self._size, self._chunk_bytes, (*self._hashes, *rest))
 
 
 class CheckedReader:
@@ -156,18 +171,18 @@ class CheckedReader:
         Raises:
             CheckpointError: a chunk is not the one that was written.
         """
-        done = 0
+        done, chunk_bytes = 0, self._record.chunk_bytes
         while done < len(memory):
-            number, inside = divmod(offset + done, CHUNK_BYTES)
-            start = number * CHUNK_BYTES
-            size = min(CHUNK_BYTES, self._record.size - start)
+            number, inside = divmod(offset + done, chunk_bytes)
+            start = number * chunk_bytes
+            size = min(chunk_bytes, self._record.size - start)
             count = min(size - inside, len(memory) - done)
             target = memory[done : done + count]
             if count == size:
                 self._take(number, start, target, holds)
             else:
                 if self._room is None:  # mapped, so that it goes back to the system at once
-                    size_of_room = min(CHUNK_BYTES, self._record.size)
+                    size_of_room = min(chunk_bytes, self._record.size)
                     self._room = memoryview(mmap(-1, size_of_room, MAP_PRIVATE | MAP_ANONYMOUS))
                 if self._kept != number:
                     self._kept = None  # unless this raises

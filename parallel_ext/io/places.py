@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.io.hashing import CHUNK_BYTES
 from parallel_ext.sharding.layout import Box
 from parallel_ext.sharding.reshard import bytes_of
 
@@ -85,11 +84,11 @@ class Piece(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, place: Place) -> Iterator[Piece]:
-        """Yield the pieces of a place, in order."""
+    def of(cls, place: Place, chunk_bytes: int) -> Iterator[Piece]:
+        """Yield the pieces of a place in a file of such chunks, in order."""
         at = place.start
         while at < place.stop:
-            stop = min(place.stop, (at // CHUNK_BYTES + 1) * CHUNK_BYTES)
+            stop = min(place.stop, (at // chunk_bytes + 1) * chunk_bytes)
             yield cls(place, at, stop)
             at = stop
 

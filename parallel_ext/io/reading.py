@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.io.hashing import CHUNK_BYTES
 from parallel_ext.io.places import Piece, Place
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.sharding.layout import Part, TensorLayout
@@ -96,12 +95,12 @@ class Reads:
             self.finish()
             self._file = file
         for place in places:
-            for piece in Piece.of(place):
+            for piece in Piece.of(place, file.chunk_bytes):
                 self._pieces_before(piece).append(piece)
 
     def _pieces_before(self, piece: Piece) -> list[Piece]:
         """Return the pieces of the same chunk that one pass reads before this one."""
-        number = piece.start // CHUNK_BYTES
+        number = piece.start // self._file.chunk_bytes
         for each in self._passes:
             pieces = each.setdefault(number, [])
             if not pieces or pieces[-1].stop <= piece.start:

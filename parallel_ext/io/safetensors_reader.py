@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hashing import CHUNK_BYTES, CheckedReader, ChunkCheck, FileRecord, wrong_size
+from parallel_ext.io.hashing import CheckedReader, ChunkCheck, FileRecord, wrong_size
 from parallel_ext.io.places import HOT_BYTES, Piece, Place, places_of
 from parallel_ext.io.safe_open import open_file, shown
 from parallel_ext.io.schema import (
@@ -32,6 +32,7 @@ from parallel_ext.sharding.layout import Box, box_shape
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
+_CHUNK_BYTES = 16 << 20  # of a file without hashes
 _MAX_DIMENSIONS = 64
 _LARGEST = 2**63 - 1  # no file is longer
 DTYPES = {
@@ -79,6 +80,7 @@ class SafetensorsFile:
     Attributes:
         tensors: what the file holds, by name.
         metadata: the strings by name that the header holds beside.
+        chunk_bytes: of the chunks in which it is read.
 
     Raises:
         CheckpointError: the file is not a valid safetensors file, or not the one of ``record``;
@@ -92,6 +94,7 @@ class SafetensorsFile:
         self._file: FileIO | None = open_file(self.path, links=self._links)
         self._found = os.fstat(self._file.fileno())
         self._record = record
+        self.chunk_bytes = _CHUNK_BYTES if record is None else record.chunk_bytes
         self._checked: CheckedReader | None = None
         self._opening = threading.Lock()
         self.metadata: dict[str, str] = {}
@@ -129,7 +132,7 @@ class SafetensorsFile:
             )
         likely = LENGTH_BYTES
         if self._record is not None:  # a whole chunk is read in any case, and so only once
-            likely = min(size, HOT_BYTES, CHUNK_BYTES)
+            likely = min(size, HOT_BYTES, self.chunk_bytes)
         first = self._bytes(0, likely)
         header_bytes = int.from_bytes(first[:LENGTH_BYTES], "little")
         if header_bytes > most:
@@ -224,8 +227,8 @@ class SafetensorsFile:
             start, torch.empty(stop - start, dtype=torch.uint8, device="cpu"), torch.uint8
         )
         memory = place.memory(start, stop)
-        for piece in Piece.of(place):
-            self.read_chunk(piece.start // CHUNK_BYTES, [piece])
+        for piece in Piece.of(place, self.chunk_bytes):
+            self.read_chunk(piece.start // self.chunk_bytes, [piece])
         return bytes(memory)
 
     def _holds(self, start: int, stop: int) -> str:
@@ -245,9 +248,9 @@ class SafetensorsFile:
             CheckpointError: a chunk is damaged.
         """
         end = max((entry.stop for entry in self.tensors.values()), default=0)
-        for start in range(0, end, CHUNK_BYTES):
-            self.read_chunk(start // CHUNK_BYTES, [])
-            progress(min(CHUNK_BYTES, end - start))
+        for number, start in enumerate(range(0, end, self.chunk_bytes)):
+            self.read_chunk(number, [])
+            progress(min(self.chunk_bytes, end - start))
 
     def forget(self) -> None:
         """Free the memory and the descriptor that reading in order has kept."""
@@ -343,7 +346,7 @@ class SafetensorsFile:
                 places may have been filled.
         """
         check = None if self._record is None else ChunkCheck(self._record, number)
-        at = number * CHUNK_BYTES
+        at = number * self.chunk_bytes
         for place, start, stop in pieces:
             if check is not None:
                 self._skip(at, start, check)

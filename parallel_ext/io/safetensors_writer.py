@@ -39,19 +39,20 @@ def write_tensors(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
-    hashed: bool = False,
+    chunk_bytes: int | None = None,
 ) -> SafetensorsWriter:
     """Write whole CPU tensors into one new safetensors file, those of wider dtypes first.
 
     Returns:
-        The writer, which is closed; its ``record()`` is that of the file if it was ``hashed``.
+        The writer, which is closed; its ``record()`` is that of the file if ``chunk_bytes`` are
+        given.
 
     Raises:
         CheckpointError, OSError: as :class:`SafetensorsWriter`.
     """
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
     specs = [TensorSpec(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in ordered]
-    with SafetensorsWriter(path, specs, metadata, hashed) as writer:
+    with SafetensorsWriter(path, specs, metadata, chunk_bytes) as writer:
         for name in ordered:
             writer.append(name, tensors[name])
     return writer
@@ -67,7 +68,8 @@ class SafetensorsWriter:
         tensors: what will be appended, in this order. With wider dtypes first every tensor is
             aligned.
         metadata: added to the header's ``__metadata__``, which always says ``format: pt``.
-        hashed: hash what is written, for ``record()``.
+        chunk_bytes: of the chunks in which what is written is hashed, for ``record()``; None for no
+            hashes.
 
     Raises:
         CheckpointError: a dtype that the format does not know, or a name that occurs twice.
@@ -79,14 +81,14 @@ class SafetensorsWriter:
         path: str | os.PathLike[str],
         tensors: Sequence[TensorSpec],
         metadata: Mapping[str, str] | None = None,
-        hashed: bool = False,
+        chunk_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)
         header = self._header(tensors, metadata or {})
         # Tensors without elements take no bytes, so nothing of them is ever appended.
         self._expected = [spec for spec in tensors if spec.num_bytes]
         self._rest = self._expected[0].num_bytes if self._expected else 0  # of the first of them
-        self._hasher = ChunkHasher() if hashed else None
+        self._hasher = None if chunk_bytes is None else ChunkHasher(chunk_bytes)
         self._file = disk.create(self.path)
         self._offset = 0
         try:
@@ -171,7 +173,7 @@ class SafetensorsWriter:
             disk.sync(self._file)
 
     def record(self) -> FileRecord:
-        """Return size and hashes of the file, after ``close()``, if made with ``hashed``."""
+        """Return size and hashes of the file, after ``close()``, if made with ``chunk_bytes``."""
         return self._hasher.record()
 
     def abandon(self) -> None:

@@ -144,16 +144,20 @@ class TensorStream:
     Args:
         values: this rank's shard of every tensor that is written, by its name in the files.
         control: of the ranks; each makes a stream.
-        hashed: hash what is written, for ``records()``.
+        chunk_bytes: of the chunks in which what is written is hashed, for ``records()``; None for
+            no hashes.
 
     Attributes:
         non_finite: how many values of each tensor that this rank wrote are NaN or infinite.
     """
 
     def __init__(
-        self, values: Mapping[str, torch.Tensor], control: ControlPlane, hashed: bool = False
+        self,
+        values: Mapping[str, torch.Tensor],
+        control: ControlPlane,
+        chunk_bytes: int | None = None,
     ) -> None:
-        self._values, self._control, self._hashed = values, control, hashed
+        self._values, self._control, self._chunk_bytes = values, control, chunk_bytes
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._writers: dict[str, SafetensorsWriter] = {}
         self._own: Turn | None = None  # of the turn that was prepared last
@@ -193,7 +197,10 @@ class TensorStream:
                 writer.abandon()
 
     def records(self) -> dict[str, FileRecord]:
-        """Return size and hashes of each file that this rank wrote, by name, if made ``hashed``."""
+        """Return size and hashes of each file that this rank wrote, by name.
+
+        Only a stream made with ``chunk_bytes`` has them.
+        """
         return {name: writer.record() for name, writer in self._writers.items()}
 
     def _open(
@@ -204,7 +211,7 @@ class TensorStream:
             if file.owner == self._control.rank:
                 path = directory / file.name
                 self._writers[file.name] = SafetensorsWriter(
-                    path, file.tensors, metadata, self._hashed
+                    path, file.tensors, metadata, self._chunk_bytes
                 )
 
     def _take_and_prepare(self, turn: Sequence[Turn | None]) -> None:

@@ -63,9 +63,9 @@ def _write(name: str, content: bytes) -> Spoil:
     def spoil(step: Path) -> None:
         (step / name).write_bytes(content)
         if name not in (MANIFEST, "COMMIT"):
-            record = FileRecord.of(content)
-            entry = {"size": record.size, "xxh3_128": list(record.hashes)}
             manifest = json.loads((step / MANIFEST).read_bytes())
+            record = FileRecord.of(content, manifest["chunk_bytes"])
+            entry = {"size": record.size, "xxh3_128": list(record.hashes)}
             manifest["files"][name] = entry
             (step / MANIFEST).write_text(json.dumps(manifest))
         if name != "COMMIT":

@@ -184,8 +184,7 @@ def test_a_flipped_bit_is_found_while_loading(tmp_path: Path) -> None:
 def test_a_damaged_chunk_is_named_with_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("io.hashing", "io.places", "io.safetensors_reader", "checkpoint.manifest"):
-        monkeypatch.setattr(f"parallel_ext.{module}.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("parallel_ext.io.hashing._SMALLEST_CHUNK", 1024)
     step = _plain_checkpoint(tmp_path)
     assert px.verify_checkpoint(step) == 1
     path = step / "parallel_state" / "optim-00001-of-00001.safetensors"
@@ -197,12 +196,24 @@ def test_a_damaged_chunk_is_named_with_its_tensors(
     path.write_bytes(content)
     with pytest.raises(px.CheckpointError) as raised:
         px.verify_checkpoint(step)
-    chunk = start // 1000 * 1000
+    chunk = start // 1024 * 1024
     assert re.search(
-        rf"{path.name}: the bytes \[{chunk}, {chunk + 1000}\) of .*{name}.* are damaged: "
+        rf"{path.name}: the bytes \[{chunk}, {chunk + 1024}\) of .*{name}.* are damaged: "
         r"their hash is [0-9a-f]{32}, but [0-9a-f]{32} was written",
         str(raised.value),
     )
+
+
+def test_a_checkpoint_in_chunks_of_another_size_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("parallel_ext.io.hashing._SMALLEST_CHUNK", 16 << 20)  # as before 1 MiB
+        step = _plain_checkpoint(tmp_path)
+    assert read_manifest(step).files["config.json"].chunk_bytes == 16 << 20
+    model, optimizer, scheduler, _ = build(Job(SMALL), seed=2)
+    px.load_checkpoint(tmp_path, model, optimizer, scheduler)
+    assert px.verify_checkpoint(step) == 1
 
 
 def test_truncated_missing_and_foreign_files_are_named(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 
 import parallel_ext as px
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io import hashing, places, reading, safetensors_reader
-from parallel_ext.io.hashing import FileRecord
+from parallel_ext.io import places, reading, safetensors_reader
+from parallel_ext.io.hashing import FileRecord, chunk_bytes_for
 from parallel_ext.io.reading import Reads, Wanted, num_threads, read_shards
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.sharding.layout import Box, Part, TensorLayout
@@ -29,8 +29,7 @@ _SHAPES = {"a": (7, 300), "b": (5,), "c": (130, 17), "d": (), "e": (3, 5, 70), "
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 KiB and pieces of 200 bytes, so that small tensors take several."""
-    for module in (hashing, places, reading, safetensors_reader):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", CHUNK)
     for module in (places, safetensors_reader):
         monkeypatch.setattr(module, "HOT_BYTES", 200)
 
@@ -79,7 +78,7 @@ def test_a_pass_fills_boxes_of_any_shape_dtype_and_strides(
     tmp_path: Path, tensors: dict[str, torch.Tensor], reads: Reads, hashed: bool
 ) -> None:
     path, dice = tmp_path / "x.safetensors", random.Random(0)
-    record = FileRecord.of(path.read_bytes()) if hashed else None
+    record = FileRecord.of(path.read_bytes(), CHUNK) if hashed else None
     with SafetensorsFile(path, record) as file:
         in_order = sorted(tensors, key=lambda name: file.tensors[name].start)
         for _ in range(40):
@@ -109,7 +108,10 @@ def test_a_pass_reads_every_chunk_once(
     tmp_path: Path, tensors: dict[str, torch.Tensor], reads: Reads
 ) -> None:
     path = tmp_path / "x.safetensors"
-    with SafetensorsFile(path, FileRecord.of(path.read_bytes())) as file, _bytes_read() as counts:
+    with (
+        SafetensorsFile(path, FileRecord.of(path.read_bytes(), CHUNK)) as file,
+        _bytes_read() as counts,
+    ):
         for name in sorted(tensors, key=lambda name: file.tensors[name].start):
             box = ((1, 2), *_whole(_SHAPES[name][1:])) if _SHAPES[name] else ()  # a row of each
             out = torch.empty([b - a for a, b in box])
@@ -131,7 +133,7 @@ def test_a_damaged_byte_beside_what_is_wanted_is_found(
     tmp_path: Path, tensors: dict[str, torch.Tensor], reads: Reads
 ) -> None:
     path = tmp_path / "x.safetensors"
-    record = FileRecord.of(path.read_bytes())
+    record = FileRecord.of(path.read_bytes(), CHUNK)
     with SafetensorsFile(path, record) as file:
         at = file.tensors["c"].start + 5000
         with open(path, "r+b") as other:
@@ -160,10 +162,20 @@ def test_steps_of_a_load_read_the_chunk_between_them_once(
         layout = TensorLayout(name, shape)
         part = Part(name, name, layout.whole, index=False)
         wanted.append((Wanted(name, layout, part), found[name]))
-    with SafetensorsFile(path, FileRecord.of(path.read_bytes())) as file, _bytes_read() as counts:
+    with (
+        SafetensorsFile(path, FileRecord.of(path.read_bytes(), CHUNK)) as file,
+        _bytes_read() as counts,
+    ):
         read_shards(wanted, dict.fromkeys(_SHAPES, file), mesh, "a test")
     assert sum(counts) == path.stat().st_size
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 30, (1 << 38) - 1, 1 << 38, 3 << 40])
+def test_chunks_are_small_and_their_hashes_few(size: int) -> None:
+    chunk = chunk_bytes_for(size)
+    assert size <= chunk << 18
+    assert chunk == 1 << 20 or size > chunk << 17  # not larger than it must be
 
 
 def test_a_rank_reads_with_the_cores_that_its_host_leaves_to_it(
