@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from parallel_ext.parallel.state import model_of, state_of
-from parallel_ext.sharding.blocks import split_in_blocks
 from parallel_ext.training.leaf_rounds import LeafRounds
 
 
@@ -75,10 +74,8 @@ def run_leaves(
         The loss of the step, the same on every rank.
     """
     state = state_of(model)
-    leaves = state.invariant.leaves
-    rounds = LeafRounds(model_of(model), state, split_in_blocks(rows * leaves, leaves))
+    rounds = LeafRounds(model_of(model), state, rows * state.invariant.leaves)
     with rounds.running():
         for _, batch in zip(rounds, batches, strict=True):
             rounds.ran_backward(train(batch))
-    rounds.finish()
     return rounds.loss

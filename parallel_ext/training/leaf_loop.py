@@ -1,0 +1,182 @@
+"""The loop over the leaves of a batch: which of them a dp rank runs, and what they sum to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from parallel_ext.nn.blocks import BlockExperts
+from parallel_ext.nn.forward_counter import ForwardCounter
+from parallel_ext.parallel.state import ParallelState
+from parallel_ext.sharding.blocks import split_in_blocks
+from parallel_ext.sharding.tree import Node, push
+
+
+class LeafLoop(ABC):
+    """The leaves of one global batch; what :func:`leaves` returns to its context.
+
+    Iterating gives the rows of each leaf of this rank, as a slice of the batch. A rank may be given
+    a leaf of which nothing counts, so that it takes part in what the others exchange.
+
+    Args:
+        model: that was parallelized.
+        state: of the model.
+        rows: of the batch.
+
+    Attributes:
+        loss: after the context the sum of the losses of all leaves, a scalar, the same on every
+            rank.
+    """
+
+    loss: torch.Tensor | None = None
+
+    def __init__(self, model: nn.Module, state: ParallelState, rows: int) -> None:
+        self._state = state
+        self._ranges = split_in_blocks(rows, state.invariant.leaves)
+        self._left: int | None = None  # rounds, when they have begun
+        modules = [*model.modules()]
+        self._counters = [
+            each
+            for module in modules
+            for each in vars(module).values()
+            if isinstance(each, ForwardCounter)
+        ]
+        self._experts = [
+            module for module in modules if isinstance(module, BlockExperts) and module.dp_ranks > 1
+        ]
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._losses: list[torch.Tensor] = []  # of the leaf that is running
+
+    @abstractmethod
+    def _leaves_of_rounds(self) -> Sequence[tuple[int, bool]]:
+        """Return the leaf that this rank runs in each round, and whether it counts."""
+
+    @abstractmethod
+    def _aside(self) -> AbstractContextManager[None]:
+        """Put aside, inside the context, what gradients of before are kept elsewhere."""
+
+    @abstractmethod
+    def _end_round(self, number: int, loss: torch.Tensor) -> None:
+        """Take the gradients of a round, which the parameters have no more."""
+
+    @abstractmethod
+    def _sums(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """Return each trained parameter and its gradient of the batch; set :attr:`loss`."""
+
+    def __iter__(self) -> Iterator[slice]:
+        if self._left is not None:
+            raise RuntimeError("leaves: they can be run once")
+        self._left = len(self._leaves_of_rounds())
+        for number, (leaf, _) in enumerate(self.rounds()):
+            yield leaf
+            if not self._losses:
+                raise ValueError("leaves: a leaf ran without a backward(loss) of its leaves")
+            loss, self._losses = sum(self._losses), []
+            self._end_round(number, loss)
+            self._left -= 1
+
+    def rounds(self) -> Iterator[tuple[slice, bool]]:
+        """Yield the rows of each leaf that this rank runs, and whether it counts."""
+        for number, (leaf, counts) in enumerate(self._leaves_of_rounds()):
+            start, stop = self._ranges[leaf]
+            for counter in self._counters:
+                counter.first_row = start
+            for module in self._experts:
+                module.has_leaf = counts
+            for routing in self._state.routings:
+                routing.leaf = leaf
+            self._begin_round(number)
+            yield slice(start, stop), counts
+
+    def _begin_round(self, number: int) -> None:  # noqa: B027, nothing where a rank runs alone
+        pass
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of a loss of the leaf that is running, and add it to :attr:`loss`.
+
+        Args:
+            loss: a scalar, divided by a number of the whole batch and not of the leaf.
+
+        Raises:
+            RuntimeError: no leaf is running, so that the gradients would be lost.
+        """
+        if not self._left:
+            raise RuntimeError("leaves: backward outside of the loop over the leaves")
+        loss.backward()
+        self.ran_backward(loss)
+
+    def ran_backward(self, loss: torch.Tensor) -> None:
+        """Take a loss of the leaf that is running, whose backward has run."""
+        self._losses.append(loss.detach())
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run leaves inside the context, each of which finds no gradients.
+
+        At its end the gradients of all leaves are added to those that the parameters had before.
+
+        Raises:
+            RuntimeError: not all leaves ran.
+        """
+        kept = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        for counter in self._counters:
+            counter.count += 1  # the leaves of a batch are one forward
+        self._state.in_leaf = True
+        try:
+            with self._aside():
+                yield
+        finally:
+            self._state.in_leaf = False
+            for counter in self._counters:
+                counter.first_row = None
+            for module in self._experts:
+                module.has_leaf = True
+            for routing in self._state.routings:
+                routing.leaf = None
+            for parameter, gradient in zip(self._trained, kept, strict=True):
+                parameter.grad = gradient
+        if self._left != 0:
+            raise RuntimeError(
+                "leaves: the context ended before the last leaf of this rank had run"
+            )
+        for parameter, gradient in self._sums():
+            gradient = gradient.to(parameter.dtype)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def take_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of parameters, which have them no more.
+
+    Raises:
+        ValueError: one has none.
+    """
+    gradients = []
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            raise ValueError(
+                "leaves: a trained parameter got no gradient; set requires_grad of those that "
+                "the batch does not use to False"
+            )
+        gradients.append(gradient)
+    return gradients
+
+
+def wide(value: torch.Tensor) -> torch.Tensor:
+    """Return a value in the dtype in which leaves are summed: fp32, or fp64 for fp64."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def push_sums(nodes: list[Node], node: Node, count: int) -> None:
+    """Add a node of lists of values to those of the leaves before, whose values it changes."""
+    push(nodes, node, count, _add)
+
+
+def _add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [a.add_(b) for a, b in zip(left, right, strict=True)]
