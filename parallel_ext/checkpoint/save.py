@@ -42,7 +42,6 @@ from parallel_ext.io.safe_open import one_error
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.schema import to_json
 from parallel_ext.io.stream import (
-    PlannedFile,
     TensorStream,
     digest_of,
     plan_files,
