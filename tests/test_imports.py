@@ -33,7 +33,7 @@ BELOW = {
         "interplay",
     ],
     "run": ["parallel", "interplay"],
-    "cli": ["distributed", "sharding", "io", "parallel", "checkpoint", "lora"],
+    "cli": ["distributed", "sharding", "models", "io", "parallel", "checkpoint", "lora"],
     "__main__": ["cli"],
 }
 """What a room may import beside ``_C`` and ``version``; the package's ``__init__`` imports all."""

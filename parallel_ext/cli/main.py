@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from parallel_ext.cli import diff, inspect, merge, plan, verify
+from parallel_ext.cli import convert, diff, inspect, merge, plan, verify
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.version import VERSION
 
@@ -22,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         that fits; 2 for wrong use and for what cannot be read.
     """
     parser = argparse.ArgumentParser(
-        prog="parallel-ext", description="Plan a training; look at what was saved; merge."
+        prog="parallel-ext", description="Plan a training; look at what was saved; merge; convert."
     )
     parser.add_argument("--version", action="version", version=f"parallel_ext {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (plan, inspect, verify, diff, merge):
+    for command in (plan, inspect, verify, diff, merge, convert):
         name, text = command.__name__.rpartition(".")[2], command.__doc__.splitlines()[0]
         own = commands.add_parser(name, help=text, description=text)
         own.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -222,12 +222,15 @@ class HFDirectory:
             )
         return hint
 
-    def cut_vocabulary(self, vocabulary: Iterable[str], vocab_size: int) -> None:
+    def cut_vocabulary(
+        self, vocabulary: Iterable[str], vocab_size: int, filled: bool = False
+    ) -> None:
         """Leave out the rows behind the true vocabulary, which must be zero.
 
         Args:
             vocabulary: names of the tensors with a row for each id; those in no file are skipped.
             vocab_size: the true number of rows. Tensors that have no more are left as they are.
+            filled: whether the caller knows that the rows are padding, whatever they hold.
 
         Raises:
             CheckpointError: a row to be left out is not zero; names the first. Nothing is left out.
@@ -238,13 +241,14 @@ class HFDirectory:
             if self.shapes.get(name, ())[:1] > (vocab_size,)
         }
         for name in longer:
-            row = self._first_filled_row(name, vocab_size)
+            row = None if filled else self._first_filled_row(name, vocab_size)
             if row is not None:
                 raise CheckpointError(
                     f"{self.file_of[name].path}: {name} has the shape {self.shapes[name]}, and "
                     f"row {row} is not zero, so the rows from vocab_size={vocab_size} on cannot be "
                     "taken for padding. Either vocab_size is too small, or the padding was filled "
-                    "at random and trained, as by Megatron; then remove these rows from the file"
+                    "at random and trained, as by Megatron; then `parallel-ext convert "
+                    "--filled-padding` removes these rows"
                 )
         self.shapes.update(longer)
 

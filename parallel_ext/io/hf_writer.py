@@ -162,7 +162,7 @@ def json_files(
     contents = files_that(*(each.save_pretrained for each in configs))
     contents[CONFIG_NAME] = _with_old_rope_names(contents[CONFIG_NAME])
     if len(files) > 1:  # a single one needs no index
-        contents[INDEX_NAME] = _index(files)
+        contents[INDEX_NAME] = index_of(files)
     return contents
 
 
@@ -174,7 +174,7 @@ def files_that(*saves: Callable[[str], Any]) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
-def _index(files: Sequence[PlannedFile]) -> bytes:
+def index_of(files: Sequence[PlannedFile]) -> bytes:
     """Return the content of the index, which says which of several files holds which tensor."""
     specs = [spec for file in files for spec in file.tensors]
     index = {

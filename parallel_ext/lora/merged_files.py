@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,13 +15,12 @@ from peft.utils.other import get_pattern_key
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io import disk
-from parallel_ext.io.hf_reader import INDEX_NAME, HFDirectory
+from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.publish import Publication
+from parallel_ext.io.rewrite import Progress, copy_beside, nothing, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
-from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported
-from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 _PREFIX = "base_model.model."
 _FACTORS = {  # ends of names in an adapter's file -> what they are of which parameter
@@ -30,7 +30,6 @@ _FACTORS = {  # ends of names in an adapter's file -> what they are of which par
     ".lora_embedding_A": ("embedding a", ".weight"),
     ".lora_embedding_B": ("embedding b", ".weight"),
 }
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,7 @@ class _Adapter:
         return lambda start, stop: (left[start:stop] @ right).view(stop - start, *shape[1:])
 
 
-def merge_files(
-    adapter: Path, base: Path, out: Path, progress: Callable[[int], object] = lambda num_bytes: None
-) -> Merged:
+def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothing) -> Merged:
     """Write a HuggingFace model that is another one with an adapter merged into it.
 
     The result is that of PEFT's ``merge_and_unload`` to rounding: each element is computed in fp32
@@ -151,20 +148,8 @@ def merge_files(
         _check(own, model)
         target = Publication(out)
         files.callback(target.discard)
-        names = sorted({file.path.name for file in model.file_of.values()})
-        for name in names:
-            (file,) = {each for each in model.file_of.values() if each.path.name == name}
-            ordered = sorted(file.tensors, key=lambda each: -model.dtypes[each].itemsize)
-            specs = [TensorSpec(n, model.dtypes[n], model.shapes[n]) for n in ordered]
-            with SafetensorsWriter(target.temporary / name, specs, file.metadata) as writer:
-                for spec in specs:
-                    for rows in _rows(spec, own, file):
-                        writer.append(spec.name, rows)
-                        progress(rows.nbytes)
-        for path in base.iterdir():
-            is_index = path.name.endswith(".index.json") and path.name != INDEX_NAME
-            if path.is_file() and not path.name.endswith(_WEIGHTS) and not is_index:
-                disk.write_file(target.temporary / path.name, path.read_bytes())
+        write_again(model, target.temporary, partial(_rows, own), progress)
+        copy_beside(base, target.temporary)
         target.publish()
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
@@ -196,18 +181,14 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
             raise CheckpointError(f"{model.path}: {name} is of {model.dtypes[name]}, not floating")
 
 
-def _rows(spec: TensorSpec, own: _Adapter, file: SafetensorsFile) -> Iterator[torch.Tensor]:
+def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[torch.Tensor]:
     """Compute the rows of a tensor, some at a time."""
     there, name = (own.file, own.whole[spec.name]) if spec.name in own.whole else (file, spec.name)
     wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
     added = own.rows_added(spec.name, spec.shape, wide) if spec.name in own.factors else None
-    num_rows, *rest = spec.shape or (1,)
-    at_once = max(1, STRIPE_BYTES // max(1, 4 * math.prod(rest)))
-    for start in range(0, num_rows, at_once):
-        stop = min(start + at_once, num_rows)
-        box = ((start, stop), *((0, size) for size in rest)) if spec.shape else ()
-        rows = torch.empty([b - a for a, b in box], dtype=there.tensors[name].dtype)
-        there.read_box(name, box, rows)
+    start = 0
+    for rows in rows_of(there, name, spec.shape):
         if added is not None:
-            rows = rows.to(wide) + added(start, stop)
+            stop = start + len(rows)
+            rows, start = rows.to(wide) + added(start, stop), stop
         yield rows.to(spec.dtype)

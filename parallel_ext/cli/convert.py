@@ -1,0 +1,179 @@
+"""Convert a saved model, a training checkpoint, a DCP or an adapter to another format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from parallel_ext.checkpoint.manifest import COMMIT_NAME
+from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
+from parallel_ext.cli.saved import existing
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hf_reader import CONFIG_NAME
+from parallel_ext.io.publish import Publication
+from parallel_ext.io.rewrite import check_new
+
+# These import torch's DCP, transformers and PEFT, which takes seconds, where they are needed.
+
+_MODEL, _CHECKPOINT, _DCP, _SWISS_ARMY = "model", "checkpoint", "dcp", "swiss-army"
+_FORMATS = {  # of a source -> what can be made of it; the first by default
+    _MODEL: ("hf",),
+    _CHECKPOINT: ("hf", "dcp"),
+    _DCP: ("checkpoint", "hf"),
+    _SWISS_ARMY: ("peft",),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument(
+        "source",
+        type=existing,
+        help="a model with a padded vocabulary; a training checkpoint; a directory of "
+        "torch.distributed.checkpoint; a checkpoint of SwissArmyTransformer",
+    )
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument(
+        "--to",
+        choices=sorted({name for names in _FORMATS.values() for name in names}),
+        help="a training checkpoint: hf (default) or dcp; a DCP: checkpoint (default) or hf",
+    )
+    padded = parser.add_argument_group("of a padded vocabulary")
+    padded.add_argument("--vocab-size", type=int, metavar="V", help="its true number of rows")
+    padded.add_argument(
+        "--filled-padding",
+        action="store_true",
+        help="drop also rows that are not zero, if no id of the tokenizer reaches them",
+    )
+    parser.add_argument(
+        "--config", type=existing, metavar="DIR", help="of the model, for a DCP or an adapter"
+    )
+    adapter = parser.add_argument_group("of SwissArmyTransformer")
+    adapter.add_argument("--lora-alpha", type=float, default=1.0, help="of its training (1)")
+    adapter.add_argument(
+        "--adapters-only", action="store_true", help="leave out layers that were trained in full"
+    )
+    adapter.add_argument(
+        "--allow-pickle", action="store_true", help="RUN CODE out of files, if you trust them"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print what was made; 0."""
+    source = options.source
+    if source.is_dir() and complete_steps(source):
+        source = latest_checkpoint(source)
+    kind = _kind(source)
+    to = options.to or _FORMATS[kind][0]
+    if to not in _FORMATS[kind]:
+        raise CheckpointError(
+            f"{source} is a {kind}, of which {' or '.join(_FORMATS[kind])} can be made, not {to}"
+        )
+    if kind != _MODEL and (options.vocab_size is not None or options.filled_padding):
+        raise CheckpointError(f"--vocab-size is of a padded model, but {source} is a {kind}")
+    with _progress(source, options.json) as progress:
+        made = _CONVERSIONS[kind, to](source, options, progress)
+    report = {"source": str(source), "out": str(options.out), "from": kind, "to": to, **made}
+    if options.json:
+        print(json.dumps(report))
+    else:
+        print(f"{options.out}: " + ", ".join(f"{name} {value}" for name, value in made.items()))
+    return 0
+
+
+def _kind(source: Path) -> str:
+    if (source / COMMIT_NAME).exists():
+        return _CHECKPOINT
+    if (source / ".metadata").exists():
+        return _DCP
+    if (source / CONFIG_NAME).exists():
+        return _MODEL
+    names = (path.name for path in (source.iterdir() if source.is_dir() else [source]))
+    if any(name == "latest" or name.endswith((".pt", ".safetensors")) for name in names):
+        return _SWISS_ARMY
+    raise CheckpointError(
+        f"{source} is no HuggingFace model, training checkpoint, DCP or checkpoint of "
+        "SwissArmyTransformer"
+    )
+
+
+@contextmanager
+def _progress(source: Path, quiet: bool) -> Iterator[Callable[[int], object]]:
+    paths = source.rglob("*") if source.is_dir() else [source]
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+    with tqdm(total=total, unit="B", unit_scale=True, disable=quiet) as bar:
+        yield bar.update
+
+
+def _unpad(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+    from parallel_ext.parallel.unpad_files import unpad_files
+
+    return vars(
+        unpad_files(source, options.out, options.vocab_size, options.filled_padding, progress)
+    )
+
+
+def _plain(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+    from parallel_ext.checkpoint.plain_copy import copy_model
+
+    return {"tensors": copy_model(source, options.out, progress)}
+
+
+def _to_dcp(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+    from parallel_ext.checkpoint.to_dcp import to_dcp
+
+    return {"tensors": to_dcp(source, options.out, progress)}
+
+
+def _restore(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+    from parallel_ext.checkpoint.from_dcp import restore_checkpoint
+
+    return {"step": str(restore_checkpoint(source, options.out, progress))}
+
+
+def _of_dcp(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+    from parallel_ext.checkpoint.from_dcp import model_of_dcp
+    from parallel_ext.parallel.unpad_files import check_files
+
+    made = model_of_dcp(source, options.out, options.config, check_files, progress)
+    return {"tensors": made}
+
+
+def _adapter(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+    from parallel_ext.lora.swiss_army import import_swiss_army_lora
+    from parallel_ext.models.cogagent import CogAgentConfig
+
+    if options.config is None:
+        raise CheckpointError("pass --config FOLDER of the CogAgent that the adapter is of")
+    check_new(options.out, source)
+    config: Any = CogAgentConfig.from_pretrained(options.config)
+    target = Publication(options.out)
+    try:
+        import_swiss_army_lora(
+            source,
+            target.temporary,
+            config=config,
+            lora_alpha=options.lora_alpha,
+            adapters_only=options.adapters_only,
+            allow_pickle=options.allow_pickle,
+        )
+        target.publish()
+    finally:
+        target.discard()
+    return {"adapter": str(options.out)}
+
+
+_CONVERSIONS = {
+    (_MODEL, "hf"): _unpad,
+    (_CHECKPOINT, "hf"): _plain,
+    (_CHECKPOINT, "dcp"): _to_dcp,
+    (_DCP, "checkpoint"): _restore,
+    (_DCP, "hf"): _of_dcp,
+    (_SWISS_ARMY, "peft"): _adapter,
+}

@@ -1,0 +1,109 @@
+"""Write a saved model again, tensor by tensor, with what lies beside its tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io import disk
+from parallel_ext.io.hf_reader import INDEX_NAME, HFDirectory
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.sharding.reshard import STRIPE_BYTES
+
+Progress = Callable[[int], object]
+"""Called with the bytes of each piece that was written."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def nothing(num_bytes: int) -> None:
+    """Report no progress."""
+
+
+def check_new(out: Path, source: Path) -> None:
+    """Raise unless a directory can be made of another one, and overwrites nothing.
+
+    Raises:
+        CheckpointError: ``out`` is ``source`` or in it, or holds something.
+    """
+    target = Path(os.path.realpath(out))
+    if target.is_relative_to(os.path.realpath(source)):
+        raise CheckpointError(f"{out} is {source} itself, or in it; choose another folder")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{out} is there already; choose a new folder")
+
+
+def write_again(
+    model: HFDirectory,
+    out: Path,
+    rows: Callable[[TensorSpec, SafetensorsFile], Iterator[torch.Tensor]],
+    progress: Progress = nothing,
+) -> None:
+    """Write the files of a model into a directory, under their names.
+
+    Args:
+        model: whose shapes and dtypes the tensors have.
+        out: a directory without files.
+        rows: returns the consecutive rows of a tensor, given the file that held it.
+        progress: called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointError, OSError: something cannot be read or written.
+    """
+    for file in {id(file): file for file in model.file_of.values()}.values():
+        ordered = sorted(file.tensors, key=lambda name: -model.dtypes[name].itemsize)
+        specs = [TensorSpec(name, model.dtypes[name], model.shapes[name]) for name in ordered]
+        with SafetensorsWriter(out / file.path.name, specs, file.metadata) as writer:
+            for spec in specs:
+                for piece in rows(spec, file):
+                    writer.append(spec.name, piece)
+                    progress(piece.nbytes)
+
+
+def copy_beside(
+    source: Path,
+    out: Path,
+    contents: Mapping[str, bytes] | None = None,
+    without: Collection[str] = (),
+) -> None:
+    """Copy what lies beside the weights of a model, such as its tokenizer; no subdirectories.
+
+    Args:
+        source: directory of the model.
+        out: directory to copy into.
+        contents: of files that are others than those of the model, by name.
+        without: names of files that are left out.
+    """
+    contents = contents or {}
+    for name, content in contents.items():
+        disk.write_file(out / name, content)
+    for path in source.iterdir():
+        is_index = path.name.endswith(".index.json") and path.name != INDEX_NAME
+        left_out = path.name in contents or path.name in without or is_index
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and not left_out:
+            disk.write_file(out / path.name, path.read_bytes())
+
+
+def row_ranges(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that take a stripe of memory each; (0, 1) of a tensor of one number."""
+    num_rows = shape[0] if shape else 1
+    at_once = max(1, STRIPE_BYTES // max(1, row_bytes))
+    for start in range(0, num_rows, at_once):
+        yield start, min(start + at_once, num_rows)
+
+
+def rows_of(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Yield the first rows of a tensor in a file, up to a shape of fewer or equally many."""
+    dtype = file.tensors[name].dtype
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    for start, stop in row_ranges(shape, row_bytes):
+        box = ((start, stop), *((0, size) for size in shape[1:])) if shape else ()
+        rows = torch.empty([b - a for a, b in box], dtype=dtype)
+        file.read_box(name, box, rows)
+        yield rows

@@ -1,0 +1,157 @@
+"""Take padding rows off the vocabulary of a saved model, in the memory of some rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
+from parallel_ext.io.publish import Publication
+from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
+from parallel_ext.parallel.configuration import build_on_meta, configurations
+from parallel_ext.parallel.plan import layout_of
+from parallel_ext.parallel.validate import spec_for
+from parallel_ext.sharding.layout import ModelLayout
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """What :func:`unpad_files` has written.
+
+    Attributes:
+        vocab_size: the rows that the vocabulary has now.
+        padded_vocab_size: those that it had.
+        shortened: names of the tensors that lost rows.
+        tensors: of the model.
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+    shortened: tuple[str, ...]
+    tensors: int
+
+
+def unpad_files(
+    source: Path,
+    out: Path,
+    vocab_size: int | None = None,
+    filled_padding: bool = False,
+    progress: Progress = nothing,
+) -> Unpadded:
+    """Write a HuggingFace model that is another one without the padding rows of its vocabulary.
+
+    Embedding, output head and its bias keep their first rows, every other tensor its bytes, and
+    ``config.json`` gets the true size. ColossalAI pads with rows of zeros, which stay zero;
+    Megatron with random rows, which are trained.
+
+    Args:
+        source: folder of the model.
+        out: folder that is made.
+        vocab_size: the true number of rows; None for that of ``config.json`` where it is less than
+            the rows in the files, else the number of ids of the tokenizer.
+        filled_padding: drop also rows that are not zero, if a tokenizer lies beside the model and
+            none of its ids reaches them.
+        progress: called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointError: what would be dropped is not padding, there is nothing to drop, or the
+            files are not those of a model that is served; nothing is written.
+        OSError: a file cannot be read or written.
+    """
+    check_new(out, source)
+    with HFDirectory(source) as model:
+        layout, vocabulary = _expected(model)
+        configured = layout[vocabulary[0]].shape[0]
+        padded = max(model.shapes[name][0] for name in vocabulary if name in model.shapes)
+        ids = _ids_of_tokenizer(source)
+        true = vocab_size or (configured if configured < padded else ids)
+        if true is None or true >= padded:
+            raise CheckpointError(
+                f"{source}: nothing to drop: the vocabulary has {padded} rows, config.json says "
+                f"{configured}, and "
+                + ("there is no tokenizer" if ids is None else f"the tokenizer has {ids} ids")
+                + "; --vocab-size V names the true size"
+            )
+        if ids is not None and ids > true:
+            raise CheckpointError(
+                f"{source}: the tokenizer has the id {ids - 1}, so the rows from {true} on are no "
+                "padding"
+            )
+        if filled_padding and ids is None:
+            raise CheckpointError(
+                f"{source}: rows that are not zero are dropped only where a tokenizer shows that "
+                "no id reaches them, and there is none in the folder"
+            )
+        model.cut_vocabulary(vocabulary, true, filled=filled_padding)
+        model.check(*_expected(model, true))
+        target = Publication(out)
+        try:
+            write_again(
+                model,
+                target.temporary,
+                lambda tensor, file: rows_of(file, tensor.name, tensor.shape),
+                progress,
+            )
+            copy_beside(source, target.temporary, _json_files(model, true))
+            target.publish()
+        finally:
+            target.discard()
+        shape_of = {name: file.tensors[name].shape for name, file in model.file_of.items()}
+        shortened = tuple(name for name in shape_of if shape_of[name] != model.shapes[name])
+        return Unpadded(true, padded, shortened, len(model.shapes))
+
+
+def check_files(model: HFDirectory) -> None:
+    """Raise unless the files hold exactly the tensors of the model that ``config.json`` describes.
+
+    Raises:
+        CheckpointError: they do not, or the model is none that is served.
+    """
+    model.check(*_expected(model))
+
+
+def _expected(model: HFDirectory, vocab_size: int | None = None) -> tuple[ModelLayout, list[str]]:
+    """Return where the tensors of the configured model lie in files, and which are by vocabulary.
+
+    The first of the latter is the embedding.
+    """
+    plain = build_on_meta(model, configurations(model, vocab_size)[0], None)
+    spec = spec_for(plain)
+    vocabulary = [f"{path}.{kind}" for path in spec.ends for kind in ("weight", "bias")]
+    return layout_of(plain, spec, 1).in_files(), vocabulary
+
+
+def _ids_of_tokenizer(source: Path) -> int | None:
+    """Return one more than the largest id of the tokenizer in a folder; None if there is none."""
+    if not any((source / name).is_file() for name in _TOKENIZERS):
+        return None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # whatever a tokenizer's class stumbles over
+        raise CheckpointError(f"{source}: the tokenizer cannot be read: {error!r:.300}") from error
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def _json_files(model: HFDirectory, vocab_size: int) -> dict[str, bytes]:
+    """Return the files that say how large the vocabulary or the model is, by name."""
+    files = {CONFIG_NAME: {**model.config, "vocab_size": vocab_size}}
+    if len({id(file) for file in model.file_of.values()}) > 1:
+        numel = {name: math.prod(shape) for name, shape in model.shapes.items()}
+        size = sum(count * model.dtypes[name].itemsize for name, count in numel.items())
+        files[INDEX_NAME] = {
+            "metadata": {"total_parameters": sum(numel.values()), "total_size": size},
+            "weight_map": {name: file.path.name for name, file in model.file_of.items()},
+        }
+    return {
+        name: (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+        for name, content in files.items()
+    }
