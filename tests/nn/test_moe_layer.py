@@ -216,18 +216,15 @@ def test_the_bits_are_the_same_in_every_run():
 REFUSALS = {
     "counts that do not add up": (
         lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 2), [1, 1]),
-        "ValueError",
-        "moe_linear: the counts [1, 1] add up to 2, but there are 3 rows",
+        "ValueError: moe_linear: the counts [1, 1] add up to 2, but there are 3 rows",
     ),
     "weights of another width": (
         lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 5), [1, 2]),
-        "ValueError",
-        "moe_linear: rows of shape [3, 2] do not fit weights of shape [2, 4, 5]",
+        "ValueError: moe_linear: rows of shape [3, 2] do not fit weights of shape [2, 4, 5]",
     ),
     "weights of another type": (
         lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 2, dtype=FP64), [1, 2]),
-        "TypeError",
-        "moe_linear: weight is Double but rows is Float; cast one of them",
+        "TypeError: moe_linear: weight is Double but rows is Float; cast one of them",
     ),
 }
 

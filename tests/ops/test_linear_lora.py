@@ -387,59 +387,51 @@ def _dropped(group: Group, dropout: Dropout) -> torch.Tensor:
 REFUSALS = {
     "input of another width": (
         lambda group: lora_linear(_ones(2, 3), _ones(4, 5), _ones(2, 5), _ones(4, 2), group=group),
-        "ValueError",
-        "lora_linear: input of shape [2, 3] does not fit the local weight of shape [4, 5]",
+        "ValueError: lora_linear: input of shape [2, 3] does not fit the local weight of shape "
+        "[4, 5]",
     ),
     "A of the whole layer on a shard": (
         lambda group: lora_linear(_ones(2, 3), _ones(4, 3), _ones(2, 6), _ones(4, 2), group=group),
-        "ValueError",
-        "lora_linear: lora_a of shape [2, 6] does not fit the local weight of shape [4, 3]; "
-        "its last dimension must be 3",
+        "ValueError: lora_linear: lora_a of shape [2, 6] does not fit the local weight of shape "
+        "[4, 3]; its last dimension must be 3",
     ),
     "B of the whole layer on a shard": (
         lambda group: lora_linear(_ones(2, 3), _ones(4, 3), _ones(2, 3), _ones(8, 2), group=group),
-        "ValueError",
-        "lora_linear: lora_b of shape [8, 2] does not fit lora_a of shape [2, 3] and the local "
-        "weight of shape [4, 3]; it must be [4, 2]",
+        "ValueError: lora_linear: lora_b of shape [8, 2] does not fit lora_a of shape [2, 3] and "
+        "the local weight of shape [4, 3]; it must be [4, 2]",
     ),
     "factors of two dtypes": (
         lambda group: lora_linear(
             _ones(2, 3), _ones(4, 3), _ones(2, 3), _ones(4, 2, dtype=FP64), group=group
         ),
-        "TypeError",
-        "lora_linear: lora_b is Double but lora_a is Float; cast one of them",
+        "TypeError: lora_linear: lora_b is Double but lora_a is Float; cast one of them",
     ),
     "dropout above 1": (
         lambda group: _dropped(group, Dropout(1.5, 1, 1)),
-        "ValueError",
-        "lora_linear: dropout must be in [0, 1], got 1.5",
+        "ValueError: lora_linear: dropout must be in [0, 1], got 1.5",
     ),
     "dropout that is no number": (
         lambda group: _dropped(group, Dropout(float("nan"), 1, 1)),
-        "ValueError",
-        "lora_linear: dropout must be in [0, 1], got nan",
+        "ValueError: lora_linear: dropout must be in [0, 1], got nan",
     ),
     "step too large for its word": (
         lambda group: _dropped(group, Dropout(0.5, 1, 2**32)),
-        "ValueError",
-        "lora_linear: step 4294967296 of dropout_counter is outside [0, 2^32)",
+        "ValueError: lora_linear: step 4294967296 of dropout_counter is outside [0, 2^32)",
     ),
     "tokens that leave their word": (
         lambda group: _dropped(group, Dropout(0.5, 1, 1, 2**32 - 1)),
-        "ValueError",
-        "lora_linear: the tokens from 4294967295 of dropout_counter on, 2 of them, leave [0, 2^32)",
+        "ValueError: lora_linear: the tokens from 4294967295 of dropout_counter on, 2 of them, "
+        "leave [0, 2^32)",
     ),
     "negative feature": (
         lambda group: _dropped(group, Dropout(0.5, 1, 1, 0, -1)),
-        "ValueError",
-        "lora_linear: feature -1 of dropout_counter is negative",
+        "ValueError: lora_linear: feature -1 of dropout_counter is negative",
     ),
     "integer factor": (
         lambda group: lora_linear(
             _ones(2, 3), _ones(4, 3), _ones(2, 3, dtype=torch.int64), _ones(4, 2), group=group
         ),
-        "TypeError",
-        "lora_linear: lora_a must be floating point, got Long",
+        "TypeError: lora_linear: lora_a must be floating point, got Long",
     ),
 }
 

@@ -171,25 +171,21 @@ def _refused(
 REFUSALS = {
     "another number of experts": (
         lambda group: _refused((3, 2), (2, 4, 2), (3, 1, 2), (3, 4, 1)),
-        "ValueError",
-        "moe_lora_linear: lora_a of shape [3, 1, 2] does not fit weights of shape [2, 4, 2]; it "
-        "must be [2, r, 2]",
+        "ValueError: moe_lora_linear: lora_a of shape [3, 1, 2] does not fit weights of shape [2, "
+        "4, 2]; it must be [2, r, 2]",
     ),
     "another rank": (
         lambda group: _refused((3, 2), (2, 4, 2), (2, 5, 2), (2, 4, 3)),
-        "ValueError",
-        "moe_lora_linear: lora_b of shape [2, 4, 3] does not fit lora_a of shape [2, 5, 2] and "
-        "weights of shape [2, 4, 2]; it must be [2, 4, 5]",
+        "ValueError: moe_lora_linear: lora_b of shape [2, 4, 3] does not fit lora_a of shape [2, "
+        "5, 2] and weights of shape [2, 4, 2]; it must be [2, 4, 5]",
     ),
     "factors of two types": (
         lambda group: _refused((3, 2), (2, 4, 2), (2, 5, 2), (2, 4, 5), FP64),
-        "TypeError",
-        "moe_lora_linear: lora_b is Float but lora_a is Double; cast one of them",
+        "TypeError: moe_lora_linear: lora_b is Float but lora_a is Double; cast one of them",
     ),
     "counts that do not add up": (
         lambda group: _refused((4, 2), (2, 4, 2), (2, 5, 2), (2, 4, 5)),
-        "ValueError",
-        "moe_lora_linear: the counts [1, 2] add up to 3, but there are 4 rows",
+        "ValueError: moe_lora_linear: the counts [1, 2] add up to 3, but there are 4 rows",
     ),
 }
 

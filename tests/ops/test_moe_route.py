@@ -100,33 +100,28 @@ def _plan(ids: torch.Tensor, experts_per_rank: list[int], rank: int = 0) -> Rout
 REFUSALS = {
     "an expert too many": (
         lambda group: _plan(torch.tensor([[0, 1], [1, 4]]), [2, 2]),
-        "IndexError",
-        "moe_route_plan: choice 1 of token 1 is expert 4, outside of [0, 4)",
+        "IndexError: moe_route_plan: choice 1 of token 1 is expert 4, outside of [0, 4)",
     ),
     "a negative expert": (
         lambda group: _plan(torch.tensor([[-1, 1]]), [4]),
-        "IndexError",
-        "moe_route_plan: choice 0 of token 0 is expert -1, outside of [0, 4)",
+        "IndexError: moe_route_plan: choice 0 of token 0 is expert -1, outside of [0, 4)",
     ),
     "no experts": (
         lambda group: _plan(torch.zeros(0, 1, dtype=torch.int64), [0, 0]),
-        "ValueError",
-        "moe_route_plan: experts_per_rank [0, 0] are 0 experts; there must be 1 to 1048576",
+        "ValueError: moe_route_plan: experts_per_rank [0, 0] are 0 experts; there must be 1 to "
+        "1048576",
     ),
     "fewer than no experts": (
         lambda group: _plan(torch.zeros(0, 1, dtype=torch.int64), [3, -1]),
-        "ValueError",
-        "moe_route_plan: experts_per_rank [3, -1] has a negative number",
+        "ValueError: moe_route_plan: experts_per_rank [3, -1] has a negative number",
     ),
     "a rank too many": (
         lambda group: _plan(torch.zeros(0, 1, dtype=torch.int64), [3, 1], 2),
-        "ValueError",
-        "moe_route_plan: rank 2 is not one of 2",
+        "ValueError: moe_route_plan: rank 2 is not one of 2",
     ),
     "ids of another type": (
         lambda group: _plan(torch.zeros(2, 1, dtype=torch.int32), [4]),
-        "TypeError",
-        "moe_route_plan: expert_ids must be int64 (Long), got Int",
+        "TypeError: moe_route_plan: expert_ids must be int64 (Long), got Int",
     ),
 }
 

@@ -281,73 +281,60 @@ def _take(tokens: int, sizes: list[int], **other: Any) -> Callable[[Group], Any]
 REFUSALS = {
     "sizes of another group": (
         _take(3, [1, 1, 1]),
-        "ValueError",
-        "moe_take_tokens: 3 sizes were given for a group of 2 ranks",
+        "ValueError: moe_take_tokens: 3 sizes were given for a group of 2 ranks",
     ),
     "sizes that do not add up": (
         _take(4, [2, 1]),
-        "ValueError",
-        "moe_take_tokens: the sizes [2, 1] add up to 3, but there are 4 tokens",
+        "ValueError: moe_take_tokens: the sizes [2, 1] add up to 3, but there are 4 tokens",
     ),
     "a negative size": (
         _take(3, [4, -1]),
-        "ValueError",
-        "moe_take_tokens: sizes [4, -1] has a negative number",
+        "ValueError: moe_take_tokens: sizes [4, -1] has a negative number",
     ),
     "a rank outside of the group": (
         lambda group: _take(3, [2, 1])(group._replace(rank=2)),
-        "ValueError",
-        "moe_take_tokens: rank 2 is not in [0, 2)",
+        "ValueError: moe_take_tokens: rank 2 is not in [0, 2)",
     ),
     "weights of other tokens": (
         _take(3, [2, 1], weights=torch.ones(4, 1)),
-        "ValueError",
-        "moe_take_tokens: input of shape [3, 2] and weights of shape [4, 1] are not of the same",
+        "ValueError: moe_take_tokens: input of shape [3, 2] and weights of shape [4, 1] are not "
+        "of the same",
     ),
     "an input of three dimensions": (
         _take(3, [2, 1], input=torch.ones(1, 3, 2)),
-        "ValueError",
-        "moe_take_tokens: expected 2 dimensions in input, got shape [1, 3, 2]",
+        "ValueError: moe_take_tokens: expected 2 dimensions in input, got shape [1, 3, 2]",
     ),
     "weights of one dimension": (
         _take(3, [2, 1], weights=torch.ones(3)),
-        "ValueError",
-        "moe_take_tokens: expected 2 dimensions in weights, got shape [3]",
+        "ValueError: moe_take_tokens: expected 2 dimensions in weights, got shape [3]",
     ),
     "an input of integers": (
         _take(3, [2, 1], input=torch.ones(3, 2, dtype=torch.int64)),
-        "TypeError",
-        "moe_take_tokens: input must be floating point, got Long",
+        "TypeError: moe_take_tokens: input must be floating point, got Long",
     ),
     "weights of integers": (
         _take(3, [2, 1], weights=torch.ones(3, 1, dtype=torch.int64)),
-        "TypeError",
-        "moe_take_tokens: weights must be floating point, got Long",
+        "TypeError: moe_take_tokens: weights must be floating point, got Long",
     ),
     "gather: sizes of another group": (
         lambda group: moe_gather_tokens(torch.ones(3, 2), [3], group),
-        "ValueError",
-        "moe_gather_tokens: 1 sizes were given for a group of 2 ranks",
+        "ValueError: moe_gather_tokens: 1 sizes were given for a group of 2 ranks",
     ),
     "gather: a negative size": (
         lambda group: moe_gather_tokens(torch.ones(3, 2), [3, -3], group),
-        "ValueError",
-        "moe_gather_tokens: sizes [3, -3] has a negative number",
+        "ValueError: moe_gather_tokens: sizes [3, -3] has a negative number",
     ),
     "gather: rows of another rank": (
         lambda group: moe_gather_tokens(torch.ones(2 + group.rank, 2), [3, 2], group),
-        "ValueError",
-        "rows of slice, got shape",
+        "ValueError: rows of slice, got shape",
     ),
     "gather: a slice of integers": (
         lambda group: moe_gather_tokens(torch.ones(3, 2, dtype=torch.int64), [3, 3], group),
-        "TypeError",
-        "moe_gather_tokens: slice must be floating point, got Long",
+        "TypeError: moe_gather_tokens: slice must be floating point, got Long",
     ),
     "gather: a slice of one dimension": (
         lambda group: moe_gather_tokens(torch.ones(3), [3, 3], group),
-        "ValueError",
-        "moe_gather_tokens: expected 2 dimensions in slice, got shape [3]",
+        "ValueError: moe_gather_tokens: expected 2 dimensions in slice, got shape [3]",
     ),
 }
 

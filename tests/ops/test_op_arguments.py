@@ -47,275 +47,238 @@ def _far_group() -> Group:
     return Group("no such group", 2**31 - 1, 0)
 
 
-# Call, error, a part of its text.
+# Call, and the error's type and a part of its text.
 REFUSALS = {
     "experts whose sum wraps to the right one": (
         lambda: moe_route_plan(IDS, [2**62] * 4 + [5], 4096, 0),
-        ValueError,
-        "moe_route_plan: the sum of experts_per_rank",
+        "ValueError: moe_route_plan: the sum of experts_per_rank",
     ),
     "more experts than are served": (
         lambda: moe_route_plan(IDS, [2**20 + 1], 4096, 0),
-        ValueError,
-        "are 1048577 experts; there must be 1 to 1048576",
+        "ValueError: are 1048577 experts; there must be 1 to 1048576",
     ),
     "rows longer than memory": (
         lambda: moe_route_plan(IDS, [5], 2**62, 0),
-        ValueError,
-        "moe_route_plan: row_bytes must be in [0, 2147483648], got 4611686018427387904",
+        "ValueError: moe_route_plan: row_bytes must be in [0, 2147483648], got 4611686018427387904",
     ),
     "counts of rows that are not there": (
         lambda: _combine([10**9, 0, 1, 0, 2, 4]),
-        ValueError,
-        "moe_combine: 4 rows, but the counts say 1000000003",
+        "ValueError: moe_combine: 4 rows, but the counts say 1000000003",
     ),
     "counts whose sum wraps": (
         lambda: _combine([2**62, 2**62, 2**62, 2**62, 4, 4]),
-        ValueError,
-        "moe_combine: the sum of receive",
+        "ValueError: moe_combine: the sum of receive",
     ),
     "a rank that sends itself other rows than it receives": (
         lambda: _combine([0, 1, 1, 0, 2, 4]),
-        ValueError,
-        "moe_combine: rank 0 sends itself [1, 0, 1, 0, 2] in 4 rows, but receives",
+        "ValueError: moe_combine: rank 0 sends itself [1, 0, 1, 0, 2] in 4 rows, but receives",
     ),
     "expert counts whose sum wraps": (
         lambda: ops.moe_linear(ONES(2, 3), ONES(3, 1, 3), [2**63 - 1, 2**63 - 1, 4]),
-        ValueError,
-        "moe_linear: the sum of counts",
+        "ValueError: moe_linear: the sum of counts",
     ),
     "sizes of tokens whose sum wraps": (
         lambda: INTERNAL.moe_take_tokens(ONES(2, 3), ONES(2, 1), [2**63 - 1] * 2, 0, 2, "x"),
-        ValueError,
-        "moe_take_tokens: the sum of sizes",
+        "ValueError: moe_take_tokens: the sum of sizes",
     ),
     "a start that wraps behind the vocabulary": (
         lambda: ops.vocab_embedding(INTS, ONES(5, 2), 5, 2**63 - 1),
-        ValueError,
-        "vocab_embedding: the 5 rows from 9223372036854775807 on are not inside",
+        "ValueError: vocab_embedding: the 5 rows from 9223372036854775807 on are not inside",
     ),
     "a group of more ranks than there are": (
         lambda: ops.vocab_embedding(INTS, ONES(5, 2), 5, 0, group=_far_group()),
-        ValueError,
-        "vocab_embedding: no live process group is named 'no such group'",
+        "ValueError: vocab_embedding: no live process group is named 'no such group'",
     ),
     "a token too late for dropout": (
         lambda: ops.lora_linear(
             *(ONES(2, 2), ONES(3, 2), ONES(1, 2), ONES(3, 1)),
             dropout=ops.Dropout(0.5, 1, 1, token=2**63 - 1),
         ),
-        ValueError,
-        "lora_linear: the tokens from 9223372036854775807",
+        "ValueError: lora_linear: the tokens from 9223372036854775807",
     ),
     # Internal ops.
     "weights of no rows": (
         lambda: INTERNAL.moe_gated_silu_backward(ONES(5, 3), ONES(5, 6), ONES(0)),
-        ValueError,
-        "moe_gated_silu_backward: weights of shape [0] are not one for each row",
+        "ValueError: moe_gated_silu_backward: weights of shape [0] are not one for each row",
     ),
     "a gradient of half of the columns": (
         lambda: INTERNAL.moe_gated_silu_backward(ONES(5, 3), ONES(5, 12), ONES(5)),
-        ValueError,
-        "moe_gated_silu_backward: grad_output must have the shape [5, 6], got [5, 3]",
+        "ValueError: moe_gated_silu_backward: grad_output must have the shape [5, 6], got [5, 3]",
     ),
     "gradients of no rows": (
         lambda: _dispatch_backward(ONES(0, 3)),
-        ValueError,
-        "moe_dispatch_backward: 0 rows, but the counts say 4",
+        "ValueError: moe_dispatch_backward: 0 rows, but the counts say 4",
     ),
     "gradients of other weights": (
         lambda: _dispatch_backward(ONES(4, 3), grad_weights=ONES(1)),
-        ValueError,
-        "moe_dispatch_backward: grad_weights must have the shape [4], got [1]",
+        "ValueError: moe_dispatch_backward: grad_weights must have the shape [4], got [1]",
     ),
     "weights of another dtype": (
         lambda: _dispatch_backward(ONES(4, 3), grad_weights=ONES(4, dtype=torch.float64)),
-        TypeError,
-        "moe_dispatch_backward: grad_weights must be Float for grad_rows in Float, got Double",
+        "TypeError: moe_dispatch_backward: grad_weights must be Float for grad_rows in Float, got "
+        "Double",
     ),
     "choices outside of the rows": (
         lambda: _dispatch_backward(ONES(4, 3), rows=torch.full((2, 2), 10**6)),
-        IndexError,
-        "moe_dispatch_backward: rows_of_choices has 1000000 at 0",
+        "IndexError: moe_dispatch_backward: rows_of_choices has 1000000 at 0",
     ),
     "origins outside of the rows": (
         lambda: _dispatch_backward(ONES(4, 3), origins=torch.full((4,), -5)),
-        IndexError,
-        "moe_dispatch_backward: origins has -5 at",
+        "IndexError: moe_dispatch_backward: origins has -5 at",
     ),
     "gradients of other tokens": (
         lambda: INTERNAL.moe_combine_backward(ONES(1, 3), ORIGINS, ROUTE.tokens, *PLAN),
-        IndexError,
-        "moe_combine_backward: tokens has 1 at",
+        "IndexError: moe_combine_backward: tokens has 1 at",
     ),
     "rows of another width": (
         lambda: INTERNAL.moe_linear_backward(
             ONES(5, 2), ONES(5, 6), ONES(3, 2, 3), [2, 1, 2], [True, True], 1.0
         ),
-        ValueError,
-        "moe_linear_backward: rows of shape [5, 6] do not fit weights of shape [3, 2, 3]",
+        "ValueError: moe_linear_backward: rows of shape [5, 6] do not fit weights of shape [3, 2, "
+        "3]",
     ),
     "a gradient of another width": (
         lambda: INTERNAL.moe_linear_backward(
             ONES(5, 4), ONES(5, 3), ONES(3, 2, 3), [2, 1, 2], [True, True], 1.0
         ),
-        ValueError,
-        "moe_linear_backward: grad_output must have the shape [5, 2], got [5, 4]",
+        "ValueError: moe_linear_backward: grad_output must have the shape [5, 2], got [5, 4]",
     ),
     "low ranks of other rows": (
         lambda: INTERNAL.moe_lora_linear_backward(
             *(ONES(5, 2), ONES(5, 3), ONES(3, 2, 3), ONES(3, 4, 3), ONES(3, 2, 4), ONES(1, 4)),
             *([2, 1, 2], 1.0, [True] * 4, 1.0),
         ),
-        ValueError,
-        "moe_lora_linear_backward: lora_a_out must have the shape [5, 4], got [1, 4]",
+        "ValueError: moe_lora_linear_backward: lora_a_out must have the shape [5, 4], got [1, 4]",
     ),
     "a gradient of fewer tokens": (
         lambda: INTERNAL.column_linear_backward(
             ONES(3, 4), ONES(2, 5), ONES(4, 5), [True, True, False], 1, ""
         ),
-        ValueError,
-        "column_linear_backward: grad_output must have the shape [2, 4], got [3, 4]",
+        "ValueError: column_linear_backward: grad_output must have the shape [2, 4], got [3, 4]",
     ),
     "lora's low rank of other tokens": (
         lambda: INTERNAL.lora_linear_backward(
             *(ONES(3, 4), ONES(3, 5), ONES(4, 5), ONES(2, 5), ONES(4, 2), ONES(2, 1)),
             *(1.0, 0.5, [1, 1, 0, 0], [True] * 5),
         ),
-        ValueError,
-        "lora_linear_backward: lora_a_out must have the shape [2, 3], got [2, 1]",
+        "ValueError: lora_linear_backward: lora_a_out must have the shape [2, 3], got [2, 1]",
     ),
     "gradients of fewer ids": (
         lambda: INTERNAL.vocab_embedding_backward(ONES(2, 3), INTS, 5, 0, None),
-        ValueError,
-        "vocab_embedding_backward: grad_output of shape [2, 3] is not one row for each of ids [4]",
+        "ValueError: vocab_embedding_backward: grad_output of shape [2, 3] is not one row for "
+        "each of ids [4]",
     ),
     "fewer than no rows": (
         lambda: INTERNAL.vocab_embedding_backward(ONES(4, 3), INTS, -2, 0, None),
-        ValueError,
-        "vocab_embedding_backward: num_rows must be at least 0, got -2",
+        "ValueError: vocab_embedding_backward: num_rows must be at least 0, got -2",
     ),
     "labels of other logits": (
         lambda: INTERNAL.vocab_cross_entropy_backward(
             ONES(()), None, None, ONES(9, 5), INTS, ONES(2, 9), *MEAN
         ),
-        ValueError,
-        "vocab_cross_entropy: labels of shape [4] do not fit the 9 tokens",
+        "ValueError: vocab_cross_entropy: labels of shape [4] do not fit the 9 tokens",
     ),
     "logits of fewer ids": (
         lambda: INTERNAL.vocab_cross_entropy_backward_(
             ONES(()), None, None, ONES(4, 2), INTS, ONES(2, 4), *MEAN
         ),
-        ValueError,
-        "vocab_cross_entropy: logits hold 2 of the vocabulary",
+        "ValueError: vocab_cross_entropy: logits hold 2 of the vocabulary",
     ),
     "logits in columns": (
         lambda: INTERNAL.vocab_cross_entropy_backward_(
             ONES(()), None, None, ONES(5, 4).T, INTS, ONES(2, 4), *MEAN
         ),
-        ValueError,
-        "vocab_cross_entropy: columns of logits with strides [1, 4] are not one apart",
+        "ValueError: vocab_cross_entropy: columns of logits with strides [1, 4] are not one apart",
     ),
     "a normalizer of fewer tokens": (
         lambda: INTERNAL.linear_vocab_cross_entropy_backward(
             *(ONES(()), None, None, ONES(4, 3), ONES(5, 3), None, INTS, ONES(2, 1)),
             *([True] * 3, *MEAN),
         ),
-        ValueError,
-        "linear_vocab_cross_entropy: the normalizer of 4 tokens has shape [2, 4]",
+        "ValueError: linear_vocab_cross_entropy: the normalizer of 4 tokens has shape [2, 4]",
     ),
     "expected rows of other tokens": (
         lambda: INTERNAL.linear_vocab_cross_entropy_frozen_backward(
             ONES(()), None, ONES(1, 3), ONES(5, 3), INTS, ONES(2, 4), *MEAN
         ),
-        ValueError,
-        "linear_vocab_cross_entropy: expected_rows must have the shape [4, 3], got [1, 3]",
+        "ValueError: linear_vocab_cross_entropy: expected_rows must have the shape [4, 3], got "
+        "[1, 3]",
     ),
     # What is no dense tensor of this device.
     "a sparse tensor": (
         lambda: ops.reduce_from_region(ONES(2, 2).to_sparse(), ops.ALONE),
-        TypeError,
-        "reduce_from_region: partial must be a dense tensor, got one with the layout Sparse",
+        "TypeError: reduce_from_region: partial must be a dense tensor, got one with the layout "
+        "Sparse",
     ),
     "a sparse weight": (
         lambda: ops.column_linear(ONES(1, 2), ONES(3, 2).to_sparse_csr()),
-        TypeError,
-        "column_linear: weight must be a dense tensor, got one with the layout SparseCsr",
+        "TypeError: column_linear: weight must be a dense tensor, got one with the layout "
+        "SparseCsr",
     ),
     "a sparse table": (
         lambda: ops.vocab_embedding(INTS, ONES(5, 2, requires_grad=True).to_sparse(), 5, 0),
-        TypeError,
-        "vocab_embedding: weight must be a dense tensor",
+        "TypeError: vocab_embedding: weight must be a dense tensor",
     ),
     "no weight": (
         lambda: ops.row_linear(ONES(1, 2), None),
-        TypeError,
-        "row_linear: weight must be a tensor, got None",
+        "TypeError: row_linear: weight must be a tensor, got None",
     ),
     "no weight of columns": (
         lambda: ops.column_linear(ONES(1, 2), None),
-        TypeError,
-        "column_linear: weight must be a tensor, got None",
+        "TypeError: column_linear: weight must be a tensor, got None",
     ),
     "no ids": (
         lambda: ops.vocab_embedding(None, ONES(5, 2), 5, 0),
-        TypeError,
-        "vocab_embedding: ids must be a tensor, got None",
+        "TypeError: vocab_embedding: ids must be a tensor, got None",
     ),
     "no labels": (
         lambda: ops.vocab_cross_entropy(ONES(4, 5), None, 5, (0, 5)),
-        TypeError,
-        "vocab_cross_entropy: labels must be a tensor, got None",
+        "TypeError: vocab_cross_entropy: labels must be a tensor, got None",
     ),
     "no weights of choices": (
         lambda: ops.moe_gated_silu(ONES(2, 4), None),
-        TypeError,
-        "moe_gated_silu: weights must be a tensor, got None",
+        "TypeError: moe_gated_silu: weights must be a tensor, got None",
     ),
     "a weight on meta": (
         lambda: ops.column_linear(ONES(1, 2), ONES(3, 2, device="meta", requires_grad=True)),
-        ValueError,
-        "column_linear: weight is on meta but input is on cpu; move one of them",
+        "ValueError: column_linear: weight is on meta but input is on cpu; move one of them",
     ),
     "a head on meta": (
         lambda: ops.linear_vocab_cross_entropy(
             ONES(4, 3), ONES(5, 3, device="meta"), INTS, 5, (0, 5)
         ),
-        ValueError,
-        "head_weight is on meta but input is on cpu; move one of them",
+        "ValueError: head_weight is on meta but input is on cpu; move one of them",
     ),
     "no reduction": (
         lambda: ops.vocab_cross_entropy(
             ONES(4, 5), INTS, 5, (0, 5), ops.LossOptions(reduction=None)
         ),
-        TypeError,
-        "vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got None",
+        "TypeError: vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got None",
     ),
     # Plans in Python.
     "a short message": (
         lambda: ExchangePlan.of([[1, 1]], [2], 0),
-        ValueError,
-        "ExchangePlan.of: the message of rank 0 has 2 numbers instead of 3",
+        "ValueError: ExchangePlan.of: the message of rank 0 has 2 numbers instead of 3",
     ),
     "a negative number in a message": (
         lambda: ExchangePlan.of([[1, -1, 2]], [2], 0),
-        ValueError,
-        "ExchangePlan.of: the message of rank 0 has a negative number: [1, -1, 2]",
+        "ValueError: ExchangePlan.of: the message of rank 0 has a negative number: [1, -1, 2]",
     ),
     "a message too few": (
         lambda: ExchangePlan.of([[1, 1, 1]], [1, 1], 1),
-        ValueError,
-        "ExchangePlan.of: 1 messages and rank 1 do not fit 2 ranks",
+        "ValueError: ExchangePlan.of: 1 messages and rank 1 do not fit 2 ranks",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_arguments_are_refused_in_words_and_at_once(case):
-    call, error, text = REFUSALS[case]
+    call, words = REFUSALS[case]
+    error, _, text = words.partition(": ")
     before = time.process_time()
-    with pytest.raises(error) as raised:
+    with pytest.raises((ValueError, TypeError, IndexError)) as raised:
         call()
+    assert type(raised.value).__name__ == error
     assert text in str(raised.value)
     assert time.process_time() - before < 2
 

@@ -250,66 +250,56 @@ def _lookup(
 REFUSALS = {
     "id too large": (
         lambda group: _lookup(group, [7, 0, 65534, 65535, -1]),
-        "IndexError",
-        "vocab_embedding: id 65535 at position 3 is outside the vocabulary [0, 65535)",
+        "IndexError: vocab_embedding: id 65535 at position 3 is outside the vocabulary [0, 65535)",
     ),
     "negative id": (
         lambda group: _lookup(group, [7, -100]),
-        "IndexError",
-        "vocab_embedding: id -100 at position 1 is outside the vocabulary [0, 65535)",
+        "IndexError: vocab_embedding: id -100 at position 1 is outside the vocabulary [0, 65535)",
     ),
     "ids of another dtype": (
         lambda group: _lookup(group, [7], torch.int32),
-        "TypeError",
-        "vocab_embedding: ids must be int64 (Long), got Int",
+        "TypeError: vocab_embedding: ids must be int64 (Long), got Int",
     ),
     "integer weight": (
         lambda group: _lookup(group, [7], weight=torch.zeros(4, 3, dtype=torch.int8)),
-        "TypeError",
-        "vocab_embedding: weight must be floating point, got Char",
+        "TypeError: vocab_embedding: weight must be floating point, got Char",
     ),
     "weight of one dimension": (
         lambda group: _lookup(group, [7], weight=torch.zeros(4)),
-        "ValueError",
-        "vocab_embedding: expected 2 dimensions in weight, got shape [4]",
+        "ValueError: vocab_embedding: expected 2 dimensions in weight, got shape [4]",
     ),
     "padded rows": (
         lambda group: _lookup(group, [0], vocab_size=7, start=4),
-        "ValueError",
-        "vocab_embedding: the 4 rows from 4 on are not inside the vocabulary [0, 7); "
+        "ValueError: vocab_embedding: the 4 rows from 4 on are not inside the vocabulary [0, 7); "
         "pass this rank's rows and the true vocabulary size",
     ),
     "negative start": (
         lambda group: _lookup(group, [0], start=-1),
-        "ValueError",
-        "vocab_embedding: the 4 rows from -1 on are not inside the vocabulary",
+        "ValueError: vocab_embedding: the 4 rows from -1 on are not inside the vocabulary",
     ),
     "rows of no rank": (
         lambda group: _lookup(group, [0], vocab_size=9),
-        "ValueError",
-        "vocab_embedding: the 4 rows from 0 on are not this rank's, of ranks whose boundaries are "
-        "[0, 5, 9]; pass the rows of each rank as sizes",
+        "ValueError: vocab_embedding: the 4 rows from 0 on are not this rank's, of ranks whose "
+        "boundaries are [0, 5, 9]; pass the rows of each rank as sizes",
     ),
     "rows of another rank": (
         lambda group: _lookup(group, [0, 7], vocab_size=8, start=4 - 4 * group.rank),
-        "ValueError",
-        " on are not this rank's, of ranks whose boundaries are [0, 4, 8]; pass the rows of each "
-        "rank as sizes",
+        "ValueError:  on are not this rank's, of ranks whose boundaries are [0, 4, 8]; pass the "
+        "rows of each rank as sizes",
     ),
     "sizes of another vocabulary": (
         lambda group: _lookup(group, [0], vocab_size=9, sizes=[4, 4]),
-        "ValueError",
-        "vocab_embedding: sizes [4, 4] are not the rows of each of 2 ranks, of 9 in all",
+        "ValueError: vocab_embedding: sizes [4, 4] are not the rows of each of 2 ranks, of 9 in "
+        "all",
     ),
     "sizes of another group": (
         lambda group: _lookup(group, [0], vocab_size=9, sizes=[4, 4, 1]),
-        "ValueError",
-        "vocab_embedding: sizes [4, 4, 1] are not the rows of each of 2 ranks, of 9 in all",
+        "ValueError: vocab_embedding: sizes [4, 4, 1] are not the rows of each of 2 ranks, of 9 "
+        "in all",
     ),
     "group size": (
         lambda group: _lookup(group._replace(size=3), [0], vocab_size=12),
-        "ValueError",
-        "has 2 ranks, but group_size is 3",
+        "ValueError: has 2 ranks, but group_size is 3",
     ),
 }
 

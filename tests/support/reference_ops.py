@@ -87,10 +87,11 @@ def _refused(group: Group, module: str, case: str) -> Any:
 def assert_refused(module: str, case: str, aten: bool = False) -> None:
     """A case of a test module's ``REFUSALS`` raises on both of two ranks.
 
-    ``REFUSALS`` maps the case to a call with the group, the type of the error and a part of its
-    text. The ranks find the call by the module's name, since a lambda does not travel.
+    ``REFUSALS`` maps the case to a call with the group, and to the error's type and a part of its
+    text, as in "ValueError: row_linear: bias". The ranks find the call by the module's name, since
+    a lambda does not travel.
     """
-    _, error, text = importlib.import_module(module).REFUSALS[case]
+    error, _, text = importlib.import_module(module).REFUSALS[case][1].partition(": ")
     assert_all_raise(_refused, module, case, error=error, text=text, aten=aten)
 
 
