@@ -22,9 +22,10 @@ from reference_lora import (
     share_masks,
     train,
 )
+from reference_ops import counted_both_ways
 
 import parallel_ext as px
-from parallel_ext import _C, ops
+from parallel_ext import ops
 
 EVERYWHERE = [*ALL, "lm_head", "embed_tokens"]
 STEPS = 3
@@ -282,13 +283,9 @@ def _sent(directory: Path) -> list[tuple[int, int]]:
     base.requires_grad_(False)
     base.model.embed_tokens.weight.requires_grad_()
     for each in (base, model.train()):
-        _C.reset_collective_counts()
-        loss = each(**one).loss
-        sent = _C.collective_counts()
-        _C.reset_collective_counts()
-        loss.backward()
-        forward = sent["all_reduce"] + sent.get("swap", 0)  # of the bare embedding's rows
-        counts.append((forward, _C.collective_counts().get("all_reduce", 0)))
+        forward, backward = counted_both_ways(lambda: each(**one).loss)  # noqa: B023 (at once)
+        sums = forward["all_reduce"] + forward.get("swap", 0)  # of the bare embedding's rows
+        counts.append((sums, backward.get("all_reduce", 0)))
     return counts
 
 

@@ -26,9 +26,9 @@ from reference_mixtral import (
     own_batch,
     training_differences,
 )
+from reference_ops import counted
 
 import parallel_ext as px
-from parallel_ext import _C
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.parallel.state import state_of
 
@@ -183,9 +183,7 @@ def _sums_of_a_backward(layout: Layout) -> list[int]:
         model = adapted_experts(TINY, layout, target_modules=ATTENTION, **changes)
         px.data_parallel(model, layout.mesh())
         loss = model(**own_batch(TINY, layout.mesh())[1]).loss
-        _C.reset_collective_counts()
-        loss.backward()
-        counts.append(_C.collective_counts().get("all_reduce", 0))
+        counts.append(counted(loss.backward)[1].get("all_reduce", 0))
     return counts
 
 

@@ -30,6 +30,7 @@ from reference_cogagent import (
     tiny_model,
 )
 from reference_mixtral import Layout, assert_refused, differences_of_steps
+from reference_ops import counted_both_ways
 from torch import nn
 
 import parallel_ext as px
@@ -220,16 +221,7 @@ OTHERS = ("all_gather", "all_to_all", "broadcast", "swap")
 def _collectives(rows: list[list[Row]], layers: int) -> tuple[dict[str, int], dict[str, int]]:
     """Of a forward and its backward."""
     model = parallel(tiny_model(num_hidden_layers=layers).train(), Layout(1, 2, 1).mesh())
-    whole, _ = batches_of(rows)
-    counts = []
-    for step in range(2):
-        px._C.reset_collective_counts()
-        if step == 0:
-            loss = model(**whole).loss
-        else:
-            loss.backward()
-        counts.append(px._C.collective_counts())
-    return counts[0], counts[1]
+    return counted_both_ways(lambda: model(**batches_of(rows)[0]).loss)
 
 
 @pytest.mark.parametrize(("rows", "of_layer"), [("an image next to text", 3), ("text only", 2)])

@@ -37,6 +37,7 @@ from reference_mixtral import (
     saved_tensors,
     spread,
 )
+from reference_ops import counted
 from torch import nn
 
 import parallel_ext as px
@@ -127,9 +128,7 @@ def _norms(layout: Layout, how: str) -> tuple[dict[str, float], dict[str, int]]:
     whole, own = own_batch(TINY, mesh)
     reference(**whole).loss.backward()
     loss = model(**own).loss
-    px._C.reset_collective_counts()
-    loss.backward()
-    counts = px._C.collective_counts()
+    _, counts = counted(loss.backward)
     differences = {}
     if how != "frozen":
         differences = shard_differences(model, gradients_of(reference), True)

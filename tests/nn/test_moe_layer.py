@@ -13,6 +13,7 @@ from reference_ops import (
     TOLERANCE,
     assert_refused,
     assert_within,
+    counted_both_ways,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -24,7 +25,6 @@ from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from parallel_ext import _C
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.ops import Group, moe_linear
 from parallel_ext.sharding.layout import shard_along, split
@@ -185,12 +185,7 @@ def test_the_comparison_notices_swapped_experts():
 def _counted(group: Group) -> tuple[dict[str, int], dict[str, int]]:
     ours = _own_experts(_whole_experts(5), group, False)
     x, ids, weights = _tokens("usual", group.size, 5, group.rank, TOP_K)
-    _C.reset_collective_counts()
-    output = ours(x.requires_grad_(), ids, weights)
-    forward = _C.collective_counts()
-    _C.reset_collective_counts()
-    output.sum().backward()
-    return forward, _C.collective_counts()
+    return counted_both_ways(lambda: ours(x.requires_grad_(), ids, weights))
 
 
 def test_a_layer_exchanges_counts_once_and_rows_twice_each_way():

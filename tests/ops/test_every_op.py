@@ -9,10 +9,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from reference_ops import BOTH_PATHS, TOLERANCE, aten_path, on_ranks, own_range, relative_error
+from reference_ops import (
+    BOTH_PATHS,
+    TOLERANCE,
+    aten_path,
+    counted_both_ways,
+    on_ranks,
+    own_range,
+    relative_error,
+)
 from torch.nn import functional
 
-from parallel_ext import _C
 from parallel_ext.ops import (
     ALONE,
     ExchangePlan,
@@ -422,12 +429,12 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
 def _collectives(group: Group, name: str) -> list[dict[str, int]]:
     """What the op's forward sends, and what its backward sends."""
     sample = opcheck_samples(group)[name][0]
-    _C.reset_collective_counts()
-    output = getattr(torch.ops.parallel_ext, name)(*sample)
-    forward = _C.collective_counts()
-    _C.reset_collective_counts()
-    (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
-    return [forward, _C.collective_counts()]
+
+    def first_output() -> torch.Tensor:
+        output = getattr(torch.ops.parallel_ext, name)(*sample)
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    return counted_both_ways(first_output)
 
 
 def _expected_counts(sent: tuple[str, int] | None) -> dict[str, int]:

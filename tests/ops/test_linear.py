@@ -12,6 +12,7 @@ from reference_ops import (
     TOLERANCE,
     assert_refused,
     assert_within,
+    counted,
     doubles,
     grad_outputs,
     on_ranks,
@@ -22,7 +23,6 @@ from reference_ops import (
 )
 from torch.nn import functional
 
-from parallel_ext import _C
 from parallel_ext.ops import (
     Group,
     column_linear,
@@ -213,10 +213,9 @@ def test_autocast_gives_the_dtypes_of_torchs_linear(op, input_dtype, weight_dtyp
 
 def _autocast_sums_in_the_lower_precision(group: Group) -> tuple[torch.dtype, int]:
     input, weight, _ = _linear_tensors((3,), 8, 4, torch.float32)
-    _C.reset_collective_counts()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = row_linear(input, weight, group=group)
-    return output.dtype, _C.collective_counts()["all_reduce_bytes"]
+        output, counts = counted(lambda: row_linear(input, weight, group=group))
+    return output.dtype, counts["all_reduce_bytes"]
 
 
 def test_autocast_sends_half_the_bytes():
@@ -237,9 +236,7 @@ def _gradients_beside_a_frozen_tensor(
     for name, tensor in zip(FROZEN, tensors, strict=True):
         tensor.requires_grad_(name != frozen)
     output = op(*tensors, group=group)
-    _C.reset_collective_counts()
-    output.sum().backward()
-    counts = _C.collective_counts()
+    _, counts = counted(output.sum().backward)
     assert tensors[FROZEN[frozen]].grad is None
     return {
         name: relative_error(tensor.grad, expected)

@@ -15,6 +15,7 @@ from reference_ops import (
     assert_refused,
     assert_within,
     aten_path,
+    counted_both_ways,
     doubles,
     grad_outputs,
     on_ranks,
@@ -27,7 +28,6 @@ from reference_ops import (
 )
 from torch.nn import functional
 
-from parallel_ext import _C
 from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, gather_from_region, lora_linear
 from parallel_ext.sharding.layout import split
 
@@ -346,13 +346,10 @@ def _bytes_sent(group: Group, kind: str) -> list[dict[str, int]]:
     start, stop = own_range(8, group)
     own = stop - start
     x, w, a, b, bias = _tensors((3,), (own, 5, 2) if kind == "row" else (8, own, 2), FP64, FP64)
-    counts = []
-    _C.reset_collective_counts()
-    output = lora_linear(x, w, a.requires_grad_(), b, bias, group=group if kind == "row" else ALONE)
-    counts.append(_C.collective_counts())
-    _C.reset_collective_counts()
-    output.sum().backward()
-    return [*counts, _C.collective_counts()]
+    summed_over = group if kind == "row" else ALONE
+    return counted_both_ways(
+        lambda: lora_linear(x, w, a.requires_grad_(), b, bias, group=summed_over)
+    )
 
 
 def test_the_adapter_adds_no_collective_to_that_of_the_base():

@@ -31,6 +31,7 @@ from reference_ops import (
     assert_all_raise,
     assert_within,
     aten_path,
+    counted_both_ways,
     on_ranks,
     own_range,
     relative_error,
@@ -39,7 +40,7 @@ from reference_ops import (
 )
 from torch.nn import functional
 
-from parallel_ext import _C, release_workspaces
+from parallel_ext import release_workspaces
 from parallel_ext.ops import (
     Group,
     LossOptions,
@@ -298,12 +299,7 @@ def _loss(group: Group, trained: bool, **options: Any) -> torch.Tensor:
 
 
 def _messages(group: Group, trained: bool, reduction: str) -> list[dict[str, int]]:
-    _C.reset_collective_counts()
-    loss = _loss(group, trained, reduction=reduction)
-    forward = _C.collective_counts()
-    _C.reset_collective_counts()
-    loss.sum().backward()
-    return [forward, _C.collective_counts()]
+    return counted_both_ways(lambda: _loss(group, trained, reduction=reduction))
 
 
 @pytest.mark.parametrize(

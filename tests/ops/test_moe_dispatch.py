@@ -12,6 +12,7 @@ from reference_ops import (
     BOTH_PATHS,
     assert_refused,
     aten_path,
+    counted,
     on_ranks,
     relative_error,
 )
@@ -143,9 +144,8 @@ def _bytes_sent(group: Group, row_bytes: int) -> list[dict[str, int]]:
     found = []
 
     def step(function: Callable[[], Any]) -> Any:
-        _C.reset_collective_counts()
-        result = function()
-        found.append(_C.collective_counts())
+        result, counts = counted(function)
+        found.append(counts)
         return result
 
     rows, row_weights, origins = step(lambda: moe_dispatch(tokens, weights, route, plan, group))

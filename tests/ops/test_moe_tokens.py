@@ -13,6 +13,8 @@ from reference_ops import (
     NOTICED,
     assert_refused,
     assert_within,
+    counted,
+    counted_both_ways,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -190,20 +192,15 @@ def test_the_comparison_notices_wrong_borders(borders):
 # What is sent.
 
 
-def _counts_of(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    _C.reset_collective_counts()
-    return function(), _C.collective_counts()
-
-
 def _sent(group: Group, kind: str, needed: tuple[int, int]) -> list[dict[str, int]]:
     sizes, input, weights = _tokens(kind, group, (BF16, FP32))
     leaves = [input.requires_grad_(needed[0] == 1), weights.requires_grad_(needed[1] == 1)]
-    taken, forward = _counts_of(lambda: moe_take_tokens(*leaves, sizes, group))
+    taken, forward = counted(lambda: moe_take_tokens(*leaves, sizes, group))
     assert [output.requires_grad for output in taken] == [bool(on) for on in needed]
     if not any(needed):
         return [forward, {}]
     loss = (2 * taken[0]).sum() + (3 * taken[1]).sum()
-    _, backward = _counts_of(loss.backward)
+    _, backward = counted(loss.backward)
     for leaf, on, value in zip(leaves, needed, (2, 3), strict=True):
         assert _same(leaf.grad, torch.full_like(leaf, value)) if on else leaf.grad is None
     return [forward, backward]
@@ -223,8 +220,7 @@ def test_one_message_brings_the_gradients_that_are_needed(kind, needed, size):
 def _sent_by_gather(group: Group, kind: str) -> list[dict[str, int]]:
     sizes, full, _ = _tokens(kind, group, (BF16, FP32))
     part = full[_own(sizes, group)].requires_grad_()
-    output, forward = _counts_of(lambda: moe_gather_tokens(part, sizes, group))
-    return [forward, _counts_of(output.sum().backward)[1]]
+    return counted_both_ways(lambda: moe_gather_tokens(part, sizes, group))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -15,6 +15,7 @@ from reference_ops import (
     TOLERANCE,
     assert_refused,
     assert_within,
+    counted,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -24,7 +25,6 @@ from reference_ops import (
     worst,
 )
 
-from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group, gather_tokens, sum_tokens, take_tokens
 from parallel_ext.sharding.layout import split
 
@@ -155,16 +155,9 @@ def test_gradients_are_those_of_finite_differences(size: int) -> None:
 def _sent(group: Group) -> list[dict[str, int]]:
     sizes = _sizes(5, group)
     own = torch.ones(2, sizes[group.rank], 3, requires_grad=True)
-    counts = []
-    _C.reset_collective_counts()
-    gathered = gather_tokens(own, sizes, group)
-    counts.append(_C.collective_counts())
-    _C.reset_collective_counts()
-    sum_tokens(gathered, sizes, group)
-    counts.append(_C.collective_counts())
-    _C.reset_collective_counts()
-    gathered.sum().backward()
-    return [*counts, _C.collective_counts()]
+    gathered, first = counted(lambda: gather_tokens(own, sizes, group))
+    _, second = counted(lambda: sum_tokens(gathered, sizes, group))
+    return [first, second, counted(gathered.sum().backward)[1]]
 
 
 def test_two_of_them_send_what_one_all_reduce_does() -> None:

@@ -9,6 +9,7 @@ from reference_ops import (
     BOTH_PATHS,
     TOLERANCE,
     assert_within,
+    counted,
     data_bytes,
     on_ranks,
     own_range,
@@ -38,9 +39,9 @@ def _rows_of_any_bits(dtype: torch.dtype) -> torch.Tensor:
 def _exchange(group: Group, ids: torch.Tensor, table: torch.Tensor) -> tuple[str, int]:
     """What brought the rows, whose bits must be those of the table, and the bytes of this rank."""
     start, stop = own_range(table.size(0), group)
-    _C.reset_collective_counts()
-    output = vocab_embedding(ids, table[start:stop], table.size(0), start, group=group)
-    counts = _C.collective_counts()
+    output, counts = counted(
+        lambda: vocab_embedding(ids, table[start:stop], table.size(0), start, group=group)
+    )
     assert data_bytes(output) == data_bytes(table[ids])
     (kind,) = {"swap", "all_reduce"} & counts.keys()
     assert counts[kind] == 1

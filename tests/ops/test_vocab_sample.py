@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 from philox import philox
-from reference_ops import ALL_SIZES, BOTH_PATHS, assert_refused, on_ranks, own_range, threads
+from reference_ops import (
+    ALL_SIZES,
+    BOTH_PATHS,
+    assert_refused,
+    counted,
+    on_ranks,
+    own_range,
+    threads,
+)
 from transformers.generation import logits_process
 
-from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group, vocab_argmax, vocab_sample
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -192,9 +199,9 @@ def test_rows_without_a_distribution_raise(size: int, aten: bool) -> None:
 
 def _bytes_sent(group: Group, options: dict[str, Any] | None) -> tuple[int, int]:
     logits = _scores(103, 3)
-    _C.reset_collective_counts()
-    _argmax(group, logits) if options is None else _sample(group, logits, options)
-    counts = _C.collective_counts()
+    _, counts = counted(
+        lambda: _argmax(group, logits) if options is None else _sample(group, logits, options)
+    )
     return counts.pop("all_gather", 0), counts.pop("all_gather_bytes", 0)
 
 

@@ -24,6 +24,7 @@ from reference import (
     worst,
 )
 from reference_mixtral import Layout, accumulated_differences, errors_in, parity, spread
+from reference_ops import counted, counted_both_ways
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -127,12 +128,7 @@ def _counts(tiny: Tiny, checkpointing: bool | None) -> tuple[dict[str, int], dic
     model = parallel(tiny.model(), mesh_of())
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    px._C.reset_collective_counts()
-    loss = model(**batch(tiny.vocab_size)).loss
-    forward = px._C.collective_counts()
-    px._C.reset_collective_counts()
-    loss.backward()
-    return forward, px._C.collective_counts()
+    return counted_both_ways(lambda: model(**batch(tiny.vocab_size)).loss)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -194,9 +190,10 @@ def test_parity_notices_a_missing(broken: str) -> None:
 def _accumulated(tiny: Tiny, synchronize_each: bool) -> tuple[float, str, int]:
     """Two micro-batches with ``no_sync`` on the first, and the sums that they take."""
     reference, model, mesh = spread(tiny, Layout(1, 2, 1))
-    px._C.reset_collective_counts()
-    errors = accumulated_differences(reference, model, mesh, tiny, synchronize_each)
-    return *worst(errors), px._C.collective_counts()["all_reduce"]
+    errors, counts = counted(
+        lambda: accumulated_differences(reference, model, mesh, tiny, synchronize_each)
+    )
+    return *worst(errors), counts["all_reduce"]
 
 
 def test_no_sync_sums_partial_gradients_once_for_all_micro_batches() -> None:

@@ -32,6 +32,7 @@ from reference_mixtral import (
     parity,
     spread,
 )
+from reference_ops import counted, counted_both_ways
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -139,9 +140,7 @@ def _checkpointed(
     whole, own = own_batch(tiny, mesh)
     reference(**whole).loss.backward()
     loss = model(**own).loss
-    px._C.reset_collective_counts()
-    loss.backward()
-    counts = px._C.collective_counts()
+    _, counts = counted(loss.backward)
     return worst(shard_differences(model, gradients_of(reference), True)), counts
 
 
@@ -354,13 +353,7 @@ def test_gradients_are_the_same_bits_from_run_to_run_and_for_two_threads() -> No
 def _counts(layout: Layout, layers: int) -> tuple[dict[str, int], dict[str, int]]:
     mesh = layout.mesh()
     model = parallel(TinyMixtral(layers=layers).model(), mesh)
-    one = batches(TinyMixtral(), 1)[1][0]
-    px._C.reset_collective_counts()
-    loss = model(**one).loss
-    forward = px._C.collective_counts()
-    px._C.reset_collective_counts()
-    loss.backward()
-    return forward, px._C.collective_counts()
+    return counted_both_ways(lambda: model(**batches(TinyMixtral(), 1)[0]).loss)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

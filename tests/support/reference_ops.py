@@ -95,6 +95,18 @@ def assert_refused(module: str, case: str, aten: bool = False) -> None:
     assert_all_raise(_refused, module, case, error=error, text=text, aten=aten)
 
 
+def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What a call returns, and the collectives that it takes."""
+    _C.reset_collective_counts()
+    return function(), _C.collective_counts()
+
+
+def counted_both_ways(forward: Callable[[], torch.Tensor]) -> list[dict[str, int]]:
+    """The collectives of a forward, and of the backward of its sum."""
+    output, of_forward = counted(forward)
+    return [of_forward, counted(output.sum().backward)[1]]
+
+
 def own_range(n: int, group: Group) -> tuple[int, int]:
     """This rank's range of ``n``."""
     return split(n, group.size)[group.rank]
