@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from parallel_ext.training.gradients import clip_grad_norm_, no_sync
     from parallel_ext.training.leaves import leaves, train_leaves
     from parallel_ext.training.preemption import preempted, stop_requested
+    from parallel_ext.training.profile import profile_step
+    from parallel_ext.training.profile_report import StepProfile
     from parallel_ext.training.routing_metrics import RoutingMetrics
     from parallel_ext.training.trainer import Trainer, TrainerMixin
 
@@ -97,6 +99,8 @@ _HOMES = {
     "training.gradients": ("clip_grad_norm_", "no_sync"),
     "training.leaves": ("leaves", "train_leaves"),
     "training.preemption": ("preempted", "stop_requested"),
+    "training.profile": ("profile_step",),
+    "training.profile_report": ("StepProfile",),
     "training.routing_metrics": ("RoutingMetrics",),
     "training.trainer": ("Trainer", "TrainerMixin"),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 
@@ -44,3 +47,11 @@ class ForwardCounter:
             return self.count
 
         return once(self, next_number)
+
+
+def forward_counters(model: nn.Module) -> Iterator[ForwardCounter]:
+    """Yield the counters of all layers of ``model``."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, ForwardCounter):
+                yield value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import local_part
+from parallel_ext.training.left_as_found import gradients_aside
 
 _log = logging.getLogger("parallel_ext")
 
@@ -227,21 +228,13 @@ def _gather(
 
 @contextmanager
 def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[None]:
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
     by_caller = state.reduced_by_caller
     state.reduced_by_caller = by_caller or not state.experts_span_dp
     try:
-        with ExitStack() as stack:
-            for waiting in (state.partials, state.held, state.routing_counter):
-                if waiting is not None:
-                    stack.enter_context(waiting.aside())
+        with gradients_aside(model, state):
             yield
     finally:
         state.reduced_by_caller = by_caller
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 @contextmanager

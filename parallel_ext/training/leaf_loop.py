@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.nn.blocks import BlockExperts
-from parallel_ext.nn.forward_counter import ForwardCounter
+from parallel_ext.nn.forward_counter import forward_counters
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.blocks import split_in_blocks
 from parallel_ext.sharding.tree import Node, push
@@ -39,12 +39,7 @@ class LeafLoop(ABC):
         self._ranges = split_in_blocks(rows, state.invariant.leaves)
         self._left: int | None = None  # rounds, when they have begun
         modules = [*model.modules()]
-        self._counters = [
-            each
-            for module in modules
-            for each in vars(module).values()
-            if isinstance(each, ForwardCounter)
-        ]
+        self._counters = list(forward_counters(model))
         self._experts = [
             module for module in modules if isinstance(module, BlockExperts) and module.dp_ranks > 1
         ]
