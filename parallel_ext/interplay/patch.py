@@ -23,6 +23,7 @@ from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import joining
 from parallel_ext.parallel.configuration import served
@@ -32,7 +33,8 @@ from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.data_parallel import data_parallel
-from parallel_ext.training.trainer import TrainerMixin, refuse_model_init
+from parallel_ext.training.served_trainers import check_class, check_served, refuse_model_init
+from parallel_ext.training.trainer import TrainerMixin
 
 # Options of from_pretrained for which the mesh stands, and those that change nothing here.
 _PLACED = {
@@ -246,7 +248,9 @@ def _start_optimizer(
         plain(self, params, defaults)
         return
     params = [_with_list(each) for each in params]
-    tensors = [tensor for each in params for tensor in _tensors_in(each)]
+    tensors = list(
+        tensors_in([each["params"] if isinstance(each, dict) else each for each in params])
+    )
     owners = owners_of(tensors)
     beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
     if beside and (not owners or patched.mesh.dp_size > 1):
@@ -280,16 +284,6 @@ def _with_list(group: Any) -> Any:
     return {**group, "params": list(group["params"])}
 
 
-def _tensors_in(group: Any) -> list[torch.Tensor]:
-    if isinstance(group, torch.Tensor):
-        return [group]
-    if isinstance(group, tuple):  # a name and a parameter
-        return [group[1]]
-    inner = group["params"]
-    inner = [inner] if isinstance(inner, torch.Tensor) else inner
-    return [tensor for each in inner for tensor in _tensors_in(each)]
-
-
 def _exchanged(group: Any, now: dict[int, torch.Tensor]) -> Any:
     if isinstance(group, torch.Tensor):
         return now.get(id(group), group)
@@ -319,11 +313,11 @@ def _start_trainer(
         plain(self, model, args, *rest, **kwargs)
         return
     self.__class__ = _parallel(type(self))
-    self.check_class()
+    check_class(self)
     _train_together(model)
     plain(self, model, args, *rest, **kwargs)
     joining.remember(self)
-    self.check_served()
+    check_served(self)
 
 
 def _make_model(

@@ -182,7 +182,7 @@ def refuse(refusal: Refusal, *values: Any) -> None:
     Raises:
         NotImplementedError: there is one; names what this rank has of it.
     """
-    tensors = list(_tensors_in(values))
+    tensors = list(tensors_in(values))
     for tensor in tensors:
         if isinstance(tensor, LocalShard):
             raise _refused(refusal, tensor.place)
@@ -199,15 +199,16 @@ def _refused(refusal: Refusal, layout: TensorLayout) -> NotImplementedError:
     )
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in models, optimizers, lists and dicts of them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
     elif isinstance(value, torch.optim.Optimizer):
-        yield from _tensors_in(value.param_groups)
+        yield from tensors_in(value.param_groups)
     elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (list, tuple, set)):
         for inner in value:
-            yield from _tensors_in(inner)
+            yield from tensors_in(inner)

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -28,30 +28,19 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.joining import call_together, remember
-from parallel_ext.parallel.state import is_parallel, state_of
+from parallel_ext.parallel.state import state_of
 from parallel_ext.training.accelerate import unwrapped
+from parallel_ext.training.served_trainers import (
+    check_class,
+    check_served,
+    class_of_trl,
+    refuse_model_init,
+)
 from parallel_ext.training.trainer_leaves import check_leaves, run_leaves, trains_by_leaves
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
 _STATE = "trainer_state.json"  # transformers' name; written last
 _ARGUMENTS = "training_args.bin"  # transformers' name
-
-# Arguments that are refused, unless they are None, False or 0.
-_WHY_NOT = {
-    "auto_find_batch_size": "one rank would try another batch size than the others",
-    "deepspeed": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",
-    "enable_jit_checkpoint": "ranks would save at different steps; ask px.stop_requested",
-    "fsdp": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",
-    "parallelism_config": "the mesh says it, as in px.init_mesh(tp=2)",
-    "save_on_each_node": "all ranks write one checkpoint, to a directory that they share",
-    "sync_ref_model": "TRL's callback pairs the parameters of two models that may be sharded apart",
-}
-
-OLDEST = (5, 23)
-"""The oldest transformers whose trainer is served."""
-
-# The classes of trl whose losses and metrics are those of one process.
-_SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
 
 
 class TrainerMixin:
@@ -79,62 +68,17 @@ class TrainerMixin:
     _random_states: Mapping[str, torch.Tensor] | None = None  # of the checkpoint that was loaded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.check_class()
+        check_class(self)
         if kwargs.get("model_init") is not None:
             refuse_model_init(self)
         run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
         remember(self)
-        self.check_served()
-
-    def check_class(self) -> None:
-        """Raise unless this class of trainers is served.
-
-        Raises:
-            RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
-            NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
-        """
-        if transformers_version() < OLDEST:
-            raise RuntimeError(
-                f"{type(self).__name__}: px.Trainer needs transformers {'.'.join(map(str, OLDEST))}"
-                f" or newer; this is {transformers.__version__}"
-            )
-        trl = self._class_of_trl
-        if trl is not None and trl not in _SERVED_OF_TRL:
-            raise NotImplementedError(
-                f"{type(self).__name__}: trl's {trl} is not supported around a parallel model; "
-                f"{' and '.join(_SERVED_OF_TRL)} are"
-            )
-
-    def check_served(self) -> None:
-        """Raise unless the model and the arguments are served; when the trainer has been made.
-
-        Raises:
-            TypeError, ValueError: they are not.
-        """
-        name, trl = type(self).__name__, self._class_of_trl
-        if not is_parallel(self.model):
-            raise TypeError(
-                f"{name} trains a parallel model, but was given a "
-                f"{type(self.model).__name__}; call px.parallelize or px.from_pretrained before"
-            )
-        _check_arguments(name, self.args, self._mesh)
-        apart = self._mesh.dp_size > 1 and not self.args.average_tokens_across_devices
-        if trl == "SFTTrainer" and apart:
-            raise ValueError(
-                f"{name}: average_tokens_across_devices=False is not served at "
-                f"dp={self._mesh.dp_size}: TRL would divide the gradients by dp; leave it out"
-            )
+        check_served(self)
 
     @property
     def _mesh(self) -> Mesh:
         return state_of(self.model).mesh
-
-    @property
-    def _class_of_trl(self) -> str | None:
-        """The name of TRL's trainer that this is, if any."""
-        of_trl = (each for each in type(self).__mro__ if each.__module__.startswith("trl."))
-        return next((each.__name__ for each in of_trl), None)
 
     # --- What the single process would count ---
 
@@ -152,7 +96,7 @@ class TrainerMixin:
         """Compute the loss by the trainer's own rule, whose factor of dp is not applied twice."""
         state = state_of(self.model)
         by_rank = num_items_in_batch is None and self._mesh.dp_size > 1
-        if by_rank and self._class_of_trl == "SFTTrainer":
+        if by_rank and class_of_trl(self) == "SFTTrainer":
             # In an evaluation TRL would divide by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
@@ -232,7 +176,7 @@ class TrainerMixin:
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         if self._mesh.dp_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return inputs
-        if self._class_of_trl == "DPOTrainer":
+        if class_of_trl(self) == "DPOTrainer":
             rows = self.args.per_device_eval_batch_size * self._mesh.dp_size
             raise ValueError(
                 f"{type(self).__name__}: the evaluation would count pairs twice, which fill up the "
@@ -404,44 +348,6 @@ class Trainer(TrainerMixin, transformers.Trainer):
         >>> trainer = Trainer(model, args, train_dataset=rows)  # doctest: +SKIP
         >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
     """
-
-
-def _check_arguments(name: str, args: transformers.TrainingArguments, mesh: Mesh) -> None:
-    for argument, why in _WHY_NOT.items():
-        if getattr(args, argument, None):
-            raise ValueError(f"{name}: {argument}={getattr(args, argument)!r} is not served: {why}")
-    if mesh.tp_size > 1 and args.train_sampling_strategy == "batch_rebalance":
-        raise ValueError(
-            f"{name}: train_sampling_strategy='batch_rebalance' gives each process other rows, but "
-            "tp ranks share theirs; use 'group_by_length'"
-        )
-    if mesh.tp_size > 1 and args.neftune_noise_alpha is not None:
-        raise ValueError(
-            f"{name}: neftune_noise_alpha draws noise that depends on tp; leave it out"
-        )
-    if args.world_size != mesh.world_size or args.n_gpu > 1:
-        raise ValueError(
-            f"{name}: TrainingArguments see {args.world_size} processes with {args.n_gpu} GPUs "
-            f"each, but the mesh has {mesh.world_size} ranks; start the job with torchrun, one "
-            "rank for each GPU, and on CPUs pass use_cpu=True"
-        )
-
-
-def refuse_model_init(trainer: transformers.Trainer) -> NoReturn:
-    """Refuse a function that makes the model of a trainer.
-
-    Raises:
-        NotImplementedError: always: ``train`` would call it once more, beside the first model.
-    """
-    raise NotImplementedError(
-        f"{type(trainer).__name__}: model_init= is not supported with a parallel model, of which "
-        "train() would make a second one beside the first; make one and pass model="
-    )
-
-
-def transformers_version() -> tuple[int, ...]:
-    """Return the first two numbers of the release of transformers that is installed."""
-    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def _link_files(source: Path, target: Path) -> None:
