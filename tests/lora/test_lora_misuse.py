@@ -276,62 +276,51 @@ def _changed_base(model: Any) -> None:
     model.unmerge_adapter()
 
 
-MISUSES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+MISUSES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "gradients checked": (
         lambda model: px.check_gradients(model, ONE),
-        "NotImplementedError",
-        "check_gradients of a model with adapters is not supported",
+        "NotImplementedError: check_gradients of a model with adapters is not supported",
     ),
     "own state dict": (
         _save_with(state_dict={"a": torch.ones(1)}),
-        "NotImplementedError",
-        "state_dict is not supported here",
+        "NotImplementedError: state_dict is not supported here",
     ),
     "weight conversion": (
         _save_with(path_initial_model_for_weight_conversion="x"),
-        "NotImplementedError",
-        "path_initial_model_for_weight_conversion is not supported here",
+        "NotImplementedError: path_initial_model_for_weight_conversion is not supported here",
     ),
     "unknown adapter": (
         _save_with(selected_adapters=["nope"]),
-        "ValueError",
-        "there is no adapter nope",
+        "ValueError: there is no adapter nope",
     ),
     "shards as a state dict": (
         lambda model: peft.get_peft_model_state_dict(model),
-        "NotImplementedError",
-        "would hold this rank's shards only",
+        "NotImplementedError: would hold this rank's shards only",
     ),
     "a part of the tensors": (
         lambda model: peft.set_peft_model_state_dict(model, {"x": torch.ones(1)}),
-        "ValueError",
-        "it lacks base_model.model.model.layers.0.mlp.down_proj.lora_A.weight",
+        "ValueError: it lacks base_model.model.model.layers.0.mlp.down_proj.lora_A.weight",
     ),
-    "prompt tuning": (_prompt_tuning, "NotImplementedError", "only LoRA is supported"),
+    "prompt tuning": (_prompt_tuning, "NotImplementedError: only LoRA is supported"),
     "a base changed while merged": (
         _changed_base,
-        "RuntimeError",
-        "model.layers.0.mlp.up_proj.weight was changed after the merge",
+        "RuntimeError: model.layers.0.mlp.up_proj.weight was changed after the merge",
     ),
     "rank that is no number": (
         lambda model: model.add_adapter("b", config(r=2.5)),
-        "ValueError",
-        "the rank must be an integer of at least 1, got r=2.5",
+        "ValueError: the rank must be an integer of at least 1, got r=2.5",
     ),
     "rank of a pattern": (
         lambda model: model.add_adapter("b", config(rank_pattern={"q_proj": -1})),
-        "ValueError",
-        "the rank must be an integer of at least 1, got q_proj=-1",
+        "ValueError: the rank must be an integer of at least 1, got q_proj=-1",
     ),
     "alpha that is no number": (
         lambda model: model.add_adapter("b", config(lora_alpha=float("inf"))),
-        "ValueError",
-        "lora_alpha must be a finite number, got lora_alpha=inf",
+        "ValueError: lora_alpha must be a finite number, got lora_alpha=inf",
     ),
     "negative dropout": (
         lambda model: model.add_adapter("b", config(lora_dropout=-0.5)),
-        "ValueError",
-        "lora_dropout must be in [0, 1], got -0.5",
+        "ValueError: lora_dropout must be in [0, 1], got -0.5",
     ),
 }
 
@@ -342,7 +331,7 @@ def _misuse(case: str) -> None:
 
 @pytest.mark.parametrize("case", MISUSES)
 def test_misuse_is_refused_on_all_ranks(case: str) -> None:
-    _, error, text = MISUSES[case]
+    error, _, text = MISUSES[case][1].partition(": ")
     pool(2).assert_raises(_misuse, case, error=error, words=text)
 
 

@@ -280,10 +280,6 @@ def test_check_gradients_agrees_and_finds_a_missing_sum() -> None:
         assert report.worst[1] > 0.1
 
 
-def _more_ranks_than_experts() -> None:
-    parallel(TinyQwen3Moe(num_experts=3).model(), Layout(1, 4, 4).mesh())
-
-
 def _only_dense() -> None:
     parallel(_options(mlp_only_layers=[0, 1]).model(), Layout(1, 2, 2).mesh())
 
@@ -307,18 +303,12 @@ def _other_experts() -> None:
     parallel(model, Layout(1, 2, 2).mesh())
 
 
-def _without_data_parallel() -> None:
-    mesh = Layout(2, 1, 2).mesh()
-    parallel(TINY.model(), mesh)(**own_batch(TINY, mesh)[1])
-
-
 def _router_adapted() -> None:
     model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
     peft.get_peft_model(model, px.LoraConfig(target_modules=r".*\.mlp\.gate"))
 
 
 REFUSALS = {
-    "more ranks than experts": (_more_ranks_than_experts, 4, "ep=4 is more than the 3 experts of"),
     "only dense layers": (_only_dense, 2, "ep=2, but no layer of this 'qwen3_moe' has experts"),
     "a norm over all heads": (
         _norm_over_all_heads,
@@ -327,7 +317,6 @@ REFUSALS = {
     ),
     "a norm that is not there": (_without_norm, 2, "names: model.layers.1.self_attn.k_norm"),
     "other experts": (_other_experts, 2, "experts is a Fast, not HuggingFace's Qwen3MoeExperts"),
-    "training before data_parallel": (_without_data_parallel, 2, "needs px.data_parallel(model"),
     "adapters on routers": (
         _router_adapted,
         2,

@@ -118,11 +118,6 @@ def _ddp() -> None:
     nn.parallel.DistributedDataParallel(parallel(TINY.model(), mesh))
 
 
-def _experts_adapted() -> None:
-    model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
-    peft.get_peft_model(model, px.LoraConfig(target_modules=["mlp.experts"]))
-
-
 def _router_adapted() -> None:
     model = parallel(TINY.model(), Layout(1, 2, 2).mesh())
     peft.get_peft_model(model, px.LoraConfig(target_modules=["q_proj", "gate"]))
@@ -148,7 +143,6 @@ REFUSALS = {
     "a wrapper of FSDP": (_sharded_by_fsdp, 2, "experts is a FSDPMixtralExperts, not"),
     "an optimizer that came first": (_old_optimizer, 2, "was built before px.parallelize"),
     "DistributedDataParallel": (_ddp, 2, "is sharded over tp=1, ep=2 ranks"),
-    "adapters on experts": (_experts_adapted, 2, "an adapter on model.layers.0.mlp.experts is"),
     "adapters on routers": (_router_adapted, 2, "an adapter on model.layers.0.mlp.gate.weight is"),
     "noise that nobody compares": (
         lambda: _jitter(False, False),
