@@ -20,7 +20,7 @@ import torch
 import transformers
 from ranks import Raised, pool
 from reference import Tiny, parallel
-from reference_mixtral import Layout
+from reference_mixtral import Layout, saved_tensors
 from reference_training import (
     LLAMA,
     MIXTRAL,
@@ -43,14 +43,6 @@ SMALL = Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1)
 # The directory.
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
-
-
 def _save_small(job: Job, root: Path) -> None:
     model, optimizer, scheduler, mesh = build(job)
     train(model, optimizer, scheduler, mesh, range(1))
@@ -67,7 +59,7 @@ def test_transformers_reads_the_directory_and_each_tensor_is_written_once(tmp_pa
     expected = plain.state_dict()
     assert all(torch.equal(value, expected[n]) for n, value in again.state_dict().items())
 
-    names, shapes = _tensors(tmp_path / "plain"), {}
+    names, shapes = saved_tensors(tmp_path / "plain"), {}
     for path in (step / "parallel_state").glob("optim-*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import pool
 from reference import difference, shard_differences, worst
 from reference_cogagent import DATA, batches_of, picture, text
+from reference_lora import logits_of
 from reference_mixtral import Layout, saved_tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -26,8 +27,7 @@ ROPE = [name for name in PUBLISHED if ".rope.freqs_" in name]
 
 
 def _logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**INPUTS).logits
+    return logits_of(model, INPUTS)
 
 
 def _load(source: Path, layout: Layout, **options: Any) -> tuple[Any, px.Mesh]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import pool
 from reference import assert_within, difference, parallel
 from reference_cogagent import batches_of, exact, picture, text, tiny_model
+from reference_lora import logits_of
 from reference_mixtral import Layout, assert_refused, differences_of_adapter
 from transformers import AutoModelForCausalLM
 
@@ -80,8 +81,7 @@ INPUTS = {name: value for name, value in batches_of([ROWS])[0].items() if name !
 
 
 def _logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**INPUTS).logits
+    return logits_of(model, INPUTS)
 
 
 def _generated(model: Any) -> list[list[int]]:

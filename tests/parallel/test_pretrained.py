@@ -24,6 +24,7 @@ from reference import (
     parallel,
     shard_differences,
 )
+from reference_mixtral import saved_tensors
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
@@ -34,11 +35,6 @@ def _plain(folder: str) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
-def _tensors(folder: str) -> dict[str, torch.Tensor]:
-    files = sorted(Path(folder).glob("*.safetensors"))
-    return {name: value for path in files for name, value in load_file(path).items()}
-
-
 def _copies(model: transformers.PreTrainedModel, source: str, target: str) -> dict[str, float]:
     """1 for each tensor that a save, or transformers' save of that, changed in a single bit."""
     model.save_pretrained(f"{target}-copy")
@@ -47,7 +43,7 @@ def _copies(model: transformers.PreTrainedModel, source: str, target: str) -> di
     dist.barrier()
     changed = {}
     for way in ("copy", "by-transformers"):
-        copy, original = _tensors(f"{target}-{way}"), _tensors(source)
+        copy, original = saved_tensors(Path(f"{target}-{way}")), saved_tensors(Path(source))
         changed[f"names of the {way}"] = float(copy.keys() != original.keys())
         for name, value in original.items():
             changed[f"{way}: {name}"] = float(not torch.equal(copy[name], value))

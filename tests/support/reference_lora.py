@@ -47,6 +47,45 @@ def plain(directory: Path, tiny: Tiny = TINY) -> peft.PeftModel:
     )
 
 
+def logits_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """What a model answers in evaluation."""
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def logits_in_life(
+    base: Any, directory: Path, inputs: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Logits with a saved adapter, without, merged, and put back; and the model without PEFT."""
+    found = {"base": logits_of(base, inputs)}
+    model = peft.PeftModel.from_pretrained(base, directory)
+    found["adapted"] = logits_of(model, inputs)
+    with model.disable_adapter():
+        found["disabled"] = logits_of(model, inputs)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.merge_adapter(safe_merge=True)
+    found["merged"] = logits_of(model, inputs)
+    with model.disable_adapter():
+        found["unmerged by disabling"] = logits_of(model, inputs)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    found["unmerged"] = logits_of(model, inputs)
+    assert not [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+    plain = model.merge_and_unload()
+    return {**found, "unloaded": logits_of(plain, inputs)}, plain
+
+
+def check_life(found: dict[str, torch.Tensor], expected: torch.Tensor, biased: bool) -> None:
+    """Raise unless the logits of a life are those that PEFT's own model gives with the adapter."""
+    largest = expected.abs().max()
+    for name in ("adapted", "merged", "unloaded"):
+        assert (found[name] - expected).abs().max() < 1e-9 * largest, name
+    assert torch.equal(found["unmerged"], found["adapted"])
+    assert torch.equal(found["unmerged by disabling"], found["disabled"])
+    assert torch.equal(found["disabled"], found["base"]) or biased  # PEFT trains those of the base
+    assert (found["disabled"] - expected).abs().max() > 1e-3 * largest
+
+
 class Masked(nn.Module):
     """Dropout by the masks of the parallel model's forward number ``step``."""
 
