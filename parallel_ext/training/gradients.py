@@ -193,8 +193,8 @@ def _sum_of_squares(
 def scale_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Scale gradients of the norm ``norm`` in place, so that it is at most ``max_norm``."""
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    of_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), each in alike.items():
+        of_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), each in of_kind.items():
         torch._foreach_mul_(each, factor.to(device, dtype))
