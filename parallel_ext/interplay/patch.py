@@ -33,8 +33,8 @@ from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.data_parallel import data_parallel
-from parallel_ext.training.served_trainers import check_class, check_served, refuse_model_init
 from parallel_ext.training.trainer import TrainerMixin
+from parallel_ext.training.trainer_checks import check_class, check_served, refuse_model_init
 
 # Options of from_pretrained for which the mesh stands, and those that change nothing here.
 _PLACED = {

@@ -30,7 +30,7 @@ from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.joining import call_together, remember
 from parallel_ext.parallel.state import state_of
 from parallel_ext.training.accelerate import unwrapped
-from parallel_ext.training.served_trainers import (
+from parallel_ext.training.trainer_checks import (
     check_class,
     check_served,
     class_of_trl,

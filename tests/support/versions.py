@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_ext.training.served_trainers import OLDEST, transformers_version
+from parallel_ext.training.trainer_checks import OLDEST, transformers_version
 
 HAS_TRAINER = transformers_version() >= OLDEST
 
