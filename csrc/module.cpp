@@ -15,6 +15,7 @@
 #include "base/layout.h"
 #include "base/workspace.h"
 #include "comm/comm.h"
+#include "comm/lost_ranks.h"
 #include "comm/range.h"
 #include "comm/shared_memory.h"
 
@@ -91,6 +92,20 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+// Asks Python's function who is missing; its reference is kept to the end of the process, since the
+// interpreter ends before it.
+py::object* lost_ranks_in_python = nullptr;
+
+std::string lost_ranks(const std::string& group_name) {
+  const py::gil_scoped_acquire gil;
+  return py::cast<std::string>((*lost_ranks_in_python)(group_name));
+}
+
+void set_lost_ranks(const py::object& function) {
+  lost_ranks_in_python = new py::object(function);
+  parallel_ext::set_lost_ranks(&lost_ranks);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -117,6 +132,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("reset_collective_counts", &parallel_ext::reset_collective_counts);
   m.def("order_check", &parallel_ext::order_check);
   m.def("set_order_check", &parallel_ext::set_order_check, py::arg("on"));
+  m.def("set_lost_ranks", &set_lost_ranks, py::arg("function"),
+        "Let errors of gloo begin with what the function returns for the name of a group.");
   m.def("set_shared_memory", &parallel_ext::set_shared_memory, py::arg("on"));
   m.def("release_workspaces", &parallel_ext::release_workspaces);
   m.def("aten_path_on_cpu", &parallel_ext::aten_path_on_cpu);

@@ -7,10 +7,12 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 
 #include "base/layout.h"
 #include "base/sum_rows.h"
 #include "comm/known_groups.h"
+#include "comm/lost_ranks.h"
 #include "comm/range.h"
 
 namespace parallel_ext {
@@ -101,6 +103,16 @@ Turn begin(const char* op, const char* kind, int64_t bytes, const at::Device& de
   return turn;
 }
 
+// Runs the part of a collective that the process group does. Its own errors, of gloo, name nobody.
+template <typename Run>
+auto in_process_group(const char* op, const ProcessGroup& group, const Run& run) {
+  try {
+    return run();
+  } catch (const std::runtime_error& error) {
+    throw_with_lost_ranks(op, group->getGroupName(), error);
+  }
+}
+
 // Starts a sum that has begun, and returns the function that waits for it.
 std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& turn) {
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
@@ -118,7 +130,8 @@ std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& 
   }
   std::vector<at::Tensor> tensors{tensor};
   auto work = process_group->allreduce(tensors);
-  return [turn, work, tensors] { work->wait(); };
+  return
+      [op, turn, work, tensors] { in_process_group(op, turn.group, [&] { return work->wait(); }); };
 }
 
 }  // namespace
@@ -152,7 +165,10 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group
   const Range range("all_gather", part.nbytes(), *turn.group);
   const ProcessGroup& process_group = turn.group;
   auto memory = part.is_cpu() ? shared_memory_of(op, process_group) : nullptr;
-  if (!memory) return gather_into_new(process_group, part);
+  if (!memory) {
+    return in_process_group(op, process_group,
+                            [&] { return gather_into_new(process_group, part); });
+  }
   count("in_shared_memory", 1);
   at::Tensor all = empty_for_all(process_group, part);
   memory->start(op, "all_gather", part.const_data_ptr(), part.nbytes(), timeout_of(process_group));
@@ -219,7 +235,15 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
     }
   }
   const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
-  for (const auto& work : works) work->wait(timeout);
+  const auto wait = [&] {
+    for (const auto& work : works) work->wait(timeout);
+  };
+  // Whoever gives a time of its own finds out itself who is missing.
+  if (own_timeout_s) {
+    wait();
+  } else {
+    in_process_group(op, process_group, wait);
+  }
   for (const Message& message : arriving) {
     message.copy([](char* packed, char* span, int64_t size) { std::memcpy(span, packed, size); });
   }
@@ -242,7 +266,9 @@ at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::ve
   auto out_splits = received, in_splits = sent;
 #pragma GCC diagnostic push  // its newer name is missing in the oldest torch that is supported
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-  process_group->alltoall_base(out, in, out_splits, in_splits)->wait();
+  in_process_group(op, process_group, [&] {
+    return process_group->alltoall_base(out, in, out_splits, in_splits)->wait();
+  });
 #pragma GCC diagnostic pop
   return output;
 }

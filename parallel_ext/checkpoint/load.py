@@ -31,6 +31,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import shown
+from parallel_ext.io.same_directory import check_all_see
 from parallel_ext.parallel.plan import Invariant
 
 
@@ -83,6 +84,7 @@ def load_step(
     chosen = mesh.control.run_on_all(op_name, lambda: _choose(Path(root), step, mesh))
     found, save_id = mesh.control.all_gather_object(chosen)[0]
     path = Path(found)
+    check_all_see(path, path, mesh.control, op_name)  # a copy of it on each host will do
     with ExitStack() as cleanup:
         contents = mesh.control.run_on_all(op_name, contents_of)
         opened = mesh.control.run_on_all(op_name, lambda: _Opened(path, save_id, contents, cleanup))

@@ -16,11 +16,11 @@ from io import FileIO
 from pathlib import Path
 
 from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.hosts import machine
 from parallel_ext.io import disk
 from parallel_ext.io.safe_open import shown
 
 LOCK_NAME = ".lock"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another after every start, on every machine
 _BEAT_S = 4.0
 _WATCH_S = 15.0
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -81,7 +81,7 @@ def _take(path: Path) -> FileIO:
                 if not holder:
                     return file
                 # An incomplete name is of a process that died before it did anything else.
-                if holder.endswith("\n") and not (known and _machine() in holder):
+                if holder.endswith("\n") and not (known and machine() in holder):
                     _watch(path, holder)
                 disk.remove(path)
         except BaseException:
@@ -154,16 +154,9 @@ def _text(file: FileIO) -> str:
     return os.pread(file.fileno(), _MOST_TEXT, 0).decode(errors="replace")
 
 
-def _machine() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
 def _own_name() -> bytes:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()} ({_machine()}) since {now}\n".encode()
+    return f"process {os.getpid()} on {socket.gethostname()} ({machine()}) since {now}\n".encode()
 
 
 def _busy(path: Path, holder: str) -> CheckpointError:

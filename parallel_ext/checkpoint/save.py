@@ -40,6 +40,7 @@ from parallel_ext.io.hashing import FileRecord, chunk_bytes_for
 from parallel_ext.io.hf_writer import values_in_files
 from parallel_ext.io.safe_open import one_error
 from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.same_directory import check_same_directory
 from parallel_ext.io.schema import to_json
 from parallel_ext.io.stream import (
     TensorStream,
@@ -98,6 +99,7 @@ def save_step(
         return at, contents_of(), None if scheduler is None else describe(scheduler)
 
     at, contents, rates = mesh.control.run_on_all(op_name, look)
+    check_same_directory(at, mesh.control, op_name)
     kept = OptimizerState({}, {})
     if optimizer is not None:
         kept = collect(optimizer, contents, mesh, op_name)

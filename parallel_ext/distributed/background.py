@@ -19,11 +19,11 @@ class Background:
     nobody's way. The process does not end before its thread.
 
     Args:
-        timeout: seconds after which the thread of another rank that does not come is reported.
+        beside: of the ranks, for what they do themselves.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, beside: ControlPlane) -> None:
+        self._beside = beside
         self._control: ControlPlane | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -31,7 +31,8 @@ class Background:
     def connect(self) -> None:
         """Make the group of the threads; every rank calls it, before :meth:`start`."""
         if self._control is None:
-            self._control = ControlPlane(self._timeout, "an asynchronous save", own_connection=True)
+            timeout = self._beside.timeout
+            self._control = ControlPlane(timeout, "an asynchronous save", self._beside)
 
     def start(self, op_name: str, work: Callable[[ControlPlane], None]) -> None:
         """Start work on this rank's thread; every rank calls it, after :meth:`finish`.

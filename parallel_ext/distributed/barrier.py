@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
+from parallel_ext.distributed.hosts import Hosts
+from parallel_ext.distributed.interfaces import hint
+from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore, StoreLostError
 
 
 @contextmanager
 def long_step(
-    store: Store, number: int, rank: int, world_size: int, timeout: float
+    store: LimitedStore, number: int, rank: int, hosts: Hosts, timeout: float
 ) -> Iterator[None]:
     """Run the block while this rank shows signs of life, then wait for the other ranks.
 
@@ -26,7 +28,8 @@ def long_step(
     Args:
         store: reached by all ranks.
         number: of the step, from 1 on, one more for each.
-        rank, world_size: of the job.
+        rank: of the job.
+        hosts: of all ranks.
         timeout: seconds without a sign of life after which a rank counts as lost.
 
     Raises:
@@ -51,15 +54,14 @@ def long_step(
         finished.set()
         thread.join()
     try:
-        _wait_for_all(store, step, rank, world_size, timeout)
+        _wait_for_all(store, step, rank, hosts, timeout)
         forget(store, number - 1, rank)  # which all have left
     except RuntimeError as error:
-        raise TimeoutError(
-            "the store of the job cannot be reached; the process that kept it has died"
-        ) from error
+        raise TimeoutError(store_lost(store, error)) from error
 
 
-def _wait_for_all(store: Store, step: str, rank: int, world_size: int, timeout: float) -> None:
+def _wait_for_all(store: LimitedStore, step: str, rank: int, hosts: Hosts, timeout: float) -> None:
+    world_size = len(hosts)
     store.set(f"{step}/{rank}", "1")
     if store.add(f"{step}/arrived", 1) == world_size:
         store.set(f"{step}/all_here", "1")
@@ -79,16 +81,23 @@ def _wait_for_all(store: Store, step: str, rank: int, world_size: int, timeout: 
             if count != since[0]:
                 beats[other] = (count, time.monotonic())
             elif time.monotonic() - since[1] > timeout:
-                raise TimeoutError(f"rank {other} has shown no sign of life for {timeout:g} s")
+                raise TimeoutError(
+                    f"{hosts.in_words([other])} has shown no sign of life for {timeout:g} s"
+                )
 
 
-def forget(store: Store, number: int, rank: int) -> None:
+def forget(store: LimitedStore, number: int, rank: int) -> None:
     """Delete this rank's keys of a step from the store; rank 0 also deletes the shared keys."""
     for key in (str(rank), f"beat/{rank}", *(("arrived", "all_here") if rank == 0 else ())):
         store.delete_key(f"step/{number}/{key}")
 
 
-GRACE_S = 2.0  # how far apart in time ranks notice the same failure
+def store_lost(store: LimitedStore, error: RuntimeError) -> str:
+    """Return in words that the store of the job is lost, and what may be the cause."""
+    return (
+        f"{store.where} cannot be reached; the process that kept it has died, or its host or the "
+        f"network to it is down ({error})"
+    )
 
 
 class MonitoredBarrier:
@@ -98,11 +107,15 @@ class MonitoredBarrier:
         store: its keys are of this barrier alone.
         rank, size: of the job.
         timeout: seconds after which a rank that does not come is reported.
+
+    Attributes:
+        hosts: of all ranks, as far as they are known.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: LimitedStore, rank: int, size: int, timeout: float) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._number = 0
+        self.hosts = Hosts.unknown(size)
 
     def wait(self, op_name: str) -> None:
         """Wait until every rank of the job is about to do ``op_name``.
@@ -117,8 +130,7 @@ class MonitoredBarrier:
             raise
         except RuntimeError as error:
             raise CollectiveTimeout(
-                f"{op_name}: every rank must call it, but the store of the job cannot be reached; "
-                f"the process that kept it may have died: {error}"
+                f"{op_name}: every rank must call it, but {store_lost(self._store, error)}"
             ) from error
 
     def _wait(self, op_name: str) -> None:
@@ -130,7 +142,9 @@ class MonitoredBarrier:
             self._forget(self._number - 2)
             self._store.set(f"{marks}/all_here", "1")
         try:
-            self._store.wait([f"{marks}/all_here"], timedelta(seconds=self._timeout))
+            self._store.wait(f"{marks}/all_here", self._timeout)
+        except StoreLostError:
+            raise
         except RuntimeError as error:  # a TCPStore raises DistStoreError, a FileStore its base
             self._store.set(f"{marks}/given_up", "1")
             missing = self.absent(marks, range(self._size)) or "a rank that died"
@@ -166,37 +180,27 @@ class MonitoredBarrier:
 
     def absent(self, prefix: str, ranks: Sequence[int]) -> str:
         """Return the ranks that left no mark under ``prefix``, in words; empty if all left one."""
-        found = [str(rank) for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
-        return f"rank{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
+        return self.hosts.in_words(r for r in ranks if not self._store.check([f"{prefix}/{r}"]))
 
-    def lost(self, failed: str, rank: int, ranks: Sequence[int]) -> str:
+    def lost(self, failed: str, ranks: Sequence[int]) -> str:
         """Record this rank's failure, and return in words which of ``ranks`` have not failed.
 
         If all have failed, the words say that one of them was too slow.
 
         Args:
             failed: the same for all that fail in one thing.
-            rank: this rank, as ``ranks`` count.
-            ranks: who takes part.
+            ranks: who takes part, this rank among them.
         """
         try:
-            self._store.set(f"failed/{failed}/{rank}", "1")
-            time.sleep(GRACE_S)
-            absent = self.absent(f"failed/{failed}", ranks)
-        except RuntimeError:  # the store lived in a process that is gone
-            absent = "a rank that died"
-        return f"{absent} did not" if absent else "one of them was too slow to do so"
-
-
-def hint(error: BaseException) -> str:
-    """Return a hint on GLOO_SOCKET_IFNAME if gloo could not connect over 127.0.0.1, else ``""``."""
-    text = str(error)
-    if "connectFullMesh" not in text or "127.0.0.1" not in text:
-        return ""
-    return (
-        "; gloo has taken 127.0.0.1, which no other host reaches, for the address of this one: set "
-        "GLOO_SOCKET_IFNAME to its network interface, for example GLOO_SOCKET_IFNAME=eth0"
-    )
+            with self._store.within(GRACE_S):
+                self._store.set(f"failed/{failed}/{self._rank}", "1")
+                time.sleep(GRACE_S)
+                absent = self.absent(f"failed/{failed}", ranks)
+        except RuntimeError as error:
+            others = self.hosts.in_words(each for each in ranks if each != self._rank)
+            return f"nothing is known of {others}, since {store_lost(self._store, error)}"
+        did_not = f"{absent} did not" if absent else "one of them was too slow to do so"
+        return f"{did_not} within {self._timeout:g} s"
 
 
 def join_job(backend: str, timeout: float) -> None:
@@ -221,14 +225,17 @@ def join_job(backend: str, timeout: float) -> None:
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
-    barrier = MonitoredBarrier(dist.PrefixStore("parallel_ext/start", store), rank, size, timeout)
+    limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)
+    barrier = MonitoredBarrier(limited, rank, size, timeout)
     barrier.wait("init_mesh")
     try:
         dist.init_process_group(
             *(backend, None, limit, size, rank, dist.PrefixStore("default_pg", store))
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise CollectiveTimeout(
-            f"init_mesh: every rank must come, but {barrier.lost('start', rank, range(size))} "
-            f"within {timeout:g} s{hint(error)}"
+            f"init_mesh: every rank must come, but {barrier.lost('start', range(size))}"
+            f"{hint(error)}"
         ) from error
+    finally:
+        limited.close()

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
 from parallel_ext import _C
 from parallel_ext.distributed import messages
-from parallel_ext.distributed.barrier import GRACE_S, MonitoredBarrier, forget, hint, long_step
+from parallel_ext.distributed.barrier import MonitoredBarrier, forget, long_step
 from parallel_ext.distributed.errors import (
     CollectiveTimeout,
     DisagreementError,
@@ -21,6 +22,9 @@ from parallel_ext.distributed.errors import (
     class_of_name,
     shared_class,
 )
+from parallel_ext.distributed.hosts import Host, Hosts
+from parallel_ext.distributed.interfaces import hint
+from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore
 from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
@@ -46,13 +50,23 @@ def _new_groups(ranks_of: Sequence[Sequence[int]], **options: Any) -> dist.Proce
     return own
 
 
+_plane_of: WeakValueDictionary[str, ControlPlane] = WeakValueDictionary()  # by name of a group
+
+
+def _lost_ranks(group_name: str) -> str:
+    """Return who is missing in a group where an op has failed, as the begin of a sentence."""
+    plane = _plane_of.get(group_name)
+    return "" if plane is None else plane.lost_in_op(group_name)
+
+
 class ControlPlane:
     """What all ranks of a job do beside training, over a gloo group and a store of their own.
 
     Args:
         timeout: seconds after which a rank that does not come is reported.
         op_name: the function that every rank must call for it, for errors.
-        own_connection: to the store, for another thread than the one that uses the first.
+        beside: another plane, in whose process this one serves another thread, by a connection to
+            the store of its own.
 
     Attributes:
         rank, world_size: of the whole job.
@@ -60,6 +74,7 @@ class ControlPlane:
         group: all ranks of the job.
         process_groups: all groups that were made, by name.
         members: the ranks of a group in words, for errors; "every rank" where there are none.
+        hosts: on which the ranks run.
 
     Raises:
         CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
@@ -67,7 +82,7 @@ class ControlPlane:
 
     _made = 0
 
-    def __init__(self, timeout: float, op_name: str, own_connection: bool = False) -> None:
+    def __init__(self, timeout: float, op_name: str, beside: ControlPlane | None = None) -> None:
         self.rank, self.world_size = world()
         self.timeout = timeout
         self.group = ALONE
@@ -75,20 +90,27 @@ class ControlPlane:
         self.members: dict[Group, str] = {}
         self._long_steps = self._connections = 0
         self._calls: Counter[str] = Counter()  # on a control group, by its name
-        self._store: dist.Store | None = None
+        self._store: LimitedStore | None = None
         self._barrier: MonitoredBarrier | None = None
         self._op_name = op_name
+        self.hosts = Hosts([Host.own()])
         ControlPlane._made += 1
         if self.world_size == 1:
             return
         store = dist.group.WORLD.get_group_store()
-        if own_connection:
+        if beside is not None:
             store = store.clone()  # while one waits in it, another cannot ask
-        self._store = dist.PrefixStore(f"parallel_ext/{ControlPlane._made}", store)
+        own_keys = dist.PrefixStore(f"parallel_ext/{ControlPlane._made}", store)
+        self._store = LimitedStore(own_keys, timeout)
         self._barrier = MonitoredBarrier(self._store, self.rank, self.world_size, timeout)
         self.barrier(op_name)  # torch would name nobody who is missing when groups are made
         everyone = list(range(self.world_size))
         self.group = self.new_group([everyone], backend="gloo", group_desc="control")
+        if beside is None:
+            self.hosts = Hosts(self.all_gather_object(Host.own(), Host, op_name=op_name))
+        else:  # whose thread is to be the first that uses the group
+            self.hosts = beside.hosts
+        self._barrier.hosts = self.hosts
 
     def new_group(self, ranks_of: Sequence[Sequence[int]], **options: Any) -> Group:
         """Create groups, and return the one that holds this rank; ``ALONE`` if none does.
@@ -108,15 +130,17 @@ class ControlPlane:
             process_group = _new_groups(ranks_of, timeout=wait, **options)
         except RuntimeError as error:
             own = next(ranks for ranks in ranks_of if self.rank in ranks)  # who connect
-            missing = self._barrier.lost(f"connection {self._connections}", self.rank, own)
+            missing = self._barrier.lost(f"connection {self._connections}", own)
             raise CollectiveTimeout(
-                f"{self._op_name}: ranks {', '.join(map(str, own))} must connect, but {missing} "
-                f"within {self.timeout:g} s{hint(error)}"
+                f"{self._op_name}: ranks {', '.join(map(str, own))} must connect, but {missing}"
+                f"{hint(error)}"
             ) from error
         if process_group is None:  # this rank is in none of them
             return ALONE
         group = Group.of(process_group)
         self.process_groups[group.name] = process_group
+        _plane_of[group.name] = self
+        _C.set_lost_ranks(_lost_ranks)
         return group
 
     def destroy(self) -> None:
@@ -127,6 +151,8 @@ class ControlPlane:
                 dist.destroy_process_group(process_group)
             except (AssertionError, ValueError):  # torch's words for a group that is gone already
                 continue
+        if self._store is not None:
+            self._store.close()
 
     def close(self) -> None:
         """Give the groups and the keys in the store back, once every rank has called it.
@@ -152,6 +178,15 @@ class ControlPlane:
         if self._barrier is not None:
             self._barrier.wait(op_name)
 
+    def lost_in_op(self, group_name: str) -> str:
+        """Return who is missing in a group where an op has failed on this rank."""
+        missing = self._lost(f"op in {group_name}", group_name)
+        return f"every rank of its group must run it, but {missing}: "
+
+    def _lost(self, failed: str, group_name: str) -> str:
+        ranks = dist.get_process_group_ranks(self.process_groups[group_name])
+        return self._barrier.lost(failed, ranks)
+
     def run_collective(self, group: Group, op_name: str, call: Callable[[], T]) -> T:
         """Run a collective of a group, and raise with the missing ranks if it fails.
 
@@ -170,10 +205,10 @@ class ControlPlane:
             ) from error
         except RuntimeError as error:
             failed = f"{group.name}/{self._calls[group.name]}"
-            missing = self._barrier.lost(failed, group.rank, range(group.size))
+            missing = self._lost(failed, group.name)
             raise CollectiveTimeout(
                 f"{op_name}: {self.members.get(group, 'every rank')} must call it and stay in "
-                f"step, but {missing} within {self.timeout:g} s"
+                f"step, but {missing}{hint(error)}"
             ) from error
 
     def all_gather_bytes(
@@ -266,7 +301,7 @@ class ControlPlane:
 
     def _long_step(self) -> AbstractContextManager[None]:
         self._long_steps += 1
-        return long_step(self._store, self._long_steps, self.rank, self.world_size, self.timeout)
+        return long_step(self._store, self._long_steps, self.rank, self.hosts, self.timeout)
 
     def run_on_all(self, op_name: str, fn: Callable[[], T], *, patient: bool = False) -> T:
         """Run ``fn`` on every rank of the job; if it raises on one, raise on all.

@@ -56,7 +56,7 @@ class Mesh:
         self.edp_size = self.world_size // ep
         self.edp_rank, self.ep_rank = divmod(self.rank, ep)
         self.device = device
-        self.background = Background(timeout)
+        self.background = Background(self.control)
         self.tp = self.dp = self.ep = self.edp = self.tp_control = ALONE
         self._made_of: dict[str, Group] = {}  # by the ranks of all groups of one kind
         if self.world_size == 1:

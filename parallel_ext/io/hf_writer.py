@@ -20,6 +20,7 @@ from parallel_ext.io import disk
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safetensors_writer import TensorSpec
+from parallel_ext.io.same_directory import check_same_directory
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import (
     PlannedFile,
@@ -126,6 +127,7 @@ def write_directory(
                 disk.write_file(publication.temporary / name, content)
             publication.publish()
 
+    check_same_directory(Path(directory), mesh.control, op_name)
     values, files = mesh.control.run_on_all(op_name, plan)
     barrier_on_files(files, mesh.control, op_name)
     with ExitStack() as cleanup:

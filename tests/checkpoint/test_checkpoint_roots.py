@@ -119,7 +119,7 @@ def test_a_holder_elsewhere_counts_as_long_as_it_touches_the_lock(
     monkeypatch.setattr(lock, "_WATCH_S", 1.0)
     monkeypatch.setattr(lock, "_lock", lambda *_: True)
     with one_writer(tmp_path):
-        monkeypatch.setattr(lock, "_machine", lambda: "another")
+        monkeypatch.setattr(lock, "machine", lambda: "another")
         with (
             pytest.raises(px.CheckpointError, match=f"process {os.getpid()} "),
             one_writer(tmp_path),

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hosts import Hosts
 
 _context = mp.get_context("forkserver")
 _starting = threading.Lock()
@@ -55,10 +56,17 @@ class Raised:
         return f"{self.type}: {self.text}"
 
 
-def _worker(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+def _worker(
+    rank: int, size: int, rendezvous: str, pipe: Connection, hosts: Hosts | None = None
+) -> None:
     gc.freeze()  # pages with what was imported stay those of the nursery
+    if hosts is not None:
+        hosts.enter(rank)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    if hosts is None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size
+        )
     while True:
         try:
             task = pipe.recv()
@@ -86,10 +94,13 @@ def _catching(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Ranks:
-    """``size`` processes in one gloo group; ``run`` calls a module-level function on all."""
+    """``size`` processes in one gloo group; ``run`` calls a module-level function on all.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    On two hosts their first ``px.init_mesh`` makes the group.
+    """
+
+    def __init__(self, size: int, hosts: Hosts | None = None) -> None:
+        self.size, self.hosts = size, hosts
         self.pipes: list[Connection] = []
         self.processes: list[mp.Process] = []
 
@@ -98,7 +109,7 @@ class Ranks:
         nurseries = [_nursery(rank % 2) for rank in range(self.size)]  # which import side by side
         for rank, nursery in enumerate(nurseries):
             ours, theirs = _context.Pipe()
-            args = (rank, self.size, rendezvous, theirs)
+            args = (rank, self.size, rendezvous, theirs, self.hosts)
             process = _context.Process(target=_worker, args=args, daemon=True)
             fork = nursery.connect_to_new_process
             with _starting, mock.patch.object(forkserver, "connect_to_new_process", fork):
@@ -172,6 +183,17 @@ class Ranks:
 
         Returns the results of the others in rank order; the pool is then started anew.
         """
+        others = [rank for rank in range(self.size) if rank != lost]
+        return self.run_living(others, function, *args, timeout_s=timeout_s)
+
+    def run_living(
+        self,
+        living: Sequence[int],
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """As ``run_raising``, but only ``living`` ranks answer; the pool is then started anew."""
         if not self.processes:
             self._start()
         for pipe in self.pipes:
@@ -179,17 +201,16 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         results = []
         try:
-            for rank, pipe in enumerate(self.pipes):
-                if rank == lost:
-                    continue
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            for rank in living:
+                if not self.pipes[rank].poll(max(0.0, deadline - time.monotonic())):
                     raise RankError(f"rank {rank}: no answer in {timeout_s:g} s")
-                ok, value = pipe.recv()
+                ok, value = self.pipes[rank].recv()
                 if not ok:
                     raise RankError(f"rank {rank}:\n{value}")
                 results.append(value)
-            if self.processes[lost].is_alive() and self.pipes[lost].poll():
-                raise RankError(f"rank {lost} answered: {self.pipes[lost].recv()[1]}")
+            for lost in set(range(self.size)) - set(living):
+                if self.processes[lost].is_alive() and self.pipes[lost].poll():
+                    raise RankError(f"rank {lost} answered: {self.pipes[lost].recv()[1]}")
         finally:
             self.close()
         return results

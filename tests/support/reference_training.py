@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,8 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
 
 def build(job: Job, seed: int = 1) -> tuple[Any, Any, Any, px.Mesh]:
     """A model, its optimizer and scheduler, and the mesh."""
-    mesh = job.layout.mesh() if dist.is_initialized() else px.init_mesh()
+    in_ranks = dist.is_initialized() or "RANK" in os.environ
+    mesh = job.layout.mesh() if in_ranks else px.init_mesh()
     with quietly():  # of rows that do not divide
         model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
     if job.zero:

@@ -1,0 +1,287 @@
+"""Jobs on two hosts: they train as one process does, and end in time when a host is lost."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from hosts import NAMES, Host, Hosts, need_hosts, two_hosts
+from ranks import Raised, Ranks, pool
+from reference import FLOOR, Tiny, batch, parallel, shard_differences, worst
+from reference_mixtral import Layout, TinyMixtral, training_differences
+from reference_training import (
+    MIXTRAL,
+    Job,
+    build,
+    one_step,
+    optimizer_of,
+    quietly,
+    scheduler_of,
+    train,
+)
+
+import parallel_ext as px
+from parallel_ext import ops
+from parallel_ext.distributed.interfaces import hint
+
+TIMEOUT_S = 5.0
+SLACK_S = 8.0  # for a machine with more ranks than cores, and to find out who is missing
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[tuple[Ranks, tuple[Host, Host]]]:
+    """Two ranks on each host, for tests that leave both hosts and all ranks alive."""
+    need_hosts()
+    with two_hosts() as hosts:
+        ranks = Ranks(4, Hosts(hosts, 2))
+        yield ranks, hosts
+        ranks.close()
+
+
+# Training.
+
+
+def _parity(tiny: TinyMixtral, layout: Layout) -> dict[str, float]:
+    mesh = layout.mesh()
+    reference = tiny.model()
+    model = parallel(reference, mesh)
+    if layout.dp > 1:
+        px.data_parallel(model, mesh, zero=2)
+    return training_differences(reference, model, mesh, tiny, 2)
+
+
+LAYOUTS = {
+    "tp across the hosts": Layout(1, 4, 1),
+    "tp inside of a host, dp across": Layout(2, 2, 2),
+    "ep across the hosts": Layout(2, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_equals_the_single_process_with(name: str, four_ranks: Any) -> None:
+    ranks, _ = four_ranks
+    tiny = TinyMixtral(num_experts=5)
+    for differences in ranks.run(_parity, tiny, LAYOUTS[name]):
+        error, worst_name = worst(differences)
+        assert error <= FLOOR[tiny.dtype], f"{worst_name} differs by {error:.1e}"
+
+
+def _sums(group: str) -> tuple[list[float], int]:
+    mesh = Layout(2, 2, 1).mesh()
+    px._C.reset_collective_counts()
+    summed = ops.reduce_from_region(torch.tensor([2.0**mesh.rank]), getattr(mesh, group))
+    return summed.tolist(), px._C.collective_counts().get("in_shared_memory", 0)
+
+
+@pytest.mark.parametrize(("group", "sums", "shared"), [("tp", [3, 12], 1), ("dp", [5, 10], 0)])
+def test_memory_is_shared_inside_of_a_host_alone(
+    group: str, sums: list[float], shared: int, four_ranks: Any
+) -> None:
+    found = four_ranks[0].run(_sums, group)
+    place = [0, 0, 1, 1] if group == "tp" else [0, 1, 0, 1]
+    assert found == [([sums[index]], shared) for index in place]
+
+
+# Files.
+
+
+def _save(job: Job, root: Path) -> None:
+    model, optimizer, scheduler, mesh = build(job)
+    train(model, optimizer, scheduler, mesh, range(2))
+    px.save_checkpoint(root, 2, model, optimizer, scheduler, asynchronous=True)
+    px.wait_for_checkpoint(model)
+
+
+def _resume(job: Job, root: Path) -> tuple[float, str]:
+    model, optimizer, scheduler, mesh = build(job, seed=5)
+    with quietly():  # of other random numbers
+        px.load_checkpoint(root, model, optimizer, scheduler)
+    train(model, optimizer, scheduler, mesh, range(2, 4))
+    reference = job.tiny.model()
+    optimizer = optimizer_of(reference, job.optimizer)
+    scheduler = scheduler_of(optimizer)
+    for step in range(4):
+        one_step(reference, optimizer, scheduler, batch(reference.config.vocab_size, 4, 6, step))
+    return worst(shard_differences(model, dict(reference.named_parameters()), False))
+
+
+def test_a_job_of_two_hosts_resumes_on_one(four_ranks: Any, tmp_path: Path) -> None:
+    four_ranks[0].run(_save, Job(MIXTRAL, Layout(2, 2, 4), zero=2), tmp_path)
+    for error, name in pool(2).run(_resume, Job(MIXTRAL, Layout(1, 2, 2)), tmp_path):
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+def _save_to(how: str, directory: Path) -> None:
+    model, optimizer, _, _ = build(Job(layout=Layout(2, 2, 1), zero=2))
+    if how == "save_pretrained":
+        model.save_pretrained(directory)
+    else:
+        px.save_checkpoint(directory, 1, model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["save_pretrained", "save_checkpoint"])
+def test_a_directory_that_is_not_shared_is_found_before_anything_is_written(
+    how: str, four_ranks: Any, tmp_path: Path
+) -> None:
+    ranks, hosts = four_ranks
+    own = tmp_path / "own"
+    own.mkdir()
+    for host in hosts:
+        host.own_directory(own)
+    raised = ranks.run_raising(_save_to, how, own / "new" / "out")
+    assert {each.type for each in raised} == {"CheckpointError"}, raised
+    words = f"{own}/new/out is not the same directory on rank 0 (host {NAMES[0]}) and rank 2 "
+    for each in raised:
+        assert words + f"(host {NAMES[1]})" in each.text
+    assert ranks.run(_entries, own) == [[]] * 4
+    ranks.run(_save_to, how, tmp_path / "shared")  # the ranks can still work together
+    assert not [path for path in tmp_path.rglob("*") if "token" in path.name]
+
+
+def _entries(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+def _load_from(root: Path) -> None:
+    model, optimizer, scheduler, _ = build(Job(layout=Layout(2, 2, 1), zero=2))
+    px.load_checkpoint(root, model, optimizer)
+
+
+def test_a_load_from_a_directory_of_one_host_says_so(four_ranks: Any, tmp_path: Path) -> None:
+    ranks, hosts = four_ranks
+    root = tmp_path / "root"
+    ranks.run(_save_to, "save_checkpoint", root)
+    hosts[1].own_directory(root)
+    for each in ranks.run_raising(_load_from, root):
+        assert each.type == "CheckpointError"
+        assert f"is not the same directory on rank 0 (host {NAMES[0]}) and rank 2" in each.text
+
+
+# A host, or the cable, is lost.
+
+
+def _cut(hosts: tuple[Host, Host]) -> None:
+    hosts[1].link("down")
+
+
+def _kill(hosts: tuple[Host, Host]) -> None:
+    hosts[1].kill()
+
+
+def _lose_power(hosts: tuple[Host, Host]) -> None:
+    """Both: nobody is told that the processes are gone."""
+    hosts[0].link("down")
+    hosts[0].kill()
+
+
+@contextmanager
+def _when(ready: list[Path], action: Any, *args: Any) -> Iterator[None]:
+    """Run an action once the ranks have made their files, and a moment has gone by."""
+
+    def act() -> None:
+        while not all(path.exists() for path in ready):
+            time.sleep(0.05)
+        time.sleep(0.3)
+        action(*args)
+
+    thread = Thread(target=act, daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _until_it_fails(what: str, ready: Path, directory: Path) -> None:
+    mesh = px.init_mesh(tp=2, timeout=TIMEOUT_S)
+    model = parallel(Tiny().model(), mesh, agreement=what != "training without agreement")
+    Path(f"{ready}-{mesh.rank}").touch()
+    while True:
+        began = time.monotonic()
+        try:
+            if what == "saving":
+                model.save_pretrained(directory / "out")
+            else:
+                model(**batch(Tiny().vocab_size)).loss.backward()
+        except Exception as error:
+            error.args = (f"{error} [{time.monotonic() - began:.1f} s]",)
+            raise
+
+
+LOSSES = {
+    "a cut cable": (_cut, (0, 1)),
+    "a killed host": (_kill, (0,)),
+    "the host of the store without power": (_lose_power, (1,)),
+}
+
+
+@pytest.mark.parametrize("what", ["training", "training without agreement", "saving"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_ranks_that_live_raise_in_time_at(loss: str, what: str, tmp_path: Path) -> None:
+    need_hosts()
+    lose, living = LOSSES[loss]
+    with two_hosts() as hosts:
+        ranks = Ranks(2, Hosts(hosts, 1))
+        ready = tmp_path / "ready"
+        try:
+            with _when([Path(f"{ready}-{rank}") for rank in (0, 1)], lose, hosts):
+                raised = ranks.run_living(living, _until_it_fails, what, ready, tmp_path)
+        finally:
+            ranks.close()
+    for rank, error in zip(living, raised, strict=True):
+        assert isinstance(error, Raised), error
+        seconds = float(re.search(r"\[([\d.]+) s\]$", error.text)[1])
+        assert seconds < TIMEOUT_S + SLACK_S, error
+        if rank == 0:
+            assert f"rank 1 on host {NAMES[1]} " in error.text, error
+        else:
+            assert "the store of the job at 10.77.0.1:29517 cannot be reached" in error.text, error
+            assert "its host or the network to it is down (no answer within" in error.text, error
+            if what != "saving":
+                assert f"nothing is known of rank 0 on host {NAMES[0]}, since" in error.text
+
+
+# Interfaces.
+
+
+def _join() -> None:
+    px.init_mesh(tp=2, timeout=TIMEOUT_S)
+
+
+def _raised_with(interface: str | None) -> list[Any]:
+    need_hosts()
+    with two_hosts() as hosts:
+        ranks = Ranks(2, Hosts(hosts, 1, interface))
+        try:
+            return ranks.run_raising(_join)
+        finally:
+            ranks.close()
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    for error in _raised_with("eth9"):
+        assert error.type == "CollectiveTimeout"
+        assert "GLOO_SOCKET_IFNAME=eth9 must name an interface of this host" in error.text
+
+
+@pytest.mark.slow  # gloo waits for 30 s, whatever it is told
+def test_hosts_that_take_their_own_loopback_are_told_of_the_interface() -> None:
+    errors = _raised_with(None)
+    assert [error.type for error in errors] == ["CollectiveTimeout"] * 2
+    assert all("set GLOO_SOCKET_IFNAME" in error.text for error in errors)
+    assert "gloo has taken 127.0.0.1, which no other host reaches" in errors[1].text
+
+
+def test_hints_name_the_interface_to_set() -> None:
+    failed = RuntimeError("Gloo connectFullMesh failed with [...] remote=[127.0.0.1]:3021")
+    assert "gloo has taken 127.0.0.1" in hint(failed)
+    assert "set GLOO_SOCKET_IFNAME" in hint(failed)
+    other = RuntimeError("Gloo connectFullMesh failed with [...] remote=[172.17.0.1]:3021")
+    assert "could not connect to a rank at 172.17.0.1; if all are alive, set GLOO" in hint(other)
+    assert "set NCCL_SOCKET_IFNAME" in hint(RuntimeError("ncclRemoteError: A call failed"))
+    assert hint(RuntimeError("connection closed by peer [127.0.0.1]:3021")) == ""
