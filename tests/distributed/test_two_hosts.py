@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from hosts import NAMES, Host, Hosts, need_hosts, two_hosts
+from hosts import INTERFACE, NAMES, Host, Hosts, need_hosts, two_hosts
 from ranks import Raised, Ranks, pool
 from reference import FLOOR, Tiny, batch, parallel, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, training_differences
@@ -31,7 +34,7 @@ import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.distributed.interfaces import hint
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 4.0
 SLACK_S = 8.0  # for a machine with more ranks than cores, and to find out who is missing
 
 
@@ -220,8 +223,20 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("what", ["training", "training without agreement", "saving"])
-@pytest.mark.parametrize("loss", LOSSES)
+OFTEN = {
+    ("a cut cable", "training without agreement"),
+    ("a cut cable", "saving"),
+    ("a killed host", "training"),
+    ("the host of the store without power", "training"),
+}
+EVERY = [
+    pytest.param(loss, what, marks=[] if (loss, what) in OFTEN else [pytest.mark.slow])
+    for loss in LOSSES
+    for what in ("training", "training without agreement", "saving")
+]
+
+
+@pytest.mark.parametrize(("loss", "what"), EVERY)
 def test_the_ranks_that_live_raise_in_time_at(loss: str, what: str, tmp_path: Path) -> None:
     need_hosts()
     lose, living = LOSSES[loss]
@@ -244,6 +259,44 @@ def test_the_ranks_that_live_raise_in_time_at(loss: str, what: str, tmp_path: Pa
             assert "its host or the network to it is down (no answer within" in error.text, error
             if what != "saving":
                 assert f"nothing is known of rank 0 on host {NAMES[0]}, since" in error.text
+
+
+# The page about it.
+
+SCRIPT = """
+import torch, parallel_ext as px
+mesh = px.init_mesh(tp=2)
+print("sum", px.ops.reduce_from_region(torch.ones(3), mesh.tp).tolist())
+"""
+
+
+def test_the_command_of_the_page_starts_a_job(tmp_path: Path) -> None:
+    need_hosts()
+    page = (Path(__file__).parents[2] / "docs" / "multi-host.md").read_text()
+    command = re.search(r"```bash\n(torchrun .*?)```", page, re.DOTALL)[1]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for said, here in (
+        ("torchrun", f"{sys.executable} -m torch.distributed.run"),
+        ("--nproc-per-node=8", "--nproc-per-node=1"),
+        (" train.py", f" {tmp_path}/train.py"),
+    ):
+        assert said in command
+        command = command.replace(said, here)
+    with two_hosts() as hosts, ExitStack() as agents:
+        own = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+        running = [
+            agents.enter_context(
+                subprocess.Popen(
+                    host.inside("bash", "-c", command),
+                    env=os.environ | own | {"HOST_RANK": str(number)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for number, host in enumerate(hosts)
+        ]
+        outputs = [agent.communicate(timeout=120)[0] for agent in running]
+    assert outputs == ["sum [2.0, 2.0, 2.0]\n"] * 2
 
 
 # Interfaces.

@@ -41,10 +41,13 @@ class Host:
     address: str
     process: int
 
+    def inside(self, *command: str) -> list[str]:
+        """Return the command that runs another one on the host, as root."""
+        return ["nsenter", "--target", str(self.process), *_OWN, "--pid", *command]
+
     def run(self, *command: str) -> None:
-        """Run a command as root of the host, whose files are those outside of its mounts."""
-        entered = ["nsenter", "--target", str(self.process), *_OWN]
-        _run([*entered, *command])
+        """Run a short command on the host."""
+        _run(self.inside(*command))
 
     def link(self, state: str) -> None:
         """Take the host's interface ``"down"``: packets vanish, and nobody is told; or ``"up"``."""
