@@ -138,11 +138,9 @@ def test_a_directory_that_is_not_shared_is_found_before_anything_is_written(
     own.mkdir()
     for host in hosts:
         host.own_directory(own)
-    raised = ranks.run_raising(_save_to, how, own / "new" / "out")
-    assert {each.type for each in raised} == {"CheckpointError"}, raised
-    words = f"{own}/new/out is not the same directory on rank 0 (host {NAMES[0]}) and rank 2 "
-    for each in raised:
-        assert words + f"(host {NAMES[1]})" in each.text
+    said = f"is not the same directory on rank 0 (host {NAMES[0]}) and rank 2 (host {NAMES[1]})"
+    out, error = own / "new" / "out", "CheckpointError"
+    ranks.assert_raises(_save_to, how, out, words=f"{out} {said}", error=error)
     assert ranks.run(_entries, own) == [[]] * 4
     ranks.run(_save_to, how, tmp_path / "shared")  # the ranks can still work together
     assert not [path for path in tmp_path.rglob("*") if "token" in path.name]
@@ -162,9 +160,8 @@ def test_a_load_from_a_directory_of_one_host_says_so(four_ranks: Any, tmp_path: 
     root = tmp_path / "root"
     ranks.run(_save_to, "save_checkpoint", root)
     hosts[1].own_directory(root)
-    for each in ranks.run_raising(_load_from, root):
-        assert each.type == "CheckpointError"
-        assert f"is not the same directory on rank 0 (host {NAMES[0]}) and rank 2" in each.text
+    said = f"is not the same directory on rank 0 (host {NAMES[0]}) and rank 2 (host {NAMES[1]})"
+    ranks.assert_raises(_load_from, root, words=said, error="CheckpointError")
 
 
 # A host, or the cable, is lost.
