@@ -30,6 +30,7 @@ def save_checkpoint(
     keep_last: int | None = None,
     keep_every: int | None = None,
     asynchronous: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Write all that training needs to resume, on any number of ranks, as ``root/step-<step>``.
 
@@ -67,6 +68,8 @@ def save_checkpoint(
             warning.
         keep_every: those whose step is a multiple of it stay too.
         asynchronous: return when the values are copied, not when they are on the disk.
+        progress: whether rank 0 shows a bar. When None it does on a terminal, where the save takes
+            longer than a second and is not asynchronous.
 
     Returns:
         The directory, on every rank; of an asynchronous save the one that will be there.
@@ -96,6 +99,7 @@ def save_checkpoint(
             keep_last,
             keep_every,
             asynchronous,
+            progress,
         )
 
 
@@ -125,6 +129,7 @@ def load_checkpoint(
     scheduler: Scheduler | None = None,
     *,
     step: int | None = None,
+    progress: bool | None = None,
 ) -> Resumed:
     """Put a training checkpoint into a model, its optimizer and its scheduler, in place.
 
@@ -148,6 +153,8 @@ def load_checkpoint(
             ``px.data_parallel``.
         scheduler: of the class that was saved, to be given its ``state_dict()``.
         step: the one to load; when None the latest.
+        progress: whether rank 0 shows a bar. When None it does on a terminal, where the load takes
+            longer than a second.
 
     Returns:
         The step and the data state, among others.
@@ -163,4 +170,6 @@ def load_checkpoint(
     state = state_of(model)
     contents = partial(contents_of, model)
     with one_error(f"load_checkpoint from {os.fspath(root)}"):
-        return load_step(root, contents, optimizer, scheduler, step, state.mesh, state.invariant)
+        return load_step(
+            root, contents, optimizer, scheduler, step, state.mesh, state.invariant, progress
+        )

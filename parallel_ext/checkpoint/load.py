@@ -60,13 +60,14 @@ def load_step(
     step: int | None,
     mesh: Mesh,
     invariant: Invariant | None = None,
+    progress: bool | None = None,
 ) -> Resumed:
     """Load a training checkpoint into the contents of a model, its optimizer and its scheduler.
 
     It does the work of :func:`parallel_ext.load_checkpoint`, whose docstring says the rest.
 
     Args:
-        root, optimizer, scheduler, step: as of ``load_checkpoint``.
+        root, optimizer, scheduler, step, progress: as of ``load_checkpoint``.
         contents_of: returns what is to be loaded; may raise.
         mesh: the ranks of the model.
         invariant: of the model.
@@ -91,7 +92,7 @@ def load_step(
         wanted, apply = mesh.control.run_on_all(
             op_name, lambda: opened.match(optimizer, scheduler, mesh)
         )
-        read_shards(wanted, opened.file_of, mesh, op_name)
+        read_shards(wanted, opened.file_of, mesh, op_name, progress)
         mesh.control.run_on_all(op_name, apply)
     _warn_of_other_bits(opened.manifest, path, invariant)
     same = opened.states is not None

@@ -69,14 +69,15 @@ def save_step(
     keep_last: int | None = None,
     keep_every: int | None = None,
     asynchronous: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Save the contents of a model, its optimizer and its scheduler as a training checkpoint.
 
     It does the work of :func:`parallel_ext.save_checkpoint`, whose docstring says the rest.
 
     Args:
-        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous: as of
-            ``save_checkpoint``.
+        root, step, optimizer, scheduler, data_state, keep_last, keep_every, asynchronous,
+            progress: as of ``save_checkpoint``.
         contents_of: returns what is to be saved; may raise.
         mesh: the ranks of the model.
         invariant: of the model.
@@ -150,7 +151,8 @@ def save_step(
         begun = mesh.control.run_on_all(op_name, begin, patient=True)
         name, metadata = mesh.control.all_gather_object(begun and (begun[0].name, begun[1]))[0]
         keep = (keep_last, keep_every)
-        save = _Save(op_name, at, keep, at / name, metadata, plan, begun and begun[2])
+        shown = False if asynchronous and progress is None else progress  # the loop has its own
+        save = _Save(op_name, at, keep, at / name, metadata, plan, begun and begun[2], shown)
         if asynchronous:
             mesh.background.start(op_name, partial(save.run, cleanup.pop_all()))
         else:
@@ -240,6 +242,7 @@ class _Save:
         metadata: of each safetensors file.
         plan: what is written where.
         manifest: of the other files; None but on rank 0.
+        progress: whether rank 0 shows a bar; None for one on a terminal.
     """
 
     op_name: str
@@ -249,6 +252,7 @@ class _Save:
     metadata: Mapping[str, str]
     plan: _Plan
     manifest: Manifest | None
+    progress: bool | None
 
     def run(self, cleanup: ExitStack, control: ControlPlane) -> None:
         """Write the tensors and publish the directory; every rank runs it, on any thread.
@@ -259,9 +263,8 @@ class _Save:
         """
         with one_error(self.op_name), cleanup:  # which another call may raise
             stream = TensorStream(self.plan.values, control, self.plan.chunk_bytes)
-            stream.write(
-                self.plan.files, self.plan.layouts, self.temporary, self.metadata, self.op_name
-            )
+            plan, where = self.plan, (self.temporary, self.metadata, self.op_name)
+            stream.write(plan.files, plan.layouts, *where, self.progress)
             written = control.all_gather_object((stream.records(), stream.non_finite), FileRecord)
             control.run_on_all(self.op_name, lambda: self._publish(written), patient=True)
         warn_of_non_finite([counts for _, counts in written], self.op_name, control)

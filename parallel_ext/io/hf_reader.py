@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.io.reading import Wanted, bytes_here, read_shards
+from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.schema import MAX_TENSORS, read_json
@@ -346,20 +345,13 @@ class HFDirectory:
             return room
 
         shards = mesh.control.run_on_all(op_name, make_room)
-        with tqdm(
-            desc="Loading shards",
-            unit="B",
-            unit_scale=True,
-            disable=None if mesh.rank == 0 else True,  # None: shown on a terminal only
-            total=sum(bytes_here(each, self.file_of, mesh.rank) for each in parts),
-        ) as progress:
-            read_shards(
-                [(each, shards[each.whole.name]) for each in parts],
-                self.file_of,
-                mesh,
-                op_name,
-                progress.update,
-            )
+        read_shards(
+            [(each, shards[each.whole.name]) for each in parts],
+            self.file_of,
+            mesh,
+            op_name,
+            progress_as_in_transformers(),
+        )
         for name, buffer in buffers.items():
             buffer.copy_(shards[name])
         replacements = {
@@ -370,6 +362,13 @@ class HFDirectory:
             for attribute, parameter in list(module._parameters.items()):
                 if parameter in replacements:
                     module._parameters[attribute] = replacements[parameter]
+
+
+def progress_as_in_transformers() -> bool | None:
+    """Return what transformers' ``disable_progress_bar`` asks of bars: False or None."""
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    return None if is_progress_bar_enabled() else False
 
 
 def _kept(in_file: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

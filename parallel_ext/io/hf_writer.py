@@ -17,7 +17,7 @@ import torch
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io import disk
-from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME
+from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, progress_as_in_transformers
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.same_directory import check_same_directory
@@ -144,7 +144,8 @@ def write_directory(
         temporary = Path(mesh.control.all_gather_object(made)[0])
         metadata = {"parallel_ext": json.dumps(note)} if note else {}
         stream = TensorStream(values, mesh.control)
-        stream.write(files, in_files, temporary, metadata, op_name)
+        shown = progress_as_in_transformers()
+        stream.write(files, in_files, temporary, metadata, op_name, shown)
         mesh.control.run_on_all(op_name, finish, patient=True)
     non_finite = mesh.control.all_gather_object(stream.non_finite)
     warn_of_non_finite(non_finite, op_name, mesh.control)

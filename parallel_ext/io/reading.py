@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.places import Piece, Place
+from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.sharding.layout import Part, TensorLayout
 from parallel_ext.sharding.reshard import part_views
@@ -141,7 +142,7 @@ def read_shards(
     files: Mapping[str, SafetensorsFile],
     mesh: Mesh,
     op_name: str,
-    progress: Callable[[int], object] = lambda num_bytes: None,
+    progress: bool | None = None,
 ) -> None:
     """Read this rank's boxes of many tensors; every rank calls it with the same tensors.
 
@@ -153,7 +154,7 @@ def read_shards(
         files: that hold them, by name of the tensor.
         mesh: the ranks.
         op_name: what the ranks are doing, for errors.
-        progress: called with the number of bytes that this rank has read.
+        progress: whether rank 0 shows a bar of what it reads; None for one on a terminal.
 
     Raises:
         CheckpointError: a tensor cannot be read, on that rank; a RuntimeError on the others.
@@ -166,7 +167,11 @@ def read_shards(
 
     steps = list(steps_of(sorted((each for each, _ in wanted), key=place), files))
     threads = num_threads(mesh.world_size)
-    with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
+    total = sum(bytes_here(each, files, mesh.rank) for each, _ in wanted)
+    with (
+        progress_bar("Loading shards", total, mesh.rank, progress) as done,
+        ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool,
+    ):
         reads = Reads(pool)
 
         def read(step: Sequence[Wanted]) -> None:
@@ -176,7 +181,7 @@ def read_shards(
 
         for step in steps:
             mesh.control.run_on_all(op_name, partial(read, step))
-            progress(sum(bytes_here(each, files, mesh.rank) for each in step))
+            done(sum(bytes_here(each, files, mesh.rank) for each in step))
 
 
 def bytes_here(wanted: Wanted, files: Mapping[str, SafetensorsFile], rank: int) -> int:

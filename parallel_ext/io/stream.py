@@ -18,6 +18,7 @@ import xxhash
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
+from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowBlock, Swap, row_blocks
@@ -172,6 +173,7 @@ class TensorStream:
         directory: Path,
         metadata: Mapping[str, str],
         op_name: str,
+        progress: bool | None = None,
     ) -> None:
         """Write all files; every rank calls it with the same arguments.
 
@@ -181,6 +183,7 @@ class TensorStream:
             directory: where to; the names of the files are relative to it.
             metadata: of the header of every file.
             op_name: what the ranks are doing, for errors.
+            progress: whether rank 0 shows a bar of what all write; None for one on a terminal.
 
         Raises:
             CollectiveTimeout: a rank was killed or stopped.
@@ -189,8 +192,14 @@ class TensorStream:
         control = self._control
         try:
             control.run_on_all(op_name, lambda: self._open(files, metadata, directory))
-            for turn in (*plan_turns(files, layouts, control.world_size), ()):
-                control.run_on_all(op_name, partial(self._take_and_prepare, turn))
+            total = sum(file.num_bytes for file in files)
+            with progress_bar("Saving", total, control.rank, progress) as done:
+                prepared: Sequence[Turn | None] = ()
+                for turn in (*plan_turns(files, layouts, control.world_size), ()):
+                    control.run_on_all(op_name, partial(self._take_and_prepare, turn))
+                    blocks = (block for part in prepared if part for block in part.blocks)
+                    done(sum(map(self._bytes, blocks)))  # which are written now
+                    prepared = turn
             control.run_on_all(op_name, self._close, patient=True)  # disks may be slow
         finally:
             for writer in self._writers.values():
@@ -244,7 +253,7 @@ class TensorStream:
         Wide dtypes come first in a file, so each begins where its dtype can.
         """
         dtypes = [self._values[block.layout.name].dtype for block in blocks]
-        sizes = [math.prod(b.shape) * d.itemsize for b, d in zip(blocks, dtypes, strict=True)]
+        sizes = [self._bytes(block) for block in blocks]
         if sum(sizes) > self._buffer.numel():
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         parts = self._buffer[: sum(sizes)].split(sizes)
@@ -252,6 +261,9 @@ class TensorStream:
             part.view(dtype).view(block.shape)
             for block, dtype, part in zip(blocks, dtypes, parts, strict=True)
         ]
+
+    def _bytes(self, block: RowBlock) -> int:
+        return math.prod(block.shape) * self._values[block.layout.name].dtype.itemsize
 
     def _count_non_finite(self, name: str, values: torch.Tensor) -> None:
         if not values.is_floating_point():
