@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import pool
 from reference import Tiny, difference, gradients_of, mesh_of, parallel, shard_differences, worst
-from reference_mixtral import Layout, TinyMixtral, batches, job_loss
+from reference_mixtral import Layout, TinyMixtral, batches, job_loss, spread
 from torch import nn
 
 import parallel_ext as px
@@ -62,8 +62,7 @@ def _forced_router(gate: nn.Module, rule: str, dp: int, hidden: torch.Tensor) ->
 
 def _forced(layout: Layout, rule: str, recomputed: bool) -> tuple[dict[str, float], Any]:
     """Differences from the single process, and the choices for each expert."""
-    reference, mesh = TINY.model(), layout.mesh()
-    model = px.data_parallel(parallel(reference, mesh), mesh)
+    reference, model, mesh = spread(TINY, layout)
     for layer in reference.model.layers:
         layer.mlp.gate.forward = partial(_forced_router, layer.mlp.gate, rule, layout.dp)
     if recomputed:

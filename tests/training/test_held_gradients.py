@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from ranks import pool
-from reference import assert_within, gradients_of, parallel, shard_differences, worst
-from reference_mixtral import Layout, TinyMixtral, batches
+from reference import assert_within, gradients_of, shard_differences, worst
+from reference_mixtral import Layout, TinyMixtral, own_batch, spread
 
 import parallel_ext as px
 from parallel_ext.parallel.state import state_of
@@ -31,34 +31,33 @@ class _Raises(torch.autograd.Function):
 
 def _dropped(how: str, zero: int) -> tuple[float, str]:
     """The gradients of one batch after those of another were dropped in the given way."""
-    reference, mesh = TINY.model(), LAYOUT.mesh()
-    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
-    (_, lost), (whole, kept) = (batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4))
+    reference, model, mesh = spread(TINY, LAYOUT, zero)
+    (_, lost), (whole, kept) = (own_batch(TINY, mesh, seed) for seed in (3, 4))
     if "that raises" in how:
         layer = model.model.layers[0]
         hook = layer.register_forward_hook(lambda module, args, output: _Raises.apply(output))
-        output = model(**lost[mesh.dp_rank], output_hidden_states="hidden" in how)
+        output = model(**lost, output_hidden_states="hidden" in how)
         loss = output.hidden_states[-1].sum() if "hidden" in how else output.loss
         with pytest.raises(KeyError):
             loss.backward()
         hook.remove()
     elif how == "a backward that is refused":  # as where a parameter of an adapter has hooks
-        loss, partials = model(**lost[mesh.dp_rank]).loss, state_of(model).partials
+        loss, partials = model(**lost).loss, state_of(model).partials
         with mock.patch.object(partials, "open", side_effect=KeyError), pytest.raises(KeyError):
             loss.backward()
     elif how == "an exception in no_sync":
         with suppress(KeyError), px.no_sync(model):
-            model(**lost[mesh.dp_rank]).loss.backward()
+            model(**lost).loss.backward()
             raise KeyError
     else:
         with px.no_sync(model):
-            model(**lost[mesh.dp_rank]).loss.backward()
+            model(**lost).loss.backward()
     if how == "zero_grad after the next forward":
-        loss = model(**kept[mesh.dp_rank]).loss
+        loss = model(**kept).loss
         model.zero_grad()
     else:
         model.zero_grad()
-        loss = model(**kept[mesh.dp_rank]).loss
+        loss = model(**kept).loss
     loss.backward()
     reference(**whole).loss.backward()
     return worst(shard_differences(model, gradients_of(reference), True))
@@ -81,12 +80,11 @@ def test_what_was_dropped_is_in_no_later_gradient(how: str, zero: int) -> None:
 
 
 def _checked(inside: bool, zero: int) -> tuple[tuple[float, str], float]:
-    reference, mesh = TINY.model(), LAYOUT.mesh()
-    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
-    data = [batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4, 5)]
+    reference, model, mesh = spread(TINY, LAYOUT, zero)
+    data = [own_batch(TINY, mesh, seed) for seed in (3, 4, 5)]
     for whole, _ in data:
         reference(**whole).loss.backward()
-    first, second, third = (own[mesh.dp_rank] for _, own in data)
+    first, second, third = (own for _, own in data)
     with px.no_sync(model):
         model(**first).loss.backward()
         if inside:
@@ -109,11 +107,10 @@ def test_check_gradients_neither_sees_nor_loses_them(inside: bool, zero: int) ->
 
 def _zeroed_late(zero: int) -> tuple[float, str]:
     """``zero_grad`` of the model between the second forward and its backward."""
-    reference, mesh = TINY.model(), LAYOUT.mesh()
-    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
-    (_, first), (whole, second) = (batches(TINY, LAYOUT.dp, seed=seed) for seed in (3, 4))
-    model(**first[mesh.dp_rank]).loss.backward()
-    loss = model(**second[mesh.dp_rank]).loss
+    reference, model, mesh = spread(TINY, LAYOUT, zero)
+    (_, first), (whole, second) = (own_batch(TINY, mesh, seed) for seed in (3, 4))
+    model(**first).loss.backward()
+    loss = model(**second).loss
     model.zero_grad()
     loss.backward()
     reference(**whole).loss.backward()
