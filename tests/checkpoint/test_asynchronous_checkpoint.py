@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from ranks import pool
+from reference import quietly
 from reference_mixtral import Layout
-from reference_training import LLAMA, MIXTRAL, Job, build, quietly, train
+from reference_training import LLAMA, MIXTRAL, Job, build, train
 
 import parallel_ext as px
 from parallel_ext.io import disk

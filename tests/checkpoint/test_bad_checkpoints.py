@@ -23,10 +23,10 @@ import pytest
 import torch
 import xxhash
 from ranks import pool
-from reference import Tiny
+from reference import Tiny, quietly
 from reference_memory import needs_peak, peak_growth
 from reference_mixtral import Layout
-from reference_training import Job, build, quietly, train
+from reference_training import Job, build, train
 from test_bad_files import no_waiting
 
 import parallel_ext as px

@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_training import Job, build, quietly
+from reference import quietly
+from reference_training import Job, build
 from torch.optim import lr_scheduler as schedulers
 
 import parallel_ext as px

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from ranks import pool
-from reference import assert_within, batch, parallel, shard_differences, worst
+from reference import assert_within, batch, parallel, quietly, shard_differences, worst
 from reference_cogagent import batches_of, picture, text, tiny_model
 from reference_cogagent import exact as exact_cogagent
 from reference_mixtral import Layout
@@ -26,7 +26,6 @@ from reference_training import (
     build,
     one_step,
     optimizer_of,
-    quietly,
     scheduler_of,
     train,
 )

@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import pool
-from reference import Tiny, assert_within, batch, difference, parallel, worst
+from reference import Tiny, assert_within, batch, difference, parallel, quietly, worst
 from reference_cogagent import batches_of, picture, text, tiny_model
 from reference_cogagent import exact as exact_cogagent
 from reference_lora import ALL, FILE, config, plain
 from reference_lora_experts import BOTH, plain_experts
 from reference_mixtral import Layout, TinyMixtral
-from reference_training import quietly
 from safetensors.torch import load_file
 from test_cogagent_lora import EVERYWHERE
 

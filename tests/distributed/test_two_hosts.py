@@ -17,7 +17,7 @@ import pytest
 import torch
 from hosts import INTERFACE, NAMES, Host, Hosts, need_hosts, two_hosts
 from ranks import Raised, Ranks, pool
-from reference import FLOOR, Tiny, batch, parallel, shard_differences, worst
+from reference import FLOOR, Tiny, batch, parallel, quietly, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, training_differences
 from reference_training import (
     MIXTRAL,
@@ -25,7 +25,6 @@ from reference_training import (
     build,
     one_step,
     optimizer_of,
-    quietly,
     scheduler_of,
     train,
 )

@@ -10,7 +10,7 @@ import torch
 from on_device import placed
 from reference import parallel
 from reference_mixtral import TinyMixtral, batches
-from reference_training import LLAMA, optimizer_of, quietly
+from reference_training import LLAMA, optimizer_of
 from torch.utils._pytree import tree_map
 
 import parallel_ext as px
@@ -39,8 +39,7 @@ def test_a_save_holds_the_weights_at_the_call(
 ) -> None:
     # A mesh made for the CPU does not tell where the tensors are that a save copies.
     mesh = px.init_mesh(device="cpu" if moved_later else device)
-    with quietly():
-        model = parallel(tiny.model().to(device), mesh)
+    model = parallel(tiny.model().to(device), mesh)
     optimizer = optimizer_of(model, "AdamW")
     _trained(tiny, model, optimizer, range(2))
     expected = _tensors(model, optimizer)

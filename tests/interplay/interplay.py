@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference import Tiny, gradients_of, parallel, shard_differences, worst
+from reference import Tiny, gradients_of, parallel, quietly, shard_differences, worst
 from reference_mixtral import Layout, batches
-from reference_training import quietly
 from torch import nn
 
 import parallel_ext as px

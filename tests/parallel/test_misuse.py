@@ -373,7 +373,7 @@ def test_trainer_is_refused_with_a_sentence(tmp_path: Any) -> None:
 def _warnings(vocab_size: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parallel(Tiny(vocab_size=vocab_size).model(), mesh_of())
+        px.parallelize(Tiny(vocab_size=vocab_size, dtype=torch.float32).model(), mesh_of())
     return [str(one.message) for one in caught if "divisible" in str(one.message)]
 
 

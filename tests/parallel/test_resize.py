@@ -20,12 +20,12 @@ from reference import (
     difference,
     mesh_of,
     parallel,
+    quietly,
     shard_differences,
 )
 from reference_life import differences_in_life, resized, with_head_bias
 from reference_lora import adapted, config
 from reference_mixtral import Layout, TinyMixtral
-from reference_training import quietly
 from torch import nn
 
 import parallel_ext as px
@@ -75,8 +75,7 @@ def _in_bits(tiny: Tiny, layout: Layout, bias: bool, steps: list[dict[str, Any]]
     reference = with_head_bias(tiny.model()) if bias else tiny.model()
     reference.lm_head.requires_grad_(tiny.tied)
     mesh, wrong = layout.mesh(), []
-    with quietly():  # of rows that do not divide
-        model = parallel(reference, mesh, vocab_multiple_of=4)
+    model = parallel(reference, mesh, vocab_multiple_of=4)
     for step in steps:
         with mock.patch.object(resize, "STRIPE_BYTES", 3000):  # rows travel in several pieces
             states = [resized(each, **step) for each in (reference, model)]

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from reference import Tiny, parallel
-from reference_training import quietly
 
 import parallel_ext as px
 from parallel_ext.io import disk
@@ -88,8 +87,7 @@ class SmallJob:
 
     def __init__(self, mesh: px.Mesh) -> None:
         self.mesh = mesh
-        with quietly():  # of rows that do not divide
-            self.model = parallel(TINY.model(), mesh)
+        self.model = parallel(TINY.model(), mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.fill(0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
@@ -104,11 +106,20 @@ def mesh_of(tp: int | None = None, ep: int = 1) -> px.Mesh:
     return px.init_mesh(tp=dist.get_world_size() if tp is None else tp, ep=ep, timeout=60.0)
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings, which other tests look at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:
     """A parallel copy of a single-process model."""
     model = copy.deepcopy(reference)
     model.__dict__.pop("_loss_function", None)  # of ``exact``
-    return px.parallelize(model, mesh, **options)
+    with quietly():  # of rows that do not divide
+        return px.parallelize(model, mesh, **options)
 
 
 def batch(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import transformers
 from reference import batch, difference, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import Layout
-from reference_training import quietly
 from safetensors.torch import load_file
 from torch import nn
 
@@ -112,8 +111,7 @@ def differences_in_life(
     """
     mesh = layout.mesh() if dist.is_initialized() else px.init_mesh()
     reference = with_head_bias(tiny.model()) if bias else tiny.model()
-    with quietly():  # of rows that do not divide
-        model = parallel(reference, mesh)
+    model = parallel(reference, mesh)
     found: dict[str, float] = {}
 
     def add(where: str, differences: dict[str, float]) -> None:

@@ -246,11 +246,12 @@ def batches(
 
 
 def spread(
-    tiny: TinyMixtral | Tiny, layout: Layout, zero: int = 2, **options: Any
+    tiny: TinyMixtral | Tiny, layout: Layout, zero: int | None = 2, **options: Any
 ) -> tuple[Any, Any, px.Mesh]:
-    """The single-process model, the parallel one, and its mesh."""
+    """The single-process model, the parallel one, and its mesh; None for no ``data_parallel``."""
     reference, mesh = tiny.model(), layout.mesh()
-    return reference, px.data_parallel(parallel(reference, mesh, **options), mesh, zero), mesh
+    model = parallel(reference, mesh, **options)
+    return reference, px.data_parallel(model, mesh, zero) if zero else model, mesh
 
 
 def own_batch(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,14 +34,6 @@ class Job:
         return f"{self.layout}{stage}-{self.optimizer}"
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without warnings, which other tests look at."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -66,8 +55,7 @@ def build(job: Job, seed: int = 1) -> tuple[Any, Any, Any, px.Mesh]:
     """A model, its optimizer and scheduler, and the mesh."""
     in_ranks = dist.is_initialized() or "RANK" in os.environ
     mesh = job.layout.mesh() if in_ranks else px.init_mesh()
-    with quietly():  # of rows that do not divide
-        model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
+    model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
     optimizer = optimizer_of(model, job.optimizer)

@@ -15,7 +15,6 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from interplay_accelerate import processes
 from ranks import Raised, pool
 from reference import Tiny, parallel
-from reference_training import quietly
 from torch.utils.data import DataLoader
 
 import parallel_ext as px
@@ -74,8 +73,7 @@ class Job:
         model = TINY.model(seed)
         if not layout.plain:
             mesh = px.init_mesh(tp=layout.tp, dp=layout.dp, timeout=60.0)
-            with quietly():
-                model = parallel(model, mesh)
+            model = parallel(model, mesh)
             if layout.zero:
                 px.data_parallel(model, mesh, layout.zero)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -10,22 +10,13 @@ import pytest
 import torch
 from ranks import pool
 from reference import FLOOR, batch, mesh_of, parallel, shard_differences, worst
-from reference_mixtral import Layout, batches
-from reference_training import LLAMA, quietly
+from reference_mixtral import Layout, batches, spread
+from reference_training import LLAMA
 
 import parallel_ext as px
 from parallel_ext.interplay import gradients as interplay_gradients
 
 TINY = replace(LLAMA, dtype=torch.float32)
-
-
-def _models(layout: Layout, zero: int | None) -> tuple[Any, Any, px.Mesh]:
-    reference, mesh = TINY.model(), layout.mesh()
-    with quietly():
-        model = parallel(reference, mesh)
-    if zero:
-        px.data_parallel(model, mesh, zero)
-    return reference, model, mesh
 
 
 def _optimizer(model: Any, name: str) -> torch.optim.Optimizer:
@@ -48,7 +39,7 @@ def _train(
     layout: Layout, zero: int | None, name: str, init_scale: float
 ) -> tuple[list[float], list[float], float]:
     """The scales of both, and how far our parameters are from those of the single process."""
-    reference, model, mesh = _models(layout, zero)
+    reference, model, mesh = spread(TINY, layout, zero)
     scalers = (
         torch.amp.GradScaler("cpu", init_scale, growth_interval=2),
         px.GradScaler(mesh, init_scale, growth_interval=2),
@@ -86,7 +77,7 @@ def test_steps_and_scales_are_those_of_the_single_process(
 
 def _overflow(own: bool, name: str, clip: bool) -> tuple[bool, float]:
     """Whether a rank made the step when only the last one holds an infinity, and its scale."""
-    _, model, mesh = _models(Layout(1, 2, 1), None)
+    _, model, mesh = spread(TINY, Layout(1, 2, 1), None)
     optimizer = _optimizer(model, name)
     scaler = px.GradScaler(mesh) if own else torch.amp.GradScaler("cpu")
     scaler.scale(model(**batch(TINY.vocab_size)).loss).backward()
@@ -117,7 +108,7 @@ def test_the_test_above_notices_ranks_that_decide_alone() -> None:
 
 
 def _scaled_otherwise() -> None:
-    _, model, mesh = _models(Layout(1, 2, 1), None)
+    _, model, mesh = spread(TINY, Layout(1, 2, 1), None)
     optimizer = _optimizer(model, "SGD")
     scaler = px.GradScaler(mesh, init_scale=2.0 ** (8 + mesh.rank))
     _step(model, optimizer, scaler, batch(TINY.vocab_size))

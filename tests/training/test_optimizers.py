@@ -15,8 +15,8 @@ import transformers
 from ranks import pool
 from reference import Tiny, assert_within, batch, mesh_of, parallel, shard_differences, worst
 from reference_lora import ALL, config
-from reference_mixtral import Layout, batches
-from reference_training import LLAMA, MIXTRAL, quietly
+from reference_mixtral import Layout, own_batch, spread
+from reference_training import LLAMA, MIXTRAL
 from torch import nn
 
 import parallel_ext as px
@@ -52,8 +52,7 @@ def _one_step(model: Any, optimizer: torch.optim.Optimizer, data: dict[str, Any]
 
 def _hundred_steps(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[float, str, float]:
     reference = LARGE.model()
-    with quietly():
-        model = parallel(reference, mesh_of())
+    model = parallel(reference, mesh_of())
     optimizers = make(model), make(reference)
     for step in range(100):
         one = batch(LARGE.vocab_size, rows=1, tokens=5, seed=step)
@@ -100,23 +99,14 @@ CASES = {
 }
 
 
-def _spread(tiny: Any, layout: Layout, zero: int | None, cut: dict[str, Any]) -> tuple[Any, Any]:
-    reference, mesh = tiny.model(), layout.mesh()
-    with quietly():
-        model = parallel(reference, mesh, **cut)
-    if zero:
-        px.data_parallel(model, mesh, zero)
-    return reference, model
-
-
 def _three_steps(case: str, make: Callable[..., torch.optim.Optimizer]) -> tuple[float, str]:
     tiny, layout, zero, cut, options = CASES[case]
-    reference, model = _spread(tiny, layout, zero, cut)
+    reference, model, mesh = spread(tiny, layout, zero, **cut)
     ours, theirs = make(model, **options), _adafactor(reference, **options)
     for step in range(3):
-        whole, own = batches(tiny, layout.dp, seed=step)
+        whole, own = own_batch(tiny, mesh, step)
         _one_step(reference, theirs, whole)
-        _one_step(model, ours, own[layout.mesh().dp_rank])
+        _one_step(model, ours, own)
     return worst(shard_differences(model, dict(reference.named_parameters()), False))
 
 
@@ -130,7 +120,7 @@ def _adapted() -> tuple[float, str]:
     targets = {"target_modules": [*ALL, "lm_head", "embed_tokens"]}
     models = []
     for layout in (Layout(1, 2, 1), Layout(2, 1, 1)):
-        _, model = _spread(LLAMA, layout, None, {})
+        _, model, _ = spread(LLAMA, layout, None)
         px.no_data_parallel(model)  # both have the same batch
         torch.manual_seed(3)
         models.append(peft.get_peft_model(model, config(**targets)).train())
@@ -157,7 +147,7 @@ def test_the_test_above_notices_means_over_shards() -> None:
 
 
 def _refused(name: str, copied: bool) -> None:
-    _, model = _spread(LLAMA, Layout(1, 2, 1), None, {})
+    _, model, _ = spread(LLAMA, Layout(1, 2, 1), None)
     model = copy.deepcopy(model) if copied else model
     matrices = [p for p in model.parameters() if p.dim() == 2]
     made = {
@@ -181,7 +171,7 @@ def test_optimizers_that_look_at_more_than_elements_are_refused(name: str, copie
 
 def _copied() -> bool:
     """Whether a copy of model and optimizer, with a parameter of no elements, steps alike."""
-    _, model = _spread(LLAMA, Layout(1, 2, 1), None, {})
+    _, model, _ = spread(LLAMA, Layout(1, 2, 1), None)
     model.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
     model.nothing.grad = torch.empty_like(model.nothing)
     optimizer = _adafactor(model)
@@ -199,7 +189,7 @@ def test_a_copied_adafactor_trains_the_copied_model() -> None:
 
 
 def _misused(case: str) -> None:
-    reference, model = _spread(LLAMA, Layout(1, 2, 1), None, {})
+    reference, model, _ = spread(LLAMA, Layout(1, 2, 1), None)
     rank, one = mesh_of().rank, batch(LLAMA.vocab_size)
     if case == "plain":
         px.Adafactor(reference)

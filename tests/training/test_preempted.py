@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 from ranks import pool
+from reference import quietly
 from reference_mixtral import Layout
-from reference_training import Job, build, quietly
+from reference_training import Job, build
 
 import parallel_ext as px
 from parallel_ext.training import preemption

@@ -18,10 +18,9 @@ import torch.distributed as dist
 import transformers
 from interplay_accelerate import processes
 from ranks import pool
-from reference import Tiny, parallel
+from reference import Tiny, parallel, quietly
 from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral
-from reference_training import quietly
 from safetensors.torch import load_file
 from torch.nn import functional
 from versions import needs_trainer

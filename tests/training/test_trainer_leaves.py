@@ -12,8 +12,7 @@ import torch
 import transformers
 from interplay_accelerate import processes
 from ranks import pool
-from reference import Tiny, mesh_of
-from reference_training import quietly
+from reference import Tiny, mesh_of, quietly
 from versions import needs_trainer
 
 import parallel_ext as px

@@ -19,8 +19,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from ranks import Raised, pool
-from reference import Tiny, parallel
-from reference_training import quietly
+from reference import Tiny, parallel, quietly
 from test_accelerate import ONE, Layout
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
