@@ -16,6 +16,7 @@
 namespace parallel_ext {
 
 inline constexpr int kBlockThreads = 256;
+inline constexpr int kLeastBlocks = 3;  // of a multiprocessor: left free, ptxas spills to fit more
 
 __device__ __forceinline__ GridThread this_thread() {
   return {int64_t{blockIdx.x} * blockDim.x + threadIdx.x,

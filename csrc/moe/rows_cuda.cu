@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 template <typename scalar_t, int size>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     sum_kernel(const RowPicks picks, int64_t columns, const Pack<scalar_t, size>* __restrict__ in,
                Pack<scalar_t, size>* __restrict__ out) {
   for_work(picks.num_out, columns, [&](int64_t row, int64_t column) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 template <typename scalar_t, int size>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     gate_kernel(int64_t rows, int64_t columns, const Pack<scalar_t, size>* __restrict__ gate_up,
                 const wide_of<scalar_t>* __restrict__ weights,
                 Pack<scalar_t, size>* __restrict__ out) {

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 template <typename scalar_t, int size>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     sum_segments_kernel(const RowSegments segments, int64_t columns,
                         const Pack<scalar_t, size>* __restrict__ in,
                         Pack<scalar_t, size>* __restrict__ out) {

@@ -36,21 +36,30 @@ needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="there is no nvcc in CUD
 
 
 def _nvcc_errors(source: Path, folder: Path) -> str:
-    """What nvcc says against a source; nothing where it makes an object of it."""
+    """What nvcc says against a source; nothing where it makes an object of it without spills.
+
+    Registers that a kernel spills to memory slow it down. In fp64 nobody trains.
+    """
     macros = folder / CMAKE_MACROS
     macros.parent.mkdir(parents=True)
     macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
     command = [
         *(_nvcc(), "-c", source, "-o", folder / "object.o", STANDARD, "-O3"),
         *cpp_extension.COMMON_NVCC_FLAGS,
-        *("-gencode", "arch=compute_80,code=sm_80"),
-        *("-gencode", "arch=compute_90a,code=sm_90a"),
+        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a", "100")),
+        *("-Xptxas", "-v"),
         # A call of a host function by the device, for one, is only a warning otherwise.
         *("-Werror", "all-warnings", "-Xcompiler", "-fPIC"),
         *("-I", CSRC, "-I", folder, "-isystem", TORCH_INCLUDE),
     ]
     result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout + result.stderr if result.returncode else ""
+    output = result.stdout + result.stderr
+    if result.returncode:
+        return output
+    spilled = re.findall(
+        r"Function properties for (?!\S*kernelId)(\S+)\n.* ([1-9]\d*) bytes spill", output
+    )
+    return "\n".join(f"{kernel} spills {count} bytes" for kernel, count in spilled)
 
 
 @needs_nvcc
@@ -72,6 +81,21 @@ def test_an_error_in_a_kernel_is_noticed(body, error, tmp_path):
     kernel = f"__global__ void broken(int* x) {{ *x = [] {{ {body} }}(); }}"
     broken.write_text(f"int on_host() {{ return *new int(1); }}\n{kernel}\n")
     assert error in _nvcc_errors(broken, tmp_path)
+
+
+@needs_nvcc
+def test_a_kernel_that_spills_is_noticed(tmp_path):
+    broken = tmp_path / "broken.cu"
+    broken.write_text(
+        "__global__ void __launch_bounds__(1024, 2) greedy(const float* x, float* y) {\n"
+        "  float kept[64];\n"
+        "  for (int i = 0; i < 64; ++i) kept[i] = x[i * blockDim.x + threadIdx.x];\n"
+        "  __syncthreads();\n"
+        "  for (int i = 0; i < 64; ++i) y[i * blockDim.x + threadIdx.x] = kept[63 - i] / kept[i];\n"
+        "}\n"
+    )
+    assert "greedy" in _nvcc_errors(broken, tmp_path)
+    assert "spills" in _nvcc_errors(broken, tmp_path / "again")
 
 
 LIGHT = re.compile(

@@ -47,7 +47,7 @@ CUDA = """
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define C10_CUDA_KERNEL_LAUNCH_CHECK()
 
 static int64_t failed_checks = 0;
