@@ -1,4 +1,4 @@
-"""Show which layouts a model can be trained in, and what memory each takes on a rank."""
+"""Show which layouts a model can be trained in, what memory each takes, and what it sends."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
+_GROUPS = ("tp", "ep", "dp", "edp")
 _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "peak")
 
 
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora-r", type=_positive, metavar="R", help="train an adapter of rank R on all-linear"
     )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="each tp rank keeps its own tokens between the blocks of a dense model",
+    )
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
 
 
@@ -61,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
         zero=options.zero,
         checkpointing=options.checkpointing,
         adapt=options.lora_r and partial(adapt_all_linears, r=options.lora_r),
+        sequence_parallel=options.sequence_parallel,
     )
     found, refused = _all(planner, step, options)
     limit = options.memory and options.memory * 1e9
@@ -102,6 +109,13 @@ def _print(found: list[Estimate], refused: dict[str, str], limit: float | None) 
         rows.append([one.tp, one.ep, one.dp, *shown, *mark])
     if found:
         print_table(["tp", "ep", "dp", *_COLUMNS, *fits], rows)
+        print("\nwhat rank 0 sends in a step, in collectives of its group:")
+        groups = [name for name in _GROUPS if any(name in one.sent for one in found)]
+        sent = [
+            [one.tp, one.ep, one.dp, *(_sent(one.sent.get(name, {})) for name in groups)]
+            for one in found
+        ]
+        print_table(["tp", "ep", "dp", *(f"over {name}" for name in groups)], sent)
         model, checkpoint = found[0].model_on_disk, found[0].checkpoint_on_disk
         print(f"\non disk: model {decimal(model)}, training checkpoint {decimal(checkpoint)}")
     for layout, why in refused.items():
@@ -114,6 +128,14 @@ def _shown(of_ranks: tuple[int, int]) -> str:
         return "-"
     largest, smallest = (decimal(size) for size in of_ranks)
     return largest if largest == smallest else f"{smallest} to {largest}"
+
+
+def _sent(kinds: dict[str, dict[str, int]]) -> str:
+    """Return the bytes and the number of the collectives of a group."""
+    nbytes, number = (
+        sum(kind[what] for kind in kinds.values()) for what in ("bytes", "collectives")
+    )
+    return f"{decimal(nbytes)} in {number}" if number else "-"
 
 
 def _positive(text: str) -> int:

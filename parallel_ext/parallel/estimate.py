@@ -1,39 +1,39 @@
-"""What a training step holds in memory on one rank, from the configuration alone."""
+"""What a training step holds in memory on a rank, and sends, from the configuration alone."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from parallel_ext import ops
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.ops import ALONE, Group
 from parallel_ext.parallel.held_bytes import Held
+from parallel_ext.parallel.meta_step import Outputs, Recorded, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
+from parallel_ext.parallel.replace import names_of_parts
+from parallel_ext.parallel.sequence import check_sequence_parallel
+from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.parallel.validate import check_mixture, check_servable, spec_for
+from parallel_ext.sharding.layout import ModelLayout
 
 STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter, in the parameter's dtype."""
 
-_FEW = (2, 3)  # layers that are run where all are alike; what one adds, each adds
+_FEW = 3  # layers that are run where all are equal; what the middle one adds, each adds
 _TILE = 4096  # tokens whose logits the fused loss holds at once on a GPU
+_AGREEMENT = 32  # bytes by which tp ranks compare the inputs of a forward
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Step:
         zero: stage of :func:`data_parallel`, which is used where dp > 1.
         checkpointing: whether layers are recomputed in backward.
         adapt: adds an adapter to a parallel model in place and freezes the rest; None to train all.
+        sequence_parallel: option of :func:`parallelize`.
     """
 
     rows: int = 1
@@ -57,11 +58,12 @@ class Step:
     zero: int = 2
     checkpointing: bool = False
     adapt: Callable[[nn.Module], Any] | None = None
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The bytes of one layout.
+    """The bytes of one layout, held and sent.
 
     Attributes:
         tp, ep, dp: its sides.
@@ -72,6 +74,9 @@ class Estimate:
         peak: of a step on that rank, all of the above included.
         model_on_disk, checkpoint_on_disk: of the job; the second has what is trained, and the
             optimizer's states.
+        sent: what rank 0 sends in a step, by group (``tp``, ``ep``, ``dp``, and ``edp``, the ranks
+            with the same experts), kind of collective, and ``"collectives"`` or ``"bytes"``: the
+            numbers of ``_C.collective_counts`` on a GPU, and the collectives of ZeRO.
     """
 
     tp: int
@@ -85,92 +90,28 @@ class Estimate:
     peak: int
     model_on_disk: int
     checkpoint_on_disk: int
+    sent: dict[str, dict[str, dict[str, int]]]
 
 
 class _Rank:
     """Rank 0 of a mesh that nobody has started: groups have a size, and communicate nothing."""
 
-    def __init__(self, tp: int, ep: int) -> None:
-        self.tp_size, self.ep_size = tp, ep
-        self.dp_size = self.edp_size = 1  # what ZeRO holds is computed, not run
-        self.world_size = max(tp, ep)
+    def __init__(self, world: int, tp: int, ep: int) -> None:
+        self.tp_size, self.ep_size, self.world_size = tp, ep, world
+        self.dp_size, self.edp_size = world // tp, world // ep
         self.rank = self.tp_rank = self.ep_rank = self.dp_rank = self.edp_rank = 0
         self.device = torch.device("meta")
         self.control = ControlPlane(timeout=1, op_name="plan")  # of this process alone
-        self.tp, self.ep = _group(tp), _group(ep)
-        self.dp = self.edp = ALONE
+        self.tp, self.ep = _group("tp", tp), _group("ep", ep)
+        self.dp, self.edp = _group("dp", self.dp_size), _group("edp", self.edp_size)
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """Return the group that rank 0 has in a partition of the tp ranks."""
-        return _group(len(next(ranks for ranks in partition if 0 in ranks)))
+        return _group("tp", len(next(ranks for ranks in partition if 0 in ranks)))
 
 
-def _group(size: int) -> Group:
-    return Group("planned", size, 0) if size > 1 else ALONE
-
-
-class _Live(TorchDispatchMode):
-    """Count the bytes of the tensors that ops have made and that are still alive.
-
-    Attributes:
-        now, peak: bytes; ``peak`` since the last :meth:`mark`.
-        peaks: those of the parts of a step, by the names of their marks.
-    """
-
-    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.peaks: dict[str, int] = {}
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
-                self._add(tensor.untyped_storage())
-        return output
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage.nbytes())
-
-    def _free(self, nbytes: int) -> None:
-        self.now -= nbytes
-
-    def mark(self, name: str) -> None:
-        """End a part of the step."""
-        self.peaks[name], self.peak = self.peak, self.now
-
-
-class _Attention(torch.autograd.Function):
-    """The memory of an attention that never holds its scores, as those of CPU and GPU are."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        output = query.new_empty((*query.shape[:-1], value.size(-1)))
-        ctx.save_for_backward(
-            *(query, key, value, output), query.new_empty(query.shape[:-1], dtype=torch.float32)
-        )
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(tensor.new_empty(tensor.shape) for tensor in ctx.saved_tensors[:3])
-
-
-@contextmanager
-def _attention_of_cards() -> Iterator[None]:
-    """Let attention take the memory of :class:`_Attention`; on meta torch holds the scores."""
-    plain = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = lambda *args, **_: _Attention.apply(*args[:3])
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = plain
+def _group(name: str, size: int) -> Group:
+    return Group(name, size, 0) if size > 1 else ALONE
 
 
 class Planner:
@@ -190,7 +131,8 @@ class Planner:
         self._spec = spec_for(self._plain)
         self._layers = self._plain.get_submodule(self._spec.layers)
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
-        self._alike = len(shapes) == 1 and len(self._layers) > _FEW[1]
+        self._alike = len(shapes) == 1 and len(self._layers) > _FEW
+        self._known: Outputs = {}
 
     @classmethod
     def of(cls, source: str) -> Planner:
@@ -216,18 +158,29 @@ class Planner:
         Raises:
             ValueError: the model cannot be sharded so.
         """
-        rank, dp = _Rank(tp, ep), world // tp
-        check_servable(self._plain, rank, allow_different_dropout=True)
-        check_mixture(self._plain, self._spec, rank, agreement=True)
-        held = self._held(rank, world, step)
+        mesh, total = _Rank(world, tp, ep), len(self._layers)
+        few = _FEW if self._alike else total
+        with self._only(few):  # all that is decided below is the same for all layers
+            check_servable(self._plain, mesh, allow_different_dropout=True)
+            check_mixture(self._plain, self._spec, mesh, agreement=True)
+            if step.sequence_parallel:
+                check_sequence_parallel(self._plain, self._spec)
+            layout = layout_of(self._plain, self._spec, tp, ep)
+            model = self._parallel(mesh, layout, step)
+        held = Held(self._spec, layout, tp, ep, world, step.dtype.itemsize, total - few)
+        if step.adapt is not None:
+            held.add_adapter(model)
         states, ranks = STATES[step.optimizer], held.extremes()
         weights = [held.nbytes(rank, sharded=True) for rank in ranks]
         adapter = True if step.adapt else None
         trained = [held.nbytes(rank, sharded=True, adapter=adapter) for rank in ranks]
-        forward, backward = self._activations(rank, step, held, dp)
-        gathered = _gathered(held, step) if dp > 1 else 0
+        parts, sent = self._run(model, step, mesh, total - few)
+        forward, backward = _activations(parts, step, held, mesh.dp_size)
+        if mesh.dp_size > 1:
+            sent = sent.plus(held.sent_by_zero(step.zero, step.adapt is not None), 1)
+        gathered = _gathered(held, step) if mesh.dp_size > 1 else 0
         return Estimate(
-            *(tp, ep, dp),
+            *(tp, ep, mesh.dp_size),
             weights=(max(weights), min(weights)),
             gradients=(max(trained), min(trained)),
             optimizer=(states * max(trained), states * min(trained)),
@@ -236,120 +189,95 @@ class Planner:
             peak=weights[0] + states * trained[0] + gathered + max(forward, backward),
             model_on_disk=held.logical(adapter=False),
             checkpoint_on_disk=(1 + states) * held.logical(adapter=step.adapt is not None),
+            sent=sent.by_group(),
         )
 
-    def _held(self, rank: _Rank, world: int, step: Step) -> Held:
-        """Return what the ranks hold, an adapter included."""
-        layout = layout_of(self._plain, self._spec, rank.tp_size, rank.ep_size)
-        held = Held(self._spec, layout, rank.tp_size, rank.ep_size, world, step.dtype.itemsize)
-        if step.adapt is not None:
-            layers = 1 if self._alike else len(self._layers)
-            adapted = self._parallel(rank, step, layers)
-            held.add_adapter(adapted, len(self._layers) if self._alike else 1)
-        return held
+    def _run(
+        self, model: transformers.PreTrainedModel, step: Step, mesh: _Rank, further: int
+    ) -> tuple[dict[str, int], Traffic]:
+        """Return peaks of the parts of a step, and what it sends, with further layers in it."""
+        recorded = run_step(
+            *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing), self._known
+        )
+        parts, sent = recorded.peaks, recorded.sent["end"]
+        if further:
+            of_layer, kept, left = _of_a_layer(recorded)
+            sent = sent.plus(of_layer, further)
+            wide = max(4, step.dtype.itemsize)
+            for group, numel in recorded.summed.items():
+                sent[group, "all_reduce", "bytes"] += further * wide * numel
+            slopes = dict.fromkeys(("forward", "kept", "last"), kept)
+            slopes |= dict.fromkeys(("first", "summing", "end"), left)
+            # There are the flat tensor and its sum, of one group after the other.
+            slopes["end"] += 2 * wide * max(recorded.summed.values(), default=0)
+            del parts["middle"]  # no higher than in the last layer or behind it
+            for name in parts:
+                parts[name] += further * slopes[name]
+        parts["end"] = max(parts["end"], parts.pop("summing", 0))
+        if mesh.tp_size > 1:
+            sent.send("tp", "all_gather", _AGREEMENT)
+        return parts, sent
 
-    def _activations(self, rank: _Rank, step: Step, held: Held, dp: int) -> tuple[int, int]:
-        """Return the largest number of bytes alive in forward, and in backward with gradients."""
-        total = len(self._layers)
-        if not self._alike:
-            parts = self._run(rank, step, total)
-        else:
-            few, more = (self._run(rank, step, number) for number in _FEW)
-            steps = (total - _FEW[0]) / (_FEW[1] - _FEW[0])
-            del few["middle"]  # no higher than in the last layer or behind it
-            parts = {name: few[name] + round(steps * (more[name] - few[name])) for name in few}
-        if dp > 1:
-            parts.pop("middle", None)
-        if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
-            parts["end"] += held.nbytes(0, adapter=True)
-        elif dp > 1:
-            # A layer's gradients leave once they are complete, in fp32 or wider.
-            size, wide = step.dtype.itemsize, max(4, step.dtype.itemsize)
-            layer, layers = held.largest_layer(0), held.nbytes(0, root=False)
-            kept = held.nbytes(0, sharded=True)
-            parts["last"] += wide * layer // size
-            parts["first"] += wide * layer // size + kept - (layers - layer)
-            parts["end"] += wide * held.nbytes(0, layers=False) // size + kept - layers
-        tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * step.dtype.itemsize
-        forward = max(parts.pop("forward"), parts.pop("kept") + tile)
-        return forward, max(parts.values())
-
-    def _run(self, rank: _Rank, step: Step, layers: int) -> dict[str, int]:
-        """Run a step of some layers on meta; return the peaks of its parts."""
-        model = self._parallel(rank, step, layers)
-        for module in model.modules():
-            if isinstance(module, ExpertParallelExperts):
-                module._route = partial(_balanced_route, module)
-        if step.checkpointing:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of its name
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-        ids = torch.zeros(step.rows, step.tokens, dtype=torch.int64, device="meta")
-        live = _Live((*model.parameters(), *model.buffers(), ids))
-        inner = model.get_submodule(self._spec.layers)
-        for name, index in (("last", -1), ("middle", 1), ("first", 0)):
-            _mark_gradient_of_input(inner[index % layers], live, name)
-        with _attention_of_cards(), live:
-            # With a cache, which no recomputed layer fills, masks do not depend on values.
-            cache = transformers.DynamicCache() if step.checkpointing else None
-            known = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
-            name = "cache" if "cache" in known else "past_key_values"
-            loss = model(input_ids=ids, labels=ids, **{name: cache}).loss
-            live.mark("forward")
-            kept = live.now
-            loss.backward()
-            live.mark("end")
-        return {**live.peaks, "kept": kept}
-
-    def _parallel(self, rank: _Rank, step: Step, layers: int) -> transformers.PreTrainedModel:
-        """Return the first layers of the model, parallel and perhaps adapted, on meta."""
-        model = self._short(layers).to(step.dtype)
-        layout = layout_of(model, self._spec, rank.tp_size, rank.ep_size)
-        carry_out(model, Plan(rank, self._spec, layout, Options(agreement=False)))
+    def _parallel(
+        self, mesh: _Rank, layout: ModelLayout, step: Step
+    ) -> transformers.PreTrainedModel:
+        """Return a copy of the model, parallel and perhaps adapted, on meta."""
+        # No step changes the configurations, whose copies would take longer than the modules'.
+        same = (self._plain.config, self._plain.generation_config)
+        model = copy.deepcopy(self._plain, {id(each): each for each in same})
+        model = model.train().to(step.dtype)
+        options = Options(agreement=False, sequence_parallel=step.sequence_parallel)
+        carry_out(model, Plan(mesh, self._spec, layout, options))
         if step.adapt is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT's, of a model that nobody trains
                 step.adapt(model)
+        if mesh.dp_size > 1:  # as data_parallel does
+            state = state_of(model)
+            state.zero = step.zero
+            state.partials.sum_at_once(names_of_parts(model))
         return model
 
-    def _short(self, layers: int) -> transformers.PreTrainedModel:
-        """Return a copy of the model with its first layers."""
-        few = nn.ModuleList(list(self._layers)[:layers])
-        self._plain.set_submodule(self._spec.layers, few)
+    @contextmanager
+    def _only(self, layers: int) -> Iterator[None]:
+        """Let the model have its first layers alone."""
+        self._plain.set_submodule(self._spec.layers, nn.ModuleList(list(self._layers)[:layers]))
         try:
-            return copy.deepcopy(self._plain).train()
+            yield
         finally:
             self._plain.set_submodule(self._spec.layers, self._layers)
 
 
-def _mark_gradient_of_input(layer: nn.Module, live: _Live, name: str) -> None:
-    """End a part of the step where the gradient of a layer's input is complete."""
+def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
+    """Return what a layer adds to a step, as the middle one of three does.
 
-    def watch(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        first_run = torch._C._current_graph_task_id() == -1  # no backward that runs it again
-        if first_run and args[0].requires_grad:
-            args[0].register_hook(lambda _: live.mark(name))
+    Returns:
+        What it sends, what it keeps from its forward to its backward, and what that leaves.
+    """
+    sent, now = recorded.sent, recorded.now
+    forward = sent["start 2"].plus(sent["start 1"], -1)
+    backward = sent["middle"].plus(sent["last"], -1)
+    kept = now["start 2"] - now["start 1"]
+    return forward.plus(backward, 1), kept, now["middle"] - now["last"] + kept
 
-    layer.register_forward_pre_hook(watch)
 
-
-def _balanced_route(
-    experts: ExpertParallelExperts,
-    tokens: torch.Tensor,
-    choices: torch.Tensor,
-    weights: torch.Tensor,
-    low_ranks: list[int],
-) -> tuple[ops.RoutePlan, ops.ExchangePlan]:
-    """Stand for what a step routes: every expert gets as many choices as any other."""
-    row_bytes, sides = tokens.size(-1) * tokens.element_size(), experts.experts_per_rank
-    in_turn = torch.arange(choices.numel()) % experts.num_experts
-    of_ranks = [
-        ops.moe_route_plan(in_turn.view(choices.shape), sides, row_bytes, rank)
-        for rank in range(len(sides))
-    ]
-    sent = [torch.cat([plan.counts, plan.rows_per_rank]).tolist() for plan in of_ranks]
-    route = ops.moe_route_plan(choices, sides, row_bytes, experts.group.rank)
-    return route, ops.ExchangePlan.of(sent, sides, experts.group.rank)
+def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tuple[int, int]:
+    """Return the largest number of bytes alive in forward, and in backward with gradients."""
+    if dp > 1:
+        parts.pop("middle", None)
+    if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
+        parts["end"] += held.nbytes(0, adapter=True)
+    elif dp > 1:
+        # A layer's gradients leave once they are complete, in fp32 or wider.
+        size, wide = step.dtype.itemsize, max(4, step.dtype.itemsize)
+        layer, layers = held.largest_layer(0), held.nbytes(0, root=False)
+        kept = held.nbytes(0, sharded=True)
+        parts["last"] += wide * layer // size
+        parts["first"] += wide * layer // size + kept - (layers - layer)
+        parts["end"] += wide * held.nbytes(0, layers=False) // size + kept - layers
+    tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * step.dtype.itemsize
+    forward = max(parts.pop("forward"), parts.pop("kept") + tile)
+    return forward, max(parts.values())
 
 
 def _gathered(held: Held, step: Step) -> int:

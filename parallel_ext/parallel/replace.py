@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -292,3 +293,12 @@ class Replacer:
                 routing=routing,
             ),
         )
+
+
+def names_of_parts(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the model's own parameters whose gradients are sums over tp ranks."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1:
+            yield from (layout.name for layout in module.layouts.values())
+        elif "used_in_parts" in vars(module):
+            yield from module.used_in_parts.names(module)

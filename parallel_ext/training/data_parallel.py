@@ -16,13 +16,13 @@ from parallel_ext import _C, ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.leaf_sums import LeafSums
-from parallel_ext.nn.linear import ColumnParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shards
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.ops import Group
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout
 
@@ -203,7 +203,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
             if "partials" in vars(module):  # what PEFT trains whole is a copy, and has its own
                 module.partials = state.partials
         # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
-        state.partials.sum_at_once(_of_parts(model))
+        state.partials.sum_at_once(names_of_parts(model))
         for group, parameters in averaged.items():
             state.partials.average(parameters, group)
 
@@ -215,15 +215,6 @@ def _copy_sizes(model: nn.Module, mesh: Mesh) -> dict[int, int]:
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
     }
-
-
-def _of_parts(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the model's own parameters whose gradients are sums over tp ranks."""
-    for module in model.modules():
-        if isinstance(module, ColumnParallelLinear) and module.replicas.size > 1:
-            yield from (layout.name for layout in module.layouts.values())
-        elif "used_in_parts" in vars(module):
-            yield from module.used_in_parts.names(module)
 
 
 def _is_factor(name: str) -> bool:

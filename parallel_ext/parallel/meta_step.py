@@ -1,0 +1,289 @@
+"""Run a training step on torch's meta device: what it would hold, and what it would send."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel_ext import ops
+from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.traffic import Traffic
+from parallel_ext.sharding.layout import split
+
+Outputs = dict[Any, tuple[bool, list[tuple[Any, ...] | None]]]
+"""Shapes, strides and dtypes of what ops make of what they are given; kept between steps."""
+
+
+@dataclass
+class Recorded:
+    """What happened up to some points of a step, by the names of its marks.
+
+    Attributes:
+        peaks: the most bytes alive in the part of the step that ends with the mark.
+        now: those alive at it.
+        sent: what was sent before it.
+        summed: by group, the elements of the layer with the number 1 whose gradients are summed in
+            the end, in fp32 or wider.
+    """
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    now: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, Traffic] = field(default_factory=dict)
+    summed: dict[str, int] = field(default_factory=dict)
+
+
+class _Live(TorchDispatchMode):
+    """Count the bytes of the tensors that ops have made and that are still alive.
+
+    Attributes:
+        now, peak: bytes; ``peak`` since the last :meth:`mark`.
+        traffic: what the ops have sent.
+        recorded: of the marks.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor], known: Outputs) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.traffic, self.recorded = Traffic(), Recorded()
+        self._outputs = known
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        output = self._made(func, args, kwargs or {})
+        if func.namespace == "parallel_ext":
+            self.traffic.add_op(func, args, kwargs or {}, output)
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
+                self._add(tensor.untyped_storage())
+        return output
+
+    def _made(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the output of an op; one that made the same before is not asked again."""
+        key = _makes_anew(func) and (func, _key(args), _key(tuple(kwargs.items())))
+        try:
+            found = self._outputs.get(key) if key else None
+        except TypeError:  # something in it has no hash
+            return func(*args, **kwargs)
+        if found is None:
+            output = func(*args, **kwargs)
+            several = isinstance(output, (tuple, list))
+            each = list(output) if several else [output]
+            if key and all(t is None or (type(t) is torch.Tensor and t.is_meta) for t in each):
+                self._outputs[key] = (
+                    several,
+                    [t if t is None else (t.shape, t.stride(), t.dtype) for t in each],
+                )
+            return output
+        several, described = found
+        made = [
+            None
+            if one is None
+            else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
+            for one in described
+        ]
+        return tuple(made) if several else made[0]
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+    def mark(self, name: str) -> None:
+        """End a part of the step."""
+        self.recorded.peaks[name], self.peak = self.peak, self.now
+        self.note(name)
+
+    def note(self, name: str) -> None:
+        """Record what is alive, and what was sent, without the end of a part."""
+        self.recorded.now[name], self.recorded.sent[name] = self.now, self.traffic.copy()
+
+
+@cache
+def _makes_anew(func: Any) -> bool:
+    """Return whether all that an op returns is new, and it changes nothing."""
+    schema = func._schema
+    return not any(each.alias_info for each in (*schema.returns, *schema.arguments))
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device.type)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return value
+
+
+class _Attention(torch.autograd.Function):
+    """The memory of an attention that never holds its scores, as those of CPU and GPU are."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        output = query.new_empty((*query.shape[:-1], value.size(-1)))
+        ctx.save_for_backward(
+            *(query, key, value, output), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return tuple(tensor.new_empty(tensor.shape) for tensor in ctx.saved_tensors[:3])
+
+
+@contextmanager
+def _attention_of_cards() -> Iterator[None]:
+    """Let attention take the memory of :class:`_Attention`; on meta torch holds the scores."""
+    plain = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = lambda *args, **_: _Attention.apply(*args[:3])
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = plain
+
+
+def run_step(
+    model: transformers.PreTrainedModel,
+    layers: str,
+    rows: int,
+    tokens: int,
+    checkpointing: bool,
+    known: Outputs,
+) -> Recorded:
+    """Run forward and backward of a parallel model on meta, as rank 0.
+
+    Args:
+        model: with every parameter on meta.
+        layers: path of its layers.
+        rows, tokens: of the batch.
+        checkpointing: whether layers are recomputed in backward.
+        known: of other steps; added to.
+
+    Returns:
+        The marks, in their order: ``start 1`` and ``start 2`` where the forward of those layers
+        begins, ``forward`` at its end, in backward ``last``, ``middle`` and ``first`` where the
+        gradient of the input of the last layer, of that with the number 1, and of the first one is
+        complete, ``summing`` before the sums of replicated parameters' gradients, and ``end``.
+        ``first`` is absent where the first layer's input needs no gradient, ``summing`` where there
+        is nothing to sum.
+        ``kept`` is what the forward has left for backward.
+    """
+    for module in model.modules():
+        if isinstance(module, ExpertParallelExperts):
+            module._route = partial(_balanced_route, module, rows * tokens)
+    if checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of its name
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
+    live = _Live((*model.parameters(), *model.buffers(), ids), known)
+    inner = model.get_submodule(layers)
+    _watch_sums(model, f"{layers}.1.", live)
+    for number in range(1, min(3, len(inner))):
+        _watch_start(inner[number], lambda _, name=f"start {number}": live.note(name))
+    for name, index in (("last", -1), ("middle", 1), ("first", 0)):
+        _watch_start(
+            inner[index % len(inner)],
+            lambda hidden, name=name: (
+                hidden.register_hook(lambda _: live.mark(name)) if hidden.requires_grad else None
+            ),
+        )
+    with _attention_of_cards(), live:
+        # With a cache, which no recomputed layer fills, masks do not depend on values.
+        cache = transformers.DynamicCache() if checkpointing else None
+        parameters = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
+        name = "cache" if "cache" in parameters else "past_key_values"
+        loss = model(input_ids=ids, labels=ids, **{name: cache}).loss
+        live.mark("forward")
+        live.recorded.peaks["kept"] = live.now
+        loss.backward()
+        live.mark("end")
+    return live.recorded
+
+
+def _watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> None:
+    """Let ``watch`` have the input of a layer's forward, but not of one that backward repeats."""
+
+    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            watch(args[0])
+
+    layer.register_forward_pre_hook(before)
+
+
+def _watch_sums(model: nn.Module, layer: str, live: _Live) -> None:
+    """Mark where gradients of replicated parameters are summed, at the end of backward.
+
+    Args:
+        model: parallel.
+        layer: what the names of one layer's parameters hold, of which those elements are counted.
+        live: gets the mark ``summing`` and the counts.
+    """
+    partials = state_of(model).partials
+    if partials is None:
+        return
+    add, close, seen = partials._add, partials._close, set[str]()
+
+    def counted(name: str, weight: nn.Parameter, group: ops.Group, grad: torch.Tensor) -> None:
+        if layer in name and name not in seen:
+            seen.add(name)
+            summed = live.recorded.summed
+            summed[group.name] = summed.get(group.name, 0) + grad.numel()
+        add(name, weight, group, grad)
+
+    def closed(session: Any) -> None:
+        live.mark("summing")
+        close(session)
+
+    partials._add, partials._close = counted, closed
+
+
+def _balanced_route(
+    experts: ExpertParallelExperts,
+    num_tokens: int,
+    tokens: torch.Tensor,
+    choices: torch.Tensor,
+    weights: torch.Tensor,
+    low_ranks: list[int],
+) -> tuple[ops.RoutePlan, ops.ExchangePlan]:
+    """Stand for what a step routes: every expert gets as many choices as any other."""
+    row_bytes = tokens.size(-1) * tokens.element_size() if experts.joins_choices else 0
+    sides, rank = tuple(experts.experts_per_rank), experts.group.rank
+    if torch._C._current_graph_task_id() == -1:  # what is recomputed has its plan
+        width = 5 + len(low_ranks) + experts.num_experts + len(sides)
+        header = choices.new_empty(1, width)
+        ops.gather_from_region(header, [width] * len(sides), experts.group)
+    route = ops.moe_route_plan(choices, list(sides), row_bytes, rank)
+    counts = _balanced_counts(num_tokens, choices.size(1), experts.tp.size, sides, row_bytes)
+    return route, ops.ExchangePlan.of([list(one) for one in counts], list(sides), rank)
+
+
+@lru_cache(maxsize=64)
+def _balanced_counts(
+    num_tokens: int, top_k: int, tp: int, sides: Sequence[int], row_bytes: int
+) -> list[list[int]]:
+    """Return what each ep rank sends where, if a job's choices go to the experts in turn."""
+    sent = []
+    for rank in range(len(sides)):
+        dp_rank, tp_rank = divmod(rank, tp)
+        first, last = (dp_rank * num_tokens + at for at in split(num_tokens, tp)[tp_rank])
+        in_turn = torch.arange(first * top_k, last * top_k) % sum(sides)
+        plan = ops.moe_route_plan(in_turn.view(-1, top_k), list(sides), row_bytes, rank)
+        sent.append(torch.cat([plan.counts, plan.rows_per_rank]).tolist())
+    return sent

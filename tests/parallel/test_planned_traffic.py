@@ -1,0 +1,149 @@
+"""What the planner says that a step sends is what the ranks count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from reference_ops import aten_path
+
+import parallel_ext as px
+from parallel_ext.lora import adapt_all_linears
+from parallel_ext.parallel.estimate import Planner, Step
+from parallel_ext.training import data_parallel
+
+ROWS, TOKENS, LAYERS = 2, 7, 5
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 13,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def _config(kind: str) -> transformers.PreTrainedConfig:
+    if kind == "mixtral":
+        return transformers.MixtralConfig(num_local_experts=5, **SIZES)
+    if kind == "balanced mixtral":
+        return transformers.MixtralConfig(
+            num_local_experts=5, output_router_logits=True, router_aux_loss_coef=0.1, **SIZES
+        )
+    return transformers.LlamaConfig(tie_word_embeddings=kind == "tied llama", **SIZES)
+
+
+def _counted(
+    kind: str,
+    tp: int,
+    ep: int,
+    zero: int,
+    r: int | None,
+    checkpointing: bool,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """What this rank counts in a step, on the kernels of other devices than the CPU."""
+    torch.manual_seed(0)
+    mesh = px.init_mesh(tp=tp, ep=ep)
+    model: Any = transformers.AutoModelForCausalLM.from_config(_config(kind)).to(dtype)
+    model = px.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if r:
+        model = adapt_all_linears(model, r)
+    px.data_parallel(model, mesh, zero)
+    if "mixtral" in kind:
+        px.force_routing(model, "balanced")
+    ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+    plain, counts = data_parallel._Collective.__call__, Counter[str]()
+
+    def counting(self: Any, **options: Any) -> Any:
+        if self._group.size > 1:
+            counts[f"zero_{self._kind}"] += 1
+            counts[f"zero_{self._kind}_bytes"] += options["input_tensor"].nbytes
+        return plain(self, **options)
+
+    with aten_path(True), mock.patch.object(data_parallel._Collective, "__call__", counting):
+        model(input_ids=ids, labels=ids).loss.backward()
+        counts.clear()
+        px._C.reset_collective_counts()
+        model(input_ids=ids, labels=ids).loss.backward()
+        own = px._C.collective_counts()
+    counts.update({n: value for n, value in own.items() if "/" not in n and value})
+    counts.pop("in_shared_memory", None)
+    return dict(counts)
+
+
+def _planned(world: int, tp: int, ep: int, kind: str, step: Step) -> dict[str, int]:
+    sent = Planner(_config(kind)).estimate(world, tp, ep, step).sent
+    counts = Counter[str]()
+    for kinds in sent.values():
+        for name, numbers in kinds.items():
+            counts[name] += numbers["collectives"]
+            counts[f"{name}_bytes"] += numbers["bytes"]
+    if tp > 1:  # on the CPU the statistics of the loss have the range of a rank's ids beside them
+        counts["all_gather_bytes"] += 2 * 4
+    return {name: number for name, number in counts.items() if number}
+
+
+LAYOUTS = {  # tp, ep, dp
+    "llama": [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 1, 3), (2, 1, 2)],
+    "tied llama": [(3, 1, 1), (2, 1, 2)],
+    "mixtral": [(2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 2), (2, 1, 2), (4, 2, 1), (1, 2, 4)],
+    "balanced mixtral": [(1, 2, 2)],
+}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "tp", "ep", "dp"),
+    [(kind, *sides) for kind, layouts in LAYOUTS.items() for sides in layouts],
+)
+@pytest.mark.parametrize("r", [None, 3])
+def test_a_step_sends_what_was_planned(
+    kind: str, tp: int, ep: int, dp: int, zero: int, r: int | None
+) -> None:
+    if zero == 3 and dp == 1:
+        pytest.skip("there is no ZeRO at dp=1")
+    dtype, adapt = torch.float32, r and partial(adapt_all_linears, r=r)
+    step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, zero=zero, adapt=adapt)
+    found = pool(tp * dp).run(_counted, kind, tp, ep, zero, r, False, False, dtype)
+    assert found[0] == _planned(tp * dp, tp, ep, kind, step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "ep", "dp"), [("llama", 2, 1, 2), ("mixtral", 2, 2, 2), ("mixtral", 2, 2, 1)]
+)
+def test_a_checkpointed_step_in_bf16_sends_what_was_planned(
+    kind: str, tp: int, ep: int, dp: int
+) -> None:
+    dtype = torch.bfloat16
+    step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, zero=3, checkpointing=True)
+    found = pool(tp * dp).run(_counted, kind, tp, ep, 3, None, True, False, dtype)
+    assert found[0] == _planned(tp * dp, tp, ep, kind, step)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("r", [None, 3])
+def test_a_sequence_parallel_step_sends_what_was_planned(
+    tp: int, dp: int, checkpointing: bool, r: int | None
+) -> None:
+    dtype, adapt = torch.float32, r and partial(adapt_all_linears, r=r)
+    step = Step(
+        rows=ROWS,
+        tokens=TOKENS,
+        dtype=dtype,
+        checkpointing=checkpointing,
+        adapt=adapt,
+        sequence_parallel=True,
+    )
+    found = pool(tp * dp).run(_counted, "llama", tp, 1, 2, r, checkpointing, True, dtype)
+    assert found[0] == _planned(tp * dp, tp, 1, "llama", step)
