@@ -107,6 +107,7 @@ CASES = {
     "llama dp=2, ZeRO-3": ({"kind": "llama", "zero": 3}, 2),
     "llama, checkpointing": ({"kind": "llama", "checkpointing": True}, 1),
     "mixtral dp=2 ep=2": ({"kind": "mixtral", "ep": 2}, 2),
+    "mixtral tp=2": ({"kind": "mixtral", "tp": 2}, 2),
     "mixtral tp=2 ep=2": ({"kind": "mixtral", "tp": 2, "ep": 2}, 2),
     "llama LoRA": ({"kind": "llama", "r": 8}, 1),
     "llama LoRA tp=2, bf16": ({"kind": "llama", "r": 8, "tp": 2, "dtype": "bfloat16"}, 2),
