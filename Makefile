@@ -8,6 +8,7 @@
 #   make demo-invariant     one training in seven layouts, with the same bits
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
+#   make soak         FAULTS (200) at random, by SEED; after each a checkpoint must be right
 #   make sanitize     csrc under AddressSanitizer and UBSan, ranks under ThreadSanitizer
 #   make test-gpu     tests/gpu with PYTHON's own torch, offline; says so where there is no GPU
 #   make bench-gpu  benchmarks/gpu.py with the build of test-gpu
@@ -30,7 +31,7 @@ ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer demo-invariant test test-oldest
-.PHONY: demo-checkpoint test-interplay test-slow test-gpu bench-gpu interplay-page docs lint bench clean
+.PHONY: demo-checkpoint test-interplay soak test-slow test-gpu bench-gpu interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -92,6 +93,9 @@ interplay-page: $(VENV)/installed
 
 test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
+
+soak: $(VENV)/installed
+	$(ENV) $(PY) tests/support/soak.py --faults $(or $(FAULTS),200) --seed $(or $(SEED),1)
 
 # A build of its own, beside the installed one. The sanitizer must be loaded before Python, with the
 # C++ library whose exceptions it watches. It reports no leaks: it would find Python's.

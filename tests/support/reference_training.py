@@ -51,10 +51,11 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
 
 
-def build(job: Job, seed: int = 1) -> tuple[Any, Any, Any, px.Mesh]:
+def build(job: Job, seed: int = 1, mesh: px.Mesh | None = None) -> tuple[Any, Any, Any, px.Mesh]:
     """A model, its optimizer and scheduler, and the mesh."""
     in_ranks = dist.is_initialized() or "RANK" in os.environ
-    mesh = job.layout.mesh() if in_ranks else px.init_mesh()
+    if mesh is None:
+        mesh = job.layout.mesh() if in_ranks else px.init_mesh()
     model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
