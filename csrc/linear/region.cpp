@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
 #include "ops.h"
@@ -30,11 +31,7 @@ at::Tensor copy_to_region_kernel(const at::Tensor& input) {
 at::Tensor gather_from_region_kernel(const at::Tensor& shard, at::IntArrayRef sizes, int64_t rank,
                                      const Group& group) {
   const char* op = "gather_from_region";
-  TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == group.size, op, ": ", sizes.size(),
-                    " sizes were given for a group of ", group.size, " ranks");
-  TORCH_CHECK_VALUE(0 <= rank && rank < group.size, op, ": rank ", rank, " is not in [0, ",
-                    group.size, ")");
-  sum_of_counts(op, "sizes", sizes);
+  check_sizes(op, sizes, rank, group.size);
   TORCH_CHECK_VALUE(shard.dim() >= 1 && shard.size(-1) == sizes[rank], op, ": rank ", rank,
                     " must hold ", sizes[rank], " columns, got shape ", shard.sizes());
   if (group.size == 1) return shard.clone(at::MemoryFormat::Contiguous);

@@ -10,6 +10,7 @@
 
 #include "base/kernel_choice.h"
 #include "base/layout.h"
+#include "base/shares.h"
 #include "base/sum_rows.h"
 #include "check.h"
 #include "comm/comm.h"
@@ -24,12 +25,8 @@ class Tokens {
   Tokens(const char* op, const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
          int64_t rank, const Group& group, bool all)
       : sizes_(sizes), rank_(rank) {
-    TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == group.size, op, ": ", sizes.size(),
-                      " sizes were given for a group of ", group.size, " ranks");
-    TORCH_CHECK_VALUE(0 <= rank && rank < group.size, op, ": rank ", rank, " is not in [0, ",
-                      group.size, ")");
-    const int64_t expected = all ? sum_of_counts(op, "sizes", sizes) : sizes[rank];
-    if (!all) sum_of_counts(op, "sizes", sizes);
+    const int64_t total = check_sizes(op, sizes, rank, group.size);
+    const int64_t expected = all ? total : sizes[rank];
     check_floating(op, name, tensor);
     TORCH_CHECK_VALUE(tensor.dim() >= 2 && tensor.size(-2) == expected, op, ": ", name,
                       " must hold ", expected, " tokens in its dimension before the last, got ",

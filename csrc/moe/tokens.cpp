@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/layout.h"
+#include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
 #include "ops.h"
@@ -14,14 +15,6 @@ namespace parallel_ext {
 namespace {
 
 int64_t first_token(at::IntArrayRef sizes, int64_t rank) { return sum_of(sizes.slice(0, rank)); }
-
-void check_sizes(const char* op, at::IntArrayRef sizes, int64_t rank, int64_t group_size) {
-  TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == group_size, op, ": ", sizes.size(),
-                    " sizes were given for a group of ", group_size, " ranks");
-  TORCH_CHECK_VALUE(0 <= rank && rank < group_size, op, ": rank ", rank, " is not in [0, ",
-                    group_size, ")");
-  sum_of_counts(op, "sizes", sizes);
-}
 
 void check_own_rows(const char* op, const char* name, const at::Tensor& rows, at::IntArrayRef sizes,
                     int64_t rank) {
