@@ -93,7 +93,8 @@ def _restore(
     saved: DcpDirectory, name: str, path: Path, manifest: Manifest, progress: Progress
 ) -> None:
     """Write a file of a training checkpoint; raise unless it is the one that was written first."""
-    content, hasher, offset = _content(saved, name), ChunkHasher(), 0
+    record, content, offset = manifest.files[name], _content(saved, name), 0
+    hasher = ChunkHasher(record.chunk_bytes)
     with disk.create(path) as file:
 
         def write(memory: memoryview) -> None:
@@ -109,7 +110,7 @@ def _restore(
                     write(bytes_of(rows.contiguous()))
                     progress(rows.nbytes)
         disk.sync(file)
-    if hasher.record() != manifest.files[name]:
+    if hasher.record() != record:
         raise CheckpointError(
             f"{saved.path}: what it holds of {name} is not what was saved in it first: the hashes "
             "are others. If it was trained on, --to hf makes a model of it"

@@ -7,7 +7,7 @@ from pathlib import Path
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
-from parallel_ext.io.hashing import CHUNK_BYTES, FileRecord, wrong_size
+from parallel_ext.io.hashing import FileRecord, wrong_size
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing
 from parallel_ext.io.safe_open import open_file
@@ -52,7 +52,7 @@ def _copy(path: Path, out: Path, record: FileRecord, progress: Progress) -> None
             disk.reserve(copy, record.size)
         offset = 0
         for number in range(len(record.hashes)):
-            chunk = bytearray(min(CHUNK_BYTES, record.size - offset))
+            chunk = bytearray(min(record.chunk_bytes, record.size - offset))
             filled = 0
             while filled < len(chunk):
                 count = file.readinto(memoryview(chunk)[filled:])
