@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Blocks, ExchangePlan, Group
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
+
+TakeGradients = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class BlockColumnLinear(ShardedModule):
@@ -163,6 +165,21 @@ def replicated_linear(
     return output if bias is None else ops.block_bias(output, bias, block)
 
 
+class _Apart(torch.autograd.Function):
+    """A weight once for each of several dp ranks, whose gradients are found each by itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, count: int, take: TakeGradients
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.take = take
+        return tuple(weight.view_as(weight) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.take(gradients), None, None
+
+
 class BlockExperts(ExpertParallelExperts):
     """Experts, each a block, of which each ep rank holds some.
 
@@ -172,8 +189,8 @@ class BlockExperts(ExpertParallelExperts):
 
     Attributes:
         dp_ranks: how many meet.
-        weights: while leaves run, the weights by the names of their parameters, once for each of
-            these dp ranks, so that the gradient of each leaf is found by itself.
+        take_gradients: while leaves run, by the names of the trained parameters what takes their
+            gradients of the leaf of each of these dp ranks, and returns that of the parameter.
         has_leaf: whether this rank runs a leaf; one without takes part with no tokens, and returns
             its input.
     """
@@ -183,7 +200,7 @@ class BlockExperts(ExpertParallelExperts):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dp_ranks = self.group.size // self.tp.size
-        self.weights: dict[str, list[torch.Tensor]] = {}
+        self.take_gradients: dict[str, TakeGradients] = {}
         self.has_leaf = True
 
     def forward(
@@ -215,7 +232,10 @@ class BlockExperts(ExpertParallelExperts):
             for expert in range(own)
             for first in range(0, len(received), self.tp.size)
         ]
-        copies = self.weights.get(attribute, [getattr(self, attribute)] * self.dp_ranks)
+        copies = (getattr(self, attribute),) * self.dp_ranks
+        if attribute in self.take_gradients:
+            take = self.take_gradients[attribute]
+            copies = _Apart.apply(copies[0], self.dp_ranks, take)
         weights = [
             each
             for of_expert in zip(*(c.unbind() for c in copies), strict=True)

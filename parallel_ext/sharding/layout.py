@@ -74,6 +74,7 @@ class TensorLayout:
         parts: equal parts that lie side by side along ``dim``; a block is its range of each, as the
             columns of an expert are of each row of its adapter.
         rows_of: where ranks share out the rows of a shard, the layout of the shard; else None.
+        sharers: how many ranks share out the rows of one shard.
     """
 
     name: str
@@ -83,6 +84,7 @@ class TensorLayout:
     blocks: tuple[Range, ...] = ()
     parts: int = 1
     rows_of: TensorLayout | None = None
+    sharers: int = 1
 
     @property
     def period(self) -> int:
@@ -169,7 +171,9 @@ class TensorLayout:
         """
         nameless = replace(self, name="")  # so that equal layouts of layers are computed once
         held = _shard_further(nameless, tuple(map(tuple, groups)))
-        return TensorLayout(self.name, self.shape, self.dim or 0, held, rows_of=nameless)
+        return TensorLayout(
+            *(self.name, self.shape, self.dim or 0, held), rows_of=nameless, sharers=len(groups[0])
+        )
 
     def _rows_of(self, rank: int, start: int, stop: int) -> tuple[Box, ...]:
         """Return the boxes of the rows ``[start, stop)`` of ``rank``'s shard."""

@@ -102,7 +102,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def gather_rows(
     shard: torch.Tensor, layout: TensorLayout, mesh: Mesh
 ) -> tuple[torch.Tensor, TensorLayout]:
-    """Gather the rows of a shard that the dp ranks share out; all of them call it.
+    """Gather the rows of a shard that dp ranks, or edp ranks, share out; all of them call it.
 
     Args:
         shard: this rank's rows, or a shard that is not shared out, which is returned.
@@ -114,9 +114,11 @@ def gather_rows(
     """
     if layout.rows_of is None:
         return shard, layout
-    ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
+    inner = mesh.world_size // layout.sharers
+    ranks = range(mesh.rank % inner, mesh.world_size, inner)
     sizes = [math.prod(layout.local_shape(rank)) for rank in ranks]
-    rows = ops.gather_from_region(shard.reshape(-1), sizes, mesh.dp)
+    group = mesh.group_of_columns(inner)
+    rows = ops.gather_from_region(shard.reshape(-1), sizes, group)
     return rows.view(layout.rows_of.local_shape(mesh.rank)), layout.rows_of
 
 

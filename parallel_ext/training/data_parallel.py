@@ -52,8 +52,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
 
     Raises:
         TypeError: the model was not parallelized before.
-        ValueError: another mesh, another stage, or a model that is data parallel already, or a
-            mixture of experts with ``px.Invariant``; on all ranks.
+        ValueError: another mesh, another stage, or a model that is data parallel already; on all
+            ranks.
         RuntimeError: with several dp ranks, torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
 
@@ -74,11 +74,6 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
         if state.zero is not None:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
-        if state.invariant is not None and state.routings:
-            raise ValueError(
-                "data_parallel: px.Invariant does not shard mixtures of experts over dp yet; train "
-                "with px.train_leaves, without px.data_parallel"
-            )
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
         return own, state
@@ -320,11 +315,35 @@ def _exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
                 reduce = _Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
             else:
                 module.set_gradient_divide_factor(1.0)
-                reduce = _SumOverLeaves(dist.all_to_all_single, "all_to_all", mesh, group, sums)
+                reduce = (
+                    _OwnRows()  # of experts, whose gradients are sums over the leaves before
+                    if of_experts
+                    else _SumOverLeaves(dist.all_to_all_single, "all_to_all", mesh, group, sums)
+                )
             module.set_custom_reduce_scatter(reduce)
 
 
-class _Collective:
+class _Allocation:
+    """Memory for what FSDP communicates."""
+
+    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+
+class _OwnRows(_Allocation):
+    """What stands for a reduce-scatter where each rank has the sums of its own rows before."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        **options: Any,
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+class _Collective(_Allocation):
     """A collective as FSDP calls it, whose error names the ranks that are missing.
 
     Profilers see it like those of the ops.
@@ -334,9 +353,6 @@ class _Collective:
         self, plain: Callable[..., dist.Work | None], kind: str, mesh: Mesh, group: Group
     ) -> None:
         self._plain, self._kind, self._mesh, self._group = plain, kind, mesh, group
-
-    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
-        return torch.empty(*size, **options)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any

@@ -40,9 +40,8 @@ class LeafLoop(ABC):
         self._left: int | None = None  # rounds, when they have begun
         modules = [*model.modules()]
         self._counters = list(forward_counters(model))
-        self._experts = [
-            module for module in modules if isinstance(module, BlockExperts) and module.dp_ranks > 1
-        ]
+        self._all_experts = [module for module in modules if isinstance(module, BlockExperts)]
+        self._experts = [module for module in self._all_experts if module.dp_ranks > 1]
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._losses: list[torch.Tensor] = []  # of the leaf that is running
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
@@ -20,8 +22,8 @@ class LeafRounds(LeafLoop):
 
     All dp ranks run equally many: one that has none in the last round is given the last leaf as
     well, of which nothing counts. What FSDP shards is summed by
-    :class:`parallel_ext.nn.leaf_sums.LeafSums`; loss and other gradients are exchanged after each
-    round.
+    :class:`parallel_ext.nn.leaf_sums.LeafSums`, that of experts before FSDP gets it; loss and other
+    gradients are exchanged after each round.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState, rows: int) -> None:
@@ -67,12 +69,54 @@ class LeafRounds(LeafLoop):
     @contextmanager
     def _aside(self) -> Iterator[None]:
         held, sums = self._state.held, self._state.leaf_sums
+        experts = [] if sums is None else self._all_experts
+        for module in experts:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    module.take_gradients[name] = partial(self._sum_experts, (module, name))
         try:
             with nullcontext() if held is None else held.aside():  # also under px.no_sync
                 yield
         finally:
+            for module in experts:
+                module.take_gradients = {}
             if sums is not None:
                 sums.reset()
+
+    def _sum_experts(self, key: object, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum the gradients of experts over the leaves, in the last round.
+
+        Args:
+            key: of the parameter.
+            gradients: of this rank's experts, for the leaf of each dp rank that meets here.
+
+        Returns:
+            The gradient to hand to FSDP, of which the rows count that it gives to this rank.
+        """
+        mesh, sums = self._state.mesh, self._state.leaf_sums
+        sums.check_running()
+        per_rank = -(-len(gradients[0]) // mesh.edp_size)  # FSDP's rule
+        shape = (mesh.edp_size, len(gradients), per_rank, gradients[0][0].numel())
+        sent = wide(gradients[0]).new_zeros(shape)
+        for place, gradient in enumerate(gradients):
+            for rows, part in zip(sent, gradient.split(per_rank), strict=False):
+                rows[place, : len(part)] = part.flatten(1)
+        received = sent
+        if mesh.edp_size > 1:
+            received, group = torch.empty_like(sent), mesh.process_group(mesh.edp)
+            mesh.control.run_collective(
+                *(mesh.edp, "training with data_parallel"),
+                lambda: dist.all_to_all_single(received, sent, group=group),
+            )
+        # With fewer ep than tp ranks several of them have computed each leaf.
+        copies = max(1, mesh.tp_size // mesh.ep_size)
+        own = torch.empty_like(received[0, 0])
+        sums.add(key, received.flatten(0, 1)[::copies], own)
+        total = torch.zeros_like(gradients[0])
+        rows = total.split(per_rank)[mesh.edp_rank : mesh.edp_rank + 1]
+        for part in rows:  # none where there are fewer experts than ranks
+            part.copy_(own[: len(part)].view(part.shape))
+        return total
 
     def _sums(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         ((_, _, (self.loss, *others)),) = self._nodes

@@ -48,7 +48,6 @@ def check_leaves(trainer: transformers.Trainer) -> None:
         "compute_loss_func": trainer.compute_loss_func,
         "accelerator_config.split_batches": args.accelerator_config.split_batches,
         "a trainer of TRL": "trl" in modules,
-        "a mixture of experts": bool(state.routings),
     }
     if found := [what for what, value in refused.items() if value]:
         raise ValueError(

@@ -9,10 +9,12 @@ from unittest import mock
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from interplay_accelerate import processes
 from ranks import pool
 from reference import Tiny, mesh_of, quietly
+from reference_mixtral import TinyMixtral
 from versions import needs_trainer
 
 import parallel_ext as px
@@ -22,6 +24,7 @@ from parallel_ext.training import trainer_leaves
 pytestmark = needs_trainer
 
 TINY = Tiny(dtype=torch.float32)
+MIXTURE = TinyMixtral(num_experts=5, dtype=torch.float32)
 LEAVES, ROWS = 6, 24
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (3, 1, 3), (3, 3, 0), (4, 2, 2)]
 """Ranks, tp and stage of ZeRO."""
@@ -56,9 +59,11 @@ def _padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) -> Any:
     import peft
 
-    mesh = mesh_of(tp=tp)
+    tiny = MIXTURE if options.pop("mixture", False) else TINY
+    over = tp if tp > 1 else dist.get_world_size()  # experts over tp ranks, or over dp ranks
+    mesh = mesh_of(tp=tp, ep=1 if tiny is TINY else over)
     invariant = px.Invariant(8, leaves=options.pop("leaves", LEAVES))
-    model = px.parallelize(TINY.model(), mesh, invariant=invariant)
+    model = px.parallelize(tiny.model(), mesh, invariant=invariant)
     if options.pop("lora", False):
         torch.manual_seed(0)
         lora = px.LoraConfig(r=3, lora_dropout=0.2, target_modules="all-linear")
@@ -82,7 +87,7 @@ def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) ->
         **how,
     )
     logs = Logs()
-    data = _rows(TINY.vocab_size, rows)
+    data = _rows(tiny.vocab_size, rows)
     trainer = px.Trainer(model, args, _padded, data, callbacks=[logs])
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer, logs
@@ -97,7 +102,10 @@ def _train(
         return logs.entries, px.digest(trainer.model)
 
 
-HOW = [{}, {"seed": 7}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}]
+HOW = [
+    *({}, {"seed": 7}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}),
+    {"mixture": True},
+]
 
 
 @pytest.mark.parametrize("options", HOW)
