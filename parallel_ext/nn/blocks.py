@@ -216,6 +216,13 @@ class BlockExperts(ExpertParallelExperts):
         none = super().forward(*(each[:0] for each in tokens), adapters)
         return torch.cat([none, hidden_states])
 
+    def copies(self, attribute: str) -> tuple[torch.Tensor, ...]:
+        """Return a weight by its name, once for each dp rank that meets here."""
+        weight = getattr(self, attribute)
+        if attribute in self.take_gradients:
+            return _Apart.apply(weight, self.dp_ranks, self.take_gradients[attribute])
+        return (weight,) * self.dp_ranks
+
     def _linear(
         self,
         rows: torch.Tensor,
@@ -232,13 +239,9 @@ class BlockExperts(ExpertParallelExperts):
             for expert in range(own)
             for first in range(0, len(received), self.tp.size)
         ]
-        copies = (getattr(self, attribute),) * self.dp_ranks
-        if attribute in self.take_gradients:
-            take = self.take_gradients[attribute]
-            copies = _Apart.apply(copies[0], self.dp_ranks, take)
         weights = [
             each
-            for of_expert in zip(*(c.unbind() for c in copies), strict=True)
+            for of_expert in zip(*(c.unbind() for c in self.copies(attribute)), strict=True)
             for each in of_expert
         ]
         of_experts = rows.split(counts)

@@ -115,9 +115,13 @@ def train(
     if "checkpointing" in how:
         model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in how})
     if "adapter" in how:
-        targets = ["q_proj", "o_proj"] if isinstance(tiny, TinyMixtral) else "all-linear"
+        parts: dict[str, Any] = {"target_modules": "all-linear"}
+        if isinstance(tiny, TinyMixtral):
+            parts = {"target_modules": ["q_proj", "o_proj"]}
+        if how == "adapter on experts":
+            parts["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
         torch.manual_seed(3)
-        config = px.LoraConfig(r=3, lora_dropout=0.2, target_modules=targets)
+        config = px.LoraConfig(r=3, lora_dropout=0.0 if len(parts) > 1 else 0.2, **parts)
         model = peft.get_peft_model(model, config).train()
     if how.startswith("forced"):
         px.force_routing(model, how.removeprefix("forced "))

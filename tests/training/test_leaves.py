@@ -199,7 +199,7 @@ def _one_product(
     self: BlockExperts, rows: torch.Tensor, attribute: str, plan: Any, adapters: Any
 ) -> torch.Tensor:
     """An expert's rows of all leaves at once, the gradient halved between the two."""
-    copies = self.weights.get(attribute, [getattr(self, attribute)])
+    copies = self.copies(attribute)
     weights = (sum(copies) / len(copies)).unbind()
     of_experts = rows.split(plan.rows_per_expert(self.group.rank))
     return torch.cat([*map(replicated_linear, of_experts, weights)])

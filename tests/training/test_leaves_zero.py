@@ -60,6 +60,10 @@ def test_ways_to_train_experts_have_the_bits_of_one_process(how: str) -> None:
     check_layouts("mixtral", how, [(4, (1, 2), 2), (3, (1, 3), 3), (4, (2, 2), 3)])
 
 
+def test_an_adapter_on_experts_has_the_bits_of_one_process() -> None:
+    check_layouts("mixtral", "adapter on experts", [(4, (2, 2), 3), (4, (2, 1), 2), (2, 1, 2)])
+
+
 WAYS = [
     "checkpointing",
     "reentrant checkpointing",
