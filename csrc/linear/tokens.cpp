@@ -121,13 +121,14 @@ at::Tensor sum_tokens_kernel(const at::Tensor& partial, at::IntArrayRef sizes, i
   if (use_cpu_loops(partial)) {
     TORCH_CHECK_TYPE(can_sum_in_rank_order(partial.scalar_type()), op, ": partial is ",
                      partial.scalar_type(), ", which cannot be summed; cast it");
-    const at::Tensor whole = partial.contiguous(), output = at::empty(shape, partial.options());
+    const at::Tensor whole = partial.contiguous();
+    // The sum takes the place of this rank's addend.
+    const at::Tensor output = tokens.part(whole, rank).clone(at::MemoryFormat::Contiguous);
     std::vector<at::Tensor> parts;
     std::vector<const void*> addends;
     std::vector<std::vector<Span>> outgoing, incoming;
     for (int64_t peer = 0; peer < group.size; ++peer) {
-      parts.push_back(peer == rank ? tokens.part(whole, rank).contiguous()
-                                   : at::empty(shape, partial.options()));
+      parts.push_back(peer == rank ? output : at::empty(shape, partial.options()));
       addends.push_back(parts.back().const_data_ptr());
       outgoing.push_back(tokens.spans(whole, peer));
       incoming.push_back(spans_of(parts.back()));

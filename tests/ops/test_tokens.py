@@ -24,9 +24,11 @@ from reference_ops import (
     with_gradients,
     worst,
 )
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallel_ext.ops import ALONE, Group, gather_tokens, sum_tokens, take_tokens
 from parallel_ext.sharding.layout import split
+from parallel_ext.training.step_events import sort_events
 
 FP64 = torch.float64
 TOKENS = [0, 1, 3, 10]
@@ -166,6 +168,22 @@ def test_two_of_them_send_what_one_all_reduce_does() -> None:
         assert gather["swap"] == sums["swap"] == backward["swap"] == 1
         assert gather["swap_bytes"] == 2 * own * 3 * 4
         assert sums["swap_bytes"] == backward["swap_bytes"] == 2 * others * 3 * 4
+
+
+def _most_bytes(group: Group) -> float:
+    """The memory that a sum takes at its peak, relative to what it sums."""
+    partial, sizes = torch.ones(2, 60, 50), _sizes(60, group)
+    sum_tokens(partial, sizes, group)
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True)
+    with profiler, record_function("sum"):
+        sum_tokens(partial, sizes, group)
+    seen = sort_events(profiler.profiler.kineto_results.events(), "sum", [], "cpu")
+    return seen.peak / partial.nbytes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sum_takes_no_more_memory_than_what_it_sums(size: int) -> None:
+    assert on_ranks(size, _most_bytes) == [1.0] * size
 
 
 REFUSALS = {
