@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 from parallel_ext.distributed.hosts import Hosts
-from parallel_ext.distributed.interfaces import hint
+from parallel_ext.distributed.interfaces import connect_within, hint
 from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore, StoreLostError
 
 
@@ -229,10 +229,9 @@ def join_job(backend: str, timeout: float) -> None:
     barrier = MonitoredBarrier(limited, rank, size, timeout)
     barrier.wait("init_mesh")
     try:
-        dist.init_process_group(
-            *(backend, None, limit, size, rank, dist.PrefixStore("default_pg", store))
-        )
-    except (RuntimeError, ValueError) as error:
+        own = (backend, None, limit, size, rank, dist.PrefixStore("default_pg", store))
+        connect_within(timeout, lambda: dist.init_process_group(*own))
+    except RuntimeError as error:
         raise CollectiveTimeout(
             f"init_mesh: every rank must come, but {barrier.lost('start', range(size))}"
             f"{hint(error)}"

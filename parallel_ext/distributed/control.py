@@ -23,7 +23,7 @@ from parallel_ext.distributed.errors import (
     shared_class,
 )
 from parallel_ext.distributed.hosts import Host, Hosts
-from parallel_ext.distributed.interfaces import hint
+from parallel_ext.distributed.interfaces import connect_within, hint
 from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore
 from parallel_ext.ops import ALONE, Group
 
@@ -127,7 +127,9 @@ class ControlPlane:
         self._connections += 1
         try:
             wait = timedelta(seconds=self.timeout)
-            process_group = _new_groups(ranks_of, timeout=wait, **options)
+            process_group = connect_within(
+                self.timeout, lambda: _new_groups(ranks_of, timeout=wait, **options)
+            )
         except RuntimeError as error:
             own = next(ranks for ranks in ranks_of if self.rank in ranks)  # who connect
             missing = self._barrier.lost(f"connection {self._connections}", own)

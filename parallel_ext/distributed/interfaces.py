@@ -1,9 +1,17 @@
-"""Hints on network interfaces, for errors of ranks of several hosts that cannot connect."""
+"""Let ranks connect in time, and hint at the network interface where they cannot."""
 
 from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 _PEER = re.compile(r"remote=\[([^\]]+)\]")
 _NCCL_NETWORK = ("ncclSystemError", "ncclRemoteError", "ncclInternalError")
@@ -21,8 +29,8 @@ def hint(error: BaseException) -> str:
             "; if NCCL took an interface that other hosts do not reach, set NCCL_SOCKET_IFNAME, "
             "for example NCCL_SOCKET_IFNAME=eth0"
         )
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen and chosen in text:
+    if "Unable to find address for" in text:
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
         return f"; GLOO_SOCKET_IFNAME={chosen} must name an interface of this host: {text}"
     if "connectFullMesh" not in text:
         return ""
@@ -38,3 +46,37 @@ def hint(error: BaseException) -> str:
         )
     address = f" at {peer[1]}" if peer else ""
     return f"; gloo could not connect to a rank{address}; if all are alive, {set_it}"
+
+
+def connect_within(seconds: float, connect: Callable[[], T]) -> T:
+    """Run a call that connects ranks, and give it up after so many seconds.
+
+    gloo waits for a rank that does not connect five times as long as it is told.
+
+    Args:
+        seconds: to wait.
+        connect: runs on a thread of its own, on the caller's GPU.
+
+    Raises:
+        RuntimeError: it has not ended in time.
+        Exception: what ``connect`` raised.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    answer: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            answer.put((connect(), None))
+        except Exception as error:
+            answer.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="connecting ranks").start()
+    try:
+        value, error = answer.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"connectFullMesh has not ended within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return value
