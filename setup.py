@@ -90,15 +90,16 @@ setuptools.setup(
             # No -std (torch picks it) and no -march (the hot loops are compiled for several). The
             # GPUs are those of TORCH_CUDA_ARCH_LIST, or what torch finds. -g0 against the -g that
             # most builds of Python ask for: it takes half of the time and most of the library.
+            # Without -fopenmp at::parallel_for runs everything in one thread.
             extra_compile_args={
                 "cxx": [
-                    *("-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"),
+                    *("-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
                     *("-Wall", "-Wextra", "-Wno-unused-parameter"),
                     *(["-O1", "-g1", *SANITIZER] if SANITIZER else []),
                 ],
                 "nvcc": ["-O3"],
             },
-            extra_link_args=SANITIZER,
+            extra_link_args=["-fopenmp", *SANITIZER],
         )
     ],
     cmdclass={"build_ext": BuildExtension},

@@ -5,6 +5,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,6 +14,13 @@
 #include <optional>
 #include <string>
 #include <tuple>
+
+#ifndef _OPENMP
+#error "compile with -fopenmp, without which at::parallel_for runs everything in one thread"
+#endif
+
+// Of MKL, where torch has it.
+extern "C" int MKL_Set_Num_Threads_Local(int num_threads) __attribute__((weak));
 
 namespace parallel_ext {
 namespace {
@@ -30,29 +38,83 @@ at::Tensor placed(const at::Tensor& matrix) {
   return by_rows ? copy(matrix) : copy(matrix.t()).t();
 }
 
-void product(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool add) {
-  if (add) {
-    out.addmm_(a, b);
+void product(const Product& of) {
+  at::Tensor out = of.out;
+  if (of.add) {
+    out.addmm_(of.a, of.b);
   } else {
-    at::mm_out(out, a, b);
+    at::mm_out(out, of.a, of.b);
   }
 }
 
-// Each thread computes rows of its own.
-void fixed_slices(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool add) {
-  if (at::get_num_threads() == 1) return product(out, a, b, add);
-  const int64_t rows = out.size(0);
-  const bool is_whole = out.size(1) < kLeastOfProduct || out.scalar_type() == at::kDouble;
-  const int64_t most = is_whole ? 1 : std::max<int64_t>(rows / kLeastOfProduct, 1);
-  const int64_t slices = std::min<int64_t>(most, at::get_num_threads());
+void placed_product(const Product& of) {
+  if (!of.out.is_cpu() || !depends_on_place(of.out)) return product(of);
+  const at::Tensor out = placed(of.out);
+  product({out, placed(of.a), placed(of.b), of.add});
+  of.out.copy_(out);
+}
+
+// The rows, or with dim 1 the columns, of a product from `start` on.
+Product part_of(const Product& of, int64_t dim, int64_t start, int64_t size) {
+  return {of.out.narrow(dim, start, size), dim == 0 ? of.a.narrow(0, start, size) : of.a,
+          dim == 1 ? of.b.narrow(1, start, size) : of.b, of.add};
+}
+
+std::vector<Product> parts_of(const Product& of, int64_t dim, int64_t count) {
+  const int64_t size = of.out.size(dim);
+  std::vector<Product> parts;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t start = size * i / count;
+    parts.push_back(part_of(of, dim, start, size * (i + 1) / count - start));
+  }
+  return parts;
+}
+
+// The pieces of a product, each one call of BLAS in one thread. They follow from its sizes alone:
+// BLAS takes its kernels by these, and by the number of threads.
+std::vector<Product> pieces_of(const Product& of) {
+  constexpr int64_t kLeastOfPiece = 512, kMostPieces = 16;
+  const int64_t dim = of.out.size(0) >= of.out.size(1) ? 0 : 1;
+  if (!of.out.is_cpu() || depends_on_place(of.out)) return {of};
+  return parts_of(of, dim, std::clamp<int64_t>(of.out.size(dim) / kLeastOfPiece, 1, kMostPieces));
+}
+
+// Lets BLAS choose its kernels for one thread: in a parallel region MKL and oneDNN use one, but
+// they choose by how many there may be.
+class OneThread {
+ public:
+  OneThread() : before_(omp_get_max_threads()) {
+    omp_set_num_threads(1);
+    if (MKL_Set_Num_Threads_Local != nullptr) of_mkl_ = MKL_Set_Num_Threads_Local(1);
+  }
+  ~OneThread() {
+    if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(of_mkl_);
+    omp_set_num_threads(before_);
+  }
+
+ private:
+  int before_, of_mkl_ = 0;
+};
+
+void compute(const std::vector<Product>& pieces) {
+  if (at::get_num_threads() == 1 || !pieces.front().out.is_cpu()) {
+    const OneThread one_thread;
+    for (const Product& piece : pieces) placed_product(piece);
+    return;
+  }
+  const auto count = static_cast<int64_t>(pieces.size());
   // Two tasks at least: in a parallel region BLAS uses one thread.
-  at::parallel_for(0, std::max<int64_t>(slices, 2), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, std::max<int64_t>(count, 2), 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (int64_t slice = begin; slice < std::min(end, slices); ++slice) {
-      const int64_t first = rows * slice / slices, size = rows * (slice + 1) / slices - first;
-      product(out.narrow(0, first, size), a.narrow(0, first, size), b, add);
-    }
+    const OneThread one_thread;
+    for (int64_t i = begin; i < std::min(end, count); ++i) placed_product(pieces[i]);
   });
+}
+
+// In as few calls of BLAS as there are threads.
+void compute_at_once(const Product& whole) {
+  const int64_t most = std::max<int64_t>(whole.out.size(0) / kLeastOfProduct, 1);
+  compute(parts_of(whole, 0, std::min<int64_t>(most, at::get_num_threads())));
 }
 
 // What decides which kernel BLAS takes for a product, and the blocks.
@@ -82,43 +144,67 @@ void remember(const Shape& shape, bool is_same) {
   known_shapes[shape] = is_same;
 }
 
+// Computes the pieces, at once if that is known to have the same bits.
+void compute_pieces(const Product& whole, const std::vector<Product>& pieces, const Shape& shape) {
+  const std::optional<bool> known = pieces.size() == 1 ? false : merges(shape);
+  if (known == false) return compute(pieces);
+  compute_at_once(whole);
+  if (known == true) return;
+  std::vector<Product> alone;
+  for (const Product& piece : pieces) {
+    alone.push_back({at::empty(piece.out.sizes(), piece.out.options()), piece.a, piece.b, false});
+  }
+  compute(alone);
+  bool is_same = true;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    is_same = is_same && pieces[i].out.equal(alone[i].out);
+    pieces[i].out.copy_(alone[i].out);
+  }
+  if (whole.out.any().item<bool>()) remember(shape, is_same);  // zeros show nothing
+}
+
 }  // namespace
 
 void fixed_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool add) {
-  if (!out.is_cpu()) return product(out, a, b, add);
-  if (depends_on_place(out)) {
-    const at::Tensor in_place = placed(out);
-    fixed_slices(in_place, placed(a), placed(b), add);
-    out.copy_(in_place);
-  } else {
-    fixed_slices(out, a, b, add);
+  const Product whole{out, a, b, add};
+  if (add) return compute(pieces_of(whole));
+  fixed_product_of_blocks(out, a, b, {out.size(0)}, 0);
+}
+
+void fixed_products(const std::vector<Product>& products) {
+  std::vector<Product> pieces;
+  for (const Product& each : products) {
+    if (at::get_num_threads() == 1) {
+      fixed_product(each.out, each.a, each.b, each.add);
+    } else {
+      const auto own = pieces_of(each);
+      pieces.insert(pieces.end(), own.begin(), own.end());
+    }
   }
+  if (!pieces.empty()) compute(pieces);
 }
 
 void fixed_product_of_blocks(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
                              const std::vector<int64_t>& sizes, int64_t dim) {
-  if (sizes.size() == 1) return fixed_product(out, a, b);
-  const Shape shape = shape_of(out, a, b, sizes, dim);
-  const std::optional<bool> known = merges(shape);
-  if (known != false) fixed_product(out, a, b);
-  if (known == true) return;
-  bool is_same = true;
+  const Product whole{out, a, b, false};
+  std::vector<Product> pieces;
   int64_t start = 0;
   for (const int64_t size : sizes) {
-    const at::Tensor whole = out.narrow(dim, start, size);
-    const at::Tensor of_a = dim == 0 ? a.narrow(0, start, size) : a;
-    const at::Tensor of_b = dim == 1 ? b.narrow(1, start, size) : b;
+    const auto of_block = pieces_of(part_of(whole, dim, start, size));
+    pieces.insert(pieces.end(), of_block.begin(), of_block.end());
     start += size;
-    if (known) {
-      fixed_product(whole, of_a, of_b);
-      continue;
-    }
-    const at::Tensor alone = at::empty(whole.sizes(), whole.options());
-    fixed_product(alone, of_a, of_b);
-    is_same = is_same && whole.equal(alone);
-    whole.copy_(alone);
   }
-  if (!known && out.any().item<bool>()) remember(shape, is_same);  // zeros show nothing
+  compute_pieces(whole, pieces, shape_of(out, a, b, sizes, dim));
+}
+
+void choose_blas_for_one_thread(bool on) {
+  if (MKL_Set_Num_Threads_Local == nullptr) return;
+  if (!on) {  // the others use one thread in any case
+    MKL_Set_Num_Threads_Local(0);
+    return;
+  }
+#pragma omp parallel
+  MKL_Set_Num_Threads_Local(1);
 }
 
 }  // namespace parallel_ext

@@ -166,7 +166,9 @@ Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weigh
     at::Tensor out = column_product(rows, call.weights[i], call.blocks[i]);
     return out.view(with_last(input.sizes(), out.size(1)));
   };
-  return {output(0), output(1), output(2)};
+  const Tensors<3> outputs{output(0), output(1), output(2)};
+  choose_blas_for_one_thread(true);  // attention may follow
+  return outputs;
 }
 
 Tensors<3> block_linears_meta(const at::Tensor& input, const at::Tensor&, const at::Tensor&,
@@ -189,6 +191,7 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
                                          int64_t copies, int64_t num_blocks,
                                          std::array<bool, 4> needed, const Group& group) {
   const char* op = "block_linears_backward";
+  choose_blas_for_one_thread(false);
   const ColumnCall call(input, weight, second, third, bounds);
   const auto num_own = static_cast<int64_t>(call.blocks[0].size());
   const at::Tensor rows = as_matrix(input);
@@ -203,16 +206,18 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
   at::Tensor grad_input = nothing();
   if (needed[0]) {
     const at::Tensor parts = pooled_empty({num_own, rows.size(0), rows.size(1)}, rows.options());
-    std::array<int64_t, 3> at{};
-    for (int64_t number = 0; number < num_own; ++number) {
-      const at::Tensor part = parts[number];
-      for (size_t i = 0; i < grads.size(); ++i) {
+    for (size_t i = 0; i < grads.size(); ++i) {
+      std::vector<Product> products;
+      int64_t at = 0;
+      for (int64_t number = 0; number < num_own; ++number) {
         const Range block = call.blocks[i][number];
-        const at::Tensor of_block = grads[i].narrow(1, at[i], block.size);
-        const at::Tensor own_rows = call.weights[i].narrow(0, block.start, block.size);
-        if (i == 0 || block.size > 0) fixed_product(part, of_block, own_rows, /*add=*/i > 0);
-        at[i] += block.size;
+        if (i == 0 || block.size > 0) {
+          products.push_back({parts[number], grads[i].narrow(1, at, block.size),
+                              call.weights[i].narrow(0, block.start, block.size), i > 0});
+        }
+        at += block.size;
       }
+      fixed_products(products);
     }
     grad_input = tree_reduce(op, parts, num_blocks, input.scalar_type(), group).view(input.sizes());
   }
@@ -255,16 +260,19 @@ at::Tensor block_row_linear_kernel(const at::Tensor& input, const at::Tensor& we
                                    const std::optional<at::Tensor>& bias, at::IntArrayRef bounds,
                                    int64_t num_blocks, const Group& group) {
   const char* op = "block_row_linear";
+  choose_blas_for_one_thread(false);
   check_linear(op, input, weight, bias);
   const Blocks blocks = blocks_of(op, bounds, weight.size(1));
   const at::Tensor rows = as_matrix(input);
   const at::Tensor parts = pooled_empty(
       {static_cast<int64_t>(blocks.size()), rows.size(0), weight.size(0)}, input.options());
-  for (size_t number = 0; number < blocks.size(); ++number) {
-    const Range block = blocks[number];
-    fixed_product(parts[static_cast<int64_t>(number)], rows.narrow(1, block.start, block.size),
-                  weight.narrow(1, block.start, block.size).t());
+  std::vector<Product> products;
+  for (const Range block : blocks) {
+    products.push_back({parts[static_cast<int64_t>(products.size())],
+                        rows.narrow(1, block.start, block.size),
+                        weight.narrow(1, block.start, block.size).t()});
   }
+  fixed_products(products);
   at::Tensor output = tree_reduce(op, parts, num_blocks, input.scalar_type(), group);
   if (bias) output.add_(*bias);
   return output.view(with_last(input.sizes(), weight.size(0)));
@@ -300,6 +308,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
       }
     }
   }
+  choose_blas_for_one_thread(true);  // attention's backward may follow
   return {grad_input, grad_weight, needed[2] ? column_sums(grad, grad.scalar_type()) : nothing()};
 }
 

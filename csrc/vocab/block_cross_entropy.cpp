@@ -83,10 +83,12 @@ struct Factors {
     if (needs_input_) {
       const auto num_own = static_cast<int64_t>(blocks.size());
       const at::Tensor parts = pooled_empty({num_own, tile.size, input.size(1)}, input.options());
+      std::vector<Product> products;
       for (int64_t number = 0; number < num_own; ++number) {
         const auto [start, size] = blocks[number];
-        fixed_product(parts[number], shards[number].logits, weight.narrow(0, start, size));
+        products.push_back({parts[number], shards[number].logits, weight.narrow(0, start, size)});
       }
+      fixed_products(products);
       grad_input.narrow(0, tile.start, tile.size)
           .copy_(tree_reduce(kOp, parts, num_blocks, grad_input.scalar_type(), group));
     }
@@ -115,6 +117,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
                           const at::Tensor& low, const at::Tensor& lora_b,
                           const at::Tensor& labels_in, at::IntArrayRef bounds, int64_t num_blocks,
                           std::array<bool, 4> needed, const Group& group, const VocabLoss& loss) {
+  choose_blas_for_one_thread(false);
   check_call(input, head_weight, low, lora_b, labels_in, loss);
   const auto blocks = blocks_of(kOp, bounds, head_weight.size(0));
   const at::Tensor labels = labels_in.contiguous();

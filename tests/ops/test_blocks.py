@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_ops import ALL_SIZES, BOTH_PATHS, on_ranks
+from reference_ops import ALL_SIZES, BOTH_PATHS, on_ranks, threads
 from torch.profiler import ProfilerActivity, profile
 
 from parallel_ext import ops
@@ -254,7 +254,7 @@ def _products(tokens: int, width: int) -> list[int]:
     blocks = Blocks(tuple((i * width, (i + 1) * width) for i in range(4)), 4)
     found = []
     for factor in (0.0, 1.0, 1.0):  # a product of zeros shows nothing
-        with profile(activities=[ProfilerActivity.CPU]) as made:
+        with threads(1), profile(activities=[ProfilerActivity.CPU]) as made:
             ops.block_linears(input * factor, [weight], [blocks])
         found.append(sum(event.name == "aten::mm" for event in made.events()))
     return found

@@ -1,0 +1,51 @@
+"""Steps of leaves have the same bits with any number of threads."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from reference import mesh_of
+from reference_ops import data_bytes, threads
+
+import parallel_ext as px
+
+SIZES = {"hidden_size": 256, "intermediate_size": 300, "num_attention_heads": 4}
+"""Weights that BLAS multiplies by other kernels as its threads and rows vary, of 1000 tokens."""
+
+
+def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
+    """Losses, norms and gradients of two steps, and the digest."""
+    config, name = transformers.LlamaConfig, "Llama"
+    options: dict[str, Any] = {}
+    if kind == "mixtral":
+        config, name = transformers.MixtralConfig, "Mixtral"
+        options = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    torch.manual_seed(1)
+    made = config(vocab_size=1009, num_hidden_layers=1, num_key_value_heads=2, **SIZES, **options)
+    reference = getattr(transformers, f"{name}ForCausalLM")(made).to(dtype).train()
+    model = px.parallelize(reference, mesh_of(), invariant=px.Invariant(4, leaves=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found: list[Any] = []
+    with threads(count):
+        for step in range(2):
+            optimizer.zero_grad()
+            ids = torch.randint(1009, (2, 1024), generator=torch.Generator().manual_seed(step))
+            loss = px.train_leaves(model, {"input_ids": ids, "labels": ids})
+            found += [loss.item().hex(), px.clip_grad_norm_(model, 1.0).item().hex()]
+            found += [sha256(data_bytes(p.grad)).hexdigest() for p in model.parameters()]
+            optimizer.step()
+    return [*found, px.digest(model)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(kind: str, dtype: torch.dtype) -> None:
+    for ranks in (1, 2):
+        whole = pool(ranks).run(_bits, 1, dtype, kind)
+        for count in (2, 3, 4):
+            assert pool(ranks).run(_bits, count, dtype, kind) == whole
