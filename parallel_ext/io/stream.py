@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapreplace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -93,7 +93,7 @@ def plan_files(
 
 def plan_turns(
     files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout], owners: int
-) -> list[tuple[Turn | None, ...]]:
+) -> Iterator[tuple[Turn | None, ...]]:
     """Plan what every owner writes in each turn: consecutive rows of its files.
 
     A pure function of its arguments, so that every rank computes the same.
@@ -104,24 +104,29 @@ def plan_turns(
         owners: number of ranks that write.
 
     Returns:
-        The turns, each with one entry an owner: its rows, at most ``STRIPE_BYTES`` of them or one
-        row; None once it has nothing left.
+        The turns, each planned when it is asked for, with one entry an owner: its rows, at most
+        ``STRIPE_BYTES`` of them or one row; None once it has nothing left.
     """
-    queues: list[list[Turn]] = [[] for _ in range(owners)]
+    files_of: list[list[PlannedFile]] = [[] for _ in range(owners)]
     for file in files:
-        queue = queues[file.owner]
-        queue.append(Turn(file))
-        room = STRIPE_BYTES
+        files_of[file.owner].append(file)
+    return zip_longest(*(_turns_of(own, layouts) for own in files_of))
+
+
+def _turns_of(files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout]) -> Iterator[Turn]:
+    """Yield the turns of the owner of some files."""
+    for file in files:
+        turn, room = Turn(file), STRIPE_BYTES
         for spec in file.tensors:
             row_bytes = spec.num_bytes // max(1, spec.shape[0]) if spec.shape else spec.num_bytes
             for block in row_blocks(layouts[spec.name], spec.dtype.itemsize):
                 num_bytes = (block.stop - block.start) * row_bytes
-                if num_bytes > room and queue[-1].blocks:
-                    queue.append(Turn(file))
-                    room = STRIPE_BYTES
-                queue[-1].blocks.append(block)
+                if num_bytes > room and turn.blocks:
+                    yield turn
+                    turn, room = Turn(file), STRIPE_BYTES
+                turn.blocks.append(block)
                 room -= num_bytes
-    return list(zip_longest(*queues))
+        yield turn
 
 
 def digest_of(files: Sequence[PlannedFile]) -> str:
@@ -195,7 +200,7 @@ class TensorStream:
             total = sum(file.num_bytes for file in files)
             with progress_bar("Saving", total, control.rank, progress) as done:
                 prepared: Sequence[Turn | None] = ()
-                for turn in (*plan_turns(files, layouts, control.world_size), ()):
+                for turn in chain(plan_turns(files, layouts, control.world_size), [()]):
                     control.run_on_all(op_name, partial(self._take_and_prepare, turn))
                     blocks = (block for part in prepared if part for block in part.blocks)
                     done(sum(map(self._bytes, blocks)))  # which are written now

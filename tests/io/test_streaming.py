@@ -227,7 +227,7 @@ def test_the_turns_of_a_save_hold_every_row_once_and_in_file_order(plan: Any) ->
     layout, specs, owners, size = plan
     files = plan_files(specs, owners, size)
     itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
-    turns = plan_turns(files, layout, owners)
+    turns = list(plan_turns(files, layout, owners))
     for owner in range(owners):
         own = [turn[owner] for turn in turns if turn[owner] is not None]
         mine = [file for file in files if file.owner == owner]
