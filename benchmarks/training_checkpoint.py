@@ -182,7 +182,7 @@ def plan_seconds(layout: ModelLayout, world_size: int) -> float:
         specs.append(TensorSpec(name, dtype, each.shape))
     files = plan_files(specs[: len(of_model)], world_size, 5 * 10**9)
     files += plan_files(specs[len(of_model) :], world_size, 5 * 10**9)
-    plan_turns(files, layouts, world_size)
+    list(plan_turns(files, layouts, world_size))
     repr(files)  # of which a digest is compared
     return time.perf_counter() - start
 
