@@ -110,6 +110,27 @@ def _counts(tiny: Tiny, sequence_parallel: bool, checkpointing: bool | None) -> 
     return [forward, px._C.collective_counts(), set(inputs)]
 
 
+def _left_by_forward(tiny: Tiny, rows: int, tokens: int, sequence_parallel: bool) -> int:
+    model = parallel(tiny.model(), mesh_of(), sequence_parallel=sequence_parallel)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    data = batch(tiny.vocab_size, rows=rows, tokens=tokens)
+    found = px.profile_step(model, data, warmup=1, show=False)
+    return found.ranks[mesh_of().rank].memory.activations
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_checkpointed_forward_leaves_own_tokens_only(tp: int) -> None:
+    tiny, rows, tokens = Tiny(dtype=torch.float32, heads=8, key_value_heads=4, layers=6), 2, 33
+    of_token = rows * 8 * tiny.heads * 4
+    all_tokens, own_tokens = (
+        pool(tp).run(_left_by_forward, tiny, rows, tokens, flag) for flag in (False, True)
+    )
+    for rank in range(tp):
+        less = (all_tokens[rank] - own_tokens[rank]) / of_token
+        others = tokens - (tokens // tp + (rank < tokens % tp))
+        assert tiny.layers * others <= less <= (tiny.layers + 3) * others  # and the final norm
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce(layers: int) -> None:
     tiny, (rows, tokens) = Tiny(layers=layers), (2, 9)
