@@ -136,6 +136,7 @@ bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) benchmarks/vocab.py
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(PY) benchmarks/generation.py
 	$(ENV) $(PY) benchmarks/cogagent.py
+	$(ENV) $(PY) benchmarks/sequence_parallel.py
 
 clean:
 	rm -rf $(WORK) build dist *.egg-info $(VENV)/installed

@@ -1,0 +1,80 @@
+"""Peak memory of a step with gradient checkpointing, with and without sequence parallelism.
+
+    python benchmarks/sequence_parallel.py [--malloc default|tuned|all] [--repetitions N]
+                                           [--smallest] [--update-docs]
+
+What is measured and how: docs/benchmarks/sequence_parallel.md. It exits with an error when the
+competitors' losses differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+from sequence_parallel_ranks import COMPETITORS, DIVIDED, OURS, REPLICATED
+
+ROWS, TOKENS = harness.size((8, 512), (2, 8))
+LAYERS, HIDDEN = harness.size((24, 128), (1, 64))
+TP = harness.size((2, 4), (2,))
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def measured(weights: str, tp: int, malloc: str, competitor: str, repetitions: int) -> Any:
+    """Run one competitor in processes of its own."""
+    print(f"# tp = {tp}, {malloc}: {competitor}", file=sys.stderr, flush=True)
+    request = {
+        "weights": weights,
+        "competitor": competitor,
+        "rows": ROWS,
+        "tokens": TOKENS,
+        "repetitions": repetitions,
+        "warm_up": harness.size(1, 0),
+    }
+    script = Path(__file__).with_name("sequence_parallel_ranks.py")
+    return harness.run_ranks(script, request, ranks=tp, threads=1, malloc=malloc)
+
+
+def main() -> None:
+    options = harness.parser(__doc__, repetitions=2).parse_args()
+    mallocs = harness.chosen(options.malloc, harness.MALLOC_MODES)
+    rows = []
+    with tempfile.TemporaryDirectory() as weights:
+        harness.save_llama(weights, **SIZES)
+        for tp, malloc in itertools.product(TP, mallocs):
+            answers = {
+                each: measured(weights, tp, malloc, each, options.repetitions)
+                for each in COMPETITORS
+            }
+            expected = answers[REPLICATED]["losses"]
+            for name, answer in answers.items():
+                pairs = zip(answer["losses"], expected, strict=True)
+                if not all(math.isclose(ours, theirs, rel_tol=1e-4) for ours, theirs in pairs):
+                    sys.exit(f"{name} has the losses {answer['losses']} instead of {expected}")
+            for name, answer in answers.items():
+                between = LAYERS * ROWS * TOKENS * HIDDEN * 4 / 2**20
+                between /= tp if name in DIVIDED else 1
+                allocated = [f"{answer[each]:.1f}" for each in ("after_forward", "peak")]
+                row = [f"tp = {tp}, {malloc}: {name}", f"{between:.0f}"]
+                row += allocated if name in (REPLICATED, OURS) else ["", ""]
+                rows.append([*row, harness.spread(answer["growths"])])
+    header = ["MiB of the worst rank", "inputs of layers", "left by forward", "peak"]
+    header += ["growth: median (min-max)"]
+    table = harness.markdown_table(header, rows)
+    harness.publish("sequence_parallel", f"{harness.machine()}.\n\n{table}", options)
+
+
+if __name__ == "__main__":
+    main()
