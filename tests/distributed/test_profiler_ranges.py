@@ -104,7 +104,7 @@ def _groups(layout: Layout) -> set[str]:
         (Layout(2, 2, 2), {"tp/ep", "dp/edp", "tp control"}),
         (Layout(2, 2, 4), {"tp", "dp", "ep", "tp control"}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Layout) else " ".join(sorted(value)),
 )
 def test_a_group_is_shown_by_its_sides_of_the_mesh(layout: Layout, groups: set[str]) -> None:
     for found in pool(layout.world).run(_groups, layout):
