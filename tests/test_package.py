@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,14 @@ def _python(code: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True, cwd=SOURCE / "tests")
     assert result.returncode != 0
     return result.stderr
+
+
+def test_torch_and_the_extension_share_their_threads() -> None:
+    """By one OpenMP library: with two, torch.set_num_threads would not reach the extension."""
+    code = "import torch, parallel_ext.ops; raise SystemExit(open('/proc/self/maps').read())"
+    mapped = {line.split()[-1] for line in _python(code).splitlines() if "r-xp" in line}
+    openmp = [name for name in mapped if re.search(r"/lib(g|i)?omp[\w-]*\.so", name)]
+    assert len(openmp) == 1, openmp
 
 
 def test_another_torch_is_answered_with_the_rebuild_command() -> None:
