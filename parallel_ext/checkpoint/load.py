@@ -103,7 +103,7 @@ def _warn_of_other_bits(manifest: Manifest, path: Path, invariant: Invariant | N
     saved, own = manifest.saved_by.get("bits"), bits_of(invariant)
     if saved and saved != own:
         warnings.warn(
-            f"{path} was trained with {shown(saved)}, and goes on with {own or 'ordinary sums'}: "
+            f"{path} was trained with {shown(saved)}, and resumes with {own or 'ordinary sums'}: "
             "to rounding the same training, not in bits",
             stacklevel=4,
         )

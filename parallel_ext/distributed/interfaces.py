@@ -51,7 +51,7 @@ def hint(error: BaseException) -> str:
 def connect_within(seconds: float, connect: Callable[[], T]) -> T:
     """Run a call that connects ranks, and give it up after so many seconds.
 
-    gloo waits for a rank that does not connect five times as long as it is told.
+    For a rank that does not connect gloo waits five times its timeout.
 
     Args:
         seconds: to wait.

@@ -164,8 +164,8 @@ def test_a_load_warns_of_other_bits(tmp_path: Path) -> None:
     for same, other, ordinary in pool(2).run(_warnings_of_a_load, tmp_path):
         assert same == []
         assert "px.Invariant(blocks=8, leaves=5) and torch" in other[0]
-        assert "goes on with px.Invariant(blocks=8, leaves=4)" in other[0]
-        assert "goes on with ordinary sums" in ordinary[0]
+        assert "resumes with px.Invariant(blocks=8, leaves=4)" in other[0]
+        assert "resumes with ordinary sums" in ordinary[0]
 
 
 def _chained(*args: Any) -> Bits:
