@@ -66,19 +66,15 @@ def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> P
     manifest = Manifest.from_bytes(content, path / MANIFEST_NAME)
     if commit_of(content, manifest) != _content(saved, COMMIT_NAME):
         raise CheckpointError(f"{path}: the manifest in it is damaged, by the commit in it")
-    target = Publication(out)
-    try:
-        temporary = target.temporary / f".{manifest.save_id}"
+    with Publication(out) as root:
+        temporary = root / f".{manifest.save_id}"
         for folder in (temporary, temporary / STATE_FOLDER):
             disk.make_directory(folder)
         for name in manifest.files:
             _restore(saved, name, temporary / name, manifest, progress)
         if manifest.to_bytes() != content:
             raise CheckpointError(f"{path}: the manifest in it is of another form")
-        publish_step(temporary, target.temporary, manifest)
-        target.publish()
-    finally:
-        target.discard()
+        publish_step(temporary, root, manifest)
     return out / next(each.name for each in out.iterdir() if each.is_dir())
 
 
@@ -172,10 +168,9 @@ def model_of_dcp(
         )
     specs = [TensorSpec(name, *saved.tensors[key]) for name, key in key_of.items()]
     files = plan_files(specs, 1)
-    target = Publication(out)
-    try:
+    with Publication(out) as temporary:
         for file in files:
-            with SafetensorsWriter(target.temporary / file.name, file.tensors) as writer:
+            with SafetensorsWriter(temporary / file.name, file.tensors) as writer:
                 for spec in file.tensors:
                     for rows in saved.rows(key_of[spec.name]):
                         writer.append(spec.name, rows)
@@ -184,14 +179,11 @@ def model_of_dcp(
         if config is None:
             own.pop(INDEX_NAME, None)
             for name, content in (own | index).items():
-                disk.write_file(target.temporary / name, content)
+                disk.write_file(temporary / name, content)
         else:
-            copy_beside(config, target.temporary, index, without={INDEX_NAME})
-        with HFDirectory(target.temporary) as directory:
+            copy_beside(config, temporary, index, without={INDEX_NAME})
+        with HFDirectory(temporary) as directory:
             check(directory)
-        target.publish()
-    finally:
-        target.discard()
     return len(specs)
 
 

@@ -34,14 +34,10 @@ def copy_model(path: Path, out: Path, progress: Progress = nothing) -> int:
     manifest = read_manifest(path)
     read_small_files(path, manifest)
     own = {n: record for n, record in manifest.files.items() if not n.startswith(STATE_FOLDER)}
-    target = Publication(out)
-    try:
+    with Publication(out) as temporary:
         for name, record in own.items():
-            _copy(path / name, target.temporary / name, record, progress)
-        copy_beside(path, target.temporary, without={*own, COMMIT_NAME})
-        target.publish()
-    finally:
-        target.discard()
+            _copy(path / name, temporary / name, record, progress)
+        copy_beside(path, temporary, without={*own, COMMIT_NAME})
     return sum(1 for file, _ in manifest.tensors.values() if file in own)
 
 

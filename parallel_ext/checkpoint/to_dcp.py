@@ -43,7 +43,7 @@ from parallel_ext.checkpoint.saved_optimizer import read_options
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, nothing
+from parallel_ext.io.rewrite import Progress, check_new, nothing, read_rows
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, read_content
 
@@ -106,17 +106,14 @@ def to_dcp(path: Path, out: Path, progress: Progress = nothing) -> int:
         }
         values = [*_tensors(manifest, opened), *_numbers(loop.get("optimizer"))]
         values += [_of_bytes(name, raw) for name, raw in _others(path, manifest, opened)]
-        target = Publication(out)
-        files.callback(target.discard)
-        with warnings.catch_warnings():
+        with Publication(out) as temporary, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
             dcp.save(
                 {},
-                storage_writer=_Writer(target.temporary),
+                storage_writer=_Writer(temporary),
                 planner=_Planner(values, dict(_options(loop.get("optimizer"))), progress),
                 no_dist=True,
             )
-        target.publish()
     return len(manifest.tensors)
 
 
@@ -125,15 +122,7 @@ def _tensors(manifest: Manifest, opened: dict[str, SafetensorsFile]) -> Iterator
         key, _, parameter = name.partition("/")
         in_state = file.startswith(STATE_FOLDER)
         path = ("optimizer", "state", parameter, key) if in_state else ("model", name)
-        yield _Value(path, spec.dtype, spec.shape, partial(_rows, opened[file], name))
-
-
-def _rows(file: SafetensorsFile, name: str, start: int, stop: int) -> torch.Tensor:
-    entry = file.tensors[name]
-    box = ((start, stop), *((0, size) for size in entry.shape[1:])) if entry.shape else ()
-    rows = torch.empty([b - a for a, b in box], dtype=entry.dtype)
-    file.read_box(name, box, rows)
-    return rows
+        yield _Value(path, spec.dtype, spec.shape, partial(read_rows, opened[file], name))
 
 
 def _numbers(described: dict[str, Any] | None) -> Iterator[_Value]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME
 from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
 from parallel_ext.cli.saved import existing
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME
+from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import check_new
+from parallel_ext.io.rewrite import Progress, check_new
 
 # These import torch's DCP, transformers and PEFT, which takes seconds, where they are needed.
 
@@ -103,15 +101,13 @@ def _kind(source: Path) -> str:
     )
 
 
-@contextmanager
-def _progress(source: Path, quiet: bool) -> Iterator[Callable[[int], object]]:
+def _progress(source: Path, quiet: bool) -> AbstractContextManager[Progress]:
     paths = source.rglob("*") if source.is_dir() else [source]
     total = sum(path.stat().st_size for path in paths if path.is_file())
-    with tqdm(total=total, unit="B", unit_scale=True, disable=quiet) as bar:
-        yield bar.update
+    return progress_bar("", total, 0, not quiet)
 
 
-def _unpad(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+def _unpad(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.parallel.unpad_files import unpad_files
 
     return vars(
@@ -119,25 +115,25 @@ def _unpad(source: Path, options: argparse.Namespace, progress: Callable[[int], 
     )
 
 
-def _plain(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+def _plain(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.checkpoint.plain_copy import copy_model
 
     return {"tensors": copy_model(source, options.out, progress)}
 
 
-def _to_dcp(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+def _to_dcp(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.checkpoint.to_dcp import to_dcp
 
     return {"tensors": to_dcp(source, options.out, progress)}
 
 
-def _restore(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+def _restore(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.checkpoint.from_dcp import restore_checkpoint
 
     return {"step": str(restore_checkpoint(source, options.out, progress))}
 
 
-def _of_dcp(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+def _of_dcp(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.checkpoint.from_dcp import model_of_dcp
     from parallel_ext.parallel.unpad_files import check_files
 
@@ -145,7 +141,7 @@ def _of_dcp(source: Path, options: argparse.Namespace, progress: Callable[[int],
     return {"tensors": made}
 
 
-def _adapter(source: Path, options: argparse.Namespace, progress: Callable[[int], object]) -> dict:
+def _adapter(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
     from parallel_ext.lora.swiss_army import import_swiss_army_lora
     from parallel_ext.models.cogagent import CogAgentConfig
 
@@ -153,19 +149,15 @@ def _adapter(source: Path, options: argparse.Namespace, progress: Callable[[int]
         raise CheckpointError("pass --config FOLDER of the CogAgent that the adapter is of")
     check_new(options.out, source)
     config: Any = CogAgentConfig.from_pretrained(options.config)
-    target = Publication(options.out)
-    try:
+    with Publication(options.out) as temporary:
         import_swiss_army_lora(
             source,
-            target.temporary,
+            temporary,
             config=config,
             lora_alpha=options.lora_alpha,
             adapters_only=options.adapters_only,
             allow_pickle=options.allow_pickle,
         )
-        target.publish()
-    finally:
-        target.discard()
     return {"adapter": str(options.out)}
 
 

@@ -6,10 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from tqdm import tqdm
-
 from parallel_ext.cli.saved import existing
 from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.io.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +25,8 @@ def run(options: argparse.Namespace) -> int:
     with HFDirectory(options.base) as base:
         files = {file.path for file in base.file_of.values()}
     num_bytes = sum(file.stat().st_size for file in files)
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=options.json) as bar:
-        merged = merge_files(options.adapter, options.base, options.out, bar.update)
+    with progress_bar("", num_bytes, 0, not options.json) as done:
+        merged = merge_files(options.adapter, options.base, options.out, done)
     if options.json:
         print(json.dumps({"out": str(options.out), **vars(merged)}))
     else:

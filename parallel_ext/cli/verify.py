@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from parallel_ext.checkpoint.verify import verify_checkpoint
 from parallel_ext.cli.saved import PATHS, existing, open_saved
 from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +35,8 @@ def _check(path: Path, quiet: bool) -> dict[str, Any]:
         files = {file.path for file in saved.file_of.values()}
         num_bytes = sum(file.stat().st_size for file in files)
         if saved.kind == "training checkpoint":
-            with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=quiet) as bar:
-                verify_checkpoint(saved.path, bar.update)
+            with progress_bar("", num_bytes, 0, not quiet) as done:
+                verify_checkpoint(saved.path, done)
             checked = "every byte is that which was written"
         else:
             checked = "the files are whole and fit each other; there are no hashes to compare with"

@@ -187,7 +187,7 @@ def index_of(files: Sequence[PlannedFile]) -> bytes:
         },
         "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
     }
-    return _json(index)
+    return to_file(index)
 
 
 def _with_old_rope_names(content: bytes) -> bytes:
@@ -199,8 +199,9 @@ def _with_old_rope_names(content: bytes) -> bytes:
     config["rope_theta"] = rope["rope_theta"]
     if rope.get("rope_type", "default") != "default":
         config["rope_scaling"] = {name: rope[name] for name in rope if name != "rope_theta"}
-    return _json(config)
+    return to_file(config)
 
 
-def _json(value: dict[str, Any]) -> bytes:
+def to_file(value: dict[str, Any]) -> bytes:
+    """Return the content of a JSON file as HuggingFace writes it."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -31,6 +31,9 @@ def of_a_save(name: str) -> bool:
 class Publication:
     """A temporary directory beside ``target`` that takes its place, or vanishes. One process only.
 
+    A ``with`` block gets the temporary directory; at its end ``target`` is published, or after an
+    error discarded.
+
     Args:
         target: the directory to replace; need not exist. A link to a directory is followed.
 
@@ -64,6 +67,16 @@ class Publication:
         disk.make_directory(self.temporary)
         if self.target.exists():
             disk.copy_mode(self.target, self.temporary)
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self.publish()
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         """Remove the temporary directory, if it is still there."""

@@ -14,6 +14,7 @@ from parallel_ext.io import disk
 from parallel_ext.io.hf_reader import INDEX_NAME, HFDirectory
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.io.stream import PlannedFile
 from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 Progress = Callable[[int], object]
@@ -44,7 +45,7 @@ def write_again(
     out: Path,
     rows: Callable[[TensorSpec, SafetensorsFile], Iterator[torch.Tensor]],
     progress: Progress = nothing,
-) -> None:
+) -> list[PlannedFile]:
     """Write the files of a model into a directory, under their names.
 
     Args:
@@ -53,9 +54,13 @@ def write_again(
         rows: returns the consecutive rows of a tensor, given the file that held it.
         progress: called with the bytes of each piece that was written.
 
+    Returns:
+        What was written.
+
     Raises:
         CheckpointError, OSError: something cannot be read or written.
     """
+    written = []
     for file in {id(file): file for file in model.file_of.values()}.values():
         ordered = sorted(file.tensors, key=lambda name: -model.dtypes[name].itemsize)
         specs = [TensorSpec(name, model.dtypes[name], model.shapes[name]) for name in ordered]
@@ -64,6 +69,8 @@ def write_again(
                 for piece in rows(spec, file):
                     writer.append(spec.name, piece)
                     progress(piece.nbytes)
+        written.append(PlannedFile(0, specs, file.path.name))
+    return written
 
 
 def copy_beside(
@@ -98,12 +105,17 @@ def row_ranges(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, in
         yield start, min(start + at_once, num_rows)
 
 
+def read_rows(file: SafetensorsFile, name: str, start: int, stop: int) -> torch.Tensor:
+    """Read some rows of a tensor in a file, given their range; all of a tensor of one number."""
+    entry = file.tensors[name]
+    box = ((start, stop), *((0, size) for size in entry.shape[1:])) if entry.shape else ()
+    rows = torch.empty([b - a for a, b in box], dtype=entry.dtype)
+    file.read_box(name, box, rows)
+    return rows
+
+
 def rows_of(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
     """Yield the first rows of a tensor in a file, up to a shape of fewer or equally many."""
-    dtype = file.tensors[name].dtype
-    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    row_bytes = file.tensors[name].dtype.itemsize * math.prod(shape[1:])
     for start, stop in row_ranges(shape, row_bytes):
-        box = ((start, stop), *((0, size) for size in shape[1:])) if shape else ()
-        rows = torch.empty([b - a for a, b in box], dtype=dtype)
-        file.read_box(name, box, rows)
-        yield rows
+        yield read_rows(file, name, start, stop)

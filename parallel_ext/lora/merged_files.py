@@ -146,11 +146,9 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         own = _Adapter(adapter, files)
         model = files.enter_context(HFDirectory(base))
         _check(own, model)
-        target = Publication(out)
-        files.callback(target.discard)
-        write_again(model, target.temporary, partial(_rows, own), progress)
-        copy_beside(base, target.temporary)
-        target.publish()
+        with Publication(out) as temporary:
+            write_again(model, temporary, partial(_rows, own), progress)
+            copy_beside(base, temporary)
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import transformers
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, INDEX_NAME, HFDirectory
+from parallel_ext.io.hf_writer import index_of, to_file
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
 from parallel_ext.parallel.configuration import build_on_meta, configurations
@@ -91,18 +90,17 @@ def unpad_files(
             )
         model.cut_vocabulary(vocabulary, true, filled=filled_padding)
         model.check(*_expected(model, true))
-        target = Publication(out)
-        try:
-            write_again(
+        with Publication(out) as temporary:
+            written = write_again(
                 model,
-                target.temporary,
+                temporary,
                 lambda tensor, file: rows_of(file, tensor.name, tensor.shape),
                 progress,
             )
-            copy_beside(source, target.temporary, _json_files(model, true))
-            target.publish()
-        finally:
-            target.discard()
+            texts = {CONFIG_NAME: to_file({**model.config, "vocab_size": true})}
+            if len(written) > 1:
+                texts[INDEX_NAME] = index_of(written)
+            copy_beside(source, temporary, texts)
         shape_of = {name: file.tensors[name].shape for name, file in model.file_of.items()}
         shortened = tuple(name for name in shape_of if shape_of[name] != model.shapes[name])
         return Unpadded(true, padded, shortened, len(model.shapes))
@@ -139,19 +137,3 @@ def _ids_of_tokenizer(source: Path) -> int | None:
     except Exception as error:  # whatever a tokenizer's class stumbles over
         raise CheckpointError(f"{source}: the tokenizer cannot be read: {error!r:.300}") from error
     return 1 + max(tokenizer.get_vocab().values())
-
-
-def _json_files(model: HFDirectory, vocab_size: int) -> dict[str, bytes]:
-    """Return the files that say how large the vocabulary or the model is, by name."""
-    files = {CONFIG_NAME: {**model.config, "vocab_size": vocab_size}}
-    if len({id(file) for file in model.file_of.values()}) > 1:
-        numel = {name: math.prod(shape) for name, shape in model.shapes.items()}
-        size = sum(count * model.dtypes[name].itemsize for name, count in numel.items())
-        files[INDEX_NAME] = {
-            "metadata": {"total_parameters": sum(numel.values()), "total_size": size},
-            "weight_map": {name: file.path.name for name, file in model.file_of.items()},
-        }
-    return {
-        name: (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-        for name, content in files.items()
-    }

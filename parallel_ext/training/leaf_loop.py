@@ -77,14 +77,18 @@ class LeafLoop(ABC):
         """Yield the rows of each leaf that this rank runs, and whether it counts."""
         for number, (leaf, counts) in enumerate(self._leaves_of_rounds()):
             start, stop = self._ranges[leaf]
-            for counter in self._counters:
-                counter.first_row = start
-            for module in self._experts:
-                module.has_leaf = counts
-            for routing in self._state.routings:
-                routing.leaf = leaf
+            self._tell_layers(start, counts, leaf)
             self._begin_round(number)
             yield slice(start, stop), counts
+
+    def _tell_layers(self, first_row: int | None, counts: bool, leaf: int | None) -> None:
+        """Say which leaf runs, from which row of the batch on, and whether it counts."""
+        for counter in self._counters:
+            counter.first_row = first_row
+        for module in self._experts:
+            module.has_leaf = counts
+        for routing in self._state.routings:
+            routing.leaf = leaf
 
     def _begin_round(self, number: int) -> None:  # noqa: B027, nothing where a rank runs alone
         pass
@@ -127,12 +131,7 @@ class LeafLoop(ABC):
                 yield
         finally:
             self._state.in_leaf = False
-            for counter in self._counters:
-                counter.first_row = None
-            for module in self._experts:
-                module.has_leaf = True
-            for routing in self._state.routings:
-                routing.leaf = None
+            self._tell_layers(None, True, None)
             for parameter, gradient in zip(self._trained, kept, strict=True):
                 parameter.grad = gradient
         if self._left != 0:

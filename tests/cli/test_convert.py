@@ -211,7 +211,7 @@ def test_a_dcp_takes_the_memory_of_a_piece(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[StorageWeakRef] = []
-    rows = to_dcp._rows
+    rows = to_dcp.read_rows
 
     def watched(*args: Any) -> torch.Tensor:
         assert sum(1 for piece in held if not piece.expired()) <= 1
@@ -219,7 +219,7 @@ def test_a_dcp_takes_the_memory_of_a_piece(
         held.append(StorageWeakRef(piece.untyped_storage()))
         return piece
 
-    monkeypatch.setattr(to_dcp, "_rows", watched)
+    monkeypatch.setattr(to_dcp, "read_rows", watched)
     to_dcp.to_dcp(px.latest_checkpoint(saved / "checkpoints"), tmp_path / "dcp")
     assert len(held) == 63
 
