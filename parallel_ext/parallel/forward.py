@@ -82,6 +82,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _refuse_training_apart(state)
     with running(call), _counted_if_trained(model, state):
         output = type(model).forward(model, **inputs, return_dict=True)
+    if state.in_leaf and wants_balance(model, state, arguments):
+        output.aux_loss = _share_of_balance(state, output, arguments)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
     elif classifies and state.mesh.dp_size > 1 and inputs.get("labels") is not None:
@@ -146,15 +148,8 @@ def _with_loss(
     if compared is not None:
         state.turn_over_dp.done()
     if wants_balance(model, state, arguments):
-        mask = arguments.get("attention_mask")
-        if state.in_leaf:
-            if state.balance is None:
-                raise ValueError(
-                    "px.leaves does not serve the load balancing loss, which needs the choices of "
-                    "the whole batch; px.train_leaves does, or set output_router_logits=False"
-                )
-            fields["aux_loss"] = state.balance.share(output.router_logits, mask)
-        elif state.mesh.dp_size > 1:  # HuggingFace knows only this rank's tokens
+        if state.mesh.dp_size > 1 and not state.in_leaf:  # HuggingFace knows this rank's tokens
+            mask = arguments.get("attention_mask")
             fields["aux_loss"] = balance_loss(
                 output.router_logits, model.num_experts_per_tok, mask, state.mesh
             )
@@ -169,6 +164,19 @@ def _with_loss(
     if not torch.compiler.is_compiling():
         object.__setattr__(trained, "logits", NoLogits())  # beside the items
     return trained
+
+
+def _share_of_balance(
+    state: ParallelState, output: Any, arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the share of the leaf that is running in the load balancing loss of its batch."""
+    if state.balance is None:
+        raise ValueError(
+            "the load balancing loss of a leaf needs the choices of the whole batch: enter "
+            "px.leaves(model, rows, batch), with output_router_logits in the batch or in the "
+            "configuration, or set output_router_logits=False"
+        )
+    return state.balance.share(output.router_logits, arguments.get("attention_mask"))
 
 
 def _compare_inputs(

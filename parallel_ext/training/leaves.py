@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ import xxhash
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
-from parallel_ext.nn.loss import BalanceOfLeaves
-from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.training.leaf_balance import balanced
 from parallel_ext.training.leaf_loop import LeafLoop
 from parallel_ext.training.leaf_rounds import LeafRounds
 from parallel_ext.training.leaf_runs import LeafRuns
@@ -48,70 +47,38 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     Example:
         >>> loss = train_leaves(model, {"input_ids": ids, "labels": ids})  # doctest: +SKIP
     """
-    rows, control = _rows_of(batch), state_of(model).mesh.control
-    control.barrier("train_leaves")
-    require_equal(
-        *(control, "train_leaves", {n: _digest(value) for n, value in batch.items()}),
-        noun="the batch's",
-        advice="every rank passes the whole batch",
-    )
     items = {"num_items_in_batch": _count_of_labels(batch), **batch}
-
-    def run(leaf: slice) -> Any:
-        return model(**{n: v[leaf] if _has_rows(v) else v for n, v in items.items()})
-
-    with leaves(model, rows) as own, _balanced(model, own, batch, run):
+    with leaves(model, len(batch["labels"]), batch) as own:
         for leaf in own:
-            own.backward(run(leaf).loss)
+            own.backward(model(**_part(items, leaf)).loss)
     return own.loss
 
 
 @contextmanager
-def _balanced(
-    model: nn.Module,
-    own: LeafLoop,
-    batch: Mapping[str, Any],
-    run: Callable[[slice], Any],
-) -> Iterator[None]:
-    """Give the leaves inside the context their shares of the load balancing loss, if it is asked.
-
-    Before, all leaves run forward once, to count the choices of the whole batch.
-    """
-    module, state = model_of(model), state_of(model)
-    if not wants_balance(module, state, batch):
-        yield
-        return
-    state.balance = BalanceOfLeaves(module.num_experts, module.num_experts_per_tok, state.mesh)
-    try:
-        with torch.no_grad():
-            for leaf, is_own in own.rounds():
-                logits = run(leaf).router_logits
-                mask = batch.get("attention_mask")
-                if is_own:
-                    state.balance.count(logits, None if mask is None else mask[leaf])
-        state.balance.sum_over_dp()
-        yield
-    finally:
-        state.balance = None
-
-
-@contextmanager
-def leaves(model: nn.Module, rows: int) -> Iterator[LeafLoop]:
+def leaves(
+    model: nn.Module, rows: int, batch: Mapping[str, Any] | None = None
+) -> Iterator[LeafLoop]:
     """Run the leaves of a global batch in a loop of your own, with the same bits on any layout.
 
     Every rank enters the context with the same batch, runs its leaves, and leaves with the
     gradients of the whole batch in ``.grad``, added to those that were there before. A forward with
     labels needs ``num_items_in_batch=`` inside.
 
+    For the load balancing loss of a mixture (``output_router_logits``) it needs ``batch``, of which
+    it runs all leaves forward once, under the autocast that it is entered with. ``aux_loss`` of a
+    leaf's output is then its share of that of the batch, and in its loss.
+
     Args:
         model: parallel, with ``px.Invariant``, in training mode.
         rows: of the global batch, which ``px.Invariant(leaves=)`` divides in order.
+        batch: the global batch, of which the leaves take their rows: arguments of the forward by
+            name, every tensor with ``rows`` rows.
 
     Raises:
-        ValueError: the model is not such a model; or a leaf left a trained parameter without a
-            gradient.
+        ValueError: the model is not such a model; a tensor of ``batch`` has other rows; or a leaf
+            left a trained parameter without a gradient.
         RuntimeError: the leaves of another batch are running, or not all of these ran.
-        DisagreementError: the ranks have different ``rows``.
+        DisagreementError: the ranks have different ``rows`` or batches.
         CollectiveTimeout: not all ranks entered it.
 
     Example:
@@ -132,21 +99,26 @@ def leaves(model: nn.Module, rows: int) -> Iterator[LeafLoop]:
         raise RuntimeError("leaves: those of another batch are running")
     if type(rows) is not int or rows < 1:
         raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
-    require_equal(state.mesh.control, "leaves", {"rows": rows}, advice="pass the global batch's")
+    items = {} if batch is None else batch
+    others = {name: len(v) for name, v in items.items() if _has_rows(v) and len(v) != rows}
+    if others:
+        raise ValueError(
+            f"leaves: every tensor of the batch must have its {rows} rows, but there are {others}"
+        )
+    compared = {"rows": rows, **{name: _digest(value) for name, value in items.items()}}
+    require_equal(
+        *(state.mesh.control, "leaves", compared),
+        noun="the batch's",
+        advice="every rank passes those of the whole batch",
+    )
     own = (LeafRuns if state.leaf_sums is None else LeafRounds)(module, state, rows)
-    with own.running():
+    balance = balanced(model, own, items, lambda _, leaf: _part(items, leaf))
+    with own.running(), nullcontext() if batch is None else balance:
         yield own
 
 
-def _rows_of(batch: Mapping[str, Any]) -> int:
-    if "labels" not in batch:
-        raise ValueError(f"train_leaves: the batch has no labels, only {', '.join(batch)}")
-    rows = {name: len(value) for name, value in batch.items() if _has_rows(value)}
-    if len(set(rows.values())) > 1 or 0 in rows.values():
-        raise ValueError(
-            f"train_leaves: every tensor of a batch must have its rows, at least one, got {rows}"
-        )
-    return rows["labels"]
+def _part(batch: Mapping[str, Any], leaf: slice) -> dict[str, Any]:
+    return {name: value[leaf] if _has_rows(value) else value for name, value in batch.items()}
 
 
 def _digest(value: Any) -> str:
@@ -157,6 +129,8 @@ def _digest(value: Any) -> str:
 
 
 def _count_of_labels(batch: Mapping[str, Any]) -> torch.Tensor:
+    if "labels" not in batch:
+        raise ValueError(f"train_leaves: the batch has no labels, only {', '.join(batch)}")
     targets = batch["labels"][..., 1:] if "shift_labels" not in batch else batch["shift_labels"]
     return (targets != batch.get("ignore_index", -100)).sum()
 

@@ -129,6 +129,7 @@ class TrainerMixin:
             batches,
             self.args.train_batch_size,
             lambda batch: step(model, batch, num_items_in_batch),
+            self.compute_loss_context_manager,
         )
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.training.leaf_balance import balanced
 from parallel_ext.training.leaf_rounds import LeafRounds
 
 
@@ -60,6 +62,7 @@ def run_leaves(
     batches: list[dict[str, Any]],
     rows: int,
     train: Callable[[dict[str, Any]], torch.Tensor],
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> torch.Tensor:
     """Run the batches of a step that this dp rank has.
 
@@ -68,13 +71,18 @@ def run_leaves(
         batches: this rank's, one in each round of leaves.
         rows: of each batch.
         train: runs forward and backward of a batch, and returns its share of the step's loss.
+        context: in which a trainer runs a forward.
 
     Returns:
         The loss of the step, the same on every rank.
     """
     state = state_of(model)
     rounds = LeafRounds(model_of(model), state, rows * state.invariant.leaves)
-    with rounds.running():
+    model.train()  # perhaps after an evaluation
+    with (
+        rounds.running(),
+        balanced(model, rounds, batches[0], lambda number, _: batches[number], context),
+    ):
         for _, batch in zip(rounds, batches, strict=True):
             rounds.ran_backward(train(batch))
     return rounds.loss

@@ -92,7 +92,7 @@ def _loss(model: Any, whole: dict[str, torch.Tensor], how: str) -> torch.Tensor:
         count = {"num_items_in_batch": label_count(whole)}
         return sum(px.train_leaves(model, part | count) for part in parts)
     if how == "own loop":
-        with px.leaves(model, rows=ROWS) as own:
+        with px.leaves(model, ROWS, whole) as own:
             for leaf in own:
                 part = part_of(whole, leaf)
                 own.backward(model(**part, num_items_in_batch=label_count(whole)).loss)

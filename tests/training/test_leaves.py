@@ -125,7 +125,7 @@ def test_bf16_autocast_has_the_bits_of_one_process(kind: str) -> None:
     assert whole[0] != of_fp32[0]
 
 
-@pytest.mark.parametrize("kind", ["odd", "mixtral"])
+@pytest.mark.parametrize("kind", ["odd", "mixtral", "balanced mixtral"])
 def test_a_loop_of_ones_own_has_the_bits_of_train_leaves(kind: str) -> None:
     (whole,) = pool(1).run(train, kind, 1)
     for ranks, sides in ((1, 1), (3, 1), (4, 2), (4, (1, 2))):
@@ -279,6 +279,27 @@ def test_gradients_are_those_of_the_plain_model(
         assert worst(gradients) < (FLOOR[torch.float64], "")
 
 
+def _balance_without_labels(tp: int, ep: int) -> tuple[float, dict[str, float]]:
+    reference = BALANCED.model()
+    model = parallel(reference, mesh_of(tp=tp, ep=ep), invariant=px.Invariant(4, leaves=4))
+    inputs = leaf_batch(BALANCED.vocab_size, 0)
+    del inputs["labels"]
+    with px.leaves(model, ROWS, inputs) as own:
+        for leaf in own:
+            output = model(**part_of(inputs, leaf))
+            own.backward(output.aux_loss + 0.0 * output.logits.sum())
+    expected = reference(**inputs)
+    (expected.aux_loss + 0.0 * expected.logits.sum()).backward()
+    differences = shard_differences(model, gradients_of(reference), True)
+    return (own.loss / expected.aux_loss - 1).abs().item(), differences
+
+
+def test_a_leaf_without_labels_has_its_share_of_the_balance_loss() -> None:
+    for loss, gradients in pool(4).run(_balance_without_labels, 1, 4):
+        assert loss < FLOOR[torch.float64]
+        assert worst(gradients) < (FLOOR[torch.float64], "")
+
+
 def _refusals() -> list[str]:
     mesh = mesh_of(tp=1)
     tiny = KINDS["odd"]
@@ -374,7 +395,7 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
         "can be run once",
         "those of another batch are running",
         "at least 1, got 0",
-        "pass the global batch's",
+        "every rank passes those of the whole batch",
         "outside of the loop",
     ]
     for texts in pool(2).run(_mistakes_in_own_loops):
@@ -416,7 +437,7 @@ def test_mixtures_that_are_not_served_are_refused_by_name() -> None:
         "ep=2 is more than the 1 experts",
         "router_jitter_noise",
         "the activation SiLU",
-        "px.leaves does not serve the load balancing loss",
+        "enter px.leaves(model, rows, batch)",
     ]
     for texts in pool(2).run(_refusals_of_mixtures):
         for text, word in zip(texts, words, strict=True):
@@ -430,8 +451,8 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "px.parallelize(..., invariant=)",
         "model.train()",
         "has no labels",
-        "must have its rows",
-        "every rank passes the whole batch",
+        "must have its 3 rows",
+        "every rank passes those of the whole batch",
         "needs px.train_leaves",
     ]
     for texts in pool(2).run(_refusals):

@@ -15,6 +15,7 @@ from reference_leaves import (
     ROWS,
     Bits,
     as_a_chain,
+    assert_bits,
     check_layouts,
     check_resume,
     leaf_batch,
@@ -58,6 +59,13 @@ def test_experts_on_any_ranks_have_the_bits_of_one_process(kind: str) -> None:
 )
 def test_ways_to_train_experts_have_the_bits_of_one_process(how: str) -> None:
     check_layouts("mixtral", how, [(4, (1, 2), 2), (3, (1, 3), 3), (4, (2, 2), 3)])
+
+
+def test_a_loop_of_ones_own_has_the_balance_loss_of_train_leaves() -> None:
+    (whole,) = pool(1).run(train, "balanced mixtral", 1)
+    for ranks, sides, zero in ((4, (1, 2), 2), (3, (1, 3), 3)):
+        found = pool(ranks).run(train, "balanced mixtral", sides, zero, "own loop")
+        assert_bits(found, whole)
 
 
 def test_an_adapter_on_experts_has_the_bits_of_one_process() -> None:

@@ -25,6 +25,7 @@ pytestmark = needs_trainer
 
 TINY = Tiny(dtype=torch.float32)
 MIXTURE = TinyMixtral(num_experts=5, dtype=torch.float32)
+BALANCED = TinyMixtral(num_experts=5, top_k=3, dtype=torch.float32, balance=True)
 LEAVES, ROWS = 6, 24
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (3, 1, 3), (3, 3, 0), (4, 2, 2)]
 """Ranks, tp and stage of ZeRO."""
@@ -59,7 +60,7 @@ def _padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) -> Any:
     import peft
 
-    tiny = MIXTURE if options.pop("mixture", False) else TINY
+    tiny = options.pop("tiny", TINY)
     over = tp if tp > 1 else dist.get_world_size()  # experts over tp ranks, or over dp ranks
     mesh = mesh_of(tp=tp, ep=1 if tiny is TINY else over)
     invariant = px.Invariant(8, leaves=options.pop("leaves", LEAVES))
@@ -104,7 +105,7 @@ def _train(
 
 HOW = [
     *({}, {"seed": 7}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}),
-    {"mixture": True},
+    *({"tiny": MIXTURE}, {"tiny": BALANCED, "bf16": True}),
 ]
 
 
@@ -115,6 +116,14 @@ def test_any_layout_has_the_bits_of_one_process(options: dict[str, Any], tmp_pat
         folder = tmp_path / f"{ranks} {tp}"
         for found in pool(ranks).run(_train, tp, zero, folder, False, options):
             assert found == whole
+
+
+def test_the_loss_has_the_balance_loss_of_all_batches_of_a_step(tmp_path: Path) -> None:
+    options = {"tiny": BALANCED, "rows": 2 * LEAVES, "num_train_epochs": 1}
+    whole = _padded(_rows(BALANCED.vocab_size, 2 * LEAVES))
+    expected = BALANCED.model()(**whole).loss.item()
+    for entries, _ in pool(2).run(_train, 1, 2, tmp_path, False, options):
+        assert abs(float.fromhex(entries[0]["loss"]) / expected - 1) < 1e-4
 
 
 def test_a_training_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
