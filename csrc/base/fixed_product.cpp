@@ -15,6 +15,8 @@
 #include <string>
 #include <tuple>
 
+#include "base/kernel_choice.h"
+
 #ifndef _OPENMP
 #error "compile with -fopenmp, without which at::parallel_for runs everything in one thread"
 #endif
@@ -27,15 +29,25 @@ namespace {
 
 // Whether BLAS takes its kernels by the alignment and the strides of the matrices.
 bool depends_on_place(const at::Tensor& out) {
+  if (!use_cpu_loops(out)) return true;
   const bool is_small = out.size(0) < kLeastOfProduct || out.size(1) < kLeastOfProduct;
   return out.scalar_type() == at::kDouble || (out.scalar_type() == at::kFloat && is_small);
 }
 
-// A copy in memory of its own, stored by rows or by columns as the matrix is.
+// A matrix stored by rows in memory of its own; on a GPU also one that lies as if it were, to the
+// alignment that its allocator gives and its libraries look at.
+at::Tensor rows_of_their_own(const at::Tensor& rows) {
+  constexpr uintptr_t kAligned = 256;
+  const bool is_dense = rows.stride(1) == 1 && rows.stride(0) == rows.size(1);
+  const bool is_placed = !rows.is_cpu() && is_dense &&
+                         reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kAligned == 0;
+  return is_placed ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+// The same stored by rows or by columns, as the matrix is.
 at::Tensor placed(const at::Tensor& matrix) {
-  const auto copy = [](const at::Tensor& rows) { return rows.clone(at::MemoryFormat::Contiguous); };
   const bool by_rows = matrix.stride(1) == 1 || matrix.size(0) == 1 || matrix.size(1) == 1;
-  return by_rows ? copy(matrix) : copy(matrix.t()).t();
+  return by_rows ? rows_of_their_own(matrix) : rows_of_their_own(matrix.t()).t();
 }
 
 void product(const Product& of) {
@@ -48,10 +60,10 @@ void product(const Product& of) {
 }
 
 void placed_product(const Product& of) {
-  if (!of.out.is_cpu() || !depends_on_place(of.out)) return product(of);
+  if (!depends_on_place(of.out)) return product(of);
   const at::Tensor out = placed(of.out);
   product({out, placed(of.a), placed(of.b), of.add});
-  of.out.copy_(out);
+  if (!out.is_same(of.out)) of.out.copy_(out);
 }
 
 // The rows, or with dim 1 the columns, of a product from `start` on.
@@ -75,7 +87,7 @@ std::vector<Product> parts_of(const Product& of, int64_t dim, int64_t count) {
 std::vector<Product> pieces_of(const Product& of) {
   constexpr int64_t kLeastOfPiece = 512, kMostPieces = 16;
   const int64_t dim = of.out.size(0) >= of.out.size(1) ? 0 : 1;
-  if (!of.out.is_cpu() || depends_on_place(of.out)) return {of};
+  if (depends_on_place(of.out)) return {of};
   return parts_of(of, dim, std::clamp<int64_t>(of.out.size(dim) / kLeastOfPiece, 1, kMostPieces));
 }
 
@@ -122,9 +134,9 @@ using Shape = std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::ScalarT
 
 Shape shape_of(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                const std::vector<int64_t>& sizes, int64_t dim) {
-  const std::vector<int64_t> numbers{out.size(0),           out.size(1),      a.size(1),
-                                     a.stride(1) == 1,      b.stride(1) == 1, dim,
-                                     at::get_num_threads(), out.is_cuda()};
+  const std::vector<int64_t> numbers{out.size(0),          out.size(1),      a.size(1),
+                                     a.stride(1) == 1,     b.stride(1) == 1, dim,
+                                     at::get_num_threads()};
   return {numbers, sizes, out.scalar_type()};
 }
 
@@ -146,7 +158,9 @@ void remember(const Shape& shape, bool is_same) {
 
 // Computes the pieces, at once if that is known to have the same bits.
 void compute_pieces(const Product& whole, const std::vector<Product>& pieces, const Shape& shape) {
-  const std::optional<bool> known = pieces.size() == 1 ? false : merges(shape);
+  // A GPU, which chooses by more than was looked into here, makes no two blocks at once.
+  const bool never = pieces.size() == 1 || !use_cpu_loops(whole.out);
+  const std::optional<bool> known = never ? false : merges(shape);
   if (known == false) return compute(pieces);
   compute_at_once(whole);
   if (known == true) return;

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "base/fixed_product.h"
+#include "base/kernel_choice.h"
 #include "base/layout.h"
 #include "base/workspace.h"
 #include "check.h"
@@ -125,7 +126,9 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const Tokens tokens = tokens_of(loss, labels);
   const auto wide = wide_type(input);
   const auto tiles = ranges_of(input.size(0), tokens_of_tile(input));
-  const bool by_one = can_merge_blocks(blocks, input.size(1), input.scalar_type()) &&
+  // A GPU's kernels add in an order that follows from where a block's logits lie.
+  const bool apart = !use_cpu_loops(input);
+  const bool by_one = !apart && can_merge_blocks(blocks, input.size(1), input.scalar_type()) &&
                       (tiles.empty() || tiles.back().size >= kLeastOfProduct);
   const bool has_low = low.size(1) > 0;
   const auto options = input.options().dtype(type_ahead(input));
@@ -135,14 +138,18 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   for (const Range tile : tiles) {
     const at::Tensor tile_rows = input.narrow(0, tile.start, tile.size);
     const at::Tensor tile_labels = labels.narrow(0, tile.start, tile.size);
-    at::Tensor logits = pooled_empty({tile.size, head_weight.size(0)}, input.options());
+    const auto empty = [&](int64_t width) {
+      return pooled_empty({tile.size, width}, input.options());
+    };
+    const at::Tensor logits = empty(apart ? 0 : head_weight.size(0));
     if (by_one) {
       fixed_product_of_blocks(logits, tile_rows, head_weight.t(), sizes_of(blocks), /*dim=*/1);
     }
     std::vector<VocabShard> shards;
     std::vector<at::Tensor> stats;
     for (const Range block : blocks) {
-      const at::Tensor own_logits = logits.narrow(1, block.start, block.size);
+      const at::Tensor own_logits =
+          apart ? empty(block.size) : logits.narrow(1, block.start, block.size);
       if (!by_one) {
         fixed_product(own_logits, tile_rows, head_weight.narrow(0, block.start, block.size).t());
       }

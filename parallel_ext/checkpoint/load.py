@@ -94,13 +94,13 @@ def load_step(
         )
         read_shards(wanted, opened.file_of, mesh, op_name, progress)
         mesh.control.run_on_all(op_name, apply)
-    _warn_of_other_bits(opened.manifest, path, invariant)
+    _warn_of_other_bits(opened.manifest, path, bits_of(invariant, mesh.device))
     same = opened.states is not None
     return Resumed(opened.manifest.step, opened.loop["data_state"], path, same)
 
 
-def _warn_of_other_bits(manifest: Manifest, path: Path, invariant: Invariant | None) -> None:
-    saved, own = manifest.saved_by.get("bits"), bits_of(invariant)
+def _warn_of_other_bits(manifest: Manifest, path: Path, own: str) -> None:
+    saved = manifest.saved_by.get("bits")
     if saved and saved != own:
         warnings.warn(
             f"{path} was trained with {shown(saved)}, and resumes with {own or 'ordinary sums'}: "

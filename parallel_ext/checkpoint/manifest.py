@@ -226,9 +226,18 @@ class Manifest:
                 self._listed(directory, name)
 
 
-def bits_of(invariant: Invariant | None) -> str:
+def bits_of(invariant: Invariant | None, device: torch.device) -> str:
     """Name what decides the bits of a training under ``px.Invariant``; empty without one."""
-    return f"px.{invariant} and torch {torch.__version__}" if invariant else ""
+    if invariant is None:
+        return ""
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = f"a CPU with {torch.backends.cpu.get_cpu_capability()}"
+    return (
+        f"px.{invariant}, torch {torch.__version__}, {processor} and float32 products of "
+        f"{torch.get_float32_matmul_precision()} precision"
+    )
 
 
 def _named_plainly(name: str, path: Path) -> bool:

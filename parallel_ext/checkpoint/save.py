@@ -144,7 +144,8 @@ def save_step(
                 temporary / RNG_NAME, states_of, metadata, plan.chunk_bytes
             )
             number = 1 + max(numbers_of_saves(complete_steps(at)).values(), default=0)
-            by = _saved_by(mesh) | ({"bits": bits_of(invariant)} if invariant else {})
+            bits = bits_of(invariant, mesh.device)
+            by = _saved_by(mesh) | ({"bits": bits} if bits else {})
             manifest = Manifest(save_id, step, number, by, records, plan.tensors, {})
             return temporary, metadata, manifest
 

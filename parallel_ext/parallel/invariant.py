@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
+import torch
 import transformers.activations
 from torch import nn
 
@@ -50,6 +52,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             f"px.Invariant(leaves={leaves}) divides a batch into fewer parts than dp="
             f"{mesh.dp_size} ranks; leaves= must be at least dp, and equal where runs are compared"
         )
+    _check_settings(mesh.device)
     if getattr(model.config, "attention_dropout", 0.0):
         raise ValueError(
             "px.Invariant does not serve attention_dropout, whose masks depend on the layout; set "
@@ -88,6 +91,31 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
                     f"px.Invariant serves SiLU and GELU by tanh, but {path}.{name} is a "
                     f"{type(child).__name__}, whose bits may depend on the place of an element"
                 )
+
+
+def _check_settings(device: torch.device) -> None:
+    """Raise where torch may choose other kernels for a GPU by how many heads a rank holds.
+
+    Flash attention shares the keys of a head among blocks of threads by the number of heads; the
+    math kernel is a batched product of all heads; and only deterministic backwards add in order.
+    """
+    if device.type != "cuda":
+        return
+    cuda = torch.backends.cuda
+    wanted = {
+        'os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first product': (
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
+        ),
+        "torch.use_deterministic_algorithms(True)": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cuda.enable_flash_sdp(False)": not cuda.flash_sdp_enabled(),
+        "torch.backends.cuda.enable_cudnn_sdp(False)": not cuda.cudnn_sdp_enabled(),
+        "torch.backends.cuda.enable_math_sdp(False)": not cuda.math_sdp_enabled(),
+    }
+    if missing := [line for line, is_set in wanted.items() if not is_set]:
+        raise ValueError(
+            "px.Invariant on a GPU needs kernels that do not depend on how many heads a rank has; "
+            "set before parallelize:\n  " + "\n  ".join(missing)
+        )
 
 
 def _check_mixture(model: nn.Module, path: str, names: MixtureNames, mesh: Mesh) -> None:

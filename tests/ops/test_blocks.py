@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_ops import ALL_SIZES, BOTH_PATHS, on_ranks, threads
+from reference_ops import ALL_SIZES, BOTH_PATHS, aten_path, on_ranks, threads
 from torch.profiler import ProfilerActivity, profile
 
 from parallel_ext import ops
-from parallel_ext.ops import Blocks, Group
+from parallel_ext.ops import Blocks, Group, LossOptions
 from parallel_ext.sharding.blocks import AttentionBlocks, share_blocks, split_in_blocks
 from parallel_ext.sharding.layout import split
 
@@ -264,3 +264,44 @@ def test_the_first_product_of_a_shape_is_made_twice() -> None:
     """At once and block by block; the next ones at once, where both had the same bits."""
     assert _products(37, 19) == [5, 5, 1]
     assert _products(37, 15) == [4, 4, 4]  # blocks that are too small
+
+
+def _calls(events: Iterable[Any], name: str) -> Iterator[Any]:
+    for event in events:
+        if event.name == name:
+            yield event
+        yield from _calls(event.children, name)
+
+
+def _matrices(blocks: int) -> set[Any]:
+    """Sizes and strides of all products, on the path of a GPU, of a rank with that many blocks."""
+    tokens, width, other = 20, 24, 40
+    own = Blocks(tuple((i * width, (i + 1) * width) for i in range(blocks)), blocks)
+    features = torch.randn(tokens, blocks * width, requires_grad=True)
+    columns = torch.randn(other, blocks * width, requires_grad=True)
+    hidden = torch.randn(tokens, other, requires_grad=True)
+    rows = torch.randn(blocks * width, other, requires_grad=True)
+    labels = torch.arange(tokens)
+    size = blocks * width
+    with (
+        aten_path(True),
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as made,
+    ):
+        ops.block_row_linear(features, columns, own).sum().backward()
+        ops.block_linears(hidden, [rows], [own])[0].sum().backward()
+        options = LossOptions()
+        ops.block_linear_cross_entropy(
+            hidden, rows, labels, own, size, (0, size), options
+        ).backward()
+    events = made.profiler.kineto_results.experimental_event_tree()
+    return {
+        tuple((tuple(each.sizes), tuple(each.strides)) for each in call.extra_fields.inputs[:2])
+        for call in _calls(events, "aten::mm")
+    }
+
+
+def test_a_gpu_multiplies_the_same_matrices_whatever_a_rank_holds() -> None:
+    """It chooses by sizes and leading dimensions."""
+    found = _matrices(1)
+    assert len(found) == 6
+    assert _matrices(3) == found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,16 @@ from reference import (
     worst,
 )
 from reference_invariant import BITS, assert_bits, digests
+from reference_ops import aten_path
 from test_specs import OfSpec, in_fp64
 from torch import nn
 
 import parallel_ext as px
 from parallel_ext import _C, ops
+from parallel_ext.models import SPECS
 from parallel_ext.nn import blocks
 from parallel_ext.nn.blocks import BlockRowLinear, FixedSilu
+from parallel_ext.parallel.invariant import check_invariant
 
 KINDS = {
     "odd": Tiny(dtype=torch.float32, inner=145),
@@ -56,6 +60,9 @@ KINDS = {
 
 def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
     """Losses, norms and digests after steps on this pool's ranks."""
+    if how == "the path of a GPU":
+        with aten_path(True):
+            return _train(tiny, "", tokens)
     if how == "two threads":
         torch.set_num_threads(2)
     model = tiny.model()
@@ -93,6 +100,13 @@ def test_ways_to_train_have_the_same_bits(how: str) -> None:
     # Of fewer than 64 tokens, torch's attention has other bits with other numbers of threads.
     (whole,) = pool(1).run(_train, KINDS["odd"], "", 66)
     assert_bits(pool(2).run(_train, KINDS["odd"], how, 66), whole)
+
+
+@pytest.mark.parametrize("kind", ["odd", "bf16", "tied", "biases", "qwen3", "gemma"])
+def test_the_path_of_a_gpu_has_the_same_bits_on_any_tp(kind: str) -> None:
+    """Of 32 tokens: torch's activations on a CPU have other bits at the end of other sizes."""
+    (whole,) = pool(1).run(_train, KINDS[kind], "the path of a GPU", 16)
+    assert_bits(pool(3).run(_train, KINDS[kind], "the path of a GPU", 16), whole)
 
 
 @pytest.mark.parametrize("how", ["accumulation", "torch's clip"])
@@ -393,3 +407,34 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     for texts in pool(2).run(_refusals):
         for text, word in zip(texts, words, strict=True):
             assert word in text, text
+
+
+def _settings_for_a_gpu() -> list[str]:
+    """What is refused on a GPU, before and after the lines that the error says are run."""
+    tiny, mesh = KINDS["odd"], SimpleNamespace(dp_size=1, device=torch.device("cuda"))
+    found = []
+    for _ in range(2):
+        try:
+            check_invariant(tiny.model(), SPECS["llama"], mesh, leaves=1)
+        except ValueError as error:
+            found.append(str(error))
+            lines = [line.strip() for line in str(error).splitlines()[1:]]
+            exec("\n".join(lines), {"os": os, "torch": torch})
+    return found
+
+
+def test_a_gpu_needs_the_settings_that_the_error_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    cuda = torch.backends.cuda
+    switches = (
+        (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+        (cuda.enable_flash_sdp, cuda.flash_sdp_enabled()),
+        (cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),
+        (cuda.enable_math_sdp, cuda.math_sdp_enabled()),
+    )
+    try:
+        (text,) = _settings_for_a_gpu()
+    finally:
+        for switch, before in switches:
+            switch(before)
+    assert len(text.splitlines()) == 6

@@ -163,7 +163,7 @@ def test_a_load_warns_of_other_bits(tmp_path: Path) -> None:
     pool(2).run(train, "odd", 2, 0, "", (0,), tmp_path)
     for same, other, ordinary in pool(2).run(_warnings_of_a_load, tmp_path):
         assert same == []
-        assert "px.Invariant(blocks=8, leaves=5) and torch" in other[0]
+        assert "px.Invariant(blocks=8, leaves=5), torch" in other[0]
         assert "resumes with px.Invariant(blocks=8, leaves=4)" in other[0]
         assert "resumes with ordinary sums" in ordinary[0]
 
@@ -404,7 +404,8 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
 
 
 def test_experts_on_parts_of_tp_groups_are_refused() -> None:
-    model, mesh = TinyMixtral().model(), SimpleNamespace(dp_size=3, tp_size=2, ep_size=3)
+    sides = {"dp_size": 3, "tp_size": 2, "ep_size": 3}
+    model, mesh = TinyMixtral().model(), SimpleNamespace(**sides, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="divides the other, but the mesh has ep=3 and tp=2"):
         check_invariant(model, SPECS["mixtral"], mesh, leaves=3)
 
