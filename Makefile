@@ -8,7 +8,7 @@
 #   make demo-invariant     one training in seven layouts, with the same bits
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
-#   make soak         FAULTS (200) at random, by SEED; after each a checkpoint must be right
+#   make soak         FAULTS (200) in STEPS (1000) by SEED; after each a checkpoint must be right
 #   make sanitize     csrc under AddressSanitizer and UBSan, ranks under ThreadSanitizer
 #   make test-gpu     tests/gpu with PYTHON's own torch, offline; says so where there is no GPU
 #   make bench-gpu  benchmarks/gpu.py with the build of test-gpu
@@ -95,7 +95,8 @@ test-slow: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(VENV)/bin/pytest -q -m slow
 
 soak: $(VENV)/installed
-	$(ENV) $(PY) tests/support/soak.py --faults $(or $(FAULTS),200) --seed $(or $(SEED),1)
+	$(ENV) $(PY) tests/support/soak.py --faults $(or $(FAULTS),200) --steps $(or $(STEPS),1000) \
+	    --seed $(or $(SEED),1)
 
 # A build of its own, beside the installed one. The sanitizer must be loaded before Python, with the
 # C++ library whose exceptions it watches. It reports no leaks: it would find Python's.

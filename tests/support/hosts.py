@@ -146,7 +146,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @lru_cache
-def _why_not() -> str:
+def why_no_hosts() -> str:
+    """Say why this machine does not let this process make two hosts; empty where it does."""
     try:
         with two_hosts():
             return ""
@@ -156,5 +157,5 @@ def _why_not() -> str:
 
 def need_hosts() -> None:
     """Skip the test, with the reason, where this machine does not let it make two hosts."""
-    if why_not := _why_not():
+    if why_not := why_no_hosts():
         pytest.skip(f"two hosts need network, mount and process namespaces: {why_not}")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 from reference import Tiny, batch, parallel
+from reference_lora import ALL, config
+from reference_lora_experts import DOWN, GATE_UP
 from reference_mixtral import Layout, TinyMixtral
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.parallel.state import STATE_NAME
+from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.parallel.state import STATE_NAME, state_of
+from parallel_ext.sharding.slices import take
 
 LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1)
 TIED = replace(LLAMA, tied=True)
@@ -21,17 +27,22 @@ TIED = replace(LLAMA, tied=True)
 
 @dataclass(frozen=True)
 class Job:
-    """How a model is spread and trained."""
+    """How a model is spread and trained.
+
+    Attributes:
+        lora: train adapters of all that may have some, and a head of the adapter's own.
+    """
 
     tiny: Any = LLAMA
     layout: Layout = Layout(1, 1, 1)
     zero: int | None = None
     optimizer: str = "AdamW"
     vocab_multiple_of: int = 1
+    lora: bool = False
 
     def __str__(self) -> str:
         stage = f"-zero{self.zero}" if self.zero else ""
-        return f"{self.layout}{stage}-{self.optimizer}"
+        return f"{self.layout}{stage}-{self.optimizer}{'-lora' * self.lora}"
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -51,12 +62,36 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
 
 
+def with_adapter(model: nn.Module, tiny: Any, seed: int = 1) -> nn.Module:
+    """Give a model, parallel or not, an adapter whose values follow from their names."""
+    changes: dict[str, Any] = {"target_modules": ALL, "modules_to_save": ["lm_head"]}
+    if isinstance(tiny, TinyMixtral):
+        changes |= {"target_modules": ALL[:4], "target_parameters": [GATE_UP, DOWN]}
+    on_ranks = hasattr(model, STATE_NAME)
+    own = config(**changes)
+    model = peft.get_peft_model(model, own if on_ranks else peft.LoraConfig(**own.to_dict()))
+    layouts = {name: layout for name, _, layout in named_shards(model)} if on_ranks else {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            layout = layouts.get(name)
+            shape = layout.shape if layout else parameter.shape
+            full = 0.3 * torch.randn(shape, generator=generator, dtype=parameter.dtype)
+            parameter.copy_(take(full, layout, state_of(model).mesh.rank) if layout else full)
+    return model
+
+
 def build(job: Job, seed: int = 1, mesh: px.Mesh | None = None) -> tuple[Any, Any, Any, px.Mesh]:
     """A model, its optimizer and scheduler, and the mesh."""
     in_ranks = dist.is_initialized() or "RANK" in os.environ
     if mesh is None:
         mesh = job.layout.mesh() if in_ranks else px.init_mesh()
-    model = parallel(job.tiny.model(seed), mesh, vocab_multiple_of=job.vocab_multiple_of)
+    base = job.tiny.model(1 if job.lora else seed)  # which no checkpoint of an adapter holds
+    model = parallel(base, mesh, vocab_multiple_of=job.vocab_multiple_of)
+    if job.lora:
+        model = with_adapter(model, job.tiny, seed)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
     optimizer = optimizer_of(model, job.optimizer)

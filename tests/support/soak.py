@@ -1,9 +1,10 @@
-"""A soak: jobs that are killed, stopped and starved at random, and resume on other layouts.
+"""A soak: jobs that are killed, stopped, starved and cut at random, and resume on other layouts.
 
-``python tests/support/soak.py --faults 200 --seed 1`` (or ``make soak``) trains rounds of a few
-steps until so many faults have happened. After each attempt a single process loads the last
-checkpoint, which must hold the weights that a training without faults has at its step. ``--seed``
-draws the same models, layouts and faults again; when a fault strikes depends on the machine too.
+``python tests/support/soak.py --faults 200 --steps 1000 --seed 1`` (or ``make soak``) trains rounds
+of a few steps until so many faults have happened in so many steps. After each attempt a single
+process loads the last checkpoint, which must hold the weights that a training without faults has at
+its step. ``--seed`` draws the same models, layouts and faults again; when a fault strikes depends
+on the machine too.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # else tests/conftest.py has done so
     own = [str(each) for each in Path(__file__).parents[1].iterdir() if each.is_dir()]
@@ -31,6 +32,7 @@ if __name__ == "__main__":  # else tests/conftest.py has done so
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from disk_faults import at_operation, full  # noqa: E402
+from hosts import Hosts, two_hosts, why_no_hosts  # noqa: E402
 from ranks import Raised, Ranks, _catching  # noqa: E402
 from reference import batch, shard_differences, worst  # noqa: E402
 from reference_mixtral import layouts_of  # noqa: E402
@@ -43,6 +45,7 @@ from reference_training import (  # noqa: E402
     optimizer_of,
     scheduler_of,
     train,
+    with_adapter,
 )
 
 import parallel_ext as px  # noqa: E402
@@ -51,7 +54,9 @@ STEPS = 12  # of a round, after which rounding has not grown to what a fault wou
 TIMEOUT_S = 6.0
 LONGEST_S = 3 * TIMEOUT_S + 40.0  # until the ranks that live have ended; without a fault, the job
 TOLERANCE = 1e-9
-FAULTS = ("kill one", "kill all", "term", "stop", "disk full", "none")
+CUT = "cut cable"  # between two hosts of half of the ranks each; no other fault needs hosts
+FAULTS = ("kill one", "kill all", "term", "stop", "disk full", CUT, "none")
+_LATE = re.compile("within|[Tt]imed out")  # in the error of an op on a machine that was slow
 _MOST_OPERATIONS = 60  # on the disk, in one of which it is full
 
 
@@ -78,17 +83,23 @@ class Attempt:
     at: float
 
 
-def attempt_of(draw: random.Random, tiny: Any) -> Attempt:
-    """Draw an attempt."""
-    world = draw.randint(1, 4)
+def faults_here() -> list[str]:
+    """Return the faults that this machine can have."""
+    return [fault for fault in FAULTS if fault != CUT or not why_no_hosts()]
+
+
+def attempt_of(draw: random.Random, job: Job) -> Attempt:
+    """Draw an attempt to train a job, on another layout."""
+    fault = draw.choice(faults_here())
+    world = draw.choice([2, 4]) if fault == CUT else draw.randint(1, 4)
     layout = draw.choice(list(layouts_of(world)))
-    if tiny is LLAMA:
+    if job.tiny is LLAMA:
         layout = replace(layout, ep=1)
     zero = draw.choice([2, 3]) if layout.dp > 1 else None
-    fault = draw.choice(FAULTS)
     at = draw.randrange(_MOST_OPERATIONS) if fault == "disk full" else draw.uniform(0, 0.5)
     every, rank, after = draw.randint(1, 3), draw.randrange(world), draw.randrange(6)
-    return Attempt(Job(tiny, layout, zero), every, draw.random() < 0.5, fault, rank, after, at)
+    job = replace(job, layout=layout, zero=zero)
+    return Attempt(job, every, draw.random() < 0.5, fault, rank, after, at)
 
 
 def _mark(root: Path, rank: int, steps: int) -> Path:
@@ -100,7 +111,8 @@ def run_job(attempt: Attempt, root: Path) -> int:
     """Train from the last checkpoint to the end of the round, on a rank; return the last step."""
     warnings.simplefilter("ignore")  # of other layouts, random numbers, and saves that fail
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    layout, own = attempt.job.layout, dist.get_rank()
+    layout = attempt.job.layout
+    own = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     _mark(root, own, 0).touch()
     mesh = px.init_mesh(tp=layout.tp, ep=layout.ep, timeout=TIMEOUT_S)
     model, optimizer, scheduler, _ = build(attempt.job, mesh=mesh)
@@ -146,16 +158,18 @@ class Report:
 
 
 class Round:
-    """One model, trained to its end by as many attempts as that takes."""
+    """One model, or an adapter on it, trained to its end by as many attempts as that takes."""
 
-    def __init__(self, tiny: Any, root: Path, report: Report) -> None:
-        self._root, self._report, self._tiny = root, report, tiny
+    def __init__(self, job: Job, root: Path, report: Report) -> None:
+        self._root, self._report, self._job = root, report, job
         self._states = self._without_faults()
         self.step = 0
 
     def _without_faults(self) -> list[dict[str, torch.Tensor]]:
         """Return the weights of one process before and after each step."""
-        model = self._tiny.model()
+        model = self._job.tiny.model()
+        if self._job.lora:
+            model = with_adapter(model, self._job.tiny)
         optimizer = optimizer_of(model, "AdamW")
         scheduler = scheduler_of(optimizer)
         states = []
@@ -166,59 +180,67 @@ class Round:
 
     def run(self, attempt: Attempt) -> None:
         """Start the job, let the fault happen, wait until it has ended, and look what is there."""
-        ranks = Ranks(attempt.job.layout.world)
-        ranks._start()
-        try:
+        with ExitStack() as cleanup:
+            world, hosts = attempt.job.layout.world, None
+            if attempt.fault == CUT:
+                hosts = Hosts(cleanup.enter_context(two_hosts()), world // 2)
+            ranks = Ranks(world, hosts)
+            cleanup.callback(ranks.close)
+            ranks._start()
             for pipe in ranks.pipes:
                 pipe.send((_catching, (run_job, attempt, self._root)))
             struck = self._strike(attempt, ranks)
             began = time.monotonic()
             self._await(attempt, ranks, struck, began)
-        finally:
-            ranks.close()
-            for mark in self._root.parent.glob("rank-*"):
-                mark.unlink()
+        for mark in self._root.parent.glob("rank-*"):
+            mark.unlink()
         self._look(attempt)
 
-    def _strike(self, attempt: Attempt, ranks: Ranks) -> list[int]:
-        """Let a fault of a process happen, and return which ranks are lost by it."""
+    def _strike(self, attempt: Attempt, ranks: Ranks) -> list[int] | None:
+        """Let a fault from outside happen; return which ranks it ends, or None if it did not."""
         number = {"kill one": signal.SIGKILL, "kill all": signal.SIGKILL}.get(attempt.fault)
         number = {"term": signal.SIGTERM, "stop": signal.SIGSTOP}.get(attempt.fault, number)
-        if number is None:
-            return []
+        if number is None and attempt.fault != CUT:
+            return None
         marks = [_mark(self._root, rank, attempt.after) for rank in range(ranks.size)]
         end = time.monotonic() + LONGEST_S
         while not all(mark.exists() for mark in marks):
             if any(pipe.poll() for pipe in ranks.pipes):
-                return []  # the job was shorter
+                return None  # the job was shorter
             if time.monotonic() > end:
-                return []  # it hangs already, which is noticed then
+                return None  # it hangs already, which is noticed then
             time.sleep(0.02)
         time.sleep(attempt.at)
-        struck = list(range(ranks.size)) if attempt.fault == "kill all" else [attempt.rank]
+        one = attempt.fault not in ("kill all", CUT)
+        struck = [attempt.rank] if one else list(range(ranks.size))
         if any(ranks.pipes[rank].poll() for rank in struck):
-            return []  # the job was faster
+            return None  # the job was faster
+        self._report.faults[attempt.fault] += 1
+        if attempt.fault == CUT:
+            ranks.hosts.hosts[1].link("down")
+            return []
         for rank in struck:
             os.kill(ranks.processes[rank].pid, number)
-        self._report.faults[attempt.fault] += 1
         return struck
 
-    def _await(self, attempt: Attempt, ranks: Ranks, struck: list[int], began: float) -> None:
+    def _await(
+        self, attempt: Attempt, ranks: Ranks, struck: list[int] | None, began: float
+    ) -> None:
         """Wait until the ranks that live have ended, as they must."""
-        living = [rank for rank in range(ranks.size) if rank not in struck]
+        living = [rank for rank in range(ranks.size) if rank not in (struck or [])]
         for rank in living:
             left = began + LONGEST_S - time.monotonic()
             if not ranks.pipes[rank].poll(max(0.0, left)):
                 self._report.problems.append(f"rank {rank} hangs in {attempt}")
                 return
             _, result = ranks.pipes[rank].recv()
-            if not isinstance(result, Raised) or rank != living[0]:
+            if not isinstance(result, Raised) or rank != living[0] or struck is not None:
                 continue
             if attempt.fault == "disk full":
                 self._report.faults["disk full"] += 1
-            elif "CollectiveTimeout" in result.classes:  # the machine was slow
-                self._report.faults["too slow"] += not struck
-            elif not struck:
+            elif "CollectiveTimeout" in result.classes or _LATE.search(result.text):
+                self._report.faults["too slow"] += 1
+            else:
                 self._report.problems.append(f"{result} without a fault in {attempt}")
         self._report.longest_s = max(self._report.longest_s, time.monotonic() - began)
 
@@ -229,7 +251,7 @@ class Round:
             if self.step:
                 self._report.problems.append(f"step {self.step} is lost after {attempt}")
             return
-        model, optimizer, scheduler, _ = build(Job(self._tiny), seed=3)
+        model, optimizer, scheduler, _ = build(self._job, seed=3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step = px.load_checkpoint(self._root, model, optimizer, scheduler).step
@@ -243,20 +265,25 @@ class Round:
         self.step = step
 
 
-def soak(seed: int, faults: int, seconds: float = float("inf")) -> Report:
-    """Run attempts until there were so many faults, or so many seconds are over.
+def soak(seed: int, faults: int, steps: int, seconds: float = float("inf")) -> Report:
+    """Run attempts until there were so many faults and steps, or so many seconds are over.
 
     Stops at the first problem.
     """
     draw, report, end = random.Random(seed), Report(), time.monotonic() + seconds
-    while report.faults.total() < faults and time.monotonic() < end and not report.problems:
+
+    def goes_on() -> bool:
+        wanted = report.faults.total() < faults or report.steps < steps
+        return wanted and time.monotonic() < end and not report.problems
+
+    while goes_on():
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            one = Round(draw.choice([LLAMA, MIXTRAL]), Path(folder) / "root", report)
-            while one.step < STEPS and time.monotonic() < end and not report.problems:
-                if report.faults.total() >= faults:
-                    return report
-                one.run(attempt_of(draw, one._tiny))
+            job = Job(draw.choice([LLAMA, MIXTRAL]), lora=draw.random() < 0.5)
+            one = Round(job, Path(folder) / "root", report)
+            while one.step < STEPS and goes_on():
+                one.run(attempt_of(draw, job))
             report.rounds += one.step == STEPS
+            print(f"seed {seed}: {report}", flush=True)
     return report
 
 
@@ -264,11 +291,13 @@ def main() -> None:
     """Run a soak as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    report = soak(arguments.seed, arguments.faults, arguments.seconds)
-    print(f"seed {arguments.seed}: {report}")
+    if why_not := why_no_hosts():
+        print(f"without the fault {CUT!r}, which needs two hosts of namespaces: {why_not}")
+    report = soak(arguments.seed, arguments.faults, arguments.steps, arguments.seconds)
     sys.exit(bool(report.problems))
 
 
