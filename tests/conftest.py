@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 _FOLDERS = [str(each) for each in Path(__file__).parent.iterdir() if each.is_dir()]
 sys.path[:0] = _FOLDERS
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*_FOLDERS, os.environ.get("PYTHONPATH")]))
+
+if importlib.util.find_spec("hypothesis"):  # which `make test-gpu` does without
+    from hypothesis import settings
+
+    # Two busy cores make no promises about time, and a test leaves no files in the checkout.
+    settings.register_profile("parallel_ext", deadline=None, database=None)
+    settings.load_profile("parallel_ext")
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ at::Tensor all_places(const ExchangeLayout& layout, const at::Tensor& like) {
   for (const auto& places : layout.places) {
     all.insert(all.end(), places.begin(), places.end());
   }
-  return at::tensor(all, at::kLong).to(like.device());
+  return at::tensor(all, at::kLong).to(like.device(), /*non_blocking=*/true);
 }
 
 // The inverse of as_bytes; a copy, whose storage is aligned for the dtype.
@@ -138,6 +138,9 @@ AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const a
   const std::vector<int64_t>& slots = layout.send_slots;
   const auto& places = layout.places;
   const at::Tensor rows = rows_at(input, route.tokens.narrow(0, 0, layout.num_rows()));
+  if (layout.group.size == 1) {  // each choice is a row, in its place
+    return {rows, weights, at::arange(layout.num_places(), route.sources.options())};
+  }
   const at::Tensor numbers = route.rows_of_choices.flatten().index_select(0, route.sources);
   Messages parts;
   std::vector<std::vector<int64_t>> sizes;
@@ -188,6 +191,7 @@ at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,
                                        const at::Tensor& tokens, const at::Tensor& origins,
                                        const ExchangeLayout& layout) {
   const at::Tensor rows = rows_at(input, tokens.narrow(0, 0, layout.num_rows()));
+  if (layout.group.size == 1) return rows;
   return rows_at(all_to_all_rows(op, rows, layout.send_rows, layout.receive_rows, layout.group),
                  origins);
 }
@@ -195,6 +199,10 @@ at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,
 AtTokens bring_back_aten(const char* op, const at::Tensor& rows,
                          const std::optional<at::Tensor>& weights, const at::Tensor& origins,
                          const at::Tensor& rows_of_choices, const ExchangeLayout& layout) {
+  if (layout.group.size == 1) {  // each choice has come as a row
+    return {sums_of_rows(rows, rows_of_choices, rows_of_choices.size(0)),
+            weights.value_or(at::Tensor())};
+  }
   const int64_t num_arrived = sum_of(layout.receive_rows), top_k = rows_of_choices.size(1);
   const at::Tensor sums =
       sums_of_rows(rows, places_of_rows(origins, num_arrived, top_k), num_arrived);

@@ -106,27 +106,21 @@ Tensors<5> moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_
   return {counts, rows_per_rank, rows, sources, tokens};
 }
 
-// ids [size] -> how many there are of each expert [E], and their positions, stably sorted.
-Tensors<2> sorted_on_cuda(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
+// ids [size] -> how many there are of each expert [E], and their positions, stably sorted. An id
+// that is out of range is not counted, which the caller sees where it reads the counts.
+Tensors<2> sorted_on_cuda(const at::Tensor& ids, int64_t num_experts) {
   const at::Tensor counts = at::empty({num_experts}, ids.options());
-  const at::Tensor sources = at::empty_like(ids);
+  const at::Tensor sources = at::zeros_like(ids);  // an id that is out of range has no place
   if constexpr (kWithCudaKernels) {
     sort_ids_on_cuda(ids.const_data_ptr<int64_t>(), ids.numel(), num_experts,
                      counts.mutable_data_ptr<int64_t>(), sources.mutable_data_ptr<int64_t>(),
                      ids.get_device());
   }
-  // One synchronisation with the device, where bincount takes several; the caller reads the counts
-  // next and would wait anyway.
-  if (counts.sum().item<int64_t>() < ids.numel()) {
-    const at::Tensor here = ids.cpu();
-    const int64_t* id = here.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < here.numel(); ++i) check_id(id[i], i, top_k, num_experts);
-  }
   return {counts, sources};
 }
 
-Tensors<2> sorted(const at::Tensor& ids, int64_t num_experts, int64_t top_k) {
-  if (use_cuda_kernel(ids)) return sorted_on_cuda(ids.contiguous(), num_experts, top_k);
+Tensors<2> sorted(const at::Tensor& ids, int64_t num_experts) {
+  if (use_cuda_kernel(ids)) return sorted_on_cuda(ids.contiguous(), num_experts);
   const at::Tensor counts = at::bincount(ids, {}, num_experts);
   TORCH_CHECK_INDEX(counts.numel() == num_experts, "moe_route_plan: a token chose expert ",
                     counts.numel() - 1, ", outside of [0, ", num_experts, ")");
@@ -140,15 +134,20 @@ Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_pe
   const int64_t top_k = ids.size(1), size = ids.numel();
   const auto num_ranks = static_cast<int64_t>(experts_per_rank.size());
   const at::Tensor flat = ids.flatten();
-  const auto [counts, sources] = sorted(flat, num_experts, top_k);
+  const auto [counts, sources] = sorted(flat, num_experts);
   const at::Tensor slots =
-      at::empty_like(flat).scatter_(0, sources, at::arange(size, flat.options())).view(ids.sizes());
+      at::zeros_like(flat).scatter_(0, sources, at::arange(size, flat.options())).view(ids.sizes());
+  const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : sources;
+  if (num_ranks == 1) {  // each choice is a row
+    return {counts, at::full({1}, size, flat.options()), slots, sources, of_slot};
+  }
   std::vector<int64_t> rank_of_expert;
   for (int64_t peer = 0; peer < num_ranks; ++peer) {
     rank_of_expert.insert(rank_of_expert.end(), experts_per_rank[peer], peer);
   }
-  const at::Tensor ranks =
-      at::tensor(rank_of_expert, flat.options()).index_select(0, flat).view(ids.sizes());
+  const at::Tensor there = at::tensor(rank_of_expert).to(flat.device(), /*non_blocking=*/true);
+  const at::Tensor in_range = flat.clamp(0, num_experts - 1);  // what is not is refused later
+  const at::Tensor ranks = there.index_select(0, in_range).view(ids.sizes());
   // The lowest slot among a token's choices of experts on the same rank leads the others: they
   // share its row.
   at::Tensor leads = slots;
@@ -170,7 +169,6 @@ Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_pe
   const at::Tensor rows = number.index_select(0, leads.flatten()).view(ids.sizes());
   // Slots that make no row write to one more element, which is dropped.
   const at::Tensor target = at::where(in_order == 1, number, at::full_like(number, size));
-  const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : sources;
   const at::Tensor tokens =
       at::zeros({size + 1}, flat.options()).scatter_(0, target, of_slot).narrow(0, 0, size).clone();
   return {counts, by_rank(makes_row), rows, sources, tokens};

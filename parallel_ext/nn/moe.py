@@ -353,7 +353,7 @@ class ExpertParallelExperts(ShardedModule):
         if route is not None:
             counts = torch.cat([route.counts, route.rows_per_rank])
         header = [*self._header(tokens, choices, weights, failure), *low_ranks]
-        plan = self._exchange_plan(counts, header, failure)
+        plan = self._exchange_plan(counts, header, choices, failure)
         if self.routing is not None:
             self.routing.planned(plan, self.group.rank)
         return route, plan
@@ -371,16 +371,25 @@ class ExpertParallelExperts(ShardedModule):
         return [int(failure is not None), tokens.size(-1), choices.size(-1), dtype, grads]
 
     def _exchange_plan(
-        self, counts: torch.Tensor, header: list[int], failure: Exception | None
+        self,
+        counts: torch.Tensor,
+        header: list[int],
+        choices: torch.Tensor,
+        failure: Exception | None,
     ) -> ExchangePlan:
         """Gather every rank's counts, read by the host once, and return this rank's plan."""
-        size = self.group.size
-        message = torch.cat([counts.new_tensor(header), counts])
+        size, start = self.group.size, len(header) + 1
+        numbers = torch.tensor([*header, choices.numel()]).to(counts.device, non_blocking=True)
+        message = torch.cat([numbers, counts])
         width = message.numel()
         everyone = ops.gather_from_region(message.unsqueeze(0), [width] * size, self.group)
         of_rank = everyone.view(size, width).tolist()
-        self._check([message[: len(header)] for message in of_rank], failure)
-        counts_of_rank = [message[len(header) :] for message in of_rank]
+        for of_peer in of_rank:  # a GPU counts no id that is out of range
+            of_peer[0] |= sum(of_peer[start : start + self.num_experts]) != of_peer[start - 1]
+        if failure is None and of_rank[self.group.rank][0]:
+            failure = _out_of_range(choices, self.num_experts)
+        self._check([message[: start - 1] for message in of_rank], failure)
+        counts_of_rank = [message[start:] for message in of_rank]
         return ExchangePlan.of(counts_of_rank, self.experts_per_rank, self.group.rank)
 
     def _check(self, headers: Sequence[Sequence[int]], failure: Exception | None) -> None:
@@ -403,3 +412,12 @@ class ExpertParallelExperts(ShardedModule):
             raise DisagreementError(
                 f"{name}: the ranks must agree, but are given {'; '.join(words)}"
             )
+
+
+def _out_of_range(choices: torch.Tensor, num_experts: int) -> IndexError:
+    """Name the first choice that is no expert's id."""
+    token, number = ((choices < 0) | (choices >= num_experts)).nonzero()[0].tolist()
+    return IndexError(
+        f"choice {number} of token {token} is expert {int(choices[token, number])}, outside of "
+        f"[0, {num_experts})"
+    )

@@ -48,7 +48,9 @@ def moe_route_plan(
         rank: this rank.
 
     Raises:
-        IndexError: an id is outside of ``[0, E)``; names token and choice on the CPU.
+        IndexError: an id is outside of ``[0, E)``. A GPU does not raise, for which the host would
+            have to wait: it counts no such id, so that ``counts`` do not add up to T * top_k, which
+            :func:`moe_dispatch` refuses.
         TypeError, ValueError: dtype, shape or a number does not fit.
 
     Example:

@@ -266,7 +266,7 @@ def _balanced_route(
     row_bytes = tokens.size(-1) * tokens.element_size() if experts.joins_choices else 0
     sides, rank = tuple(experts.experts_per_rank), experts.group.rank
     if torch._C._current_graph_task_id() == -1:  # what is recomputed has its plan
-        width = 5 + len(low_ranks) + experts.num_experts + len(sides)
+        width = 6 + len(low_ranks) + experts.num_experts + len(sides)
         header = choices.new_empty(1, width)
         ops.gather_from_region(header, [width] * len(sides), experts.group)
     route = ops.moe_route_plan(choices, list(sides), row_bytes, rank)

@@ -207,7 +207,7 @@ _sizes = st.builds(Sizes, st.integers(1, 40), _small, _small, st.integers(1, 4),
 @given(_sizes, _sides(), _sides())
 @example(Sizes(65, 4, 8, 2, 8, 12), Sides(1, 8, 8), Sides(5, 8, 8, True))
 @example(Sizes(65, 4, 8, 2, 8, 12), Sides(5, 8, 8, True), Sides(1, 8, 8))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_save_of_what_was_loaded_elsewhere_is_the_same(
     sizes: Sizes, before: Sides, after: Sides
 ) -> None:

@@ -222,7 +222,7 @@ def _plans(draw: Any) -> tuple[ModelLayout, list[TensorSpec], int, int]:
 
 
 @given(_plans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_turns_of_a_save_hold_every_row_once_and_in_file_order(plan: Any) -> None:
     layout, specs, owners, size = plan
     files = plan_files(specs, owners, size)

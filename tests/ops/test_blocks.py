@@ -210,7 +210,7 @@ def _gradients(op: Callable[[], torch.Tensor], *leaves: torch.Tensor) -> list[to
     return [output, *torch.autograd.grad((output * factors).sum(), leaves)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tokens=st.sampled_from([1, 3, 15, 16, 38]),
     width=st.integers(1, 40),

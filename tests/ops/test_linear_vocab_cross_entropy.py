@@ -48,9 +48,6 @@ from parallel_ext.ops import (
     linear_vocab_cross_entropy_statistics,
 )
 
-settings.register_profile("parallel_ext", deadline=None, database=None)
-settings.load_profile("parallel_ext")
-
 EACH_OPTION = pytest.mark.parametrize("name", ALONE)
 EACH_TRAINED = pytest.mark.parametrize("trained", TRAINED)
 

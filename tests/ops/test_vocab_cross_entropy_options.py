@@ -38,11 +38,6 @@ from reference_ops import (
 
 from parallel_ext.ops import Group, LossOptions, vocab_cross_entropy_statistics
 
-# Two busy cores make no promises about time, and a test leaves no files in the checkout.
-settings.register_profile("parallel_ext", deadline=None, database=None)
-settings.load_profile("parallel_ext")
-
-
 EACH_ALONE = pytest.mark.parametrize("name", ALONE)
 
 

@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import parallel_ext as px
+from parallel_ext import ops
 
 TINY = TinyMixtral(num_experts=5)
 
@@ -165,8 +166,15 @@ def _one_goes_wrong(how: str) -> None:
     experts = model.model.layers[0].mlp.experts
     tokens = torch.randn(3, 32, dtype=torch.float64)
     ids = torch.tensor([[0, 1]] * 3)
+    route_plan = ops.moe_route_plan
+
+    def as_on_a_gpu(ids: torch.Tensor, *others: Any) -> ops.RoutePlan:
+        """Count ids out of range nowhere."""
+        plan = route_plan(ids.clamp(max=4), *others)
+        return plan._replace(counts=torch.bincount(ids.flatten(), minlength=5)[:5])
+
     if mesh.rank == 1:
-        if how == "an id out of range":
+        if how.startswith("an id out of range"):
             ids[1, 1] = 5
         elif how == "a dtype":
             tokens = tokens.float()
@@ -179,7 +187,10 @@ def _one_goes_wrong(how: str) -> None:
     weights = torch.ones(ids.shape, dtype=tokens.dtype)
     if how == "weights" and mesh.rank == 1:
         weights = weights[:, :1]
-    with torch.no_grad() if how == "no gradients" and mesh.rank == 1 else nullcontext():
+    with (
+        torch.no_grad() if how == "no gradients" and mesh.rank == 1 else nullcontext(),
+        mock.patch.object(ops, "moe_route_plan", as_on_a_gpu if "GPU" in how else route_plan),
+    ):
         experts(tokens, ids, weights)
 
 
@@ -189,6 +200,13 @@ def _one_goes_wrong(how: str) -> None:
         (
             "an id out of range",
             ["mlp.experts: ep rank 1 could not route its tokens", "IndexError: moe_route_plan: "],
+        ),
+        (
+            "an id out of range on a GPU",
+            [
+                "mlp.experts: ep rank 1 could not route its tokens",
+                "IndexError: choice 1 of token 1 is expert 5, outside of [0, 5)",
+            ],
         ),
         (
             "weights",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ext.models.llama import LLAMA
@@ -28,9 +28,6 @@ from parallel_ext.sharding.layout import (
 from parallel_ext.sharding.reshard import part_views
 from parallel_ext.sharding.slices import take
 
-# Two busy cores make no promises about time, and a test leaves no files in the checkout.
-settings.register_profile("parallel_ext", deadline=None, database=None)
-settings.load_profile("parallel_ext")
 
 sizes_to_cut = st.one_of(st.integers(0, 300), st.sampled_from([32000, 49153, 65535, 65536]))
 parts_to_cut = st.integers(1, 70)

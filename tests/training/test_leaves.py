@@ -226,7 +226,7 @@ def _recursive(values: Sequence[str]) -> str:
     return f"({_recursive(values[:half])}{_recursive(values[half:])})"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(count=st.integers(1, 70), ranks=st.integers(1, 12))
 def test_nodes_of_any_ranks_make_the_tree(count: int, ranks: int) -> None:
     def add(left: str, right: str) -> str:
