@@ -28,7 +28,6 @@ from parallel_ext.sharding.layout import (
 from parallel_ext.sharding.reshard import part_views
 from parallel_ext.sharding.slices import take
 
-
 sizes_to_cut = st.one_of(st.integers(0, 300), st.sampled_from([32000, 49153, 65535, 65536]))
 parts_to_cut = st.integers(1, 70)
 multiples = st.integers(1, 130)
