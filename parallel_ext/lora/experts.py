@@ -12,6 +12,7 @@ from peft.tuners.lora import layer
 from torch import nn
 
 from parallel_ext.lora.layers import Adapted
+from parallel_ext.nn.blocks import BlockExperts, BlockFactor
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import LowRank
 from parallel_ext.sharding.layout import TensorLayout, shard_ranges
@@ -78,8 +79,13 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
             f"{target}.lora_B.{adapter}.weight",
             r,
         )
-        factor_a = self.lora_A[adapter] = Factor(layout_a, None, base.group)
-        factor_b = self.lora_B[adapter] = Factor(layout_b, None, base.group)
+        factor_a, factor_b = (
+            BlockFactor(layout, base)
+            if isinstance(base, BlockExperts)
+            else Factor(layout, None, base.group)
+            for layout in (layout_a, layout_b)
+        )
+        self.lora_A[adapter], self.lora_B[adapter] = factor_a, factor_b
         self._draw_factors(config, r, (factor_a, factor_b))
 
     def _per_expert(
@@ -95,15 +101,20 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
         """Return this rank's A [e, r, in] and B [e, out, r]."""
         return self._per_expert(adapter, *super()._factor_pair(adapter))
 
+    def _for_use(self, factor: Factor) -> tuple[torch.Tensor, ...]:
+        """Return a factor for a forward, once for each dp rank whose leaf meets at the experts."""
+        if isinstance(factor, BlockFactor):
+            return factor.copies("weight")
+        replicas = self.get_base_layer().replicas
+        return (self._caught(factor.weight, factor.layouts["weight"].name, replicas),)
+
     def _low_rank(self, active: list[str]) -> LowRank:
         """Join all active adapters in one, whose gradients are summed where they are partial."""
-        pairs, base = [], self.get_base_layer()
+        pairs = []
         for name in active:
-            caught = (
-                self._caught(factor.weight, factor.layouts["weight"].name, base.replicas)
-                for factor in (self.lora_A[name], self.lora_B[name])
-            )
-            pairs.append(self._per_expert(name, *caught))
+            copies = zip(*map(self._for_use, (self.lora_A[name], self.lora_B[name])), strict=True)
+            of_copies = zip(*(self._per_expert(name, a, b) for a, b in copies), strict=True)
+            pairs.append(tuple(map(_side_by_side, of_copies)))
         if len(active) == 1:
             return LowRank(*pairs[0], self.scaling[active[0]])
         scaled = [b * self.scaling[name] for name, (_, b) in zip(active, pairs, strict=True)]
@@ -126,3 +137,8 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
         if isinstance(self.base_layer, ParamWrapper):
             self.base_layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
         return super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+
+
+def _side_by_side(copies: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return copies of [e, ...] as one tensor in which those of an expert are neighbours."""
+    return copies[0] if len(copies) == 1 else torch.stack(copies, 1).flatten(0, 1)

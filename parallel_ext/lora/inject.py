@@ -26,7 +26,7 @@ from parallel_ext.lora.layers import (
     LoraVocabHead,
 )
 from parallel_ext.lora.merge import Mergeable
-from parallel_ext.nn.blocks import BlockColumnLinear, BlockExperts, BlockRowLinear
+from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
@@ -96,20 +96,6 @@ def refuse_whole(
                 + (why[0] if why else "every rank holds it whole, and adapters lie as their base")
                 + '; target others, or "all-linear" for all that are sharded'
             )
-
-
-def refuse_without_blocks(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
-    """Raise if an adapter under ``px.Invariant`` has what is not computed in blocks.
-
-    Raises:
-        NotImplementedError: names it.
-    """
-    meet = any(isinstance(each, BlockExperts) and each.dp_ranks > 1 for each in model.modules())
-    if meet and config.target_parameters:
-        raise NotImplementedError(
-            f"{op_name}: px.Invariant does not serve adapters on experts where ep is larger than "
-            f"tp yet; leave out target_parameters, or choose another mesh"
-        )
 
 
 def experts_tensors(model: nn.Module) -> list[str]:
@@ -246,8 +232,6 @@ def inject_adapter(
         refuse_mixture(model, config, op_name, state)
         refuse_parameters(model, config, op_name)
         refuse_whole(model, config, op_name, state)
-        if state.invariant is not None:
-            refuse_without_blocks(model, config, op_name)
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)

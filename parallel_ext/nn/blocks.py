@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Blocks, ExchangePlan, Group
@@ -180,17 +181,51 @@ class _Apart(torch.autograd.Function):
         return ctx.take(gradients), None, None
 
 
-class BlockExperts(ExpertParallelExperts):
+class UsedApart:
+    """A module whose parameters are used for leaves of several dp ranks, with a gradient for each.
+
+    Attributes:
+        dp_ranks: whose leaves meet here.
+        take_gradients: while leaves run, by the names of the trained parameters what takes their
+            gradients of the leaf of each of these dp ranks, and returns that of the parameter.
+    """
+
+    dp_ranks: int
+    take_gradients: dict[str, TakeGradients]
+
+    def _meet(self, dp_ranks: int) -> None:
+        self.dp_ranks, self.take_gradients = dp_ranks, {}
+
+    def copies(self, attribute: str) -> tuple[torch.Tensor, ...]:
+        """Return a parameter by its name, once for each dp rank whose leaf meets here."""
+        parameter = getattr(self, attribute)
+        if attribute in self.take_gradients:
+            return _Apart.apply(parameter, self.dp_ranks, self.take_gradients[attribute])
+        return (parameter,) * self.dp_ranks
+
+
+class BlockFactor(UsedApart, Factor):
+    """One factor of an adapter on :class:`BlockExperts`.
+
+    Args:
+        weight: layout of the weight, sharded as the experts.
+        experts: that it is on.
+    """
+
+    def __init__(self, weight: TensorLayout, experts: BlockExperts) -> None:
+        super().__init__(weight, None, experts.group)
+        self._meet(experts.dp_ranks)
+
+
+class BlockExperts(UsedApart, ExpertParallelExperts):
     """Experts, each a block, of which each ep rank holds some.
 
     An expert has one product for the rows of each leaf, in the order of its tokens, and a token
     sums its choices in their order. With more ep than tp ranks, those of several dp ranks meet
-    here, each with a leaf of its own.
+    here, each with a leaf of its own; an adapter then has its factors once for each dp rank, those
+    of an expert side by side.
 
     Attributes:
-        dp_ranks: how many meet.
-        take_gradients: while leaves run, by the names of the trained parameters what takes their
-            gradients of the leaf of each of these dp ranks, and returns that of the parameter.
         has_leaf: whether this rank runs a leaf; one without takes part with no tokens, and returns
             its input.
     """
@@ -199,8 +234,7 @@ class BlockExperts(ExpertParallelExperts):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dp_ranks = self.group.size // self.tp.size
-        self.take_gradients: dict[str, TakeGradients] = {}
+        self._meet(self.group.size // self.tp.size)
         self.has_leaf = True
 
     def forward(
@@ -215,13 +249,6 @@ class BlockExperts(ExpertParallelExperts):
             return super().forward(*tokens, adapters)
         none = super().forward(*(each[:0] for each in tokens), adapters)
         return torch.cat([none, hidden_states])
-
-    def copies(self, attribute: str) -> tuple[torch.Tensor, ...]:
-        """Return a weight by its name, once for each dp rank that meets here."""
-        weight = getattr(self, attribute)
-        if attribute in self.take_gradients:
-            return _Apart.apply(weight, self.dp_ranks, self.take_gradients[attribute])
-        return (weight,) * self.dp_ranks
 
     def _linear(
         self,
@@ -246,7 +273,7 @@ class BlockExperts(ExpertParallelExperts):
         ]
         of_experts = rows.split(counts)
         products = [*map(replicated_linear, of_experts, weights)]
-        if attribute in adapters:  # which are refused where several dp ranks meet
+        if attribute in adapters:
             lora_a, lora_b, scale = adapters[attribute]
             factors = zip(lora_a.to(rows.dtype), lora_b.to(rows.dtype), strict=True)
             for number, (of_expert, (a, b)) in enumerate(zip(of_experts, factors, strict=True)):

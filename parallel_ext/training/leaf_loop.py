@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
-from parallel_ext.nn.blocks import BlockExperts
+from parallel_ext.nn.blocks import BlockExperts, UsedApart
 from parallel_ext.nn.forward_counter import forward_counters
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.blocks import split_in_blocks
@@ -43,15 +44,49 @@ class LeafLoop(ABC):
         self._all_experts = [module for module in modules if isinstance(module, BlockExperts)]
         self._experts = [module for module in self._all_experts if module.dp_ranks > 1]
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._shared = [  # by the leaves of several dp ranks, and whole here
+            (module, name, parameter)
+            for module in modules
+            if isinstance(module, UsedApart) and module.dp_ranks > 1
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad and not hasattr(parameter, "to_local")
+        ]
+        self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # their gradients, in this round
         self._losses: list[torch.Tensor] = []  # of the leaf that is running
 
     @abstractmethod
     def _leaves_of_rounds(self) -> Sequence[tuple[int, bool]]:
         """Return the leaf that this rank runs in each round, and whether it counts."""
 
-    @abstractmethod
-    def _aside(self) -> AbstractContextManager[None]:
-        """Put aside, inside the context, what gradients of before are kept elsewhere."""
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Put aside, inside the context, what gradients of before are kept elsewhere.
+
+        What the leaves of several dp ranks share has its gradients taken apart.
+        """
+        for module, name, parameter in self._shared:
+            module.take_gradients[name] = partial(self._take, parameter)
+        try:
+            yield
+        finally:
+            for module, _, _ in self._shared:
+                module.take_gradients = {}
+
+    def _take(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Take the gradients of a parameter for the leaf of each dp rank that meets here."""
+        before = self._apart.get(parameter)
+        self._apart[parameter] = (
+            [*gradients]
+            if before is None
+            else [a + b for a, b in zip(before, gradients, strict=True)]
+        )
+        return gradients[0]
+
+    def _take_apart(self) -> list[list[torch.Tensor]]:
+        """Return what :meth:`_take` has taken of each parameter; they have no gradients more."""
+        take_gradients(parameter for _, _, parameter in self._shared)
+        apart, self._apart = self._apart, {}
+        return [[*map(wide, apart[parameter])] for _, _, parameter in self._shared]
 
     @abstractmethod
     def _end_round(self, number: int, loss: torch.Tensor) -> None:

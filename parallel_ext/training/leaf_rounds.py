@@ -30,7 +30,9 @@ class LeafRounds(LeafLoop):
         to_shards(model)
         super().__init__(model, state, rows)
         self._sharded = [p for p in self._trained if hasattr(p, "to_local")]
-        self._others = [p for p in self._trained if not hasattr(p, "to_local")]
+        apart = [parameter for _, _, parameter in self._shared]
+        self._others = [p for p in self._trained if p not in {*self._sharded, *apart}]
+        self._gathered = [*self._others, *apart]
         self._totals: list[torch.Tensor] = []  # of what is sharded, after the last round
         self._nodes: list[Node] = []  # of the loss and other gradients
 
@@ -57,11 +59,12 @@ class LeafRounds(LeafLoop):
         self._totals = take_gradients(self._sharded)
         mesh, count = self._state.mesh, len(self._ranges)
         of_ranks: list[list[torch.Tensor]] = [[] for _ in range(mesh.dp_size)]
-        for value in map(wide, [loss, *take_gradients(self._others)]):
-            sizes = [value.numel()] * mesh.dp_size
-            gathered = ops.gather_from_region(value.reshape(-1), sizes, mesh.dp)
+        alone = [([wide(value)], mesh.dp) for value in (loss, *take_gradients(self._others))]
+        for values, group in (*alone, *((values, mesh.edp) for values in self._take_apart())):
+            mine = torch.cat([value.reshape(-1) for value in values])
+            gathered = ops.gather_from_region(mine, [len(mine)] * group.size, group)
             for of_rank, each in zip(of_ranks, gathered.view(mesh.dp_size, -1), strict=True):
-                of_rank.append(each.clone().view(value.shape))
+                of_rank.append(each.clone().view(values[0].shape))
         for leaf, values in enumerate(of_ranks, number * mesh.dp_size):
             if leaf < count:
                 push_sums(self._nodes, (leaf, 1, values), count)
@@ -75,7 +78,8 @@ class LeafRounds(LeafLoop):
                 if parameter.requires_grad:
                     module.take_gradients[name] = partial(self._sum_experts, (module, name))
         try:
-            with nullcontext() if held is None else held.aside():  # also under px.no_sync
+            # Also under px.no_sync.
+            with super()._aside(), nullcontext() if held is None else held.aside():
                 yield
         finally:
             for module in experts:
@@ -121,4 +125,4 @@ class LeafRounds(LeafLoop):
     def _sums(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         ((_, _, (self.loss, *others)),) = self._nodes
         yield from zip(self._sharded, self._totals, strict=True)
-        yield from zip(self._others, others, strict=True)
+        yield from zip(self._gathered, others, strict=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -34,17 +32,10 @@ class LeafRuns(LeafLoop):
         meet = self._experts[0].dp_ranks if self._experts else 1
         first = state.mesh.dp_rank // meet * meet
         self._meeting = range(first, first + meet)  # the dp ranks that share the experts of one
-        self._shared = [
-            (module, name, parameter)
-            for module in self._experts
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad
-        ]
         apart = {parameter for _, _, parameter in self._shared}
         self._others = [p for p in self._trained if p not in apart]
         self._nodes: list[Node] = []  # of losses and gradients of this rank's leaves
         self._nodes_of_experts: list[list[Node]] = [[] for _ in self._meeting]
-        self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # of the leaves of a round
 
     def _leaves_of_rounds(self) -> Sequence[tuple[int, bool]]:
         own = range(*self._runs[self._state.mesh.dp_rank])
@@ -56,34 +47,12 @@ class LeafRuns(LeafLoop):
         start, stop = self._runs[self._state.mesh.dp_rank]
         if start + number < stop:
             push_sums(self._nodes, (start + number, 1, values), len(self._ranges))
-        take_gradients(parameter for _, _, parameter in self._shared)  # of which each has apart
-        for place, dp_rank in enumerate(self._meeting):
-            values = [wide(self._apart[parameter][place]) for _, _, parameter in self._shared]
+        for dp_rank, nodes, *values in zip(
+            self._meeting, self._nodes_of_experts, *self._take_apart(), strict=True
+        ):
             start, stop = self._runs[dp_rank]
             if start + number < stop:
-                nodes = self._nodes_of_experts[place]
                 push_sums(nodes, (start + number, 1, values), len(self._ranges))
-        self._apart = {}
-
-    def _take(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Take the gradients of experts for the leaf of each dp rank that meets here."""
-        before = self._apart.get(parameter)
-        self._apart[parameter] = (
-            [*gradients]
-            if before is None
-            else [a + b for a, b in zip(before, gradients, strict=True)]
-        )
-        return gradients[0]
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        for module, name, parameter in self._shared:
-            module.take_gradients[name] = partial(self._take, parameter)
-        try:
-            yield
-        finally:
-            for module in self._experts:
-                module.take_gradients = {}
 
     def _sums(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         mesh, count = self._state.mesh, len(self._ranges)

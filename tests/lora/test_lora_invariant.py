@@ -242,19 +242,6 @@ def test_ranks_with_all_experts_have_the_bits_of_one_process() -> None:
     assert_bits(pool(2).run(_so, "whole experts", "experts", 2), whole)
 
 
-def _adapter_where_dp_ranks_meet() -> str:
-    try:
-        _model("experts", 1, ep=2)
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_adapters_on_experts_where_dp_ranks_meet_are_refused_by_name() -> None:
-    for text in pool(2).run(_adapter_where_dp_ranks_meet):
-        assert "does not serve adapters on experts where ep is larger than tp yet" in text
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_parts_of_a_dropout_are_those_of_the_whole(dtype: torch.dtype) -> None:
     dropout = ops.Dropout(0.3, key=2**40 + 5, step=3, token=7, feature=37)

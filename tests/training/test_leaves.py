@@ -96,6 +96,25 @@ def test_an_adapter_beside_experts_has_the_bits_of_one_process() -> None:
     check_layouts("mixtral", "adapter", [(2, (2, 2), 0), (4, (1, 2), 0), (4, (2, 4), 0)])
 
 
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("mixtral", ""), ("mixtral, an idle rank", ""), ("bf16 mixtral", "")),
+        *(("mixtral", ", reentrant checkpointing"), ("balanced mixtral", ", autocast")),
+    ],
+)
+def test_an_adapter_on_experts_over_dp_ranks_has_the_bits_of_one_process(
+    kind: str, how: str
+) -> None:
+    layouts = [(4, (1, 2), 0), (4, (1, 4), 0), (3, (1, 3), 0), (4, (2, 4), 0)]
+    check_layouts(kind, f"adapter on experts{how}", layouts)
+
+
+def test_an_adapter_on_experts_resumes_on_other_layouts(tmp_path: Path) -> None:
+    moves = [((4, (2, 4), 0), (3, (1, 3), 0)), ((2, (2, 1), 0), (4, (1, 2), 2))]
+    check_resume("mixtral", tmp_path, moves, "adapter on experts")
+
+
 def _choices(sides: tuple[int, int]) -> list[list[int]]:
     tiny = KINDS["balanced mixtral"]
     mesh = leaf_mesh("balanced mixtral", sides)

@@ -69,7 +69,8 @@ def test_a_loop_of_ones_own_has_the_balance_loss_of_train_leaves() -> None:
 
 
 def test_an_adapter_on_experts_has_the_bits_of_one_process() -> None:
-    check_layouts("mixtral", "adapter on experts", [(4, (2, 2), 3), (4, (2, 1), 2), (2, 1, 2)])
+    layouts = [(4, (2, 2), 3), (4, (2, 1), 2), (2, 1, 2), (4, (1, 2), 3), (3, (1, 3), 2)]
+    check_layouts("mixtral", "adapter on experts", [*layouts, (4, (2, 4), 2)])
 
 
 WAYS = [
