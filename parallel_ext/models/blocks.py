@@ -204,6 +204,9 @@ class MixtureNames:
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
+        shared: in the block, an expert of all tokens; every rank holds it whole, but under
+            ``px.Invariant``. None where there is none.
+        shared_gate: in the block, the linear whose output it is multiplied by; replicated.
     """
 
     name: str
@@ -219,6 +222,8 @@ class MixtureNames:
     gate_up_in_files: tuple[str, str]
     down_in_files: str
     jitter: str | None = None
+    shared: RegionNames | None = None
+    shared_gate: str | None = None
 
     def jitter_of(self, config: Any) -> float:
         """Return the noise that ``config`` asks of the router in training, 0 if there is none."""

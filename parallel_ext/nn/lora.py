@@ -86,12 +86,14 @@ def input_dropout(
         p: probability of a zero.
         key: of the masks of this adapter, equal on all ranks.
         forwards: of the layer; in a leaf of ``px.train_leaves`` the mask is that of the leaf's rows
-            in the whole batch, with the leaves in the first dimension of ``input``.
+            in the whole batch, which are the first dimension of ``input`` unless it is [tokens, K].
     """
     step = forwards.number("lora_dropout")
     tokens = math.prod(input.shape[:-1])
     if forwards.first_row is not None:
-        token = forwards.first_row * (tokens // input.size(0))
+        token = forwards.first_row * (
+            tokens // (input.size(0) if input.dim() > 2 else forwards.rows)
+        )
     else:  # the tokens of a dp rank come after those of the lower ones
         token = tokens * (dist.get_rank() // base.group.size if dist.is_initialized() else 0)
     layout, feature = base.layouts["weight"], 0

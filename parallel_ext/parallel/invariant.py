@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import MethodType
 
 import torch
 import transformers.activations
@@ -11,6 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.invariant import blocks_of
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
@@ -31,6 +33,7 @@ from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
 _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
+_TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
 # In fp32, rounded, then times the weight; or Gemma's, in fp32 times 1 + weight, then rounded.
 _HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm": True}
 
@@ -59,7 +62,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             "it to 0"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for path, block in spec.blocks(names).items():
+    for path, block in blocks_of(spec, names).items():
         module = model.get_submodule(path)
         if isinstance(block, AttentionNames):
             if module.head_dim % 4:
@@ -125,7 +128,8 @@ def _check_mixture(model: nn.Module, path: str, names: MixtureNames, mesh: Mesh)
             f"px.Invariant serves a mixture of experts where one of ep and tp divides the other, "
             f"but the mesh has ep={mesh.ep_size} and tp={mesh.tp_size}"
         )
-    if others := [name for name, _ in module.named_children() if name not in names.modules()]:
+    served = {*names.modules(), names.shared and names.shared.name, names.shared_gate}
+    if others := [name for name, _ in module.named_children() if name not in served]:
         raise ValueError(
             f"px.Invariant does not serve {path}.{others[0]} beside the experts of a mixture yet"
         )
@@ -153,7 +157,7 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
     put.embedding(spec.embedding, spec.scaled_embedding is not None)
     numbers = config.num_attention_heads, config.num_key_value_heads
     heads = AttentionBlocks.of(*numbers, plan.options.invariant.blocks)
-    for path, block in spec.blocks(plan.layout).items():
+    for path, block in blocks_of(spec, plan.layout).items():
         if isinstance(block, AttentionNames):
             _replace_attention(put, path, block, heads)
         elif isinstance(block, MixtureNames):
@@ -204,6 +208,20 @@ def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
     # Where ep groups lie within tp groups, each computes all tokens: no expert has rows elsewhere.
     tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
     put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
+    if names.shared_gate is not None:
+        gate = put.model.get_submodule(f"{path}.{names.shared_gate}")
+        gate.forward = MethodType(_gate_logits, gate)
+
+
+def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Stand for the forward of the gate of a shared expert, whose sigmoid the model takes."""
+    if input.device.type == "cpu" and len(input) > _TOKENS_OF_A_GATE:
+        raise ValueError(
+            f"px.Invariant serves a shared expert in leaves of at most {_TOKENS_OF_A_GATE} tokens, "
+            f"but this one has {len(input)}: torch's sigmoid of more has other bits on other "
+            "numbers of threads; choose more leaves"
+        )
+    return replicated_linear(input, gate.weight, gate.bias)
 
 
 def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple[int, ...]]) -> None:

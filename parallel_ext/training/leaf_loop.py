@@ -112,14 +112,16 @@ class LeafLoop(ABC):
         """Yield the rows of each leaf that this rank runs, and whether it counts."""
         for number, (leaf, counts) in enumerate(self._leaves_of_rounds()):
             start, stop = self._ranges[leaf]
-            self._tell_layers(start, counts, leaf)
+            self._tell_layers(start, stop - start, counts, leaf)
             self._begin_round(number)
             yield slice(start, stop), counts
 
-    def _tell_layers(self, first_row: int | None, counts: bool, leaf: int | None) -> None:
-        """Say which leaf runs, from which row of the batch on, and whether it counts."""
+    def _tell_layers(
+        self, first_row: int | None, rows: int, counts: bool, leaf: int | None
+    ) -> None:
+        """Say which leaf runs, which rows of the batch it has, and whether it counts."""
         for counter in self._counters:
-            counter.first_row = first_row
+            counter.first_row, counter.rows = first_row, rows
         for module in self._experts:
             module.has_leaf = counts
         for routing in self._state.routings:
@@ -166,7 +168,7 @@ class LeafLoop(ABC):
                 yield
         finally:
             self._state.in_leaf = False
-            self._tell_layers(None, True, None)
+            self._tell_layers(None, 0, True, None)
             for parameter, gradient in zip(self._trained, kept, strict=True):
                 parameter.grad = gradient
         if self._left != 0:

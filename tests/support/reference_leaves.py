@@ -11,7 +11,7 @@ import peft
 import torch
 from ranks import pool
 from reference import Tiny, batch, mesh_of
-from reference_mixtral import TinyMixtral, TinyQwen3Moe
+from reference_mixtral import TinyMixtral, TinyQwen2Moe, TinyQwen3Moe
 from test_specs import OfSpec
 
 import parallel_ext as px
@@ -32,6 +32,8 @@ KINDS = {
     "balanced qwen3_moe": TinyQwen3Moe(
         dtype=torch.bfloat16, balance=True, options=(("head_dim", 8),)
     ),
+    "qwen2_moe": TinyQwen2Moe(dtype=torch.float32, inner=17, balance=True),
+    "bf16 qwen2_moe": TinyQwen2Moe(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
     "qwen3_moe": TinyQwen3Moe(dtype=torch.float32, tied=True, options=(("head_dim", 8),)),
 }
 INVARIANT = px.Invariant(8, leaves=5)
@@ -116,7 +118,7 @@ def train(
         model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in how})
     if "adapter" in how:
         parts: dict[str, Any] = {"target_modules": "all-linear"}
-        if isinstance(tiny, TinyMixtral):
+        if isinstance(tiny, TinyMixtral) and "all linears" not in how:
             parts = {"target_modules": ["q_proj", "o_proj"]}
         if "adapter on experts" in how:
             parts["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]

@@ -230,6 +230,37 @@ class TinyQwen3Moe(TinyMixtral):
         return transformers.Qwen3MoeConfig(**{**options, **dict(self.options)})
 
 
+@dataclass(frozen=True)
+class TinyQwen2Moe(TinyMixtral):
+    """A small Qwen2-MoE: a dense layer and one of experts, beside one that all tokens share."""
+
+    num_experts: int = 5
+
+    def config(self) -> transformers.Qwen2MoeConfig:
+        return transformers.Qwen2MoeConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=8 * self.heads,
+            intermediate_size=11,
+            moe_intermediate_size=13,
+            shared_expert_intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.top_k,
+            mlp_only_layers=[0],
+            tie_word_embeddings=self.tied,
+            output_router_logits=self.balance,
+            router_aux_loss_coef=0.5,
+            max_position_embeddings=128,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            experts_implementation="eager",
+            **dict(self.options),
+        )
+
+
 def batches(
     tiny: TinyMixtral | Tiny, dp: int, seed: int = 2
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ from reference_leaves import (
     part_of,
     train,
 )
-from reference_mixtral import TinyMixtral
+from reference_mixtral import TinyMixtral, TinyQwen2Moe
 
 import parallel_ext as px
 from parallel_ext.models import SPECS
@@ -108,6 +109,27 @@ def test_an_adapter_on_experts_over_dp_ranks_has_the_bits_of_one_process(
 ) -> None:
     layouts = [(4, (1, 2), 0), (4, (1, 4), 0), (3, (1, 3), 0), (4, (2, 4), 0)]
     check_layouts(kind, f"adapter on experts{how}", layouts)
+
+
+def test_an_adapter_on_a_shared_expert_has_the_bits_of_one_process() -> None:
+    layouts = [(2, (2, 2), 0), (4, (1, 4), 0), (4, (2, 4), 2)]
+    check_layouts("qwen2_moe", "adapter on all linears", layouts)
+
+
+def _loss_with_dropout(leaves: int) -> float:
+    tiny = TinyQwen2Moe()
+    model = parallel(tiny.model(), mesh_of(), invariant=px.Invariant(4, leaves=leaves))
+    torch.manual_seed(3)
+    config = px.LoraConfig(
+        r=3, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False
+    )
+    model = peft.get_peft_model(model, config).train()
+    return px.train_leaves(model, leaf_batch(tiny.vocab_size, 0)).item()
+
+
+def test_dropout_before_a_shared_expert_knows_places_in_the_batch() -> None:
+    ((whole,), (of_leaves,)) = (pool(1).run(_loss_with_dropout, leaves) for leaves in (1, 4))
+    assert abs(of_leaves / whole - 1) < FLOOR[torch.float64]
 
 
 def test_an_adapter_on_experts_resumes_on_other_layouts(tmp_path: Path) -> None:
@@ -265,6 +287,7 @@ def test_nodes_of_any_ranks_make_the_tree(count: int, ranks: int) -> None:
 
 MIXTURE = TinyMixtral(num_experts=5, top_k=3)
 BALANCED = TinyMixtral(num_experts=5, top_k=3, balance=True)
+SHARED = TinyQwen2Moe(balance=True)
 
 
 def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dict[str, float]]:
@@ -288,6 +311,7 @@ def _differences(tiny: Tiny | TinyMixtral, tp: int, ep: int) -> tuple[float, dic
         *((Tiny(), 1, 1, 1), (Tiny(), 4, 2, 1), (Tiny(), 4, 1, 1)),
         *((MIXTURE, 1, 1, 1), (MIXTURE, 4, 2, 2), (MIXTURE, 4, 1, 2), (MIXTURE, 4, 2, 1)),
         *((BALANCED, 1, 1, 1), (BALANCED, 3, 1, 1), (BALANCED, 4, 1, 4)),
+        *((SHARED, 1, 1, 1), (SHARED, 4, 2, 1), (SHARED, 4, 2, 4)),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(
@@ -427,6 +451,17 @@ def test_experts_on_parts_of_tp_groups_are_refused() -> None:
     model, mesh = TinyMixtral().model(), SimpleNamespace(**sides, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="divides the other, but the mesh has ep=3 and tp=2"):
         check_invariant(model, SPECS["mixtral"], mesh, leaves=3)
+
+
+def _long_leaf() -> None:
+    model = px.parallelize(KINDS["qwen2_moe"].model(), mesh_of(), invariant=INVARIANT)
+    gate = model.model.layers[1].mlp.shared_expert_gate
+    assert gate(torch.zeros(32768, 32)).shape == (32768, 1)
+    gate(torch.zeros(32769, 32))
+
+
+def test_leaves_too_long_for_the_gate_of_a_shared_expert_are_refused() -> None:
+    pool(1).assert_raises(_long_leaf, words="at most 32768 tokens, but this one has 32769")
 
 
 def _refusals_of_mixtures() -> list[str]:

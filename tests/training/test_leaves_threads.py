@@ -25,6 +25,10 @@ def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
     if kind == "mixtral":
         config, name = transformers.MixtralConfig, "Mixtral"
         options = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    if kind == "qwen2_moe":
+        config, name = transformers.Qwen2MoeConfig, "Qwen2Moe"
+        options = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 300}
+        options["shared_expert_intermediate_size"] = 300
     torch.manual_seed(1)
     made = config(vocab_size=1009, num_hidden_layers=1, num_key_value_heads=2, **SIZES, **options)
     reference = getattr(transformers, f"{name}ForCausalLM")(made).to(dtype).train()
@@ -43,7 +47,7 @@ def _bits(count: int, dtype: torch.dtype, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
 def test_the_bits_do_not_depend_on_the_number_of_threads(kind: str, dtype: torch.dtype) -> None:
     for ranks in (1, 2):
         whole = pool(ranks).run(_bits, 1, dtype, kind)

@@ -44,7 +44,7 @@ EXPERTS = [
 
 
 @pytest.mark.parametrize(
-    "kind", ["mixtral", "bf16 mixtral", "mixtral, an idle rank", "balanced qwen3_moe"]
+    "kind", ["mixtral", "bf16 mixtral", "mixtral, an idle rank", "balanced qwen3_moe", "qwen2_moe"]
 )
 def test_experts_on_any_ranks_have_the_bits_of_one_process(kind: str) -> None:
     check_layouts(kind, "", EXPERTS)
