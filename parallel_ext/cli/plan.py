@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from dataclasses import asdict
 from functools import partial
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     from parallel_ext.lora import adapt_all_linears
     from parallel_ext.parallel.estimate import Planner, Step
 
+    gc.freeze()  # else what was imported is looked through again and again
     transformers.utils.logging.set_verbosity_error()
     planner = Planner.of(options.model)
     step = Step(

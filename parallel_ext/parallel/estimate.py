@@ -13,12 +13,13 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.ops import ALONE, Group
 from parallel_ext.parallel.held_bytes import Held
-from parallel_ext.parallel.meta_step import Outputs, Recorded, run_step
+from parallel_ext.parallel.meta_step import KnownOps, Recorded, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
 from parallel_ext.parallel.replace import names_of_parts
@@ -125,14 +126,14 @@ class Planner:
     """
 
     def __init__(self, config: transformers.PreTrainedConfig) -> None:
-        with init_empty_weights():
+        with no_init_weights(), init_empty_weights():
             self._plain = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
         self._plain.tie_weights()
         self._spec = spec_for(self._plain)
         self._layers = self._plain.get_submodule(self._spec.layers)
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
         self._alike = len(shapes) == 1 and len(self._layers) > _FEW
-        self._known: Outputs = {}
+        self._known: KnownOps = {}
 
     @classmethod
     def of(cls, source: str) -> Planner:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +22,25 @@ from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import split
 
-Outputs = dict[Any, tuple[bool, list[tuple[Any, ...] | None]]]
-"""Shapes, strides and dtypes of what ops make of what they are given; kept between steps."""
+
+class KnownOp:
+    """An op, and what it has made of what it was given: shapes, strides and dtypes.
+
+    Attributes:
+        is_own: whether it is an op of this package.
+        makes_anew: whether all that it returns is new, and it changes nothing.
+        outputs: by what it was given: whether it returns a sequence, and each tensor of it.
+    """
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.is_own = op.namespace == "parallel_ext"
+        self.makes_anew = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
+        self.outputs: dict[Any, tuple[bool, list[tuple[Any, ...] | None]]] = {}
+
+
+KnownOps = dict[Any, KnownOp]
+"""Ops of steps so far, kept between steps."""
 
 
 @dataclass
@@ -53,58 +70,39 @@ class _Live(TorchDispatchMode):
         recorded: of the marks.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor], known: Outputs) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor], known: KnownOps) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.traffic, self.recorded = Traffic(), Recorded()
-        self._outputs = known
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in existing)
+        self._ops = known
+        self._alive: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        for tensor in existing:
+            self._alive[weakref.ref(tensor.untyped_storage(), self._free)] = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        output = self._made(func, args, kwargs or {})
-        if func.namespace == "parallel_ext":
-            self.traffic.add_op(func, args, kwargs or {}, output)
+        kwargs = kwargs or {}
+        if (op := self._ops.get(func)) is None:
+            op = self._ops[func] = KnownOp(func)
+        output = _made(op, func, args, kwargs)
+        if op.is_own:
+            self.traffic.add_op(func, args, kwargs, output)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
+            if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
         return output
 
-    def _made(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of an op; one that made the same before is not asked again."""
-        key = _makes_anew(func) and (func, _key(args), _key(tuple(kwargs.items())))
-        try:
-            found = self._outputs.get(key) if key else None
-        except TypeError:  # something in it has no hash
-            return func(*args, **kwargs)
-        if found is None:
-            output = func(*args, **kwargs)
-            several = isinstance(output, (tuple, list))
-            each = list(output) if several else [output]
-            if key and all(t is None or (type(t) is torch.Tensor and t.is_meta) for t in each):
-                self._outputs[key] = (
-                    several,
-                    [t if t is None else (t.shape, t.stride(), t.dtype) for t in each],
-                )
-            return output
-        several, described = found
-        made = [
-            None
-            if one is None
-            else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
-            for one in described
-        ]
-        return tuple(made) if several else made[0]
-
     def _add(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage.nbytes())
+        """Count a storage, unless it is counted."""
+        one = weakref.ref(storage, self._free)
+        if one not in self._alive:
+            self._alive[one] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
 
-    def _free(self, nbytes: int) -> None:
-        self.now -= nbytes
+    def _free(self, one: weakref.ref[torch.UntypedStorage]) -> None:
+        self.now -= self._alive.pop(one)
 
     def mark(self, name: str) -> None:
         """End a part of the step."""
@@ -116,11 +114,31 @@ class _Live(TorchDispatchMode):
         self.recorded.now[name], self.recorded.sent[name] = self.now, self.traffic.copy()
 
 
-@cache
-def _makes_anew(func: Any) -> bool:
-    """Return whether all that an op returns is new, and it changes nothing."""
-    schema = func._schema
-    return not any(each.alias_info for each in (*schema.returns, *schema.arguments))
+def _made(op: KnownOp, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return the output of an op; one that made the same before is not asked again."""
+    if not op.makes_anew:
+        return func(*args, **kwargs)
+    key = (_key(args), _key(tuple(kwargs.items()))) if kwargs else _key(args)
+    try:
+        found = op.outputs.get(key)
+    except TypeError:  # something in it has no hash
+        return func(*args, **kwargs)
+    if found is None:
+        output = func(*args, **kwargs)
+        several = isinstance(output, (tuple, list))
+        each = list(output) if several else [output]
+        if all(t is None or (type(t) is torch.Tensor and t.is_meta) for t in each):
+            op.outputs[key] = (
+                several,
+                [t if t is None else (t.shape, t.stride(), t.dtype) for t in each],
+            )
+        return output
+    several, described = found
+    made = [
+        None if one is None else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
+        for one in described
+    ]
+    return tuple(made) if several else made[0]
 
 
 def _key(value: Any) -> Any:
@@ -164,7 +182,7 @@ def run_step(
     rows: int,
     tokens: int,
     checkpointing: bool,
-    known: Outputs,
+    known: KnownOps,
 ) -> Recorded:
     """Run forward and backward of a parallel model on meta, as rank 0.
 

@@ -46,7 +46,8 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
         )
     if layout.dim is None:
         return tensor.clone()
-    pieces = [tensor[tuple(slice(*piece) for piece in box)] for box in layout.boxes(rank)]
+    boxes = [] if tensor.is_meta else layout.boxes(rank)  # meta has nothing to copy
+    pieces = [tensor[tuple(slice(*piece) for piece in box)] for box in boxes]
     if not pieces:
         return tensor.new_empty(layout.local_shape(rank))
     return torch.cat(pieces, layout.dim).contiguous()

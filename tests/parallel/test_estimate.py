@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -159,6 +161,44 @@ def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None) 
     for world, tp in ((1, 1), (2, 2), (4, 2)):
         ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
         assert ours == expected
+
+
+LARGE = {
+    "Mixtral-8x7B": transformers.MixtralConfig,
+    "Llama-405B": lambda: transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "number"),
+    [
+        ("Mixtral-8x7B", 8, 16),
+        ("Mixtral-8x7B", 40, 35),
+        ("Mixtral-8x7B", 1024, 24),
+        ("Llama-405B", 1024, 8),
+    ],
+)
+def test_all_layouts_are_planned_in_a_second(name: str, world: int, number: int) -> None:
+    """Of a core that does nothing else: the best of some runs, without the first one."""
+    seconds = []
+    while len(seconds) < 2 or (min(seconds) >= 1 and len(seconds) < 6):
+        start, planned = time.process_time(), 0
+        planner = Planner(LARGE[name]())
+        for tp, ep in planner.layouts(world):
+            with suppress(ValueError):
+                planner.estimate(world, tp, ep, Step())
+                planned += 1
+        seconds.append(time.process_time() - start)
+    print(f"{name} on {world}: {', '.join(f'{each:.2f}' for each in seconds)} s")
+    assert planned == number
+    assert min(seconds) < 1
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
