@@ -378,6 +378,16 @@ PARALLEL_EXT_OP(moe_linear_backward,
                            const at::Tensor& weight, at::IntArrayRef counts,
                            std::array<bool, 2> needed, double weight_grad_scale));
 
+// The same with counts [e], int64, on the device of the rows: the host does not read them where
+// torch has a grouped product for the rows, and then nobody checks that they add up to N.
+PARALLEL_EXT_OP(moe_linear_on_device,
+                at::Tensor(const at::Tensor& rows, const at::Tensor& weight,
+                           const at::Tensor& counts, double weight_grad_scale));
+PARALLEL_EXT_OP(moe_linear_on_device_backward,
+                Tensors<2>(const at::Tensor& grad_output, const at::Tensor& rows,
+                           const at::Tensor& weight, const at::Tensor& counts,
+                           std::array<bool, 2> needed, double weight_grad_scale));
+
 // --- moe/linear_lora.cpp ---
 
 // rows [N, K] in expert order, counts[e] for each of the weights [e, F, K], lora_a [e, r, K],

@@ -219,6 +219,10 @@ TORCH_LIBRARY(parallel_ext, library) {
       "Tensor");
   def("moe_linear_backward(Tensor grad_output, Tensor rows, Tensor weight, int[] counts, "
       "bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)");
+  def("moe_linear_on_device(Tensor rows, Tensor weight, Tensor counts, "
+      "float weight_grad_scale=1.0) -> Tensor");
+  def("moe_linear_on_device_backward(Tensor grad_output, Tensor rows, Tensor weight, "
+      "Tensor counts, bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)");
   def("moe_lora_linear(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, int[] counts, "
       "float scale, float weight_grad_scale=1.0) -> Tensor");
   def("moe_lora_linear_forward(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, "

@@ -87,10 +87,15 @@ void check_dispatch(const at::Tensor& input, const at::Tensor& weights, const Ro
   check_inside(op, "sources", route.sources, layout.num_slots(), layout.num_slots());
 }
 
+// How many rows a plan without numbers is of.
+std::optional<int64_t> num_places_of(const ExchangePlan& plan, const at::Tensor& rows_of_choices) {
+  return plan.send.empty() ? std::optional(rows_of_choices.numel()) : std::nullopt;
+}
+
 Tensors<3> moe_dispatch_kernel(const at::Tensor& input, const at::Tensor& weights,
                                const at::Tensor& rows_of_choices, const at::Tensor& sources,
                                const at::Tensor& tokens, const ExchangePlan& plan) {
-  const ExchangeLayout layout("moe_dispatch", plan);
+  const ExchangeLayout layout("moe_dispatch", plan, num_places_of(plan, rows_of_choices));
   const Route route{rows_of_choices.contiguous(), sources.contiguous(), tokens.contiguous()};
   check_dispatch(input, weights, route, layout);
   const at::Tensor of_slots = weights.to(wide_type(input)).flatten().index_select(0, sources);
@@ -154,10 +159,11 @@ at::Tensor moe_combine_backward_kernel(const at::Tensor& grad_output, const at::
                                 origins.contiguous(), layout);
 }
 
-Tensors<3> moe_dispatch_meta(const at::Tensor& input, const at::Tensor&, const at::Tensor&,
-                             const at::Tensor& sources, const at::Tensor&,
-                             const ExchangePlan& plan) {
-  const int64_t places = ExchangeLayout("moe_dispatch", plan).num_places();
+Tensors<3> moe_dispatch_meta(const at::Tensor& input, const at::Tensor&,
+                             const at::Tensor& rows_of_choices, const at::Tensor& sources,
+                             const at::Tensor&, const ExchangePlan& plan) {
+  const ExchangeLayout layout("moe_dispatch", plan, num_places_of(plan, rows_of_choices));
+  const int64_t places = layout.num_places();
   return {at::empty_symint({places, input.sym_size(1)}, input.options()),
           at::empty({places}, input.options().dtype(wide_type(input))),
           at::empty({places}, sources.options())};

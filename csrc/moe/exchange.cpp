@@ -38,6 +38,12 @@ ExchangeLayout::ExchangeLayout(const char* op, const ExchangePlan& plan,
       group_size);
   const int64_t num_experts = num_experts_of(op, experts_per_rank);
   const int64_t own_experts = experts_per_rank[rank];
+  if (group_size == 1 && send.empty() && receive.empty() && num_places) {
+    send_slots = send_rows = receive_rows = {*num_places};
+    places.emplace_back(*num_places);
+    std::iota(places[0].begin(), places[0].end(), 0);
+    return;
+  }
   TORCH_CHECK_VALUE(static_cast<int64_t>(send.size()) == num_experts + group_size, op, ": ",
                     send.size(), " numbers in send are not one for each of the ", num_experts,
                     " experts and ", group_size, " ranks");

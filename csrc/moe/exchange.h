@@ -19,7 +19,7 @@
 namespace parallel_ext {
 
 // How many rows go where, as one rank sees it: the arguments of the ops, as ExchangePlan and Group
-// in parallel_ext/ops have them.
+// in parallel_ext/ops have them. One rank alone may leave out send and receive: all goes to itself.
 struct ExchangePlan {
   std::vector<int64_t> send;     // [E + ranks]: this rank's choices of each expert, its rows for
                                  // each rank

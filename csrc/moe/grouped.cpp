@@ -42,6 +42,10 @@ at::Tensor ends_of(at::IntArrayRef counts, const at::Tensor& like) {
   return ends.to(like.device(), /*non_blocking=*/true);
 }
 
+at::Tensor ends_of(const at::Tensor& counts, const at::Tensor&) {
+  return counts.cumsum(0).to(at::kInt);
+}
+
 at::Tensor grouped_rows(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends) {
   return at::_grouped_mm(rows, weight.transpose(1, 2), ends);
 }
@@ -53,6 +57,11 @@ at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const
     if (counts[expert] == 0) out.select(0, static_cast<int64_t>(expert)).zero_();
   }
   return out;
+}
+
+at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const at::Tensor& ends,
+                           const at::Tensor& counts) {
+  return at::_grouped_mm(grad.t(), rows, ends).masked_fill_(counts.eq(0).view({-1, 1, 1}), 0);
 }
 
 }  // namespace parallel_ext

@@ -14,6 +14,7 @@ bool use_grouped_products(const at::Tensor& rows, const at::Tensor& weight);
 
 // counts of rows -> int32 [e] on the device of `like`: where the rows of each expert end.
 at::Tensor ends_of(at::IntArrayRef counts, const at::Tensor& like);
+at::Tensor ends_of(const at::Tensor& counts, const at::Tensor& like);  // int64 [e], there already
 
 // rows [N, K], weight [e, F, K] -> [N, F]: each row times the transposed weight of its expert.
 at::Tensor grouped_rows(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& ends);
@@ -22,5 +23,7 @@ at::Tensor grouped_rows(const at::Tensor& rows, const at::Tensor& weight, const 
 // for an expert without rows.
 at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const at::Tensor& ends,
                            at::IntArrayRef counts);
+at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const at::Tensor& ends,
+                           const at::Tensor& counts);
 
 }  // namespace parallel_ext

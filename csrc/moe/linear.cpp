@@ -6,6 +6,8 @@
 #include <ATen/ops/mm.h>
 
 #include <cmath>
+#include <optional>
+#include <vector>
 
 #include "base/workspace.h"
 #include "check.h"
@@ -35,17 +37,22 @@ bool is_power_of_two(double scale) {
   return std::frexp(scale, &exponent) == 0.5;
 }
 
-Tensors<2> moe_linear_backward_grouped(const at::Tensor& grad_output, const at::Tensor& rows,
-                                       const at::Tensor& weight, at::IntArrayRef counts,
-                                       std::array<bool, 2> needed, double weight_grad_scale) {
+// The gradients by grouped products, where these serve; `Counts` lie on the host or on the device.
+template <typename Counts>
+std::optional<Tensors<2>> grouped_gradients(const at::Tensor& grad_output, const at::Tensor& rows,
+                                            const at::Tensor& weight, const Counts& counts,
+                                            std::array<bool, 2> needed, double weight_grad_scale) {
+  if (!use_grouped_products(rows, weight) || !is_power_of_two(weight_grad_scale)) return {};
+  const at::Tensor grad = grad_output.contiguous();
+  if (!use_grouped_products(grad, weight)) return {};
   const at::Tensor ends = ends_of(counts, rows);
   at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
-  if (needed[0]) grad_rows = grouped_rows(grad_output, weight.transpose(1, 2), ends);
+  if (needed[0]) grad_rows = grouped_rows(grad, weight.transpose(1, 2), ends);
   if (needed[1]) {
-    grad_weight = grouped_weights(grad_output, rows, ends, counts);
+    grad_weight = grouped_weights(grad, rows, ends, counts);
     if (weight_grad_scale != 1) grad_weight.mul_(weight_grad_scale);
   }
-  return {grad_rows, grad_weight};
+  return Tensors<2>(grad_rows, grad_weight);
 }
 
 Tensors<2> moe_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& rows,
@@ -55,12 +62,9 @@ Tensors<2> moe_linear_backward_kernel(const at::Tensor& grad_output, const at::T
   check_moe_linear(op, rows, weight, counts);
   check_same_dtype(op, "grad_output", grad_output, "rows", rows);
   check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});
-  if (use_grouped_products(rows, weight) && is_power_of_two(weight_grad_scale)) {
-    const at::Tensor grad = grad_output.contiguous();
-    if (use_grouped_products(grad, weight)) {
-      return moe_linear_backward_grouped(grad, rows, weight, counts, needed, weight_grad_scale);
-    }
-  }
+  const auto grouped =
+      grouped_gradients(grad_output, rows, weight, counts, needed, weight_grad_scale);
+  if (grouped) return *grouped;
   at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
   if (needed[0]) grad_rows = pooled_empty(rows.sizes(), rows.options());
   if (needed[1]) grad_weight = at::empty(weight.sizes(), weight.options());
@@ -96,6 +100,60 @@ struct MoeLinear : Gradient<MoeLinear, moe_linear, Saved<0, 1>> {
   }
 };
 
+void check_on_device(const char* op, const at::Tensor& rows, const at::Tensor& weight,
+                     const at::Tensor& counts) {
+  check_int64(op, "counts", counts);
+  check_dim(op, "counts", counts, 1);
+  check_moe_linear(op, rows, weight, counts.size(0));
+}
+
+// Waits for the device.
+std::vector<int64_t> on_host(const at::Tensor& counts) {
+  const at::Tensor here = counts.cpu().contiguous();
+  const int64_t* count = here.const_data_ptr<int64_t>();
+  return {count, count + here.numel()};
+}
+
+at::Tensor moe_linear_on_device_kernel(const at::Tensor& rows, const at::Tensor& weight,
+                                       const at::Tensor& counts) {
+  check_on_device("moe_linear_on_device", rows, weight, counts);
+  if (use_grouped_products(rows, weight)) {
+    return grouped_rows(rows, weight, ends_of(counts, rows));
+  }
+  return moe_linear_kernel(rows, weight, on_host(counts));
+}
+
+Tensors<2> moe_linear_on_device_backward_kernel(const at::Tensor& grad_output,
+                                                const at::Tensor& rows, const at::Tensor& weight,
+                                                const at::Tensor& counts,
+                                                std::array<bool, 2> needed,
+                                                double weight_grad_scale) {
+  const char* op = "moe_linear_on_device_backward";
+  check_on_device(op, rows, weight, counts);
+  check_same_dtype(op, "grad_output", grad_output, "rows", rows);
+  check_shape(op, "grad_output", grad_output, {rows.size(0), weight.size(1)});
+  const auto grouped =
+      grouped_gradients(grad_output, rows, weight, counts, needed, weight_grad_scale);
+  if (grouped) return *grouped;
+  return moe_linear_backward_kernel(grad_output, rows, weight, on_host(counts), needed,
+                                    weight_grad_scale);
+}
+
+Tensors<2> moe_linear_on_device_backward_meta(const at::Tensor&, const at::Tensor& rows,
+                                              const at::Tensor& weight, const at::Tensor&,
+                                              std::array<bool, 2> needed) {
+  return {empty_like_if(needed[0], rows), empty_like_if(needed[1], weight)};
+}
+
+struct MoeLinearOnDevice : Gradient<MoeLinearOnDevice, moe_linear_on_device, Saved<0, 1, 2>> {
+  static variable_list rule(const ForwardCall<moe_linear_on_device>& forward,
+                            const variable_list& grads) {
+    const auto [rows, weight, counts, weight_grad_scale] = forward.arguments();
+    return forward.gradients(moe_linear_on_device_backward(grads[0], rows, weight, counts,
+                                                           forward.needed<2>(), weight_grad_scale));
+  }
+};
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
@@ -107,6 +165,14 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_linear_backward>(library)
       .kernel<moe_linear_backward_kernel>()
       .meta<moe_linear_backward_meta>();
+  implement<moe_linear_on_device>(library)
+      .kernel<moe_linear_on_device_kernel>()
+      .meta<moe_linear_meta>()
+      .gradient<MoeLinearOnDevice>()
+      .autocast<0, 1>();
+  implement<moe_linear_on_device_backward>(library)
+      .kernel<moe_linear_on_device_backward_kernel>()
+      .meta<moe_linear_on_device_backward_meta>();
 }
 
 }  // namespace parallel_ext

@@ -10,7 +10,7 @@
 namespace parallel_ext {
 
 inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
-                             at::IntArrayRef counts) {
+                             int64_t num_counts) {
   check_floating(op, "rows", rows);
   check_same_dtype(op, "weight", weight, "rows", rows);
   check_dim(op, "rows", rows, 2);
@@ -18,8 +18,13 @@ inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::T
   TORCH_CHECK_VALUE(rows.size(1) == weight.size(2), op, ": rows of shape ", rows.sizes(),
                     " do not fit weights of shape ", weight.sizes(),
                     "; their last dimensions must be equal");
-  TORCH_CHECK_VALUE(static_cast<int64_t>(counts.size()) == weight.size(0), op, ": ", counts.size(),
+  TORCH_CHECK_VALUE(num_counts == weight.size(0), op, ": ", num_counts,
                     " counts are not one for each of the ", weight.size(0), " experts");
+}
+
+inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
+                             at::IntArrayRef counts) {
+  check_moe_linear(op, rows, weight, static_cast<int64_t>(counts.size()));
   const int64_t total = sum_of_counts(op, "counts", counts);
   TORCH_CHECK_VALUE(total == rows.size(0), op, ": the counts ", counts, " add up to ", total,
                     ", but there are ", rows.size(0), " rows");

@@ -1,6 +1,7 @@
 // Where the rows of a mixture of experts go: a stable counting sort of the chosen experts, and the
 // rows that each rank must get for them.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/bincount.h>
@@ -138,7 +139,10 @@ Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_pe
   const at::Tensor slots =
       at::zeros_like(flat).scatter_(0, sources, at::arange(size, flat.options())).view(ids.sizes());
   const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : sources;
-  if (num_ranks == 1) {  // each choice is a row
+  if (num_ranks == 1) {  // each choice is a row, and the host may never read the counts
+    if (use_cuda_kernel(ids)) {
+      at::_assert_async(counts.sum() == size, "moe_route_plan: an id is of no expert");
+    }
     return {counts, at::full({1}, size, flat.options()), slots, sources, of_slot};
   }
   std::vector<int64_t> rank_of_expert;

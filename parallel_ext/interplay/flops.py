@@ -64,8 +64,10 @@ def register_flops() -> None:
     ops = torch.ops.parallel_ext
     if ops.column_linear in flop_registry:
         return
-    register_flop_formula([ops.column_linear, ops.row_linear, ops.moe_linear])(_linear)
+    linears = [ops.column_linear, ops.row_linear, ops.moe_linear, ops.moe_linear_on_device]
+    register_flop_formula(linears)(_linear)
     register_flop_formula(ops.column_linear_backward)(_linear_backward)
-    register_flop_formula(ops.moe_linear_backward)(_moe_linear_backward)
+    backwards = [ops.moe_linear_backward, ops.moe_linear_on_device_backward]
+    register_flop_formula(backwards)(_moe_linear_backward)
     register_flop_formula([ops.lora_linear_forward, ops.moe_lora_linear_forward])(_lora)
     register_flop_formula([ops.lora_linear_backward, ops.moe_lora_linear_backward])(_lora_backward)

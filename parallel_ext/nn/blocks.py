@@ -12,7 +12,7 @@ from parallel_ext import ops
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.ops import Blocks, ExchangePlan, Group
+from parallel_ext.ops import Blocks, ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
 
@@ -231,6 +231,7 @@ class BlockExperts(UsedApart, ExpertParallelExperts):
     """
 
     joins_choices = False  # a rank would sum its choices before those of others
+    reads_counts = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -254,6 +255,7 @@ class BlockExperts(UsedApart, ExpertParallelExperts):
         self,
         rows: torch.Tensor,
         attribute: str,
+        route: RoutePlan,
         plan: ExchangePlan,
         adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel_ext import ops
+from parallel_ext import _C, ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn
@@ -61,7 +61,8 @@ class Routing:
         choice: that of the forward that is running, until its rows have a plan.
         select: chooses by the scores; ``force_routing`` puts another rule here.
         leaf: number of the leaf that is running, in its batch; None outside of leaves.
-        observer: gets the choices for each expert and the rows of this rank's own experts.
+        observer: gets the choices for each expert, as numbers or as a tensor on a GPU, and the
+            number of rows of this rank's own experts.
     """
 
     def __init__(self, route: Route, product: Product = nn.functional.linear) -> None:
@@ -70,7 +71,7 @@ class Routing:
         self.choice: _Choice | None = None
         self.select: Choose = top_k_lowest
         self.leaf: int | None = None
-        self.observer: Callable[[Sequence[int], int], None] | None = None
+        self.observer: Callable[[Sequence[int] | torch.Tensor, int], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
         copy = Routing(self.route, self.product)
@@ -104,12 +105,20 @@ class Routing:
         plan, self.choice = self.choice.plan, None
         return plan
 
-    def planned(self, plan: ExchangePlan, rank: int) -> None:
-        """Record the exchange plan of the forward that is running, as ep rank ``rank`` sees it."""
+    def planned(
+        self, plan: ExchangePlan, choices_per_expert: Sequence[int] | torch.Tensor, rows: int
+    ) -> None:
+        """Record the exchange plan of the forward that is running.
+
+        Args:
+            plan: of this ep rank.
+            choices_per_expert: [E], of this rank's tokens.
+            rows: of this rank's experts.
+        """
         if self.choice is not None:
             self.choice.plan, self.choice = plan, None
         if self.observer is not None:
-            self.observer(plan.choices_per_expert(), sum(plan.rows_per_expert(rank)))
+            self.observer(choices_per_expert, rows)
 
 
 def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -177,6 +186,7 @@ class ExpertParallelExperts(ShardedModule):
     """
 
     joins_choices = True  # of a token that one rank has, in one row, where that saves bytes
+    reads_counts = False  # of rows, on the host, where one rank has all experts
 
     def __init__(
         self,
@@ -297,8 +307,8 @@ class ExpertParallelExperts(ShardedModule):
         ]
         route, plan = self._route(tokens, choices, weights, low_ranks)
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
-        rows = self._gated(self._linear(rows, "gate_up_proj", plan, adapters), weights)
-        rows = self._linear(rows, "down_proj", plan, adapters)
+        rows = self._gated(self._linear(rows, "gate_up_proj", route, plan, adapters), weights)
+        rows = self._linear(rows, "down_proj", route, plan, adapters)
         # Under autocast the experts compute in its dtype; the choices are summed in the tokens'.
         return ops.moe_combine(rows.to(tokens.dtype), origins, route, plan, self.group)
 
@@ -313,13 +323,14 @@ class ExpertParallelExperts(ShardedModule):
         self,
         rows: torch.Tensor,
         attribute: str,
+        route: RoutePlan,
         plan: ExchangePlan,
         adapters: Mapping[str, LowRank],
     ) -> torch.Tensor:
         weight = for_use(
             getattr(self, attribute), self.layouts[attribute].name, self.replicas, self.partials
         )
-        counts = plan.rows_per_expert(self.group.rank)
+        counts = plan.rows_per_expert(self.group.rank) if plan.send else route.counts
         if attribute not in adapters:
             return ops.moe_linear(rows, weight, counts, self.grad_scale)
         lora_a, lora_b, scale = adapters[attribute]
@@ -349,13 +360,23 @@ class ExpertParallelExperts(ShardedModule):
         plan = self.routing.known_plan() if self.routing is not None else None
         if plan is not None and route is not None:
             return route, plan
+        on_gpu = tokens.is_cuda or (
+            tokens.is_cpu and _C.aten_path_on_cpu()
+        )  # as tests stand for it
+        alone = self.group.size == 1 and not self.reads_counts and not any(low_ranks)
+        if on_gpu and alone and route is not None:
+            plan = ExchangePlan.alone(self.num_experts)
+            if self.routing is not None:
+                self.routing.planned(plan, route.counts, choices.numel())
+            return route, plan
         counts = choices.new_zeros(self.num_experts + self.group.size)
         if route is not None:
             counts = torch.cat([route.counts, route.rows_per_rank])
         header = [*self._header(tokens, choices, weights, failure), *low_ranks]
         plan = self._exchange_plan(counts, header, choices, failure)
         if self.routing is not None:
-            self.routing.planned(plan, self.group.rank)
+            rows = sum(plan.rows_per_expert(self.group.rank))
+            self.routing.planned(plan, plan.choices_per_expert(), rows)
         return route, plan
 
     def _header(

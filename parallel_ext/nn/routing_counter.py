@@ -45,6 +45,7 @@ class RoutingCounter:
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._choices = [[0] * num_experts for _ in range(num_layers)]  # of this rank's tokens
+        self._unread: dict[int, torch.Tensor] = {}  # by layer, of them those that lie on a GPU
         self._rows = [0] * num_layers  # of this rank's experts
         self._most_rows = 0  # of them in one layer of one forward, ever
         self._is_aside = False
@@ -57,14 +58,20 @@ class RoutingCounter:
         """Return the function that the routing of a layer calls in each forward."""
         return partial(self._add, layer)
 
-    def _add(self, layer: int, choices: Sequence[int], rows: int) -> None:
+    def _add(self, layer: int, choices: Sequence[int] | torch.Tensor, rows: int) -> None:
         if self._is_aside or torch._C._current_graph_task_id() != -1:  # recomputed in backward
             return
+        if isinstance(choices, torch.Tensor):
+            self._unread[layer] = choices + self._unread.get(layer, 0)
+        else:
+            self._add_choices(layer, choices)
+        self._rows[layer] += rows
+        self._most_rows = max(self._most_rows, rows)
+
+    def _add_choices(self, layer: int, choices: Sequence[int]) -> None:
         own = self._choices[layer]
         for expert, count in enumerate(choices):
             own[expert] += count
-        self._rows[layer] += rows
-        self._most_rows = max(self._most_rows, rows)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -88,6 +95,9 @@ class RoutingCounter:
             rows of this rank's experts, by layer;
             choices of this rank's tokens, by layer and expert].
         """
+        for layer, unread in self._unread.items():
+            self._add_choices(layer, unread.tolist())
+        self._unread = {}
         traffic = [a - b for a, b in zip(_since(self._start), self._traffic_aside, strict=True)]
         choices = [count for layer in self._choices for count in layer]
         record = [self._most_rows, *traffic, *self._rows, *choices]

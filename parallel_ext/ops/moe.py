@@ -68,7 +68,8 @@ class ExchangePlan(NamedTuple):
     """How many rows of a mixture of experts go where; plain numbers, as one rank sees them.
 
     Attributes:
-        send: [E + ranks]; this rank's choices of each expert, then its rows for each rank.
+        send: [E + ranks]; this rank's choices of each expert, then its rows for each rank. Empty,
+            as ``receive``, where one rank has all experts and its numbers lie on a GPU.
         receive: [ranks * (own experts + 1)]; of each rank, its choices of each of this rank's
             experts, then its rows for this rank.
         experts_per_rank: [ranks]; rank r holds so many experts after those of rank r - 1.
@@ -77,6 +78,11 @@ class ExchangePlan(NamedTuple):
     send: list[int]
     receive: list[int]
     experts_per_rank: list[int]
+
+    @classmethod
+    def alone(cls, num_experts: int) -> ExchangePlan:
+        """Build the plan of one rank with all experts, whose numbers nobody has read."""
+        return cls([], [], [num_experts])
 
     @classmethod
     def of(
@@ -228,7 +234,7 @@ def moe_gated_silu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 def moe_linear(
     rows: torch.Tensor,
     weight: torch.Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | torch.Tensor,
     weight_grad_scale: float = 1.0,
 ) -> torch.Tensor:
     """Apply the linear layer of each expert to the expert's own rows.
@@ -236,7 +242,9 @@ def moe_linear(
     Args:
         rows: [N, K], floating point; the rows of one expert lie side by side.
         weight: [e, F, K], same dtype.
-        counts: e numbers; rows of each expert, zeros allowed.
+        counts: e numbers; rows of each expert, zeros allowed. Or a tensor of them [e], int64, on
+            the device of the rows, which the host does not read where torch has a grouped product
+            (bf16 on GPUs of compute capability 9 and 10); then nobody checks that they add up to N.
         weight_grad_scale: multiplies the gradient of the weight, before it is rounded; that of the
             rows is left as it is.
 
@@ -251,6 +259,10 @@ def moe_linear(
         tensor([[3.],
                 [3.]])
     """
+    if isinstance(counts, torch.Tensor):
+        check_tensors("moe_linear_on_device", rows=rows, weight=weight, counts=counts)
+        op = torch.ops.parallel_ext.moe_linear_on_device
+        return op(rows, weight, counts, weight_grad_scale)
     check_tensors("moe_linear", rows=rows, weight=weight)
     return torch.ops.parallel_ext.moe_linear(rows, weight, list(counts), weight_grad_scale)
 

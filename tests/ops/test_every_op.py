@@ -298,6 +298,17 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), [2, 0, 3], [True, False])
             + (1.0,),
         ],
+        "moe_linear_on_device": [
+            (_values(5, 3), _values(3, 2, 3), torch.tensor([2, 0, 3])),
+            (_values(3, 5).T, _values(3, 4, 2).transpose(0, 2), torch.tensor([5, 9, 0])[::2]),
+            (_values(0, 3), _values(2, 2, 3), torch.tensor([0, 0]), 0.5),
+        ],
+        "moe_linear_on_device_backward": [
+            (_plain(5, 2), _plain(5, 3), _plain(3, 2, 3), torch.tensor([2, 0, 3]), [True, True])
+            + (0.5,),
+            (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(3, 2, 3), torch.tensor([2, 0, 3]))
+            + ([True, False], 1.0),
+        ],
         "moe_lora_linear": [
             (_values(5, 3), _values(3, 2, 3), _values(3, 4, 3), _values(3, 2, 4), [2, 0, 3], 0.5),
             (_values(3, 5).T, _plain(3, 4, 2).transpose(0, 2), _values(2, 1, 3))

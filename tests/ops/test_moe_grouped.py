@@ -14,7 +14,11 @@ IN, OUT = 16, 24
 
 
 def _measured(
-    rows: torch.Tensor, weight: torch.Tensor, counts: list[int], scale: float, grad: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    counts: list[int] | torch.Tensor,
+    scale: float,
+    grad: torch.Tensor,
 ) -> tuple[list[torch.Tensor], int]:
     """Return output and gradients on a GPU's path, in memory that held NaN; and grouped calls."""
     leaves = [rows.detach().requires_grad_(), weight.detach().requires_grad_()]
@@ -46,6 +50,16 @@ def test_products_of_all_experts_are_three_calls(counts: list[int], scale: float
         assert relative_error(ours, truth) <= TOLERANCE[BF16]
     idle = [expert for expert, count in enumerate(counts) if not count]
     assert not actual[2][idle].any()
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [5], [0, 0, 9, 0]], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_counts_on_the_device_are_those_on_the_host(counts: list[int], dtype: torch.dtype) -> None:
+    rows, weight, grad = _tensors(counts, dtype)
+    expected, calls = _measured(rows, weight, counts, 0.25, grad)
+    actual, same_calls = _measured(rows, weight, torch.tensor(counts), 0.25, grad)
+    assert same_calls == calls
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_experts_are_not_mixed_up() -> None:

@@ -32,7 +32,7 @@ from reference_mixtral import (
     parity,
     spread,
 )
-from reference_ops import counted, counted_both_ways
+from reference_ops import aten_path, counted, counted_both_ways
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -154,6 +154,20 @@ def test_gradient_checkpointing_keeps_the_gradients(
         assert error <= 1e-10, name
         if layout.tp == 1:  # routing is kept, so nothing is gathered to count rows again
             assert "all_gather" not in counts
+
+
+def _as_on_a_gpu(layout: Layout) -> tuple[dict[str, float], float]:
+    """Differences of steps, and of one with checkpointing, with counts of rows on the device."""
+    with aten_path(True), mock.patch.object(ops.ExchangePlan, "of", side_effect=AssertionError):
+        (error, _), _ = _checkpointed(layout, 2, False)
+        return parity(TinyMixtral(num_experts=5, skew="an idle expert"), layout), error
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
+def test_no_host_plans_what_one_rank_of_a_gpu_has_alone(layout: Layout) -> None:
+    for differences, checkpointed in pool(layout.world).run(_as_on_a_gpu, layout):
+        assert worst(differences) < (FLOOR[torch.float64], "")
+        assert checkpointed <= FLOOR[torch.float64]
 
 
 def _rerouted(reentrant: bool, kept: bool) -> float:

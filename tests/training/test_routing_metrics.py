@@ -177,6 +177,11 @@ def test_metrics_are_those_of_the_single_process_routers(layout: Layout) -> None
     _check(layout, "plain")
 
 
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
+def test_counts_that_lie_on_a_gpu_are_read_with_the_metrics(layout: Layout) -> None:
+    _check(layout, ATEN)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
 def test_each_choice_counts_once_when(case: str, layout: Layout) -> None:
