@@ -191,7 +191,7 @@ def _counted(group: Group) -> tuple[dict[str, int], dict[str, int]]:
 def test_a_layer_exchanges_counts_once_and_rows_twice_each_way():
     for forward, backward in on_ranks(2, _counted):
         assert (forward["all_gather"], forward["swap"]) == (1, 2)
-        assert forward["all_gather_bytes"] == (7 + 5 + 2) * 8  # what must agree, choices, rows
+        assert forward["all_gather_bytes"] == (8 + 5 + 2) * 8  # what must agree, choices, rows
         assert backward["swap"] == 2
         assert "all_gather" not in backward
 
