@@ -309,10 +309,10 @@ def _exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
         if isinstance(module, FSDPModule):
             of_experts = isinstance(module, ExpertParallelExperts)
             group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
-            gather = _Collective(dist.all_gather_into_tensor, "all_gather", mesh, group)
+            gather = Collective(dist.all_gather_into_tensor, "all_gather", mesh, group)
             module.set_custom_all_gather(gather)
             if sums is None:
-                reduce = _Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
+                reduce = Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
             else:
                 module.set_gradient_divide_factor(1.0)
                 reduce = (
@@ -343,7 +343,7 @@ class _OwnRows(_Allocation):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
-class _Collective(_Allocation):
+class Collective(_Allocation):
     """A collective as FSDP calls it, whose error names the ranks that are missing.
 
     Profilers see it like those of the ops.
@@ -366,7 +366,7 @@ class _Collective(_Allocation):
             )
 
 
-class _SumOverLeaves(_Collective):
+class _SumOverLeaves(Collective):
     """The exchange that stands for a reduce-scatter under ``px.Invariant``.
 
     Each rank gets its rows of the gradients of all dp ranks, unsummed.

@@ -14,6 +14,7 @@ from parallel_ext import ops
 from parallel_ext.nn.sharded_module import to_shards
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.tree import Node
+from parallel_ext.training.data_parallel import Collective
 from parallel_ext.training.leaf_loop import LeafLoop, push_sums, take_gradients, wide
 
 
@@ -108,10 +109,8 @@ class LeafRounds(LeafLoop):
         received = sent
         if mesh.edp_size > 1:
             received, group = torch.empty_like(sent), mesh.process_group(mesh.edp)
-            mesh.control.run_collective(
-                *(mesh.edp, "training with data_parallel"),
-                lambda: dist.all_to_all_single(received, sent, group=group),
-            )
+            exchange = Collective(dist.all_to_all_single, "all_to_all", mesh, mesh.edp)
+            exchange(received, sent, group=group)
         # With fewer ep than tp ranks several of them have computed each leaf.
         copies = max(1, mesh.tp_size // mesh.ep_size)
         own = torch.empty_like(received[0, 0])

@@ -87,6 +87,25 @@ def test_the_ranges_of_a_step_are_the_collectives_that_were_counted(
         assert (counts.get("in_shared_memory", 0) > 0) == shared
 
 
+def _of_leaves(layout: Layout) -> tuple[int, Shown]:
+    """How many experts this rank holds, and its exchanges."""
+    tiny = TinyMixtral(num_experts=5, layers=1, dtype=torch.float32)
+    mesh = layout.mesh()
+    model = px.parallelize(tiny.model(), mesh, invariant=px.Invariant(4, leaves=2))
+    held = len(model.model.layers[0].mlp.experts.down_proj)
+    px.data_parallel(model, mesh)
+    data = batch(tiny.vocab_size, rows=2)
+    return held, _shown_in(lambda: px.train_leaves(model, data))
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 2, 2)], ids=str)
+def test_the_gradients_of_experts_are_shown_where_leaves_exchange_them(layout: Layout) -> None:
+    for held, shown in pool(layout.world).run(_of_leaves, layout):
+        rows = 2 * -(-held // 2)  # of two edp ranks, equally many
+        sent = {num_bytes for kind, _, num_bytes in shown if kind == "all_to_all"}
+        assert {4 * rows * 26 * 32, 4 * rows * 32 * 13} <= sent  # gate and up; down
+
+
 def _groups(layout: Layout) -> set[str]:
     mesh = layout.mesh()
     tiny = TinyMixtral(num_experts=5, layers=1, dtype=torch.float32)

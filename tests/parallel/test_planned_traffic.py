@@ -62,7 +62,7 @@ def _counted(
     if "mixtral" in kind:
         px.force_routing(model, "balanced")
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
-    plain, counts = data_parallel._Collective.__call__, Counter[str]()
+    plain, counts = data_parallel.Collective.__call__, Counter[str]()
 
     def counting(self: Any, **options: Any) -> Any:
         if self._group.size > 1:
@@ -70,7 +70,7 @@ def _counted(
             counts[f"zero_{self._kind}_bytes"] += options["input_tensor"].nbytes
         return plain(self, **options)
 
-    with aten_path(True), mock.patch.object(data_parallel._Collective, "__call__", counting):
+    with aten_path(True), mock.patch.object(data_parallel.Collective, "__call__", counting):
         model(input_ids=ids, labels=ids).loss.backward()
         counts.clear()
         px._C.reset_collective_counts()
