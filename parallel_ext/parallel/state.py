@@ -54,7 +54,7 @@ class ParallelState(nn.Module):
         zero: the stage that ``data_parallel`` was given; None before.
         reduced_by_caller: whether ``no_data_parallel`` was called.
         in_leaf: whether a leaf of ``train_leaves`` runs, which sums losses and gradients over dp.
-        balance: the load balancing loss of the batch whose leaves run in ``train_leaves``.
+        balance: the load balancing loss of the batch whose leaves run, if they have one.
         fsdp_sharded: names of the parameters that it has sharded over dp ranks.
         leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
         held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
