@@ -15,6 +15,9 @@ from parallel_ext.sharding.reshard import bytes_of
 HOT_BYTES = 512 << 10
 """Size of the pieces in which bytes are read, hashed and converted: a core's cache holds it."""
 
+GAP_BYTES = 16 << 10
+"""Size from which what nobody wants between the pieces of two rows is skipped, not read."""
+
 _lock = threading.Lock()  # of the counts and stripes of all places; held for a moment
 
 
@@ -30,9 +33,11 @@ class Place:
         dtype: of the elements in the file.
         shape: of the elements in the file; that of ``out`` when None.
         columns: those of them that ``out`` takes.
+        gaps: whether only the bytes of these columns are read, which are consecutive in each row.
 
     Attributes:
         start, stop: the bytes, half-open.
+        gaps: as above.
     """
 
     def __init__(
@@ -42,26 +47,49 @@ class Place:
         dtype: torch.dtype,
         shape: tuple[int, ...] | None = None,
         columns: tuple[slice, ...] = (),
+        *,
+        gaps: bool = False,
     ) -> None:
-        self._out, self._dtype, self._columns = out, dtype, columns
-        self._shape = tuple(out.shape) if shape is None else shape
-        self.start, self.stop = start, start + math.prod(self._shape) * dtype.itemsize
+        whole = tuple(out.shape) if shape is None else shape
+        self._out, self._dtype, self._columns = out, dtype, () if gaps else columns
+        self._shape = tuple(out.shape) if gaps else whole
+        self.gaps = gaps
+        if gaps:  # the bytes of a row, and those wanted of it
+            of_column = math.prod(whole[2:]) * dtype.itemsize
+            first, last = (edge * of_column for edge in (columns[1].start, columns[1].stop))
+            self._row, self._wanted = whole[1] * of_column, (first, last)
+        self.start, self.stop = start, start + math.prod(whole) * dtype.itemsize
         self._missing = self.stop - start
         self._memory: memoryview | None = None
         self._stripe: torch.Tensor | None = None
 
-    def memory(self, start: int, stop: int) -> memoryview:
-        """Return the memory that the bytes of the file from ``start`` to ``stop`` are to fill."""
+    def memory(self, start: int, stop: int) -> Iterator[tuple[memoryview, int]]:
+        """Yield the memory that the file's bytes from ``start`` to ``stop`` are to fill.
+
+        Yields:
+            Memory, and the place in the file of the bytes that it takes.
+        """
         with _lock:
             if self._memory is None:
                 direct = not self._columns and is_plain(self._out, self._dtype)
                 if not direct:
                     self._stripe = torch.empty(self._shape, dtype=self._dtype, device="cpu")
                 self._memory = bytes_of(self._out if direct else self._stripe)
-            return self._memory[start - self.start : stop - self.start]
+            memory = self._memory
+        if not self.gaps:
+            yield memory[start - self.start : stop - self.start], start
+            return
+        row, (first, last) = self._row, self._wanted
+        width = last - first
+        for number in range((start - self.start) // row, -(-(stop - self.start) // row)):
+            begin = self.start + number * row + first
+            at, end = max(start, begin), min(stop, begin + width)
+            if at < end:
+                inside = number * width - begin
+                yield memory[inside + at : inside + end], at
 
     def filled(self, num_bytes: int) -> None:
-        """Count bytes that were filled; with the last of them the tensor has its values."""
+        """Count bytes that are passed; with the last of them the tensor has its values."""
         with _lock:
             self._missing -= num_bytes
             if self._missing:
@@ -99,7 +127,13 @@ def is_plain(out: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def places_of(
-    dtype: torch.dtype, shape: tuple[int, ...], start: int, box: Box, out: torch.Tensor
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    box: Box,
+    out: torch.Tensor,
+    *,
+    skips: bool = False,
 ) -> Iterator[Place]:
     """Yield the places of a box of a tensor, in the order of the file.
 
@@ -111,6 +145,7 @@ def places_of(
         start: of its bytes in the file.
         box: the half-open range that is wanted of each dimension, with at least one element.
         out: of the shape of ``box``.
+        skips: whether bytes between the pieces of two rows may be skipped, if that is worth it.
     """
     if not shape:
         yield Place(start, out.view(1), dtype)
@@ -122,11 +157,15 @@ def places_of(
         yield from _places_of_rows(dtype, begin, out)
     elif row_bytes > HOT_BYTES:
         for index, row in enumerate(out):
-            yield from places_of(dtype, row_shape, begin + index * row_bytes, row_box, row)
+            at = begin + index * row_bytes
+            yield from places_of(dtype, row_shape, at, row_box, row, skips=skips)
     else:
         columns = (slice(None), *(slice(a, b) for a, b in row_box))
+        one_piece = all(side == (0, size) for side, size in zip(box[2:], shape[2:], strict=True))
+        gap = row_bytes * (1 - (row_box[0][1] - row_box[0][0]) / row_shape[0])
+        gaps = skips and one_piece and gap >= GAP_BYTES
         for block in out.split(HOT_BYTES // row_bytes):
-            place = Place(begin, block, dtype, (len(block), *row_shape), columns)
+            place = Place(begin, block, dtype, (len(block), *row_shape), columns, gaps=gaps)
             yield place
             begin = place.stop
 

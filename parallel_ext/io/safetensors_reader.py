@@ -29,6 +29,7 @@ from parallel_ext.io.schema import (
     parse_json,
 )
 from parallel_ext.sharding.layout import Box, box_shape
+from parallel_ext.sharding.reshard import bytes_of
 
 LENGTH_BYTES = 8  # what precedes the header, and the alignment of what follows it
 METADATA = "__metadata__"  # the one key of the header that is no tensor: strings by name
@@ -223,13 +224,11 @@ class SafetensorsFile:
 
     def _bytes(self, start: int, stop: int) -> bytes:
         """Read bytes of the file, compared with the hashes if there are any."""
-        place = Place(
-            start, torch.empty(stop - start, dtype=torch.uint8, device="cpu"), torch.uint8
-        )
-        memory = place.memory(start, stop)
+        content = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        place = Place(start, content, torch.uint8)
         for piece in Piece.of(place, self.chunk_bytes):
             self.read_chunk(piece.start // self.chunk_bytes, [piece])
-        return bytes(memory)
+        return bytes_of(content).tobytes()
 
     def _holds(self, start: int, stop: int) -> str:
         """Name the tensors between two places of the file, for errors; empty if there are none."""
@@ -320,17 +319,18 @@ class SafetensorsFile:
             )
         if not out.numel():
             return
-        places = places_of(entry.dtype, entry.shape, entry.start, box, out.detach())
+        skips = self._record is None  # a hash is that of all bytes of a chunk
+        places = places_of(*(entry.dtype, entry.shape, entry.start, box, out.detach()), skips=skips)
         if later is not None:
             later(places)
             return
         for place in places:
-            memory = place.memory(place.start, place.stop)
-            if self._checked is None:
-                self._read_plain(memory, place.start)
-            else:
-                self._checked.read(memory, place.start, self._holds)
-            place.filled(len(memory))
+            for memory, at in place.memory(place.start, place.stop):
+                if self._checked is None:
+                    self._read_plain(memory, at)
+                else:
+                    self._checked.read(memory, at, self._holds)
+            place.filled(place.stop - place.start)
 
     def read_chunk(self, number: int, pieces: Sequence[Piece]) -> None:
         """Read all that is wanted of a chunk of the file; several threads may read others.
@@ -347,15 +347,26 @@ class SafetensorsFile:
         """
         check = None if self._record is None else ChunkCheck(self._record, number)
         at = number * self.chunk_bytes
+        if check is None:
+            self._announce(pieces)
         for place, start, stop in pieces:
             if check is not None:
                 self._skip(at, start, check)
-            self._read_hot(place.memory(start, stop), start, check)
+            for memory, offset in place.memory(start, stop):
+                self._read_hot(memory, offset, check)
             place.filled(stop - start)
             at = stop
         if check is not None:
             self._skip(at, check.stop, check)
             check.finish(self.path, self._holds)
+
+    def _announce(self, pieces: Sequence[Piece]) -> None:
+        """Let the system begin to read what has gaps, since it reads nothing ahead there."""
+        for place, start, stop in pieces:
+            if place.gaps:
+                descriptor = self._descriptor()
+                for memory, at in place.memory(start, stop):
+                    os.posix_fadvise(descriptor, at, len(memory), os.POSIX_FADV_WILLNEED)
 
     def _skip(self, start: int, stop: int, check: ChunkCheck) -> None:
         """Read bytes that nobody wants, for the hash alone."""

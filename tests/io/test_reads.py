@@ -73,10 +73,18 @@ def _range_of(size: int, dice: random.Random) -> tuple[int, int]:
     return dice.choice([(0, size), (first, last)])
 
 
-@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(
+    ("hashed", "gap"), [(False, 1 << 20), (False, 1), (True, 1)], ids=["plain", "gaps", "hashed"]
+)
 def test_a_pass_fills_boxes_of_any_shape_dtype_and_strides(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], reads: Reads, hashed: bool
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    reads: Reads,
+    monkeypatch: pytest.MonkeyPatch,
+    hashed: bool,
+    gap: int,
 ) -> None:
+    monkeypatch.setattr(places, "GAP_BYTES", gap)
     path, dice = tmp_path / "x.safetensors", random.Random(0)
     record = FileRecord.of(path.read_bytes(), CHUNK) if hashed else None
     with SafetensorsFile(path, record) as file:
@@ -127,6 +135,37 @@ def test_a_pass_reads_every_chunk_once(
         }
         size = path.stat().st_size
         assert sum(counts) == sum(min(CHUNK, size - number * CHUNK) for number in touched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_columns_are_read_alone_where_there_are_no_hashes_and_the_gaps_are_large(
+    tmp_path: Path,
+    reads: Reads,
+    monkeypatch: pytest.MonkeyPatch,
+    hashed: bool,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(places, "HOT_BYTES", 8000)
+    monkeypatch.setattr(places, "GAP_BYTES", 3000)
+    path, tensor = tmp_path / "y.safetensors", torch.randn(37, 15, 70)
+    safetensors.torch.save_file({"y": tensor}, path)
+    record = FileRecord.of(path.read_bytes(), CHUNK) if hashed else None
+    # Of a row of 4200 bytes: 1120; 1400, which leaves too small a gap; not of one piece.
+    for box, read in (
+        ((3, 7), 37 * 4 * 280),
+        ((3, 8), 37 * 4200),
+        ((3, 4, 5, 9), 37 * 4200),
+    ):
+        inside = (box[2:],) if box[2:] else ((0, 70),)
+        wanted = ((0, 37), box[:2], *inside)
+        expected = tensor[tuple(slice(a, b) for a, b in wanted)]
+        out = torch.zeros_like(expected, dtype=dtype)
+        with SafetensorsFile(path, record) as file, _bytes_read() as counts:
+            file.read_box("y", wanted, out, lambda places: reads.add(file, places))
+            reads.finish()
+        assert torch.equal(out, expected.to(dtype))
+        assert sum(counts) == (path.stat().st_size if hashed else read)
 
 
 def test_a_damaged_byte_beside_what_is_wanted_is_found(
