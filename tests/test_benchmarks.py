@@ -18,6 +18,7 @@ PAGES = BENCHMARKS.parent / "docs" / "benchmarks"
 # By the command line: beginnings of lines of its tables, and how many lines begin so.
 PROMISED = {
     "checkpoint.py": {"parallel_ext, default": 2, "transformers": 2, "DCP": 2},
+    "cold_read.py": {"bare": 1, "parallel_ext": 2},
     "cogagent.py --part layers": {"float32, default": 2, "parallel_ext, float32": 1},
     "invariant.py --layout tp=1 dp=2 tp=ep=2": {"float32, default": 5},
     "gpu.py --device cpu": {
