@@ -19,6 +19,7 @@ from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.io.same_directory import check_same_directory
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.nn.replicas import compare
@@ -147,6 +148,7 @@ def _save(
         return {name: at for name, at in layouts_of(self).items() if name in wanted}
 
     chosen = mesh.control.run_on_all(op_name, choose)
+    check_same_directory(Path(save_directory), mesh.control, op_name)
     check_adapters(self, state, op_name)
     require_equal(mesh.control, op_name, dict.fromkeys(chosen, "to be saved"))
     full = gather_in_step(chosen, mesh, op_name)

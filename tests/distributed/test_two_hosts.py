@@ -121,14 +121,17 @@ def test_a_job_of_two_hosts_resumes_on_one(four_ranks: Any, tmp_path: Path) -> N
 
 
 def _save_to(how: str, directory: Path) -> None:
-    model, optimizer, _, _ = build(Job(layout=Layout(2, 2, 1), zero=2))
-    if how == "save_pretrained":
+    lora = how == "save_pretrained of an adapter"
+    model, optimizer, _, _ = build(Job(layout=Layout(2, 2, 1), zero=2, lora=lora))
+    if how != "save_checkpoint":
         model.save_pretrained(directory)
     else:
         px.save_checkpoint(directory, 1, model, optimizer)
 
 
-@pytest.mark.parametrize("how", ["save_pretrained", "save_checkpoint"])
+@pytest.mark.parametrize(
+    "how", ["save_pretrained", "save_checkpoint", "save_pretrained of an adapter"]
+)
 def test_a_directory_that_is_not_shared_is_found_before_anything_is_written(
     how: str, four_ranks: Any, tmp_path: Path
 ) -> None:
