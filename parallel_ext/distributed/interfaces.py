@@ -6,10 +6,11 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+
+from parallel_ext.distributed.answer import Answer
 
 T = TypeVar("T")
 
@@ -62,21 +63,13 @@ def connect_within(seconds: float, connect: Callable[[], T]) -> T:
         Exception: what ``connect`` raised.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    answer: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
 
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            answer.put((connect(), None))
-        except Exception as error:
-            answer.put((None, error))
+    def run() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return connect()
 
-    threading.Thread(target=run, daemon=True, name="connecting ranks").start()
-    try:
-        value, error = answer.get(timeout=seconds)
-    except Empty:
-        raise RuntimeError(f"connectFullMesh has not ended within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value
+    answer, name = Answer(), "connecting ranks"
+    threading.Thread(target=answer.by, args=(run,), daemon=True, name=name).start()
+    late = RuntimeError(f"connectFullMesh has not ended within {seconds:g} s")
+    return answer.within(seconds, late)

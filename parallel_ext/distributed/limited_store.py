@@ -7,16 +7,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
+from parallel_ext.distributed.answer import Answer
+
 GRACE_S = 2.0  # how far apart in time ranks notice the same failure
 
-
-_Answer = SimpleQueue[tuple[Any, Exception | None]]
-_Call = tuple[Callable[..., Any], tuple[Any, ...], _Answer]
+_Call = tuple[Answer, Callable[..., Any], tuple[Any, ...]]
 
 
 class StoreLostError(RuntimeError):
@@ -98,25 +98,20 @@ class LimitedStore:
             )
             self._thread.start()
         longest = self._limit if longest is None else longest
-        answer: _Answer = SimpleQueue()  # of this call, which an interrupt may leave behind
-        self._calls.put((call, args, answer))
+        answer = Answer()  # of this call, which an interrupt may leave behind
+        self._calls.put((answer, call, args))
+        late = StoreLostError(f"no answer within {longest:g} s")
         try:
-            value, error = answer.get(timeout=longest)
-        except Empty:
-            self._lost = StoreLostError(f"no answer within {longest:g} s")
-            raise self._lost from None
-        if error is not None:
-            raise error
-        return value
+            return answer.within(longest, late)
+        except StoreLostError:
+            self._lost = late
+            raise
 
 
 def _serve(calls: SimpleQueue[_Call | None]) -> None:
     while (task := calls.get()) is not None:
-        call, args, answer = task
-        try:
-            answer.put((call(*args), None))
-        except Exception as error:
-            answer.put((None, error))
+        answer, call, args = task
+        answer.by(call, *args)
 
 
 def _address(store: dist.Store) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,14 @@ from tqdm import tqdm
 
 _LONG_S = 1.0  # what takes less shows no bar unless one is asked for
 
+Bytes = int | Callable[[], int]
+"""A number of bytes, or a function that finds it out, which is called where a bar is shown."""
+
 
 @contextmanager
 def progress_bar(
-    what: str, num_bytes: int, rank: int, wanted: bool | None
-) -> Iterator[Callable[[int], object]]:
+    what: str, num_bytes: Bytes, rank: int, wanted: bool | None
+) -> Iterator[Callable[[Bytes], object]]:
     """Show a bar on the standard error of rank 0 while the block runs.
 
     Args:
@@ -25,9 +29,14 @@ def progress_bar(
     Yields:
         The function that takes the number of bytes that were done since its last call.
     """
-    if rank != 0 or wanted is False:
+    if rank != 0 or wanted is False or (wanted is None and not sys.stderr.isatty()):
         yield lambda num_bytes: None
         return
-    shown = {"disable": None, "delay": _LONG_S} if wanted is None else {}
-    with tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True, **shown) as bar:
-        yield bar.update
+    delay = _LONG_S if wanted is None else 0
+    total = _number(num_bytes)
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=delay) as bar:
+        yield lambda num_bytes: bar.update(_number(num_bytes))
+
+
+def _number(num_bytes: Bytes) -> int:
+    return num_bytes() if callable(num_bytes) else num_bytes

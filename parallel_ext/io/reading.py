@@ -167,7 +167,11 @@ def read_shards(
 
     steps = list(steps_of(sorted((each for each, _ in wanted), key=place), files))
     threads = num_threads(mesh.world_size)
-    total = sum(bytes_here(each, files, mesh.rank) for each, _ in wanted)
+
+    def held(part: Iterable[Wanted]) -> int:
+        return sum(bytes_here(each, files, mesh.rank) for each in part)
+
+    total = partial(held, (each for each, _ in wanted))
     with (
         progress_bar("Loading shards", total, mesh.rank, progress) as done,
         ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool,
@@ -181,7 +185,7 @@ def read_shards(
 
         for step in steps:
             mesh.control.run_on_all(op_name, partial(read, step))
-            done(sum(bytes_here(each, files, mesh.rank) for each in step))
+            done(partial(held, step))
 
 
 def bytes_here(wanted: Wanted, files: Mapping[str, SafetensorsFile], rank: int) -> int:

@@ -202,8 +202,7 @@ class TensorStream:
                 prepared: Sequence[Turn | None] = ()
                 for turn in chain(plan_turns(files, layouts, control.world_size), [()]):
                     control.run_on_all(op_name, partial(self._take_and_prepare, turn))
-                    blocks = (block for part in prepared if part for block in part.blocks)
-                    done(sum(map(self._bytes, blocks)))  # which are written now
+                    done(partial(self._bytes_of, prepared))  # which are written now
                     prepared = turn
             control.run_on_all(op_name, self._close, patient=True)  # disks may be slow
         finally:
@@ -266,6 +265,9 @@ class TensorStream:
             part.view(dtype).view(block.shape)
             for block, dtype, part in zip(blocks, dtypes, parts, strict=True)
         ]
+
+    def _bytes_of(self, turn: Sequence[Turn | None]) -> int:
+        return sum(self._bytes(block) for part in turn if part for block in part.blocks)
 
     def _bytes(self, block: RowBlock) -> int:
         return math.prod(block.shape) * self._values[block.layout.name].dtype.itemsize

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from ranks import pool
 from reference import Tiny, mesh_of, parallel
 
 import parallel_ext as px
-from parallel_ext.io import progress, stream
+from parallel_ext.io import progress, reading, stream
 
 Shown = dict[str, str]
 
@@ -106,11 +107,11 @@ def _bytes_of_bars(folder: Path) -> list[int]:
     done: list[list[int]] = []
 
     @contextmanager
-    def counted(what: str, num_bytes: int, rank: int, wanted: bool | None) -> Iterator[object]:
-        done.append([num_bytes, 0])
+    def counted(what: str, num_bytes: Any, rank: int, wanted: bool | None) -> Iterator[object]:
+        done.append([progress._number(num_bytes), 0])
 
-        def add(number: int) -> None:
-            done[-1][1] += number
+        def add(number: Any) -> None:
+            done[-1][1] += progress._number(number)
 
         yield add
 
@@ -130,3 +131,21 @@ def test_a_bar_ends_at_the_bytes_of_all_files_or_of_the_own_shards(tmp_path: Pat
     for saved_total, saved, loaded_total, loaded, own in pool(2).run(_bytes_of_bars, tmp_path):
         assert saved_total == saved == of_model
         assert loaded_total == loaded == own
+
+
+def _times_counted(folder: Path, wanted: bool) -> int:
+    """How often this rank finds out how many bytes are done."""
+    model = parallel(Tiny(dtype=torch.float32).model(), mesh_of())
+    saved = mock.patch.object(stream.TensorStream, "_bytes_of", return_value=1)
+    loaded = mock.patch.object(reading, "bytes_here", return_value=1)
+    with saved as first, loaded as second, _standard_error(True):
+        px.save_checkpoint(folder, 1, model, progress=wanted)
+        px.load_checkpoint(folder, model, progress=wanted)
+    return first.call_count + second.call_count
+
+
+def test_bytes_are_counted_where_a_bar_is_shown_alone(tmp_path: Path) -> None:
+    first, second = pool(2).run(_times_counted, tmp_path / "shown", True)
+    assert first > 2
+    assert second == 0
+    assert pool(2).run(_times_counted, tmp_path / "not", False) == [0, 0]
