@@ -50,7 +50,7 @@ def factor_layouts(
     lora_b = shard_ranges(name_b, (out_features, r * num_experts), 1, columns)
     return (
         replace(lora_a, blocks=tuple((r * start, r * stop) for start, stop in tensor.blocks)),
-        replace(lora_b, blocks=tensor.blocks, parts=r),
+        replace(lora_b, blocks=tensor.blocks, parts=(1,) * r),
     )
 
 

@@ -15,8 +15,8 @@ from parallel_ext.models.blocks import (
 )
 from parallel_ext.models.spec import ModelSizes, ModelSpec
 from parallel_ext.ops.group import Range
-from parallel_ext.sharding.blocks import AttentionBlocks, share_blocks, split_in_blocks
-from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout, shard_along
+from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
+from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 
 
 def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
@@ -34,7 +34,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         "blocks beside the decoder layers": bool(spec.regions or spec.shared),
         "no output head": spec.head is None,
         "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
-        "an attention of another kind": attention is None or attention.is_joined,
+        "an attention of another kind": attention is None,
         "a bias of the output head": f"{spec.head}.bias" in names,
     }
     if found := [what for what, is_there in missing.items() if is_there]:
@@ -59,12 +59,27 @@ def blocks_of(spec: ModelSpec, names: Collection[str]) -> dict[str, Block]:
     return found | shared
 
 
+def attention_blocks(
+    names: AttentionNames, num_heads: int, num_key_value_heads: int, blocks: int
+) -> AttentionBlocks:
+    """Return the blocks of an attention; those of joined projections are of whole groups of heads.
+
+    Args:
+        names: of the attention.
+        num_heads, num_key_value_heads: of the model.
+        blocks: as of :class:`parallel_ext.parallel.plan.Invariant`.
+    """
+    most = num_key_value_heads if names.is_joined else blocks
+    return AttentionBlocks.of(num_heads, num_key_value_heads, min(blocks, most))
+
+
 def _is_plain(mlp: RegionNames) -> bool:
-    return (
-        1 <= len(mlp.inputs) <= 3
-        and set(mlp.inputs.values()) == {1}
-        and (mlp.heads, mlp.forward, mlp.entry, mlp.merges) == (None, None, None, False)
-    )
+    return 1 <= sum(mlp.inputs.values()) <= 3 and (
+        mlp.heads,
+        mlp.forward,
+        mlp.entry,
+        mlp.merges,
+    ) == (None, None, None, False)
 
 
 def plan_in_blocks(
@@ -93,21 +108,19 @@ def plan_in_blocks(
     found: Layouts = {}
     parts: dict[str, tuple[Part, ...]] = {}
 
-    def shard(name: str, dim: int, ranges: Sequence[Range]) -> None:
-        held = share_blocks(ranges, tp_size, name)
-        layout = shard_along(name, shapes[name], dim, held)
-        found[name] = replace(layout, blocks=tuple(ranges))
+    def shard(name: str, dim: int, ranges: Sequence[Range], parts: tuple[int, ...] = (1,)) -> None:
+        found[name] = shard_in_blocks(name, shapes[name], dim, ranges, tp_size, parts)
 
-    def shard_rows(path: str, ranges: Sequence[Range]) -> None:
+    def shard_rows(path: str, ranges: Sequence[Range], parts: tuple[int, ...] = (1,)) -> None:
         for name in (f"{path}.weight", f"{path}.bias"):
             if name in shapes:
-                shard(name, 0, ranges)
+                shard(name, 0, ranges, parts)
 
     vocabulary = split_in_blocks(sizes.vocab_size, blocks, vocab_multiple_of)
     for path in spec.ends:
         if f"{path}.weight" in shapes:
             shard(f"{path}.weight", 0, vocabulary)
-    heads = AttentionBlocks.of(sizes.num_heads, sizes.num_key_value_heads, blocks)
+    heads = attention_blocks(spec.attention, sizes.num_heads, sizes.num_key_value_heads, blocks)
     query, key_value = (
         tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
         for ranges in (heads.query, heads.key_value)
@@ -115,9 +128,12 @@ def plan_in_blocks(
     for path, block in blocks_of(spec, shapes).items():
         if isinstance(block, AttentionNames):
             block.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
-            shard_rows(f"{path}.{block.query}", query)
-            shard_rows(f"{path}.{block.key}", key_value)
-            shard_rows(f"{path}.{block.value}", key_value)
+            if block.is_joined:
+                shard_rows(f"{path}.{block.query}", query, (heads.repeats, 1, 1))
+            else:
+                shard_rows(f"{path}.{block.query}", query)
+                shard_rows(f"{path}.{block.key}", key_value)
+                shard_rows(f"{path}.{block.value}", key_value)
             shard(f"{path}.{block.output}.weight", 1, query)
             for norm, ranges in ((block.query_norm, query), (block.key_norm, key_value)):
                 if norm is not None:
@@ -129,9 +145,9 @@ def plan_in_blocks(
                 each = tuple((expert, expert + 1) for expert in range(layout.shape[0]))
                 found[name] = replace(layout, blocks=each)
             continue
-        for name in block.inputs:
-            inner = shapes[f"{path}.{name}.weight"][0]
-            shard_rows(f"{path}.{name}", split_in_blocks(inner, blocks))
+        for name, joined in block.inputs.items():
+            inner = shapes[f"{path}.{name}.weight"][0] // joined
+            shard_rows(f"{path}.{name}", split_in_blocks(inner, blocks), (1,) * joined)
         for name in block.outputs:
             weight = f"{path}.{name}.weight"
             shard(weight, 1, split_in_blocks(shapes[weight][1], blocks))

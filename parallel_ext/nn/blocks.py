@@ -15,6 +15,7 @@ from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Blocks, ExchangePlan, Group, RoutePlan
 from parallel_ext.sharding.blocks import own_blocks
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import split_parts
 
 TakeGradients = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -25,14 +26,15 @@ class BlockColumnLinear(ShardedModule):
     Args:
         weight: [F, K], the rows of this rank.
         bias: [F], of the same rows, or None.
-        layouts: of both, with blocks.
+        layouts: of both, with blocks; the weight may join several parts.
         group: the tensor-parallel group.
         copies: that many consecutive blocks hold the same rows.
         head_dim: features of a head, where heads are repeated.
-        repeats: how often each head is returned, one behind the other.
+        repeats: how often each head of each part is returned, one behind the other; once if empty.
+        alone: whether no other layer reads its input. Otherwise it is computed together with
+            these, by :class:`ComputedTogether`.
 
-    It is computed together with the other layers that read the same input, by
-    :class:`ComputedTogether`, and returns this rank's [..., the width of its blocks * repeats].
+    It returns this rank's [..., features], those of the parts one behind the other.
     """
 
     def __init__(
@@ -43,27 +45,45 @@ class BlockColumnLinear(ShardedModule):
         group: Group,
         copies: int = 1,
         head_dim: int = 1,
-        repeats: int = 1,
+        repeats: tuple[int, ...] = (),
+        alone: bool = False,
     ) -> None:
         super().__init__(layouts, group)
-        self.out_features, self.in_features = layouts["weight"].shape
+        layout = layouts["weight"]
+        self.out_features, self.in_features = layout.shape
         self.weight, self.bias = weight, bias
-        self.blocks = own_blocks(layouts["weight"], group.rank)
-        self.copies, self.head_dim, self.repeats = copies, head_dim, repeats
-        self.computed: tuple[torch.Tensor, torch.Tensor] | None = None  # input and output
+        own, count = own_blocks(layout, group.rank)
+        first, *_ = layout.parts
+        self.blocks = [
+            Blocks(tuple((a * size // first, b * size // first) for a, b in own), count)
+            for size in layout.parts
+        ]
+        self.copies, self.head_dim = copies, head_dim
+        self.repeats = repeats or (1,) * len(layout.parts)
+        self.alone = alone
+        self.computed: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         computed, self.computed = self.computed, None
+        if self.alone:
+            return self.like_weight(input, self.weight, self.bias)
         if computed is None or computed[0] is not input:
             raise RuntimeError(
                 "under px.Invariant a layer is computed together with those that read the same "
                 "input, which must be that of the attention or MLP around it, unchanged"
             )
-        return self._repeated(self._plus(computed[1], self.bias))
+        return self._finished(computed[1], self.bias)
 
-    def computed_as(self, input: torch.Tensor, output: torch.Tensor) -> None:
-        """Let the next forward, of ``input``, return this product; a wrapper hands the call on."""
-        self.computed = input, output
+    def parts_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split rows as those of the weight, or of its bias, into the parts that these join."""
+        return split_parts(rows, self.layouts["weight"])
+
+    def computed_as(self, input: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
+        """Let the next forward, of ``input``, return these products of the parts.
+
+        A wrapper around the layer hands the call on.
+        """
+        self.computed = input, products
 
     def like_weight(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -74,28 +94,37 @@ class BlockColumnLinear(ShardedModule):
             input: [..., K], replicated.
             weight, bias: this rank's rows.
         """
-        # Only of the second weight may consecutive blocks share rows: the first one is empty.
-        empty = weight[:0], Blocks(((0, 0),) * len(self.blocks.own), self.blocks.count)
-        weights, blocks = zip(empty, (weight, self.blocks), strict=True)
-        _, output = ops.block_linears(input, weights, blocks, self.copies, self.group)
-        return self._repeated(self._plus(output, bias))
+        weights, blocks = [*self.parts_of(weight)], [*self.blocks]
+        if self.copies > 1:
+            # Only of the second weight may consecutive blocks share rows: the first one is empty.
+            own, count = blocks[0]
+            weights.insert(0, weight[:0])
+            blocks.insert(0, Blocks(((0, 0),) * len(own), count))
+        products = ops.block_linears(input, weights, blocks, self.copies, self.group)
+        return self._finished(products[-len(self.blocks) :], bias)
 
-    def _plus(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if bias is None:
-            return output
-        return ops.block_bias(output, bias, self.blocks, self.copies, self.group)
-
-    def _repeated(self, heads: torch.Tensor) -> torch.Tensor:
-        if self.repeats == 1:
-            return heads
-        return ops.repeat_heads(heads, self.head_dim, self.repeats)
+    def _finished(
+        self, products: Sequence[torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add the bias to the products of the parts, repeat their heads, and join them."""
+        biases = [None] * len(products) if bias is None else self.parts_of(bias)
+        parts = []
+        for part, of_part, blocks, times in zip(
+            products, biases, self.blocks, self.repeats, strict=True
+        ):
+            if of_part is not None:
+                part = ops.block_bias(part, of_part, blocks, self.copies, self.group)
+            if times > 1:
+                part = ops.repeat_heads(part, self.head_dim, times)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 class ComputedTogether:
     """A forward pre-hook of an attention or MLP: computes all layers that read its input.
 
     Args:
-        layers: at most three :class:`BlockColumnLinear` inside the module.
+        layers: :class:`BlockColumnLinear` inside the module, of at most three parts in all.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
@@ -105,15 +134,16 @@ class ComputedTogether:
         input = args[0] if args else kwargs["hidden_states"]
         layers = [module.get_submodule(name) for name in self.layers]
         layers = [getattr(layer, "base_layer", layer) for layer in layers]  # of an adapter
-        outputs = ops.block_linears(
+        products = ops.block_linears(
             input,
-            [layer.weight for layer in layers],
-            [layer.blocks for layer in layers],
+            [part for layer in layers for part in layer.parts_of(layer.weight)],
+            [blocks for layer in layers for blocks in layer.blocks],
             layers[-1].copies,
             layers[0].group,
         )
-        for layer, output in zip(layers, outputs, strict=True):
-            layer.computed_as(input, output)
+        for layer in layers:
+            own, products = products[: len(layer.blocks)], products[len(layer.blocks) :]
+            layer.computed_as(input, own)
 
 
 class BlockRowLinear(ShardedModule):

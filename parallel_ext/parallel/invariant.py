@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
-from parallel_ext.models.invariant import blocks_of
+from parallel_ext.models.invariant import attention_blocks, blocks_of
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
@@ -28,7 +28,7 @@ from parallel_ext.nn.blocks import (
 from parallel_ext.nn.moe import Routing
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.replace import Replacer
+from parallel_ext.parallel.replace import OfRank, Replacer
 from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
@@ -156,7 +156,7 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
     put = Replacer(model, plan.layout, plan.mesh, None)
     put.embedding(spec.embedding, spec.scaled_embedding is not None)
     numbers = config.num_attention_heads, config.num_key_value_heads
-    heads = AttentionBlocks.of(*numbers, plan.options.invariant.blocks)
+    heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
     for path, block in blocks_of(spec, plan.layout).items():
         if isinstance(block, AttentionNames):
             _replace_attention(put, path, block, heads)
@@ -174,11 +174,20 @@ def _replace_attention(
     put: Replacer, path: str, names: AttentionNames, heads: AttentionBlocks
 ) -> None:
     module, tp = put.model.get_submodule(path), put.mesh.tp
-    shared = heads.copies, module.head_dim, heads.repeats
-    _replace_inputs(put, path, {names.query: (), names.key: shared, names.value: shared})
+    of_heads, times = (heads.copies, module.head_dim), heads.repeats
+    if names.is_joined:
+        layers = {names.query: (*of_heads, (1, times, times))}
+    else:
+        shared = (*of_heads, (times,))
+        layers = {names.query: (), names.key: shared, names.value: shared}
+    _replace_inputs(put, path, layers)
     put.put(f"{path}.{names.output}", BlockRowLinear(*put.shards(f"{path}.{names.output}"), tp))
     module.num_key_value_groups = 1  # each query head gets a key-value head of its own
-    rows, count = module.get_submodule(names.query).blocks
+    rows, count = module.get_submodule(names.query).blocks[0]
+    if names.is_joined:
+        own_heads = (rows[-1][1] - rows[0][0]) // module.head_dim
+        module.num_key_value_heads = own_heads
+        module.config = OfRank(module.config, num_attention_heads=own_heads)
     own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
     for name in names.full_norms:
         weight, _, layouts = put.shards(f"{path}.{name}")
@@ -224,7 +233,7 @@ def _gate_logits(gate: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return replicated_linear(input, gate.weight, gate.bias)
 
 
-def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple[int, ...]]) -> None:
+def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple]) -> None:
     """Replace the layers that read one input; ``layers``: what is said about their heads."""
     for name, of_heads in layers.items():
         shards = put.shards(f"{path}.{name}")

@@ -7,11 +7,12 @@ of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from parallel_ext.ops.blocks import Blocks
 from parallel_ext.ops.group import Range
-from parallel_ext.sharding.layout import AttentionHeads, TensorLayout, split
+from parallel_ext.sharding.layout import AttentionHeads, TensorLayout, shard_ranges, split
 
 
 def split_in_blocks(n: int, blocks: int, multiple_of: int = 1) -> tuple[Range, ...]:
@@ -108,8 +109,44 @@ class AttentionBlocks:
         )
 
 
+def shard_in_blocks(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    blocks: Sequence[Range],
+    tp_size: int,
+    parts: tuple[int, ...] = (1,),
+) -> TensorLayout:
+    """Return the layout of a tensor of which each rank holds whole blocks along ``dim``.
+
+    Args:
+        name, shape, dim: of the tensor.
+        blocks: of the first of its parts, in order; consecutive ones may be equal.
+        tp_size: number of ranks.
+        parts: as of :class:`TensorLayout`.
+
+    Raises:
+        ValueError: there are more ranks than blocks.
+
+    Example:
+        >>> shard_in_blocks("qkv", (8, 5), 0, ((0, 2), (2, 4)), 2, (2, 1, 1)).ranges(1)
+        ((2, 4), (5, 6), (7, 8))
+    """
+    unit = shape[dim] // sum(parts)
+    starts = accumulate((unit * size for size in parts), initial=0)
+    held = share_blocks(blocks, tp_size, name)
+    of_parts = [
+        [tuple(start + edge * size // parts[0] for edge in of_rank) for of_rank in held]
+        for start, size in zip(starts, parts, strict=False)
+    ]
+    layout = shard_ranges(name, shape, dim, zip(*of_parts, strict=True))
+    return replace(layout, blocks=tuple(blocks), parts=parts)
+
+
 def own_blocks(layout: TensorLayout, rank: int) -> Blocks:
-    """Return the blocks of a tensor in the shard of a rank, those of equal rows each for itself.
+    """Return the blocks of a tensor in a rank's shard, or in the first part that this joins.
+
+    Those of equal rows are each for itself.
 
     Args:
         layout: with blocks.
@@ -122,7 +159,7 @@ def own_blocks(layout: TensorLayout, rank: int) -> Blocks:
 
 
 def counted_blocks(layout: TensorLayout, rank: int) -> tuple[Range, ...]:
-    """Return the ranges, in a rank's shard, of the blocks that no lower rank of the job holds.
+    """Return the ranges, as :func:`own_blocks`, of the blocks that no lower rank of the job holds.
 
     Over all ranks these are each block of the tensor once. One without blocks is one block.
 

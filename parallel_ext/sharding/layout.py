@@ -71,8 +71,9 @@ class TensorLayout:
             heads), but never overlap in part.
         blocks: ranges along ``dim`` whose borders no layout changes, where ``px.Invariant`` asks
             for them (``sharding/blocks.py``); a rank holds whole ones.
-        parts: equal parts that lie side by side along ``dim``; a block is its range of each, as the
-            columns of an expert are of each row of its adapter.
+        parts: relative sizes of the parts that a shard joins along ``dim``, as query, key and
+            value, or the columns of all experts for each row of an adapter. A block is its range of
+            the first part, and the same share of each other one.
         rows_of: where ranks share out the rows of a shard, the layout of the shard; else None.
         sharers: how many ranks share out the rows of one shard.
     """
@@ -82,7 +83,7 @@ class TensorLayout:
     dim: int | None = None
     held: tuple[tuple[Box, ...], ...] = ()
     blocks: tuple[Range, ...] = ()
-    parts: int = 1
+    parts: tuple[int, ...] = (1,)
     rows_of: TensorLayout | None = None
     sharers: int = 1
 
@@ -228,7 +229,8 @@ def shard_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> Tensor
     if other.dim is None:
         return TensorLayout(name, shape)
     ranges = (other.ranges(rank) for rank in range(other.period))
-    return replace(shard_ranges(name, shape, other.dim, ranges), blocks=other.blocks)
+    layout = shard_ranges(name, shape, other.dim, ranges)
+    return replace(layout, blocks=other.blocks, parts=other.parts)
 
 
 def shard_blocks(

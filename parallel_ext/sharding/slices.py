@@ -59,11 +59,28 @@ def take_block(shard: torch.Tensor, layout: TensorLayout, block: Range) -> torch
     Args:
         shard: of a rank.
         layout: of the tensor.
-        block: its range in each part of the shard, as ``own_blocks`` and ``counted_blocks`` say it.
+        block: its range in the first part of the shard, as ``own_blocks`` and ``counted_blocks``
+            say it.
     """
-    dim, (start, stop) = layout.dim or 0, block
-    parts = shard.unflatten(dim, (layout.parts, shard.size(dim) // layout.parts))
-    return parts.narrow(dim + 1, start, stop - start).contiguous()
+    dim, pieces = layout.dim or 0, []
+    for part, size in zip(split_parts(shard, layout), layout.parts, strict=True):
+        start, stop = (edge * size // layout.parts[0] for edge in block)
+        pieces.append(part.narrow(dim, start, stop - start))
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def split_parts(shard: torch.Tensor, layout: TensorLayout) -> tuple[torch.Tensor, ...]:
+    """Split a shard into the parts that it joins: views, or itself where it is one part.
+
+    Args:
+        shard: of a rank; of a bias as well, beside the layout of the weight.
+        layout: of the tensor.
+    """
+    if len(layout.parts) == 1:
+        return (shard,)
+    dim = layout.dim or 0
+    unit = shard.size(dim) // sum(layout.parts)
+    return shard.split([unit * size for size in layout.parts], dim)
 
 
 def is_sharded_along(layout: TensorLayout, dim: int) -> bool:

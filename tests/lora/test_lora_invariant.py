@@ -16,6 +16,7 @@ from reference_invariant import BITS, assert_bits, digests
 from reference_lora import FILE, config, gradient_errors, plain, share_masks
 from reference_mixtral import TinyMixtral
 from safetensors.torch import load_file
+from test_specs import OfSpec
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -24,7 +25,7 @@ from parallel_ext.nn.forward_counter import ForwardCounter
 
 ROWS, STEPS = 7, 3
 LAYERS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"]
-KINDS: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
+KINDS: dict[str, tuple[Tiny | OfSpec | TinyMixtral, dict[str, Any]]] = {
     "odd": (Tiny(dtype=torch.float32), {"lora_dropout": 0.1, "target_modules": "all-linear"}),
     "shared heads": (Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33), {}),
     "bf16": (Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True), {"r": 16}),
@@ -54,6 +55,10 @@ KINDS: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
     "tied modules": (
         Tiny(dtype=torch.bfloat16, tied=True),
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "mlp", "v_proj"]},
+    ),
+    "joined": (
+        OfSpec("phi3", dtype=torch.float32),
+        {"lora_dropout": 0.1, "target_modules": "all-linear", "lora_bias": True},
     ),
     "experts": (
         TinyMixtral(dtype=torch.float32, num_experts=5),

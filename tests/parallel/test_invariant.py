@@ -55,6 +55,8 @@ KINDS = {
     "olmo2": OfSpec("olmo2", dtype=torch.float32, heads=8, key_value_heads=8),
     "bf16 olmo3": OfSpec("olmo3", dtype=torch.bfloat16, heads=9, key_value_heads=9),
     "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
+    "phi3": OfSpec("phi3", dtype=torch.float32),
+    "bf16 phi3": OfSpec("phi3", dtype=torch.bfloat16, heads=5, key_value_heads=5),
 }
 
 
@@ -254,7 +256,7 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     [
         *(Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)),
         *(OfSpec("gemma"), OfSpec("gemma2", tied=True), OfSpec("gemma3_text")),
-        OfSpec("olmo2", heads=5, key_value_heads=5),
+        *(OfSpec("olmo2", heads=5, key_value_heads=5), OfSpec("phi3")),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:

@@ -24,6 +24,7 @@ KINDS = {
     "tied": Tiny(dtype=torch.float32, tied=True),
     "bf16": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=4, bias=True),
     "qwen3": OfSpec("qwen3", dtype=torch.float32),
+    "phi3": OfSpec("phi3", dtype=torch.float32),
     "mixtral": TinyMixtral(num_experts=5, top_k=3, dtype=torch.float32),
     "bf16 mixtral": TinyMixtral(dtype=torch.bfloat16, heads=8, key_value_heads=4, inner=64),
     "mixtral, an idle rank": TinyMixtral(dtype=torch.float32, skew="an idle rank"),

@@ -31,7 +31,7 @@ LAYOUTS = [(2, 1, 2), (3, 1, 3), (4, 1, 3), (4, 2, 2), (4, 2, 3)]
 """Ranks, tp and stage of ZeRO."""
 
 
-@pytest.mark.parametrize("kind", ["odd", "tied", "bf16", "qwen3"])
+@pytest.mark.parametrize("kind", ["odd", "tied", "bf16", "qwen3", "phi3"])
 def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
     check_layouts(kind, "", LAYOUTS)
 
