@@ -238,7 +238,7 @@ def test_the_tests_above_notice_choices_summed_by_rank() -> None:
 
 
 def _one_product(
-    self: BlockExperts, rows: torch.Tensor, attribute: str, plan: Any, adapters: Any
+    self: BlockExperts, rows: torch.Tensor, attribute: str, route: Any, plan: Any, adapters: Any
 ) -> torch.Tensor:
     """An expert's rows of all leaves at once, the gradient halved between the two."""
     copies = self.copies(attribute)
