@@ -31,10 +31,10 @@ class BlockColumnLinear(ShardedModule):
         copies: that many consecutive blocks hold the same rows.
         head_dim: features of a head, where heads are repeated.
         repeats: how often each head of each part is returned, one behind the other; once if empty.
-        alone: whether no other layer reads its input. Otherwise it is computed together with
-            these, by :class:`ComputedTogether`.
 
-    It returns this rank's [..., features], those of the parts one behind the other.
+    It is computed together with the other layers that read the same input, by
+    :class:`ComputedTogether`, and returns this rank's [..., features], those of the parts one
+    behind the other.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class BlockColumnLinear(ShardedModule):
         copies: int = 1,
         head_dim: int = 1,
         repeats: tuple[int, ...] = (),
-        alone: bool = False,
     ) -> None:
         super().__init__(layouts, group)
         layout = layouts["weight"]
@@ -60,13 +59,10 @@ class BlockColumnLinear(ShardedModule):
         ]
         self.copies, self.head_dim = copies, head_dim
         self.repeats = repeats or (1,) * len(layout.parts)
-        self.alone = alone
         self.computed: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         computed, self.computed = self.computed, None
-        if self.alone:
-            return self.like_weight(input, self.weight, self.bias)
         if computed is None or computed[0] is not input:
             raise RuntimeError(
                 "under px.Invariant a layer is computed together with those that read the same "
