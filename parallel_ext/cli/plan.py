@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="each tp rank keeps its own tokens between the blocks of a dense model",
+        help="each tp rank keeps its own tokens between the blocks",
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
 

@@ -204,6 +204,7 @@ class MixtureNames:
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
+        block_jitter: attribute of the block, the same.
         shared: in the block, an expert of all tokens; every rank holds it whole, but under
             ``px.Invariant``. None where there is none.
         shared_gate: in the block, the linear whose output it is multiplied by; replicated.
@@ -222,6 +223,7 @@ class MixtureNames:
     gate_up_in_files: tuple[str, str]
     down_in_files: str
     jitter: str | None = None
+    block_jitter: str | None = None
     shared: RegionNames | None = None
     shared_gate: str | None = None
 
@@ -235,7 +237,7 @@ class MixtureNames:
 
     def attributes(self) -> tuple[str, ...]:
         """Return the names of the block's attributes that are read or changed."""
-        return ()
+        return () if self.block_jitter is None else (self.block_jitter,)
 
     def layouts(self, path: str, shapes: Shapes, ep_size: int) -> Layouts:
         """Return the layouts of the experts of the block at ``path``.

@@ -43,5 +43,6 @@ MIXTRAL = ModelSpec(
         gate_up_in_files=("w1", "w3"),
         down_in_files="w2",
         jitter="router_jitter_noise",
+        block_jitter="jitter_noise",
     ),
 )

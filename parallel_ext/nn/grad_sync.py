@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -251,6 +251,7 @@ class UsedInParts:
     Args:
         path: of the module in the model, with which the logical names of its parameters begin.
         group: the ranks that have the parts of the input.
+        in_parts: whether they have parts in the forward that runs; None for always.
 
     Example:
         >>> norm = nn.LayerNorm(3)
@@ -259,8 +260,8 @@ class UsedInParts:
         torch.Size([2, 3])
     """
 
-    def __init__(self, path: str, group: Group) -> None:
-        self.path, self.group = path, group
+    def __init__(self, path: str, group: Group, in_parts: Callable[[], bool] | None = None) -> None:
+        self.path, self.group, self.in_parts = path, group, in_parts
 
     def attach(self, module: nn.Module, partials: PartialGradients) -> None:
         """Let ``partials`` sum the gradients of ``module`` from now on."""
@@ -273,6 +274,8 @@ class UsedInParts:
         return [f"{self.path}.{attribute}" for attribute in module._parameters]
 
     def _before(self, module: nn.Module, args: Any) -> None:
+        if self.in_parts is not None and not self.in_parts():
+            return
         for attribute, own in module._parameters.items():
             if own is not None:  # what stands in the instance is found before its parameters
                 name = f"{self.path}.{attribute}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,19 @@ Route = Callable[
 [T, top_k]."""
 
 
+class OfAllTokens(Protocol):
+    """The tokens of all tp ranks, of which one may have only some."""
+
+    def divided(self) -> bool:
+        """Return whether a rank has only some in the forward that runs."""
+
+    def shape_of_all(self) -> tuple[int, int]:
+        """Return the number of sequences, and of tokens in each."""
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of [B, S, ...]."""
+
+
 class _Choice:
     """The experts that one forward has chosen."""
 
@@ -63,6 +76,7 @@ class Routing:
         leaf: number of the leaf that is running, in its batch; None outside of leaves.
         observer: gets the choices for each expert, as numbers or as a tensor on a GPU, and the
             number of rows of this rank's own experts.
+        own: says which tokens of all tp ranks a forward has; None where it has all.
     """
 
     def __init__(self, route: Route, product: Product = nn.functional.linear) -> None:
@@ -72,10 +86,11 @@ class Routing:
         self.select: Choose = top_k_lowest
         self.leaf: int | None = None
         self.observer: Callable[[Sequence[int] | torch.Tensor, int], None] | None = None
+        self.own: OfAllTokens | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
         copy = Routing(self.route, self.product)
-        copy.select = self.select
+        copy.select, copy.own = self.select, self.own
         return copy
 
     @property
@@ -94,9 +109,14 @@ class Routing:
         return self.choice.expert_ids
 
     def _selected(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
-        if self.leaf is None or not self.forced:
+        if not self.forced:
             return self.select(scores, top_k)
-        return self.select(scores, top_k, part=self.leaf)  # whichever dp rank runs it
+        part = {} if self.leaf is None else {"part": self.leaf}  # whichever dp rank runs it
+        if self.own is None or not self.own.divided():
+            return self.select(scores, top_k, **part)
+        rows, tokens = self.own.shape_of_all()  # a rule looks at their number alone
+        of_all = self.select(scores.new_zeros(rows * tokens, scores.size(-1)), top_k, **part)
+        return self.own.part(of_all.view(rows, tokens, top_k)).reshape(-1, top_k)
 
     def known_plan(self) -> ExchangePlan | None:
         """Return the exchange plan of the forward that is recomputed; None in a first one."""
@@ -172,6 +192,9 @@ class ExpertParallelExperts(ShardedModule):
             a backward; required with ``partials``, which does that.
         routing: of the router in front.
 
+    Attributes:
+        divided: says whether the tp ranks bring tokens of their own after all.
+
     Called with ``hidden_states`` [T, H], ``top_k_index`` [T, top_k] (int64) and ``top_k_weights``
     [T, top_k], all of this rank's own tokens, it returns [T, H] for them. ``adapters``, by the name
     of the tensor that each is on, enter the products. T may differ between ranks (but not between
@@ -206,6 +229,7 @@ class ExpertParallelExperts(ShardedModule):
         self.gate_up_proj, self.down_proj, self.act_fn = gate_up_proj, down_proj, act_fn
         self.tp, self.grad_scale = tp, grad_scale
         self.replicas, self.partials, self.routing = replicas, partials, routing
+        self.divided: Callable[[], bool] | None = None
         layout = layouts["gate_up_proj"]
         self.num_experts = layout.shape[0]
         ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
@@ -286,7 +310,7 @@ class ExpertParallelExperts(ShardedModule):
         adapters: Mapping[str, LowRank] | None = None,
     ) -> torch.Tensor:
         adapters = adapters or {}
-        if self.tp.size == 1:
+        if self.tp.size == 1 or (self.divided is not None and self.divided()):
             return self._own_tokens(hidden_states, top_k_index, top_k_weights, adapters)
         slices = split(hidden_states.size(0), self.tp.size)
         sizes = [stop - start for start, stop in slices]

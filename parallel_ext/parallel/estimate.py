@@ -105,6 +105,8 @@ class _Rank:
         self.control = ControlPlane(timeout=1, op_name="plan")  # of this process alone
         self.tp, self.ep = _group("tp", tp), _group("ep", ep)
         self.dp, self.edp = _group("dp", self.dp_size), _group("edp", self.edp_size)
+        if tp == world and ep == 1:  # the same ranks are one group
+            self.edp = self.tp
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """Return the group that rank 0 has in a partition of the tp ranks."""

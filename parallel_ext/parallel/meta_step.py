@@ -204,7 +204,7 @@ def run_step(
     """
     for module in model.modules():
         if isinstance(module, ExpertParallelExperts):
-            module._route = partial(_balanced_route, module, rows * tokens)
+            module._route = partial(_balanced_route, module, rows, tokens)
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name
@@ -274,6 +274,7 @@ def _watch_sums(model: nn.Module, layer: str, live: _Live) -> None:
 
 def _balanced_route(
     experts: ExpertParallelExperts,
+    num_rows: int,
     num_tokens: int,
     tokens: torch.Tensor,
     choices: torch.Tensor,
@@ -288,20 +289,30 @@ def _balanced_route(
         header = choices.new_empty(1, width)
         ops.gather_from_region(header, [width] * len(sides), experts.group)
     route = ops.moe_route_plan(choices, list(sides), row_bytes, rank)
-    counts = _balanced_counts(num_tokens, choices.size(1), experts.tp.size, sides, row_bytes)
+    batch = (num_rows, num_tokens)
+    if experts.divided is None:  # else each tp rank has a part of each row
+        batch = (1, num_rows * num_tokens)
+    counts = _balanced_counts(batch, choices.size(1), experts.tp.size, sides, row_bytes)
     return route, ops.ExchangePlan.of([list(one) for one in counts], list(sides), rank)
 
 
 @lru_cache(maxsize=64)
 def _balanced_counts(
-    num_tokens: int, top_k: int, tp: int, sides: Sequence[int], row_bytes: int
+    batch: tuple[int, int], top_k: int, tp: int, sides: Sequence[int], row_bytes: int
 ) -> list[list[int]]:
-    """Return what each ep rank sends where, if a job's choices go to the experts in turn."""
-    sent = []
+    """Return what each ep rank sends where, if a job's choices go to the experts in turn.
+
+    Args:
+        batch: rows, and tokens of each, of which every tp rank has a range.
+        top_k, tp, sides, row_bytes: choices of a token, tp ranks, experts of each ep rank, and the
+            bytes of a token.
+    """
+    sent, (rows, tokens) = [], batch
     for rank in range(len(sides)):
         dp_rank, tp_rank = divmod(rank, tp)
-        first, last = (dp_rank * num_tokens + at for at in split(num_tokens, tp)[tp_rank])
-        in_turn = torch.arange(first * top_k, last * top_k) % sum(sides)
-        plan = ops.moe_route_plan(in_turn.view(-1, top_k), list(sides), row_bytes, rank)
+        every = torch.arange(dp_rank * rows * tokens, (dp_rank + 1) * rows * tokens)
+        own = every.view(batch)[:, slice(*split(tokens, tp)[tp_rank])].reshape(-1, 1)
+        in_turn = (own * top_k + torch.arange(top_k)) % sum(sides)
+        plan = ops.moe_route_plan(in_turn, list(sides), row_bytes, rank)
         sent.append(torch.cat([plan.counts, plan.rows_per_rank]).tolist())
     return sent

@@ -70,7 +70,8 @@ def parallelize(
             ``router_jitter_noise`` needs tp ranks with equal seeds; each forward checks it.
         invariant: train with the same bits on any number of ranks; None for the ordinary sums.
         sequence_parallel: in training let each tp rank keep its own tokens between attentions and
-            MLPs, so that what a layer saves there is divided by tp (``docs/parallelize.md``).
+            MLPs or mixtures, so that what a layer saves there is divided by tp
+            (``docs/parallelize.md``).
 
     Returns:
         ``model``.

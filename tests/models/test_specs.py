@@ -217,7 +217,7 @@ def _with_own_tokens(tiny: OfSpec) -> dict[str, float]:
     return differences_of_steps(reference, model, mesh_of(), of_steps)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "moe" not in kind])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None:
     tiny, tp = OfSpec(kind), 2
     if SPECS[kind].attention.head_norms or SPECS[kind].attention.key_norm:

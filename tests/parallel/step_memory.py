@@ -41,7 +41,9 @@ def _step(case: dict[str, Any], hidden: int, mesh: px.Mesh, times: int) -> Any:
     torch.manual_seed(0)
     config = config_of(case["kind"], hidden)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model = px.parallelize(model.to(getattr(torch, case["dtype"])), mesh).train()
+    own = case["sequence_parallel"]
+    model = model.to(getattr(torch, case["dtype"]))
+    model = px.parallelize(model, mesh, sequence_parallel=own).train()
     if case["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case["r"]:

@@ -135,11 +135,21 @@ def test_a_checkpointed_step_in_bf16_sends_what_was_planned(
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "checkpointing", "r"),
-    [(2, 1, False, None), (3, 1, True, None), (4, 1, False, 3), (2, 2, True, None)],
+    ("kind", "tp", "ep", "dp", "checkpointing", "r"),
+    [
+        ("llama", 2, 1, 1, False, None),
+        ("llama", 3, 1, 1, True, None),
+        ("llama", 4, 1, 1, False, 3),
+        ("llama", 2, 1, 2, True, None),
+        ("mixtral", 2, 1, 1, False, None),
+        ("mixtral", 3, 3, 1, True, None),
+        ("mixtral", 4, 2, 1, False, 3),
+        ("mixtral", 2, 4, 2, True, None),
+        ("balanced mixtral", 2, 2, 1, True, None),
+    ],
 )
 def test_a_sequence_parallel_step_sends_what_was_planned(
-    tp: int, dp: int, checkpointing: bool, r: int | None
+    kind: str, tp: int, ep: int, dp: int, checkpointing: bool, r: int | None
 ) -> None:
     dtype, adapt = torch.float32, r and partial(adapt_all_linears, r=r)
     step = Step(
@@ -150,5 +160,5 @@ def test_a_sequence_parallel_step_sends_what_was_planned(
         adapt=adapt,
         sequence_parallel=True,
     )
-    found = pool(tp * dp).run(_counted, "llama", tp, 1, 2, r, checkpointing, True, dtype)
-    assert found[0] == _planned(tp * dp, tp, 1, "llama", step)
+    found = pool(tp * dp).run(_counted, kind, tp, ep, 2, r, checkpointing, True, dtype)
+    assert found[0] == _planned(tp * dp, tp, ep, kind, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from reference_mixtral import Layout, TinyMixtral, batches, differences_of_steps
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.models import SPECS
 from parallel_ext.parallel.sequence import EnterBlock, GatherAll
 
 STEPS = 3
@@ -93,6 +95,48 @@ def test_gradient_checkpointing_keeps_the_gradients(reentrant: bool, copied: boo
     tiny = Tiny(heads=4, key_value_heads=1)
     for error, name in pool(3).run(_checkpointed, tiny, reentrant, copied):
         assert error <= FLOOR[tiny.dtype], name
+
+
+class _Again(torch.autograd.Function):
+    """Another checkpointing than torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.block, ctx.x = block, x.detach()
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            output = ctx.block(x)
+        output.backward(grad)
+        return None, x.grad
+
+
+def _recompute_an_mlp(model: torch.nn.Module, how: Any) -> None:
+    """Let that of the first layer be recomputed alone."""
+    block, whole = model.model.layers[0].mlp, torch.nn.Module()
+    whole.inner, whole.forward = block, lambda x: how(block, x)
+    model.model.layers[0].mlp = whole
+
+
+def _checkpoint_in_a_layer(tiny: Tiny, reentrant: bool) -> tuple[float, str]:
+    """Two forwards of other lengths before one backward."""
+    reference = tiny.model()
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    _recompute_an_mlp(model, partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant))
+    for each in (reference, model):
+        first, second = (each(**batch(tiny.vocab_size, tokens=n)).loss for n in (9, 14))
+        (first + second).backward()
+    model.model.layers[0].mlp = model.model.layers[0].mlp.inner
+    return worst(shard_differences(model, gradients_of(reference), gradients=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_block_may_be_recomputed_alone(reentrant: bool) -> None:
+    for error, name in pool(3).run(_checkpoint_in_a_layer, Tiny(), reentrant):
+        assert error <= 1e-10, name
 
 
 def _counts(tiny: Tiny, sequence_parallel: bool, checkpointing: bool | None) -> list[Any]:
@@ -360,8 +404,19 @@ def test_a_model_from_files_trains_so_too(tmp_path: Path) -> None:
 def _refused(case: str) -> None:
     options: dict[str, Any] = {"sequence_parallel": True}
     model: Any = Tiny().model()
-    if case == "mixture":
+    if case == "another mixture":
         model = TinyMixtral().model()
+        model.model.layers[1].mlp.norm = torch.nn.LayerNorm(3)
+    elif case == "unnamed noise":
+        model, known = (
+            TinyMixtral(options=(("router_jitter_noise", 0.1),)).model(),
+            SPECS["mixtral"],
+        )
+        px.register(replace(known, mixture=replace(known.mixture, block_jitter=None)), replace=True)
+        try:
+            parallel(model, mesh_of(), **options)
+        finally:
+            px.register(known, replace=True)
     elif case == "invariant":
         options["invariant"] = px.Invariant()
     elif case == "no option":
@@ -381,25 +436,21 @@ def _refused(case: str) -> None:
     model = parallel(model, mesh_of(), **options)
     if case == "hidden states":
         model(**batch(101), output_hidden_states=True)
-    elif case == "a checkpoint inside a layer":
-        mlp = model.model.layers[0].mlp
-        layer = model.model.layers[0]
-        whole = torch.nn.Module()
-        whole.inner = mlp
-        whole.forward = lambda x: torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
-        layer.mlp = whole
+    elif case == "another checkpointing":
+        _recompute_an_mlp(model, _Again.apply)
         model(**batch(101)).loss.backward()
 
 
 REFUSALS = {
-    "mixture": "does not serve mixtures of experts yet",
+    "another mixture": "only linears are right; model.layers.1.mlp.norm is a LayerNorm",
+    "unnamed noise": "name it by block_jitter in the spec",
     "invariant": "leave out sequence_parallel or invariant",
     "no option": "sequence_parallel must be True or False, got 'yes'",
     "dropout": "does not serve dropout between the blocks",
     "two norms": "needs one norm behind the decoder layers, but there are",
     "another part": "must be norms; model.layers.1.scale is a Linear",
+    "another checkpointing": "wrap what it recomputes in parallel_ext.nn.Recomputable",
     "hidden states": "output_hidden_states in training with sequence_parallel",
-    "a checkpoint inside a layer": "checkpoint whole layers",
 }
 
 
