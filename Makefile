@@ -132,7 +132,6 @@ bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) $(PY) benchmarks/train_step.py
 	$(ENV) $(PY) benchmarks/checkpoint.py
 	$(ENV) $(PY) benchmarks/training_checkpoint.py
-	$(ENV) $(PY) benchmarks/cold_read.py
 	$(ENV) $(PY) benchmarks/lora.py
 	$(ENV) $(PY) benchmarks/moe.py
 	$(ENV) $(PY) benchmarks/vocab.py
