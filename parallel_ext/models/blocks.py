@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_ext.nn.moe import Route
+from parallel_ext.nn.routing import Route
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import (
     AttentionHeads,

@@ -9,7 +9,7 @@ from torch import nn
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.nn.moe import Choose, Product
+from parallel_ext.nn.routing import Choose, Product
 
 
 def _route(

@@ -25,7 +25,7 @@ from parallel_ext.nn.blocks import (
     FixedSilu,
     replicated_linear,
 )
-from parallel_ext.nn.moe import Routing
+from parallel_ext.nn.routing import Routing
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.replace import OfRank, Replacer

@@ -15,8 +15,9 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from parallel_ext.nn.moe import ExpertParallelExperts, Product, Routing
+from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
+from parallel_ext.nn.routing import Product, Routing
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group

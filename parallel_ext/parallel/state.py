@@ -14,8 +14,8 @@ from parallel_ext.nn.fsdp_gradients import HeldGradients
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.loss import BalanceOfLeaves
-from parallel_ext.nn.moe import Routing
 from parallel_ext.nn.replicas import Turn
+from parallel_ext.nn.routing import Routing
 from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.input_agreement import Agreement

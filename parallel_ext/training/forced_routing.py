@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from parallel_ext.nn.moe import top_k_lowest
+from parallel_ext.nn.routing import top_k_lowest
 from parallel_ext.parallel.state import state_of
 
 

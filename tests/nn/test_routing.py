@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
-from parallel_ext.nn.moe import Routing, top_k_lowest
+from parallel_ext.nn.routing import Routing, top_k_lowest
 
 _QWEN = {"hidden_size": 24, "num_experts": 7, "num_experts_per_tok": 3}
 ROUTERS = {

@@ -37,8 +37,8 @@ from transformers.models.mixtral import modeling_mixtral
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.models import SPECS
-from parallel_ext.nn import moe
-from parallel_ext.nn.moe import Choose, Product
+from parallel_ext.nn import routing
+from parallel_ext.nn.routing import Choose, Product
 from parallel_ext.nn.sharded_module import named_shards
 
 
@@ -458,4 +458,4 @@ def assert_refused(module: str, case: str) -> None:
 
 def choosing_again() -> Any:
     """Let backwards inside the context choose the experts again where they recompute a layer."""
-    return mock.patch.object(moe, "once", lambda key, make: make())
+    return mock.patch.object(routing, "once", lambda key, make: make())
