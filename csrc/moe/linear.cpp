@@ -86,9 +86,9 @@ at::Tensor moe_linear_meta(const at::Tensor& rows, const at::Tensor& weight) {
   return at::empty_symint({rows.sym_size(0), weight.sym_size(1)}, rows.options());
 }
 
+template <typename Counts>
 Tensors<2> moe_linear_backward_meta(const at::Tensor&, const at::Tensor& rows,
-                                    const at::Tensor& weight, at::IntArrayRef,
-                                    std::array<bool, 2> needed) {
+                                    const at::Tensor& weight, Counts, std::array<bool, 2> needed) {
   return {empty_like_if(needed[0], rows), empty_like_if(needed[1], weight)};
 }
 
@@ -139,12 +139,6 @@ Tensors<2> moe_linear_on_device_backward_kernel(const at::Tensor& grad_output,
                                     weight_grad_scale);
 }
 
-Tensors<2> moe_linear_on_device_backward_meta(const at::Tensor&, const at::Tensor& rows,
-                                              const at::Tensor& weight, const at::Tensor&,
-                                              std::array<bool, 2> needed) {
-  return {empty_like_if(needed[0], rows), empty_like_if(needed[1], weight)};
-}
-
 struct MoeLinearOnDevice : Gradient<MoeLinearOnDevice, moe_linear_on_device, Saved<0, 1, 2>> {
   static variable_list rule(const ForwardCall<moe_linear_on_device>& forward,
                             const variable_list& grads) {
@@ -164,7 +158,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .autocast<0, 1>();
   implement<moe_linear_backward>(library)
       .kernel<moe_linear_backward_kernel>()
-      .meta<moe_linear_backward_meta>();
+      .meta<moe_linear_backward_meta<at::IntArrayRef>>();
   implement<moe_linear_on_device>(library)
       .kernel<moe_linear_on_device_kernel>()
       .meta<moe_linear_meta>()
@@ -172,7 +166,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .autocast<0, 1>();
   implement<moe_linear_on_device_backward>(library)
       .kernel<moe_linear_on_device_backward_kernel>()
-      .meta<moe_linear_on_device_backward_meta>();
+      .meta<moe_linear_backward_meta<const at::Tensor&>>();
 }
 
 }  // namespace parallel_ext
