@@ -203,6 +203,23 @@ PARALLEL_EXT_OP(vocab_embedding_backward,
                            c10::SymInt num_rows, int64_t vocab_start,
                            std::optional<int64_t> padding_idx));
 
+// --- vocab/embedding_tokens.cpp: each rank has tokens[rank] of the S tokens of a sequence ---
+
+// replicated ids [..., S], sharded table as weight (`sizes` as above) -> the rows of this rank's
+// tokens, [..., tokens[rank], H]. Backward: each rank sums the gradients of its own rows.
+PARALLEL_EXT_OP(vocab_embedding_of_tokens,
+                at::Tensor(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
+                           int64_t vocab_start, std::optional<int64_t> padding_idx,
+                           at::IntArrayRef sizes, at::IntArrayRef tokens, int64_t rank,
+                           const Group& group));
+
+// this rank's tokens grad_output [..., tokens[rank], H] -> sharded [num_rows, H].
+PARALLEL_EXT_OP(vocab_embedding_of_tokens_backward,
+                at::Tensor(const at::Tensor& grad_output, const at::Tensor& ids,
+                           c10::SymInt num_rows, int64_t vocab_size, int64_t vocab_start,
+                           std::optional<int64_t> padding_idx, at::IntArrayRef sizes,
+                           at::IntArrayRef tokens, int64_t rank, const Group& group));
+
 // --- vocab/cross_entropy.cpp ---
 
 // sharded logits [T, vocab_stop - vocab_start], replicated labels [T] in [0, V) or ignore_index ->
@@ -243,11 +260,13 @@ PARALLEL_EXT_OP(vocab_cross_entropy_backward_,
 // vocab_cross_entropy of column_linear(input, head_weight, head_bias), whose logits are made a tile
 // at a time: replicated input [T, H], rows [vocab_start, vocab_stop) of the head as head_weight
 // [Vl, H] and head_bias [Vl] -> the four tensors of vocab_cross_entropy. Backward: the input's
-// gradient is summed over the group.
+// gradient is summed over the group. With sizes each rank has tokens of its own,
+// input [B, sizes[rank], H] and its gradient; T = B * sum(sizes).
 PARALLEL_EXT_OP(linear_vocab_cross_entropy,
                 Tensors<4>(const at::Tensor& input, const at::Tensor& head_weight,
                            const std::optional<at::Tensor>& head_bias, const at::Tensor& labels,
-                           std::array<bool, 3> wanted, const Group& group, const VocabLoss& loss));
+                           std::array<bool, 3> wanted, at::IntArrayRef sizes, int64_t rank,
+                           const Group& group, const VocabLoss& loss));
 
 // -> the four tensors; the normalizer of vocab_cross_entropy_forward; and what is computed ahead
 // (vocab/linear_cross_entropy.h) in fp32 or fp64, [0] where nothing is: the expected row of each

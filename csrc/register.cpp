@@ -146,6 +146,12 @@ TORCH_LIBRARY(parallel_ext, library) {
       "int? padding_idx, int[] sizes, int group_size, str group_name) -> Tensor");
   def("vocab_embedding_backward(Tensor grad_output, Tensor ids, SymInt num_rows, int vocab_start, "
       "int? padding_idx) -> Tensor");
+  def("vocab_embedding_of_tokens(Tensor ids, Tensor weight, int vocab_size, int vocab_start, "
+      "int? padding_idx, int[] sizes, int[] tokens, int rank, int group_size, str group_name) -> "
+      "Tensor");
+  def("vocab_embedding_of_tokens_backward(Tensor grad_output, Tensor ids, SymInt num_rows, "
+      "int vocab_size, int vocab_start, int? padding_idx, int[] sizes, int[] tokens, int rank, "
+      "int group_size, str group_name) -> Tensor");
   const auto def_with_loss = [&](const std::string& arguments, const std::string& outputs) {
     const std::string schema =
         arguments + ", " + parallel_ext::VocabLoss::kSchema + ") -> " + outputs;
@@ -169,7 +175,7 @@ TORCH_LIBRARY(parallel_ext, library) {
       "()");
   def_with_loss(
       "linear_vocab_cross_entropy(Tensor input, Tensor head_weight, Tensor? head_bias, "
-      "Tensor labels, bool[3] wanted, int group_size, str group_name",
+      "Tensor labels, bool[3] wanted, int[] sizes, int rank, int group_size, str group_name",
       "(Tensor, Tensor, Tensor, Tensor)");
   def_with_loss(
       "linear_vocab_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor? head_bias, "

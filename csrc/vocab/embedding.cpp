@@ -21,7 +21,6 @@
 #include "vocab/embedding_cuda.h"
 
 namespace parallel_ext {
-namespace {
 
 void check_ids(const at::Tensor& ids, int64_t vocab_size) {
   const int64_t* data = ids.const_data_ptr<int64_t>();
@@ -31,22 +30,23 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
                     bad - data, " is outside the vocabulary [0, ", vocab_size, ")");
 }
 
-// Boundaries of the rows of all ranks; empty for a group of one, which does not need them.
+std::vector<int64_t> bounds_of_rows(at::IntArrayRef sizes, int64_t vocab_size, const Group& group) {
+  const char* op = "vocab_embedding";
+  if (sizes.empty()) return split(vocab_size, group.size, 1);
+  const bool fit = static_cast<int64_t>(sizes.size()) == group.size &&
+                   sum_of_counts(op, "sizes", sizes) == vocab_size;
+  TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group.size,
+                    " ranks, of ", vocab_size, " in all");
+  std::vector<int64_t> bounds{0};
+  for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
+  return bounds;
+}
+
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, int64_t vocab_size,
                                int64_t vocab_start, const Group& group) {
   if (group.size == 1) return {};
-  const char* op = "vocab_embedding";
-  const int64_t rank = rank_in_group(op, group);  // refuses a group that does not exist
-  std::vector<int64_t> bounds{0};
-  if (sizes.empty()) {
-    bounds = split(vocab_size, group.size, 1);
-  } else {
-    const bool fit = static_cast<int64_t>(sizes.size()) == group.size &&
-                     sum_of_counts(op, "sizes", sizes) == vocab_size;
-    TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group.size,
-                      " ranks, of ", vocab_size, " in all");
-    for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
-  }
+  const int64_t rank = rank_in_group("vocab_embedding", group);  // refuses one that does not exist
+  auto bounds = bounds_of_rows(sizes, vocab_size, group);
   TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + weight.size(0),
                     "vocab_embedding: the ", weight.size(0), " rows from ", vocab_start,
                     " on are not this rank's, of ranks whose boundaries are ",
@@ -68,6 +68,8 @@ void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
                     ": padding_idx ", *padding_idx, " is outside the vocabulary [0, ", vocab_size,
                     ")");
 }
+
+namespace {
 
 at::Tensor own_rows_on_cuda(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_start,
                             at::IntArrayRef shape) {

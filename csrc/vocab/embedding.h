@@ -1,4 +1,4 @@
-// The embedding's CPU loops, whose arguments vocab/embedding.cpp has checked.
+// The checks of the embedding's arguments, and its CPU loops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +19,21 @@ inline void or_rows(at::Tensor& rows, const Group& group) {
   all_reduce_sum("vocab_embedding", bits, group);
 }
 
+// ids are contiguous, on the CPU.
+void check_ids(const at::Tensor& ids, int64_t vocab_size);
+
+void check_embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_size,
+                     int64_t vocab_start, std::optional<int64_t> padding_idx);
+
+// The boundaries of the ranks' rows; `sizes` are those of each rank, {} for those of split().
+std::vector<int64_t> bounds_of_rows(at::IntArrayRef sizes, int64_t vocab_size, const Group& group);
+
+// The same after a check of this rank's rows; {} for a group of one, which does not need them.
+std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, int64_t vocab_size,
+                               int64_t vocab_start, const Group& group);
+
+// --- The loops, whose arguments were checked ---
+
 // ids and weight are contiguous; rank r has the ids [bounds[r], bounds[r + 1]).
 at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight,
                                  int64_t vocab_start, const std::vector<int64_t>& bounds,
@@ -28,5 +43,34 @@ at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight
 at::Tensor vocab_embedding_backward_loops(const at::Tensor& grad_output, const at::Tensor& ids,
                                           int64_t num_rows, int64_t vocab_start,
                                           std::optional<int64_t> padding_idx);
+
+// Which rank has which tokens of ids [..., S]: those of rank r are [starts[r], starts[r + 1]) of
+// each sequence.
+struct TokensOfRanks {
+  int64_t sequences;
+  std::vector<int64_t> starts;
+  int64_t rank;  // this one
+
+  // Calls `use` with the place of each token of a rank, in their order.
+  template <typename Use>
+  void for_each(int64_t of_rank, const Use& use) const {
+    for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+      const int64_t first = sequence * starts.back();
+      for (int64_t i = starts[of_rank]; i < starts[of_rank + 1]; ++i) use(first + i);
+    }
+  }
+};
+
+// The rows of this rank's tokens. A row travels once to each rank with tokens that look it up.
+at::Tensor rows_of_own_tokens(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_start,
+                              const std::vector<int64_t>& bounds, const TokensOfRanks& tokens,
+                              const Group& group);
+
+// The gradient of this rank's rows. That of a token travels to the rank that has its row.
+at::Tensor gradient_of_own_tokens(const at::Tensor& grad_output, const at::Tensor& ids,
+                                  int64_t num_rows, int64_t vocab_start,
+                                  std::optional<int64_t> padding_idx,
+                                  const std::vector<int64_t>& bounds, const TokensOfRanks& tokens,
+                                  const Group& group);
 
 }  // namespace parallel_ext

@@ -2,6 +2,7 @@
 // numbers.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cstring>
@@ -170,6 +171,96 @@ at::Tensor vocab_embedding_backward_loops(const at::Tensor& grad_output, const a
                    grad_weight.mutable_data_ptr<scalar_t>());
       });
   return grad_weight;
+}
+
+at::Tensor rows_of_own_tokens(const at::Tensor& ids, const at::Tensor& weight, int64_t vocab_start,
+                              const std::vector<int64_t>& bounds, const TokensOfRanks& tokens,
+                              const Group& group) {
+  const auto ids_of = [&](int64_t rank) {
+    std::vector<int64_t> of_rank;
+    tokens.for_each(rank, [&](int64_t i) { of_rank.push_back(ids.const_data_ptr<int64_t>()[i]); });
+    return of_rank;
+  };
+  const int64_t bytes = row_bytes(weight), rank = tokens.rank;
+  const auto* rows = static_cast<const char*>(weight.const_data_ptr());
+  const auto row_of = [&](int64_t id) { return rows + (id - vocab_start) * bytes; };
+  std::vector<int64_t> shape = ids.sizes().vec();
+  shape.back() = tokens.starts[rank + 1] - tokens.starts[rank];
+  shape.push_back(weight.size(1));
+  at::Tensor output = pooled_empty(shape, weight.options());
+  auto* out = static_cast<char*>(output.mutable_data_ptr());
+
+  const std::vector<int64_t> own = ids_of(rank);
+  const auto num_own = static_cast<int64_t>(own.size());
+  const Owners owners(own.data(), num_own, bounds);
+  std::vector<std::vector<Span>> outgoing(group.size), incoming(group.size);
+  for (int64_t peer = 0; peer < group.size; ++peer) {
+    if (peer == rank) continue;
+    const std::vector<int64_t> theirs = ids_of(peer);
+    const Owners of_theirs(theirs.data(), static_cast<int64_t>(theirs.size()), bounds);
+    for (const int64_t token : of_theirs.tokens[rank]) {
+      add_span(outgoing[peer], row_of(theirs[token]), bytes);
+    }
+    for (const int64_t token : owners.tokens[peer]) {
+      add_span(incoming[peer], out + token * bytes, bytes);
+    }
+  }
+  swap_bytes("vocab_embedding", outgoing, incoming, group);
+  if (bytes == 0) return output;
+  for (const int64_t token : owners.tokens[rank]) {
+    std::memcpy(out + token * bytes, row_of(own[token]), bytes);
+  }
+  at::parallel_for(0, num_own, kTokensPerTask, [&](int64_t token, int64_t end) {
+    for (; token < end; ++token) {
+      const int64_t first = owners.first[token];
+      if (first != token) std::memcpy(out + token * bytes, out + first * bytes, bytes);
+    }
+  });
+  return output;
+}
+
+at::Tensor gradient_of_own_tokens(const at::Tensor& grad_output, const at::Tensor& ids,
+                                  int64_t num_rows, int64_t vocab_start,
+                                  std::optional<int64_t> padding_idx,
+                                  const std::vector<int64_t>& bounds, const TokensOfRanks& tokens,
+                                  const Group& group) {
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  const int64_t bytes = grad_output.size(-1) * grad_output.element_size(), rank = tokens.rank;
+  const auto owner_of = [&](int64_t token) {
+    return std::upper_bound(bounds.begin(), bounds.end(), id[token]) - bounds.begin() - 1;
+  };
+  // The tokens whose rows this rank has, in their order, in which their gradients are summed.
+  std::vector<int64_t> found(ids.numel(), -1);  // the place of each among them
+  std::vector<int64_t> ids_found;
+  for (int64_t token = 0; token < ids.numel(); ++token) {
+    if (id[token] == padding_idx || owner_of(token) != rank) continue;
+    found[token] = static_cast<int64_t>(ids_found.size());
+    ids_found.push_back(id[token]);
+  }
+  const auto num_found = static_cast<int64_t>(ids_found.size());
+  const at::Tensor gradients =
+      pooled_empty({num_found, grad_output.size(-1)}, grad_output.options());
+  const auto* own = static_cast<const char*>(grad_output.const_data_ptr());
+  auto* out = static_cast<char*>(gradients.mutable_data_ptr());
+
+  std::vector<std::vector<Span>> outgoing(group.size), incoming(group.size);
+  for (int64_t peer = 0; peer < group.size; ++peer) {
+    int64_t number = 0;
+    tokens.for_each(peer, [&](int64_t token) {
+      const char* gradient = own + number++ * bytes;  // of a token of this rank
+      if (id[token] == padding_idx || bytes == 0) return;
+      if (found[token] >= 0 && peer == rank) {
+        std::memcpy(out + found[token] * bytes, gradient, bytes);
+      } else if (found[token] >= 0) {
+        add_span(incoming[peer], out + found[token] * bytes, bytes);
+      } else if (peer == rank) {
+        add_span(outgoing[owner_of(token)], gradient, bytes);
+      }
+    });
+  }
+  swap_bytes("vocab_embedding", outgoing, incoming, group);
+  const at::Tensor of_found = at::from_blob(ids_found.data(), {num_found}, ids.options());
+  return vocab_embedding_backward_loops(gradients, of_found, num_rows, vocab_start, padding_idx);
 }
 
 }  // namespace parallel_ext

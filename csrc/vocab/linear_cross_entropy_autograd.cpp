@@ -51,13 +51,37 @@ at::Tensor frozen_backward_meta(const MaybeTensor&, const MaybeTensor&,
   return at::empty_symint(expected_rows.sym_sizes(), head_weight.options());
 }
 
+// The hidden states that a rank has: all of them, [T, H], or, of ranks with tokens of their own,
+// [B, sizes[rank], H]: gathered for the products, and the gradient is summed for each rank's.
+struct Hidden {
+  std::vector<int64_t> sizes;  // tokens of a sequence that each rank has; {} where it has all
+  int64_t rank;
+  Group group;
+
+  at::Tensor of_all(const at::Tensor& input) const {
+    if (sizes.empty()) return input;
+    check_dim(kOp, "input", input, 3);
+    return gather_tokens(input, sizes, rank, true, group).flatten(0, 1);
+  }
+
+  // The sum of the ranks' parts of the gradient, [T, H], in the shape of the input.
+  at::Tensor summed(const at::Tensor& partial, const c10::SymInt& sequences) const {
+    if (sizes.empty()) return reduce_from_region(partial, group);
+    const int64_t tokens = sum_of_counts(kOp, "sizes", sizes);
+    const auto whole = partial.view_symint({sequences, tokens, partial.sym_size(-1)});
+    return sum_tokens(whole, sizes, rank, group);
+  }
+};
+
 // The kernel where nothing has a gradient, and the Meta kernel.
 Tensors<4> loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
                                  const MaybeTensor& head_bias, const at::Tensor& labels,
-                                 std::array<bool, 3> wanted, const Group& group,
-                                 const VocabLoss& loss) {
-  return from_list<Tensors<4>>(as_list(linear_vocab_cross_entropy_forward(
-      input, head_weight, head_bias, labels, wanted, {false, false, false}, group, loss)));
+                                 std::array<bool, 3> wanted, at::IntArrayRef sizes, int64_t rank,
+                                 const Group& group, const VocabLoss& loss) {
+  const Hidden hidden{sizes.vec(), rank, group};
+  return from_list<Tensors<4>>(as_list(
+      linear_vocab_cross_entropy_forward(hidden.of_all(input), head_weight, head_bias, labels,
+                                         wanted, {false, false, false}, group, loss)));
 }
 
 class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCrossEntropy> {
@@ -65,19 +89,31 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
   static variable_list forward(AutogradContext* ctx, const at::Tensor& input,
                                const at::Tensor& head_weight, const MaybeTensor& head_bias,
                                const at::Tensor& labels, std::array<bool, 3> wanted,
-                               std::array<bool, 3> needed, const Group& group,
-                               const VocabLoss& loss) {
+                               std::array<bool, 3> needed, at::IntArrayRef sizes, int64_t rank,
+                               const Group& group, const VocabLoss& loss) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Hidden hidden{sizes.vec(), rank, group};
     auto [total, log_sum_exp, entropy, argmax, normalizer, expected_rows, grad_input, grad_head,
-          grad_bias] = linear_vocab_cross_entropy_forward(input, head_weight, head_bias, labels,
-                                                          wanted, needed, group, loss);
+          grad_bias] =
+        linear_vocab_cross_entropy_forward(hidden.of_all(input), head_weight, head_bias, labels,
+                                           wanted, needed, group, loss);
     keep_for_backward(ctx, {loss, group}, wanted, {total, log_sum_exp, entropy, argmax});
+    ctx->saved_data["sizes"] = hidden.sizes;
+    ctx->saved_data["rank"] = rank;
+    ctx->saved_data["sequences"] = input.sym_size(0);
     const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
     const bool frozen = ahead == Ahead::kExpectedRows, again = !frozen || wanted[1];
     ctx->save_for_backward(
         {again ? input : at::Tensor(), head_weight, head_bias.value_or(at::Tensor()), labels,
          loss.weight.value_or(at::Tensor()), normalizer, frozen ? expected_rows : at::Tensor()});
     if (ahead == Ahead::kGradients) {
+      if (needed[0] && !sizes.empty()) {  // so that this rank keeps that of its own tokens only
+        const auto dtype = input.scalar_type();
+        if (dtype != at::kHalf && dtype != grad_input.scalar_type()) {  // a sum may overflow fp16
+          grad_input = grad_input.to(dtype);
+        }
+        grad_input = hidden.summed(grad_input, input.sym_size(0));
+      }
       // Not saved variables: the first backward scales them in place and returns them.
       ctx->saved_data["gradients"] = std::vector<at::Tensor>{grad_input, grad_head, grad_bias};
     }
@@ -85,7 +121,7 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    variable_list grads(8);
+    variable_list grads(10);
     const auto [grad_loss, grad_log_sum_exp, grad_entropy] = gradients_of(grad_outputs);
     if (!grad_loss && !grad_log_sum_exp && !grad_entropy) return grads;
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kOp,
@@ -100,6 +136,7 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
     const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                      bias && ctx->needs_input_grad(2)};
     auto& data = ctx->saved_data;
+    const Hidden hidden{data["sizes"].toIntVector(), data["rank"].toInt(), call.group};
     std::vector<at::Tensor> gradients;
     if (const auto ahead = data.find("gradients"); ahead != data.end()) {
       gradients = ahead->second.toTensorVector();
@@ -114,19 +151,20 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
           grads[which] = scaled(std::move(gradients[which]), factor, input.scalar_type());
         }
       }
+      if (!hidden.sizes.empty()) return grads;  // summed in the forward
     } else if (expected_rows.defined() && !grad_entropy) {
       grads[0] = linear_vocab_cross_entropy_frozen_backward(
           grad_loss, grad_log_sum_exp, expected_rows, head_weight, labels, normalizer, loss);
     } else {
-      const auto [grad_input, grad_head, grad_bias] =
-          linear_vocab_cross_entropy_backward(grad_loss, grad_log_sum_exp, grad_entropy, input,
-                                              head_weight, bias, labels, normalizer, needed, loss);
+      const auto [grad_input, grad_head, grad_bias] = linear_vocab_cross_entropy_backward(
+          grad_loss, grad_log_sum_exp, grad_entropy, hidden.of_all(input), head_weight, bias,
+          labels, normalizer, needed, loss);
       if (needed[0]) grads[0] = grad_input;
       if (needed[1]) grads[1] = grad_head;
       if (needed[2]) grads[2] = grad_bias;
     }
     if (grads[0].defined()) {  // partial: each rank has multiplied by its own rows
-      grads[0] = reduce_from_region(grads[0], call.group);
+      grads[0] = hidden.summed(grads[0], data["sequences"].toSymInt());
     }
     return grads;
   }
@@ -142,14 +180,15 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
 
 Tensors<4> loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
                          const MaybeTensor& head_bias, const at::Tensor& labels,
-                         std::array<bool, 3> wanted, const Group& group, const VocabLoss& loss) {
+                         std::array<bool, 3> wanted, at::IntArrayRef sizes, int64_t rank,
+                         const Group& group, const VocabLoss& loss) {
   refuse_gradient_of_weight(kOp, loss);
   const bool grad = at::GradMode::is_enabled();
   const std::array<bool, 3> needed{grad && input.requires_grad(),
                                    grad && head_weight.requires_grad(),
                                    grad && head_bias && head_bias->requires_grad()};
-  return from_list<Tensors<4>>(LinearVocabCrossEntropy::apply(input, head_weight, head_bias, labels,
-                                                              wanted, needed, group, loss));
+  return from_list<Tensors<4>>(LinearVocabCrossEntropy::apply(
+      input, head_weight, head_bias, labels, wanted, needed, sizes, rank, group, loss));
 }
 
 }  // namespace

@@ -258,15 +258,19 @@ class LoraVocabHead(AdaptedLinear):
         base, call = self.get_base_layer(), current_loss_call()
         if base.blocks is not None and call is not None and call.fused:
             return call.hand_over(base, x, self._low_rank(x, active))
-        x = ops.copy_to_region(base.enter(x), base.group)
+        x = base.enter(x)
+        if call is None or call.tokens is None:
+            x = ops.copy_to_region(x, base.group)
+        else:
+            x = ops.gather_tokens(x, call.tokens, base.group)
         return base.leave(self._product(x, base.weight, base.bias, active))
 
 
 class LoraVocabEmbedding(Adapted):
     """An adapter on the embedding: A [r, V] is sharded by vocabulary, B [H, r] replicated.
 
-    Both products are added to the partial rows before the base's one all-reduce. As in PEFT there
-    is no dropout here.
+    Both products are added to the partial rows before the base's one all-reduce, or reduce-scatter
+    where each rank keeps its tokens. As in PEFT there is no dropout here.
     """
 
     def _prepare(self, base: Any) -> None:
@@ -314,14 +318,16 @@ class LoraVocabEmbedding(Adapted):
         base, ids = self.get_base_layer(), x.long()
         if base.layouts["weight"].blocks:
             return self._adapted_rows(ids, active)
-        partial = self._rows(ids, base.weight)
+        partial, tokens = self._rows(ids, base.weight), base.tokens(ids)
         for adapter in active:
             columns, factor_b = self._factor_pair(adapter)
             name = self.lora_embedding_B.layouts[adapter].name
             factor_b = self._caught(factor_b, name, base.group)
             low = self._rows(ids, columns.T.contiguous())
             partial = partial + ((low @ factor_b.T) * self.scaling[adapter]).to(partial.dtype)
-        return base.scaled(ops.reduce_from_region(partial, base.group))
+        if tokens is None:
+            return base.finished(ops.reduce_from_region(partial, base.group))
+        return base.finished(ops.sum_tokens(partial, tokens, base.group), tokens)
 
     def _adapted_rows(self, ids: torch.Tensor, active: list[str]) -> torch.Tensor:
         """Return rows under ``px.Invariant``: those of A are looked up whole, and then times B."""
@@ -339,5 +345,5 @@ class LoraVocabEmbedding(Adapted):
                 group=base.group,
             )
             added = replicated_linear(low, factor_b) * self.scaling[adapter]
-            rows = rows + base.scaled(added.to(rows.dtype))
+            rows = rows + base.finished(added.to(rows.dtype))
         return rows

@@ -17,7 +17,7 @@ Fused, no rank ever holds its logits: ``linear_vocab_cross_entropy`` makes them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,14 @@ class LossCall:
         why_not: why it is not fused although nobody has asked for logits.
         shared: whether forwards without labels inside of it are meant as well.
         changes: what the model's class does to the logits, as options of the loss.
+        takes_own_tokens: whether the head may be given the hidden states of its rank's tokens, of
+            ranks that keep tokens of their own.
+
+    Attributes:
+        tokens: of a sequence, how many each rank has, if the head is given those of its rank.
     """
+
+    tokens: list[int] | None = None
 
     def __init__(
         self,
@@ -55,8 +62,10 @@ class LossCall:
         why_not: str | None = None,
         shared: bool = False,
         changes: Mapping[str, float] | None = None,
+        takes_own_tokens: bool = False,
     ) -> None:
         self.fused, self.why_not, self.shared = fused, why_not, shared
+        self.takes_own_tokens = fused and takes_own_tokens
         self._changes = changes or {}
         self._head: VocabParallelHead | None = None
         self._hidden: torch.Tensor | None = None
@@ -101,6 +110,7 @@ class LossCall:
         if self._head is not None:
             head = self._head.weight, self._head.bias
             options |= {"blocks": self._head.blocks, "adapter": self._adapter}
+            options["tokens"] = self.tokens
             if self._changes:  # the class has changed the hidden states that it took for logits
                 output, options = self._hidden, {**options, **self._changes}
             elif output is not self._hidden:
@@ -132,6 +142,21 @@ def running(call: LossCall | None) -> Iterator[None]:
 def current_loss_call() -> LossCall | None:
     """Return the :class:`LossCall` of the forward that is running, or None."""
     return _call.get()
+
+
+def are_listened_to(modules: Iterable[nn.Module]) -> bool:
+    """Return whether hooks of others than this package, transformers and PEFT see their outputs."""
+    hooks = list[Any]()
+    for module in modules:
+        for each in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
+            hooks += each.values()
+    return _has_any_global_hook() or any(map(is_of_others, hooks))
+
+
+def is_of_others(hook: Any) -> bool:
+    """Return whether a hook is of others than this package, transformers and PEFT."""
+    package = getattr(hook, "__module__", "").partition(".")[0]
+    return package not in ("parallel_ext", "transformers", "peft")
 
 
 def why_not_fused(head: nn.Module) -> str | None:

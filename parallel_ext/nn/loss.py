@@ -35,6 +35,7 @@ def causal_lm_loss(
     compared: Piece | None = None,
     blocks: ops.Blocks | None = None,
     adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tokens: list[int] | None = None,
     sums_over_dp: bool = False,
     **options: Any,
 ) -> torch.Tensor:
@@ -56,6 +57,8 @@ def causal_lm_loss(
         blocks: of the rows of ``head`` under ``px.Invariant``, else None.
         adapter: with ``blocks``, of the head: [..., S, R] and [stop - start, R], whose product is
             added to the logits.
+        tokens: with ``head``, how many tokens of each sequence each tp rank has, if the hidden
+            states are those of this rank's, [B, tokens[rank], H].
         sums_over_dp: whether the caller sums the losses of the dp ranks, instead of averaging.
         options: those of ``LOSS_OPTIONS``.
 
@@ -80,7 +83,9 @@ def causal_lm_loss(
         local_sum = ops.vocab_cross_entropy(inputs, *asked, group=mesh.tp)
     elif blocks is None:
         weight, bias = head
-        local_sum = ops.linear_vocab_cross_entropy(inputs, weight, *asked, bias=bias, group=mesh.tp)
+        local_sum = ops.linear_vocab_cross_entropy(
+            logits if tokens else inputs, weight, *asked, bias=bias, tokens=tokens, group=mesh.tp
+        )
     else:
         low_rank = adapter and (adapter[0].flatten(0, -2), adapter[1])
         of_blocks = head[0], targets, blocks, vocab_size, vocab_range, how, low_rank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +34,13 @@ class VocabParallelEmbedding(ShardedModule):
 
     ``num_embeddings`` is the true vocabulary size. Called with replicated int64 or int32 ids [...]
     it returns the replicated [..., H].
+
+    Attributes:
+        keeps: says of ids how many of their tokens each rank is to be given the rows of, so that
+            those of others are NaN in what is returned; None, or None of some ids, for all rows.
     """
+
+    keeps: Callable[[torch.Tensor], list[int] | None] | None = None
 
     def __init__(
         self,
@@ -114,6 +122,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.sizes = [stop - start for start, stop in ranges]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        tokens = self.tokens(input)
         rows = ops.vocab_embedding(
             input.long() if input.dtype == torch.int32 else input,
             self.weight,
@@ -121,13 +130,29 @@ class VocabParallelEmbedding(ShardedModule):
             self.vocab_range[0],
             padding_idx=self.padding_idx,
             sizes=self.sizes,
+            tokens=tokens,
             group=self.group,
         )
-        return self.scaled(rows)
+        return self.finished(rows, tokens)
 
-    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows that were looked up as the embedding returns them, times its scale if any."""
-        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+    def tokens(self, ids: torch.Tensor) -> list[int] | None:
+        """Return how many tokens of ids each rank is given the rows of; None for all of them."""
+        return None if self.keeps is None else self.keeps(ids)
+
+    def finished(self, rows: torch.Tensor, tokens: list[int] | None = None) -> torch.Tensor:
+        """Return rows that were looked up as the embedding returns them.
+
+        Args:
+            rows: [..., H]; with ``tokens`` this rank's.
+            tokens: what :meth:`tokens` has returned.
+        """
+        if self.embed_scale is not None:
+            rows = rows * self.embed_scale.to(rows.dtype)
+        if tokens is None:
+            return rows
+        rank = self.group.rank
+        others = (0, 0, sum(tokens[:rank]), sum(tokens[rank + 1 :]))
+        return nn.functional.pad(rows, others, value=float("nan"))
 
 
 class VocabParallelHead(ShardedModule):

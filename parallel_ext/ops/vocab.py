@@ -18,6 +18,7 @@ def vocab_embedding(
     *,
     padding_idx: int | None = None,
     sizes: Sequence[int] | None = None,
+    tokens: Sequence[int] | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Look up rows of an embedding table whose rows are sharded over the ranks.
@@ -29,6 +30,8 @@ def vocab_embedding(
         vocab_start: first row of this rank.
         padding_idx: global id whose row gets no gradient, or None; negative ones count from V.
         sizes: rows of each rank, in rank order; None for those of :func:`layout.split`.
+        tokens: how many of the last dimension of ``ids`` each rank keeps, in rank order, zeros
+            allowed; None where every rank is given the rows of all.
         group: the tensor-parallel group; a group of one gives zeros for rows that it has not.
 
     Returns:
@@ -37,6 +40,10 @@ def vocab_embedding(
         p - 1 ranks, unless some rank owns more than 2 T / p of the different ids; then, and on
         other devices, where the ids are not read, one all-reduce. In backward each rank sums the
         gradients of its own rows in token order, in fp32, and communicates nothing.
+
+        With ``tokens`` [..., tokens[group.rank], H], the rows of this rank's tokens. On the CPU a
+        row goes once to each rank that looks it up, and in backward the gradient of a token to the
+        owner of its row; on other devices there is a reduce-scatter, and an all-gather in backward.
 
     Raises:
         IndexError: an id is outside the vocabulary (on the CPU; see the agreement check for GPUs).
@@ -52,8 +59,11 @@ def vocab_embedding(
         padding_idx += vocab_size
     check_group("vocab_embedding", group)
     check_tensors("vocab_embedding", ids=ids, weight=weight)
-    return torch.ops.parallel_ext.vocab_embedding(
-        ids, weight, vocab_size, vocab_start, padding_idx, sizes or (), group.size, group.name
+    table = ids, weight, vocab_size, vocab_start, padding_idx, sizes or ()
+    if tokens is None:
+        return torch.ops.parallel_ext.vocab_embedding(*table, group.size, group.name)
+    return torch.ops.parallel_ext.vocab_embedding_of_tokens(
+        *table, list(tokens), group.rank, group.size, group.name
     )
 
 

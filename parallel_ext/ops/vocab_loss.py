@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -192,6 +193,7 @@ def linear_vocab_cross_entropy(
     options: LossOptions = _DEFAULT,
     *,
     bias: torch.Tensor | None = None,
+    tokens: Sequence[int] | None = None,
     group: Group = ALONE,
 ) -> torch.Tensor:
     """Compute output head and :func:`vocab_cross_entropy` in one; only a tile of logits exists.
@@ -204,6 +206,9 @@ def linear_vocab_cross_entropy(
         vocab_range: this rank's half-open range of ids, ``(start, stop)``; may be empty.
         options: of the loss.
         bias: [stop - start], of this rank's ids, or None.
+        tokens: how many tokens of each sequence each rank has, in rank order, zeros allowed;
+            ``input`` is then [B, tokens[group.rank], H], and T is B * sum(tokens). None where every
+            rank has all.
         group: the tensor-parallel group.
 
     Returns:
@@ -219,6 +224,9 @@ def linear_vocab_cross_entropy(
 
         A head without gradients (LoRA, probing): two GEMMs and one all-gather, for every reduction;
         with ``softcap`` as for a head that is trained.
+
+        With ``tokens`` the forward gathers the hidden states, and the input's gradient is
+        reduce-scattered where it is computed, so that only own tokens are kept for backward.
 
         Memory beyond gradients: a tile, [T, H] numbers in fp32, and for a trained head in bf16 or
         fp16 its gradient in fp32, in which it is summed.
@@ -238,7 +246,7 @@ def linear_vocab_cross_entropy(
     last = in_order(op_name, options, group, vocab_size, vocab_range)
     check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
     return torch.ops.parallel_ext.linear_vocab_cross_entropy(
-        input, head_weight, bias, labels, _NO_STATISTICS, *last
+        *(input, head_weight, bias, labels, _NO_STATISTICS, list(tokens or ()), group.rank), *last
     )[0]
 
 
@@ -272,6 +280,6 @@ def linear_vocab_cross_entropy_statistics(
     last = in_order(op_name, options, group, vocab_size, vocab_range)
     check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
     outputs = torch.ops.parallel_ext.linear_vocab_cross_entropy(
-        input, head_weight, bias, labels, wanted, *last
+        *(input, head_weight, bias, labels, wanted, (), group.rank), *last
     )
     return _statistics(outputs, wanted)

@@ -18,12 +18,12 @@ from transformers.initialization import no_init_weights
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.ops import ALONE, Group
+from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
 from parallel_ext.parallel.replace import names_of_parts
-from parallel_ext.parallel.sequence import check_sequence_parallel
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.parallel.validate import check_mixture, check_servable, spec_for

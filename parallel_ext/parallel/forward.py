@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
-from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
+from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
 from parallel_ext.nn.replicas import Piece
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -73,7 +73,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     _check_ends(model, state)
-    call = None if labels is None else _loss_call(model, state, options)
+    call = None if labels is None else _loss_call(model, state, options, arguments)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)
     trains_apart = torch.is_grad_enabled() and state.trains_apart
@@ -109,8 +109,16 @@ def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, floa
     return changes
 
 
-def _loss_call(model: nn.Module, state: ParallelState, options: dict[str, Any]) -> LossCall:
-    """Return how the forward that begins, with these options of the loss, is to compute it."""
+def _loss_call(
+    model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
+) -> LossCall:
+    """Return how the forward that begins is to compute the loss.
+
+    Args:
+        model, state: the model.
+        options: of the loss.
+        arguments: all of the call.
+    """
     if _wants_logits(model, state):
         return LossCall(fused=False)
     why_not = "fused_loss is False"
@@ -121,7 +129,22 @@ def _loss_call(model: nn.Module, state: ParallelState, options: dict[str, Any]) 
     changes = _changes_of_logits(model, state)
     if why_not is None and changes and options.keys() & {"softcap", "logit_scale"}:
         why_not = f"softcap and logit_scale come after what {type(model).__name__} does to logits"
-    return LossCall(fused=why_not is None, why_not=why_not, changes=changes)
+    return LossCall(
+        fused=why_not is None,
+        why_not=why_not,
+        changes=changes,
+        takes_own_tokens=state.sequence_parallel
+        and _head_takes_own_tokens(model, state, arguments),
+    )
+
+
+def _head_takes_own_tokens(
+    model: nn.Module, state: ParallelState, arguments: dict[str, Any]
+) -> bool:
+    """Return whether nobody chooses tokens for the head, or sees those that it is given."""
+    keep = arguments.get("logits_to_keep", 0)
+    hooks = model.get_submodule(state.spec.head)._forward_pre_hooks.values()
+    return isinstance(keep, int) and keep == 0 and not any(map(is_of_others, hooks))
 
 
 def _with_loss(

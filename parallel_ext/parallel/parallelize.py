@@ -14,13 +14,14 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.parallel import methods
+from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward, watch_forward
 from parallel_ext.parallel.invariant import check_invariant, replace_in_blocks
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
 from parallel_ext.parallel.replace import enter_and_leave, replace_modules
 from parallel_ext.parallel.resize import resize_token_embeddings
-from parallel_ext.parallel.sequence import check_sequence_parallel, keep_own_tokens
+from parallel_ext.parallel.sequence import keep_own_tokens
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, Remembered, check_state_dict
 from parallel_ext.parallel.validate import (
     check_equal,

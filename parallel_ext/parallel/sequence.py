@@ -2,35 +2,42 @@
 
 What hooks make of the hidden states of a decoder layer in training::
 
-    [B, S, H], replicated ── the first layer's pre-hook: take_tokens ──> [B, S_own, H]
+    ids ── embedding: the rows of own tokens ── the first layer's pre-hook ──> [B, S_own, H]
+      or inputs_embeds [B, S, H], replicated ── the same pre-hook: take_tokens
       norm of own tokens ── attention's pre-hook: gather_tokens ──> [B, S, H] ── attention
       its partial output ── attention's hook: sum_tokens ──> [B, S_own, H] + residual
       norm of own tokens ── the same around the MLP
       or a mixture, whose router and experts are given own tokens: no hook brings it others
-    the final norm of own tokens ── its hook: gather_tokens ──> [B, S, H], replicated ── head
+    the final norm of own tokens ── head and loss in one op, which takes these
+      or its hook: gather_tokens ──> [B, S, H], replicated ── what else there is
 
-Positions and masks are those that the model makes of all tokens. Whether hidden states are of own
-tokens a layer sees by their number; what is recomputed finds what its forward saw.
+Positions and masks are those that the model makes of all tokens: what the embedding returns has the
+place of each, and NaN in that of others' tokens, so that a class that mixes tokens before its first
+layer trains on NaN and not on nonsense. Whether hidden states are of own tokens a layer sees by
+their number; what is recomputed finds what its forward saw.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
-from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 from parallel_ext.ops import Group
+from parallel_ext.parallel.check_sequence import (
+    POSITIONS,
+    beside_experts,
+    decoder_of,
+    norms_of,
+)
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding.layout import split
-
-_POSITIONS = "position_embeddings"
 
 
 class _Tokens(NamedTuple):
@@ -55,11 +62,14 @@ class OwnTokens:
 
     Attributes:
         wants_logits: whether the forward that runs returns the routers' logits.
+        embeds: whether the embedding is to return the rows of own tokens in what runs now.
+        embedded: whether it has returned such to the forward that runs.
+        is_heard: whether others listen to what the final norm or the decoder returns.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.wants_logits = False
+        self.wants_logits = self.embeds = self.embedded = self.is_heard = False
         self._tokens: _Tokens | None = None
         self._backward = -1
         watch_checkpoints()
@@ -70,6 +80,18 @@ class OwnTokens:
     def sizes(self, tokens: int) -> list[int]:
         """Return the tokens of each rank, of as many in all."""
         return [stop - start for start, stop in split(tokens, self.group.size)]
+
+    def of_embedding(self, ids: torch.Tensor) -> list[int] | None:
+        """Return of how many of the tokens ``ids`` each rank gets the rows; None for all."""
+        if not self.embeds or ids.size(-1) == 1:
+            return None
+        self.embedded = True
+        return self.sizes(ids.size(-1))
+
+    def has_embedded(self) -> bool:
+        """Return, once for each forward, whether the embedding has returned rows of own tokens."""
+        embedded, self.embeds, self.embedded = self.embedded, False, False
+        return embedded
 
     def begin(self, hidden: torch.Tensor, tokens: int) -> None:
         """Say how many tokens there are in all, of which ``hidden`` has all or this rank's own."""
@@ -119,6 +141,34 @@ class OwnTokens:
         return ops.gather_tokens(hidden, sizes, self.group)
 
 
+class WatchEnds:
+    """Hooks of the decoder: in training its embedding returns the rows of own tokens.
+
+    Unless others listen to the embedding, who are to see all rows.
+
+    Args:
+        own: the tokens.
+        embedding, first, norm: paths in the decoder of the embedding, the first layer and the
+            final norm.
+    """
+
+    def __init__(self, own: OwnTokens, embedding: str, first: str, norm: str) -> None:
+        self.own, self.embedding, self.first, self.norm = own, embedding, first, norm
+
+    def before(self, module: nn.Module, args: tuple) -> None:
+        """Ask the embedding for own tokens, where the first layer will take them."""
+        own, inner = self.own, module.get_submodule
+        own.is_heard = are_listened_to((module, inner(self.norm)))
+        own.embedded = False
+        own.embeds = inner(self.first).training and not are_listened_to(
+            inner(self.embedding).modules()
+        )
+
+    def after(self, module: nn.Module, *_: Any) -> None:
+        """Ask for all, also after an error."""
+        self.own.embeds = False
+
+
 class TakeOwn:
     """A forward pre-hook of the first decoder layer: takes this rank's tokens in training."""
 
@@ -126,11 +176,15 @@ class TakeOwn:
         self.own = own
 
     def __call__(self, module: nn.Module, args: tuple) -> tuple | None:
-        hidden = args[0]
+        hidden, own = args[0], self.own
+        embedded = once(self, own.has_embedded)
         if not module.training or hidden.size(-2) == 1:
             return None
-        sizes = self.own.sizes(hidden.size(-2))
-        return (ops.take_tokens(hidden, sizes, self.own.group), *args[1:])
+        sizes = own.sizes(hidden.size(-2))
+        if embedded:  # other ranks compute the gradients of the other tokens
+            start = sum(sizes[: own.group.rank])
+            return (hidden.narrow(-2, start, sizes[own.group.rank]).clone(), *args[1:])
+        return (ops.take_tokens(hidden, sizes, own.group), *args[1:])
 
 
 class BeginLayer:
@@ -140,7 +194,7 @@ class BeginLayer:
         self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.own.begin(args[0], kwargs[_POSITIONS][0].size(-2))  # the cosines [..., S, head_dim]
+        self.own.begin(args[0], kwargs[POSITIONS][0].size(-2))  # the cosines [..., S, head_dim]
 
 
 class EnterBlock:
@@ -239,7 +293,10 @@ class WantLogits:
 
 
 class GatherAll:
-    """A forward hook of the final norm: every rank gets the hidden states of all tokens."""
+    """A forward hook of the final norm: every rank gets the hidden states of all tokens.
+
+    Not where the output head takes those of own tokens.
+    """
 
     def __init__(self, own: OwnTokens) -> None:
         self.own = own
@@ -248,93 +305,11 @@ class GatherAll:
         sizes = self.own.now()
         if sizes is None:
             return output
+        call = current_loss_call()
+        if call is not None and call.takes_own_tokens and not self.own.is_heard:
+            call.tokens = sizes
+            return output
         return ops.gather_tokens(output, sizes, self.own.group, partial_gradient=False)
-
-
-def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
-    """Raise unless the tokens between the blocks of a model can be divided over the ranks.
-
-    Raises:
-        ValueError: names what cannot.
-    """
-    refused = "parallelize: sequence_parallel=True "
-    blocks = spec.blocks({name for name, _ in model.named_parameters()})
-    if spec.attention is None or spec.regions or spec.shared:
-        raise ValueError(
-            f"{refused}serves models of decoder layers with an attention and an MLP; "
-            f"{spec.model_type!r} has other parts, so leave it out"
-        )
-    for path, block in blocks.items():
-        module = model.get_submodule(path)
-        for name in _beside_experts(module, block) if isinstance(block, MixtureNames) else []:
-            if name != block.router and type(each := module.get_submodule(name)) is not nn.Linear:
-                raise ValueError(
-                    f"{refused}gives a mixture this rank's tokens, of which beside router and "
-                    f"experts only linears are right; {path}.{name} is a {type(each).__name__}"
-                )
-        if (
-            isinstance(block, MixtureNames)
-            and block.jitter_of(model.config) > 0
-            and block.block_jitter is None
-        ):
-            raise ValueError(
-                f"{refused}needs the attribute of {path} with the noise of {block.jitter}; name it "
-                "by block_jitter in the spec"
-            )
-        if isinstance(block, RegionNames) and (block.merges or block.entry is not None):
-            raise ValueError(
-                f"{refused}does not serve the entry or the sum of {path}; leave it out"
-            )
-        if isinstance(block, AttentionNames) and (
-            _POSITIONS not in inspect.signature(type(module).forward).parameters
-        ):
-            raise ValueError(
-                f"{refused}needs an attention that is given {_POSITIONS}, which tell the number of "
-                f"tokens; {path} is a {type(module).__name__}"
-            )
-    norms = _norms(model, spec)
-    for path in norms:
-        if "Norm" not in type(module := model.get_submodule(path)).__name__:
-            raise ValueError(
-                f"{refused}divides the tokens of what stands between the blocks, which must be "
-                f"norms; {path} is a {type(module).__name__}"
-            )
-    behind = [path for path in norms if not path.startswith(f"{spec.layers}.")]
-    if len(behind) != 1:
-        raise ValueError(
-            f"{refused}needs one norm behind the decoder layers, but there are "
-            f"{', '.join(behind) or 'none'}"
-        )
-    for path, module in model.get_submodule(spec.layers).named_modules():
-        if type(module) is nn.Dropout and module.p > 0:
-            raise ValueError(
-                f"{refused}does not serve dropout between the blocks, whose masks would depend on "
-                f"the layout; set that of {spec.layers}.{path}, {module.p}, to 0"
-            )
-
-
-def _norms(model: nn.Module, spec: ModelSpec) -> list[str]:
-    """Return the paths of the modules with parameters between the blocks, and last behind them."""
-    blocks = tuple(f"{path}." for path in spec.blocks({n for n, _ in model.named_parameters()}))
-    decoder = spec.layers.rpartition(".")[0]
-    found = [
-        path
-        for path, module in model.named_modules()
-        if path.startswith(f"{decoder}.")
-        and next(module.parameters(recurse=False), None) is not None
-        and not f"{path}.".startswith((*blocks, f"{spec.embedding}."))
-    ]
-    return sorted(found, key=lambda path: not path.startswith(f"{spec.layers}."))
-
-
-def _beside_experts(mixture: nn.Module, names: MixtureNames) -> list[str]:
-    """Return the names of the modules of a mixture whose parameters every rank holds."""
-    return [
-        name
-        for name, module in mixture.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-        and not f"{name}.".startswith(f"{names.experts}.")
-    ]
 
 
 def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) -> None:
@@ -350,13 +325,13 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     layers[0].register_forward_pre_hook(TakeOwn(own))
     for layer in layers:
         layer.register_forward_pre_hook(BeginLayer(own), with_kwargs=True)
-    norms = _norms(model, spec)
+    norms = norms_of(model, spec)
     in_parts, mixtures = [*norms], []
     for path, block in spec.blocks(plan.layout).items():
         module = model.get_submodule(path)
         if isinstance(block, MixtureNames):
             mixtures.append(path)
-            in_parts += [f"{path}.{name}" for name in _beside_experts(module, block)]
+            in_parts += [f"{path}.{name}" for name in beside_experts(module, block)]
             _give_own_tokens(module, block, own)
         else:
             module.register_forward_pre_hook(EnterBlock(own), with_kwargs=True)
@@ -364,9 +339,14 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     for path in in_parts:
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)
+    decoder, within = model.get_submodule(decoder_of(spec)), len(f"{decoder_of(spec)}.")
     if mixtures:
-        decoder = model.get_submodule(spec.layers.rpartition(".")[0])
         decoder.register_forward_pre_hook(WantLogits(own), with_kwargs=True)
+    ends = (spec.embedding, f"{spec.layers}.0", norms[-1])
+    watch = WatchEnds(own, *(path[within:] for path in ends))
+    decoder.register_forward_pre_hook(watch.before)
+    decoder.register_forward_hook(watch.after, always_call=True)
+    model.get_submodule(spec.embedding).keeps = own.of_embedding
     model.get_submodule(norms[-1]).register_forward_hook(GatherAll(own))
 
 

@@ -75,6 +75,14 @@ def _sum_tokens(args: dict[str, Any], out: Any) -> Sent:
     return "all_to_all", args["partial"].nbytes - out.nbytes
 
 
+def _embedding_of_tokens(args: dict[str, Any], out: Any) -> Sent:
+    return "all_to_all", args["ids"].numel() * _row_bytes(out) - out.nbytes
+
+
+def _embedding_of_tokens_backward(args: dict[str, Any], out: Any) -> Sent:
+    return "all_to_all", (args["group_size"] - 1) * args["grad_output"].nbytes
+
+
 def _statistics(args: dict[str, Any], out: Any) -> Sent:
     """Maximum, sum and label's value of each token, and what else was asked for."""
     values = args.get("input", args.get("logits"))
@@ -137,6 +145,8 @@ _RULES: dict[str, Callable[[dict[str, Any], Any], Sent]] = {
     "row_linear": _sum_of_output,
     "lora_linear_forward": _sum_of_output,
     "vocab_embedding": _sum_of_output,
+    "vocab_embedding_of_tokens": _embedding_of_tokens,
+    "vocab_embedding_of_tokens_backward": _embedding_of_tokens_backward,
     "column_linear_backward": _column_linear_backward,
     "gather_from_region": _gather_from_region,
     "gather_tokens": _gather_tokens,

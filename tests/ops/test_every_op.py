@@ -64,6 +64,7 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
     start, stop = own_range(5, group)
     own = stop - start
     sizes = [last - first for first, last in split(5, group.size)]
+    tokens, two = ([last - first for first, last in split(n, group.size)] for n in (3, 2))
     ids, labels = torch.tensor([[0, 4, 2], [4, 4, 0]]), torch.tensor([0, 4, IGNORED, 2])
     choices = torch.tensor([[0, 4], [4, 2], [1, 0], [4, 3]])
     route = moe_route_plan(choices, sizes, 4096, group.rank)
@@ -203,6 +204,17 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(7).expand(2, 3, 7), ids, own, start, 4),
             (_plain(2, 3, 7), ids, 0, 5, None),
         ],
+        "vocab_embedding_of_tokens": [
+            (ids, _values(own, 2), 5, start, None, sizes, tokens, group.rank, *of_group),
+            (ids.T, _values(own, 2, dtype=bf16), 5, start, 4, [], two, group.rank, *of_group),
+            (ids[:0], _values(own, 2), 5, start, None, sizes, tokens, group.rank, *of_group),
+        ],
+        "vocab_embedding_of_tokens_backward": [
+            (_plain(2, tokens[group.rank], 7), ids, own, 5, start, None, sizes, tokens)
+            + (group.rank, *of_group),
+            (_plain(7).expand(3, two[group.rank], 7), ids.T, own, 5, start, 4, [], two)
+            + (group.rank, *of_group),
+        ],
         "vocab_cross_entropy": [
             (*tensors, wanted, False, *of_group, *options) for tensors, wanted, options in losses
         ],
@@ -222,7 +234,14 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (*per_token, _plain(4, own + 3)[:, :own], labels, _plain(3, 4), *weighted),
         ],
         "linear_vocab_cross_entropy": [
-            (*tensors, wanted, *of_group, *options) for tensors, wanted, options in heads
+            *(
+                (*tensors, wanted, [], group.rank, *of_group, *options)
+                for tensors, wanted, options in heads
+            ),
+            (_values(2, two[group.rank], 3), _values(own, 3), _values(own), labels, [True] * 3)
+            + (two, group.rank, *of_group, None, *smooth_mean),
+            (_values(2, two[group.rank], 3), _plain(own, 3), None, labels, none)
+            + (two, group.rank, *of_group, None, *kinds["none"]),
         ],
         "linear_vocab_cross_entropy_forward": [
             (*_detached(tensors), wanted, needed, *of_group, *options)

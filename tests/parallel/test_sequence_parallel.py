@@ -172,7 +172,8 @@ def test_a_checkpointed_forward_leaves_own_tokens_only(tp: int) -> None:
     for rank in range(tp):
         less = (all_tokens[rank] - own_tokens[rank]) / of_token
         others = tokens - (tokens // tp + (rank < tokens % tp))
-        assert tiny.layers * others <= less <= (tiny.layers + 3) * others  # and the final norm
+        # Inputs of the layers; of final norm and head their input, and the gradient of the latter.
+        assert (tiny.layers + 3.5) * others <= less <= (tiny.layers + 4.5) * others
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -183,20 +184,39 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce(layers:
     for rank, (forward, backward, inputs) in enumerate(pool(2).run(_counts, tiny, True, None)):
         own = tokens - tokens // 2 if rank == 0 else tokens // 2
         assert inputs == {(rows, own, hidden)}
-        assert forward["swap"] == 1 + 4 * layers + 1  # embedding, the layers, in front of the head
+        assert forward["swap"] == 1 + 4 * layers + 2  # embedding, layers, tokens of the head
         assert "all_reduce" not in forward
         assert forward["all_gather"] == 2  # agreement, records of the loss
-        assert backward["swap"] == 4 * layers + 1  # and where the tokens were taken
-        assert backward["all_reduce"] == 2  # the head, and all norms at once
+        assert backward["swap"] == 4 * layers + 1  # and gradients of the embedding
+        assert backward["all_reduce"] == 1  # all norms at once
+        others = tokens - own
+        of_blocks = forward["swap_bytes"] - forward["vocab_embedding/bytes"]
+        assert of_blocks == (2 * layers + 1) * rows * tokens * hidden * 8
+        assert backward["vocab_embedding/bytes"] <= rows * own * hidden * 8
+        of_layers = backward["swap_bytes"] - backward["vocab_embedding/bytes"]
+        assert of_layers == 2 * layers * rows * (own + others) * hidden * 8
         # Both ranks together send in a layer what their all-reduces would.
         before = ordinary[rank][0]
         assert before["all_reduce_bytes"] == 2 * layers * rows * tokens * hidden * 8
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_rows_of_the_embedding_go_only_where_they_are_looked_up(tp: int) -> None:
+    """Of 18 tokens, most of whose ids differ; without the option a row goes to every rank."""
+    (before, after), row = (pool(tp).run(_counts, Tiny(), own, None) for own in (False, True)), 576
+    sent, forward, backward = (
+        sum(counts[step]["vocab_embedding/bytes"] for counts in ranks) // row
+        for ranks, step in ((before, 0), (after, 0), (after, 1))
+    )
+    distinct = batch(101)["input_ids"].unique().numel()
+    assert sent == distinct * (tp - 1)
+    assert forward <= backward <= 18 < sent + 3
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_backward_sums_the_norms_once(reentrant: bool) -> None:
     for _, backward, _ in pool(2).run(_counts, Tiny(layers=3), True, reentrant):
-        assert backward["all_reduce"] == 2
+        assert backward["all_reduce"] == 1
 
 
 def _without(broken: str, tiny: Tiny) -> float:
@@ -389,6 +409,68 @@ def _classified() -> dict[str, float]:
 def test_a_classifier_trains_as_in_one_process() -> None:
     for differences in pool(2).run(_classified):
         assert worst(differences)[0] <= 1e-10
+
+
+def _mixed(module: torch.nn.Module, args: Any, output: Any = None) -> Any:
+    """Another part of each token: the mean of its sequence."""
+    hidden = args[0] if output is None else output
+    mixed = hidden + 0.3 * hidden.mean(1, keepdim=True)
+    return (mixed, *args[1:]) if output is None else mixed
+
+
+def _seen_by_others(where: str) -> dict[str, float]:
+    """Gradients where hooks of a user mix the tokens, or add a loss of what they see."""
+    reference, one = Tiny().model(), batch(101)
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    for each in (reference, model):
+        seen: list[torch.Tensor] = []
+        if where == "embedding":
+            each.get_input_embeddings().register_forward_hook(_mixed)
+        elif where == "norm":
+            each.model.norm.register_forward_hook(_mixed)
+        elif where == "head":
+            each.lm_head.register_forward_pre_hook(_mixed)
+        elif where == "decoder":
+            each.model.register_forward_hook(lambda *given, to=seen: to.append(given[2][0]))
+        elif where == "embeddings given":
+            embeddings = each.get_input_embeddings()(one["input_ids"])
+            seen.append(embeddings.mean(1))
+            one = {**one, "inputs_embeds": embeddings, "input_ids": None}
+        elif where == "frozen layer":
+            each.model.layers[0].eval()
+        loss = each(**one).loss
+        (loss + sum(hidden.mean(1).pow(2).sum() for hidden in seen)).backward()
+        one["input_ids"] = batch(101)["input_ids"]
+        one.pop("inputs_embeds", None)
+    return shard_differences(model, gradients_of(reference), gradients=True)
+
+
+@pytest.mark.parametrize(
+    "where", ["embedding", "norm", "head", "decoder", "embeddings given", "frozen layer"]
+)
+def test_others_see_all_tokens_and_have_their_gradients(where: str) -> None:
+    for differences in pool(2).run(_seen_by_others, where):
+        error, name = worst(differences)
+        assert error <= 1e-10, name
+
+
+def _after_an_error() -> float:
+    reference, one = Tiny().model(), batch(101)
+    model = parallel(reference, mesh_of(), sequence_parallel=True)
+    hook = model.model.embed_tokens.register_forward_pre_hook(_raise)
+    with pytest.raises(RuntimeError, match="of the user"):
+        model(**one)
+    hook.remove()
+    ids = one["input_ids"]
+    return difference(model.model.embed_tokens(ids), reference.model.embed_tokens(ids))
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("of the user")
+
+
+def test_the_embedding_returns_all_rows_to_others_also_after_an_error() -> None:
+    assert pool(2).run(_after_an_error) == [0.0, 0.0]
 
 
 def _loaded(source: str) -> float:

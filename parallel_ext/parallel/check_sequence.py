@@ -1,0 +1,109 @@
+"""What sequence parallelism asks of a model, whose tokens between the blocks are divided."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.spec import ModelSpec
+
+POSITIONS = "position_embeddings"
+"""The argument of a decoder layer and its attention that has a place for each token."""
+
+
+def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise unless the tokens between the blocks of a model can be divided over the ranks.
+
+    Raises:
+        ValueError: names what cannot.
+    """
+    refused = "parallelize: sequence_parallel=True "
+    blocks = spec.blocks({name for name, _ in model.named_parameters()})
+    if spec.attention is None or spec.regions or spec.shared:
+        raise ValueError(
+            f"{refused}serves models of decoder layers with an attention and an MLP; "
+            f"{spec.model_type!r} has other parts, so leave it out"
+        )
+    for path, block in blocks.items():
+        module = model.get_submodule(path)
+        for name in beside_experts(module, block) if isinstance(block, MixtureNames) else []:
+            if name != block.router and type(each := module.get_submodule(name)) is not nn.Linear:
+                raise ValueError(
+                    f"{refused}gives a mixture this rank's tokens, of which beside router and "
+                    f"experts only linears are right; {path}.{name} is a {type(each).__name__}"
+                )
+        if (
+            isinstance(block, MixtureNames)
+            and block.jitter_of(model.config) > 0
+            and block.block_jitter is None
+        ):
+            raise ValueError(
+                f"{refused}needs the attribute of {path} with the noise of {block.jitter}; name it "
+                "by block_jitter in the spec"
+            )
+        if isinstance(block, RegionNames) and (block.merges or block.entry is not None):
+            raise ValueError(
+                f"{refused}does not serve the entry or the sum of {path}; leave it out"
+            )
+        if isinstance(block, AttentionNames) and (
+            POSITIONS not in inspect.signature(type(module).forward).parameters
+        ):
+            raise ValueError(
+                f"{refused}needs an attention that is given {POSITIONS}, which tell the number of "
+                f"tokens; {path} is a {type(module).__name__}"
+            )
+    if not spec.embedding.startswith(f"{decoder_of(spec)}."):
+        raise ValueError(
+            f"{refused}needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but it "
+            f"is {spec.embedding}"
+        )
+    norms = norms_of(model, spec)
+    for path in norms:
+        if "Norm" not in type(module := model.get_submodule(path)).__name__:
+            raise ValueError(
+                f"{refused}divides the tokens of what stands between the blocks, which must be "
+                f"norms; {path} is a {type(module).__name__}"
+            )
+    behind = [path for path in norms if not path.startswith(f"{spec.layers}.")]
+    if len(behind) != 1:
+        raise ValueError(
+            f"{refused}needs one norm behind the decoder layers, but there are "
+            f"{', '.join(behind) or 'none'}"
+        )
+    for path, module in model.get_submodule(spec.layers).named_modules():
+        if type(module) is nn.Dropout and module.p > 0:
+            raise ValueError(
+                f"{refused}does not serve dropout between the blocks, whose masks would depend on "
+                f"the layout; set that of {spec.layers}.{path}, {module.p}, to 0"
+            )
+
+
+def norms_of(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """Return the paths of the modules with parameters between the blocks, and last behind them."""
+    blocks = tuple(f"{path}." for path in spec.blocks({n for n, _ in model.named_parameters()}))
+    decoder = decoder_of(spec)
+    found = [
+        path
+        for path, module in model.named_modules()
+        if path.startswith(f"{decoder}.")
+        and next(module.parameters(recurse=False), None) is not None
+        and not f"{path}.".startswith((*blocks, f"{spec.embedding}."))
+    ]
+    return sorted(found, key=lambda path: not path.startswith(f"{spec.layers}."))
+
+
+def decoder_of(spec: ModelSpec) -> str:
+    """Return the path of the module with the decoder layers."""
+    return spec.layers.rpartition(".")[0]
+
+
+def beside_experts(mixture: nn.Module, names: MixtureNames) -> list[str]:
+    """Return the names of the modules of a mixture whose parameters every rank holds."""
+    return [
+        name
+        for name, module in mixture.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+        and not f"{name}.".startswith(f"{names.experts}.")
+    ]

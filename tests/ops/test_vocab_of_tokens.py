@@ -1,0 +1,302 @@
+"""Embedding and fused head of ranks that keep their own tokens: nothing travels in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference_ops import (
+    ALL_DTYPES,
+    ALL_SIZES,
+    BOTH_PATHS,
+    MUTATIONS,
+    NOTICED,
+    TOLERANCE,
+    assert_refused,
+    assert_within,
+    counted,
+    data_bytes,
+    on_ranks,
+    own_range,
+    relative_error,
+    with_gradients,
+    worst,
+)
+from torch.nn import functional
+
+from parallel_ext.ops import Group, LossOptions, linear_vocab_cross_entropy, vocab_embedding
+from parallel_ext.sharding.layout import split
+
+FP64 = torch.float64
+VOCAB, HIDDEN, IGNORED = 7, 3, -100
+
+
+def _sizes(number: int, group: Group) -> list[int]:
+    return [stop - start for start, stop in split(number, group.size)]
+
+
+def _ids(tokens: int) -> dict[str, torch.Tensor]:
+    """Of one sequence and of several, in the memory layouts that users bring."""
+    several = torch.randint(VOCAB, (2, tokens))
+    return {
+        "no sequence dimension": torch.randint(VOCAB, (tokens,)),
+        "sequences": several,
+        "transposed": torch.randint(VOCAB, (tokens, 3)).T,
+        "one id": torch.full((2, tokens), 6),
+        "no sequences": several[:0],
+        "more dimensions": torch.randint(VOCAB, (2, 1, tokens)),
+    }
+
+
+def _embedded(group: Group, tokens: int, dtype: torch.dtype, padding: int) -> dict[str, float]:
+    """Rows and gradients, from what one process computes of all tokens."""
+    sizes, (start, stop) = _sizes(tokens, group), own_range(VOCAB, group)
+    own, errors = (..., slice(*own_range(tokens, group)), slice(None)), {}
+    table = torch.randn(VOCAB, HIDDEN, dtype=dtype)
+    for name, ids in _ids(tokens).items():
+        grad = torch.randn(*ids.shape, HIDDEN, dtype=dtype)
+        rows, whole = with_gradients(
+            lambda each, ids=ids: functional.embedding(ids, each, padding_idx=padding),
+            [table.double()],
+            grad,
+        )
+        found, gradient = with_gradients(
+            lambda each, ids=ids: vocab_embedding(
+                ids, each, VOCAB, start, padding_idx=padding, tokens=sizes, group=group
+            ),
+            [table[start:stop]],
+            grad[own],
+        )
+        errors[f"rows of {name}"] = relative_error(found, rows[own])
+        errors[f"gradient of {name}"] = relative_error(gradient, whole, slice(start, stop))
+    return errors
+
+
+@BOTH_PATHS
+@ALL_SIZES
+@pytest.mark.parametrize("tokens", [0, 1, 3, 10])
+def test_rows_and_their_gradients_are_those_of_one_process(
+    tokens: int, size: int, aten: bool
+) -> None:
+    assert_within(on_ranks(size, _embedded, tokens, FP64, 2, aten=aten))
+
+
+@BOTH_PATHS
+@ALL_DTYPES
+def test_dtypes_err_by_their_rounding(dtype: torch.dtype, aten: bool) -> None:
+    assert_within(on_ranks(3, _embedded, 10, dtype, 2, aten=aten), TOLERANCE[dtype])
+
+
+def _uneven(group: Group, sizes: list[int], tokens: list[int]) -> dict[str, float]:
+    ids, table = torch.randint(VOCAB, (2, sum(tokens))), torch.randn(VOCAB, HIDDEN, dtype=FP64)
+    grad = torch.randn(*ids.shape, HIDDEN, dtype=FP64)
+    rows, whole = with_gradients(lambda each: functional.embedding(ids, each), [table], grad)
+    first, start = (sum(each[: group.rank]) for each in (tokens, sizes))
+    own = slice(first, first + tokens[group.rank]), slice(start, start + sizes[group.rank])
+    found, gradient = with_gradients(
+        lambda each: vocab_embedding(
+            ids, each, VOCAB, start, sizes=sizes, tokens=tokens, group=group
+        ),
+        [table[own[1]]],
+        grad[:, own[0]],
+    )
+    return {
+        "rows": relative_error(found, rows[:, own[0]]),
+        "gradient": relative_error(gradient, whole, own[1]),
+    }
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize(
+    ("sizes", "tokens"), [([1, 6, 0], [0, 2, 3]), ([0, 0, 7], [4, 0, 0]), ([4, 0, 3], [1, 1, 1])]
+)
+def test_rows_and_tokens_may_be_of_any_ranks(
+    sizes: list[int], tokens: list[int], aten: bool
+) -> None:
+    assert_within(on_ranks(3, _uneven, sizes, tokens, aten=aten))
+
+
+def _bits(group: Group) -> list[bool]:
+    """Of -0.0, NaN of any payload and subnormal numbers; and of gradients, as without tokens."""
+    table = torch.randint(0, 256, (VOCAB, 5 * 2), dtype=torch.uint8).view(torch.bfloat16)
+    table[:3] = torch.tensor([[float("nan")], [-0.0], [float("-inf")]])
+    (start, stop), sizes = own_range(VOCAB, group), _sizes(9, group)
+    ids, own = torch.randint(VOCAB, (2, 9)), slice(*own_range(9, group))
+    rows = vocab_embedding(ids, table[start:stop], VOCAB, start, tokens=sizes, group=group)
+    grad, leaf = torch.randn(2, 9, 5).bfloat16(), table[start:stop].clone().requires_grad_()
+    gradients = [
+        torch.autograd.grad(
+            vocab_embedding(ids, leaf, VOCAB, start, tokens=tokens, group=group), leaf, given
+        )[0]
+        for tokens, given in ((None, grad), (sizes, grad[:, own]))
+    ]
+    return [
+        data_bytes(rows) == data_bytes(table[ids][:, own].contiguous()),
+        data_bytes(gradients[0]) == data_bytes(gradients[1]),
+    ]
+
+
+def test_every_bit_of_a_row_arrives_and_gradients_are_summed_in_the_order_of_tokens() -> None:
+    assert on_ranks(3, _bits) == [[True, True]] * 3
+
+
+IDS = torch.tensor([[0, 6, 6, 2, 0], [1, 0, 5, 6, 6]])
+
+
+def _sent(group: Group) -> list[dict[str, int]]:
+    (start, stop), sizes = own_range(VOCAB, group), _sizes(5, group)
+    table = torch.randn(VOCAB, HIDDEN, dtype=FP64)[start:stop].requires_grad_()
+    rows, forward = counted(
+        lambda: vocab_embedding(IDS, table, VOCAB, start, tokens=sizes, group=group)
+    )
+    return [forward, counted(rows.sum().backward)[1]]
+
+
+def test_a_row_goes_once_to_each_rank_that_looks_it_up_and_a_gradient_to_its_row() -> None:
+    """On 2 ranks: ids 0 to 3 are of the first, which has 3 tokens of each sequence."""
+    row = HIDDEN * 8
+    first, second = on_ranks(2, _sent)
+    assert [each["swap_bytes"] for each in first] == [2 * row, 3 * row]  # 2, 0; of 6, 6, 5
+    assert [each["swap_bytes"] for each in second] == [2 * row, 2 * row]  # 6, 5; of 2, 0
+    for counts in (*first, *second):
+        assert counts["swap"] == 1
+        assert not {"all_reduce", "all_gather"} & counts.keys()
+
+
+def _headed(
+    group: Group, tokens: int, trained: bool, options: dict[str, Any], broken: str = "none"
+) -> dict[str, float]:
+    """Loss and gradients of two backwards, of which the second makes the logits again."""
+    used, rank = MUTATIONS[broken](group)
+    (start, stop), sizes = own_range(VOCAB, group), _sizes(tokens, group)
+    own = slice(*split(tokens, group.size)[rank])
+    hidden, head = torch.randn(2, tokens, HIDDEN, dtype=FP64), torch.randn(VOCAB, HIDDEN).double()
+    bias, labels = torch.randn(VOCAB, dtype=FP64), torch.randint(VOCAB, (2 * tokens,))
+    labels[::4] = IGNORED
+    leaves = [each.clone().requires_grad_() for each in (hidden, head, bias)]
+    logits, softcap = functional.linear(*leaves).flatten(0, 1), options.get("softcap")
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = functional.cross_entropy(logits, labels, reduction=options["reduction"])
+    ours = [hidden[:, own].clone(), head[start:stop].clone(), bias[start:stop].clone()]
+    for number, leaf in enumerate(ours):
+        leaf.requires_grad_(trained or number == 0)
+    shares = None if used.size == 1 else sizes
+    found = linear_vocab_cross_entropy(
+        ours[0] if shares else ours[0].flatten(0, 1),
+        ours[1],
+        labels if shares else labels.view(2, -1)[:, own].flatten(),
+        VOCAB,
+        (start, stop),
+        LossOptions(**options),
+        bias=ours[2],
+        tokens=shares,
+        group=group,
+    )
+    errors = {"loss": relative_error(found.detach(), expected.detach())}
+    for number in range(2):
+        for loss, each in ((expected, leaves), (found, ours)):
+            for leaf in each:
+                leaf.grad = None
+            weight = torch.linspace(1, 2, loss.numel(), dtype=FP64).view(loss.shape)
+            (loss * weight).sum().backward(retain_graph=True)
+        wanted = leaves[0].grad[:, own], *(each.grad[start:stop] for each in leaves[1:])
+        for name, leaf, theirs in zip(("hidden", "head", "bias"), ours, wanted, strict=True):
+            if leaf.requires_grad:
+                errors[f"{name}, {number}"] = relative_error(leaf.grad, theirs)
+    return errors
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("size", "tokens"), [(2, 5), (3, 5), (4, 3)])
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "sum"}, {"reduction": "mean", "softcap": 1.5}, {"reduction": "none"}],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    size: int, tokens: int, trained: bool, options: dict[str, Any], aten: bool
+) -> None:
+    assert_within(on_ranks(size, _headed, tokens, trained, options, aten=aten))
+
+
+def _messages(group: Group, trained: bool) -> list[dict[str, int]]:
+    (start, stop), sizes = own_range(VOCAB, group), _sizes(5, group)
+    hidden = torch.randn(2, sizes[group.rank], HIDDEN, requires_grad=True)
+    head = torch.randn(VOCAB, HIDDEN)[start:stop].requires_grad_(trained)
+    labels, given = torch.randint(VOCAB, (10,)), {"tokens": sizes, "group": group}
+    loss, forward = counted(
+        lambda: linear_vocab_cross_entropy(hidden, head, labels, VOCAB, (start, stop), **given)
+    )
+    return [forward, counted(loss.backward)[1]]
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_a_gather_and_a_reduce_scatter_take_the_place_of_the_all_reduce(trained: bool) -> None:
+    for rank, (forward, backward) in enumerate(on_ranks(2, _messages, trained)):
+        own, others = (3, 2) if rank == 0 else (2, 3)
+        gather, scatter = (2 * tokens * HIDDEN * 4 for tokens in (own, others))
+        assert forward["swap"] == 1 + trained  # the gradient is known in the forward
+        assert forward["swap_bytes"] == gather + trained * scatter
+        assert backward.get("swap_bytes", 0) == (not trained) * scatter
+        assert "all_reduce" not in {**forward, **backward}
+
+
+@pytest.mark.parametrize("broken", ["swapped shards"])
+def test_the_comparison_notices(broken: str) -> None:
+    assert worst(on_ranks(2, _headed, 6, True, {"reduction": "sum"}))[0] <= TOLERANCE[FP64]
+    error = worst(on_ranks(2, _headed, 6, True, {"reduction": "sum"}, broken))[0]
+    assert error >= NOTICED
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    ids = torch.tensor([[6, 0, 6], [2, 1, 0]])
+    table = torch.randn(VOCAB, 2, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda each: vocab_embedding(ids, each, VOCAB, 0, tokens=[3]), table
+    )
+
+
+def _embed(ids: torch.Tensor, tokens: list[int], group: Group) -> torch.Tensor:
+    start, stop = own_range(VOCAB, group)
+    return vocab_embedding(
+        ids, torch.ones(stop - start, 2), VOCAB, start, tokens=tokens, group=group
+    )
+
+
+def _loss(hidden: torch.Tensor, group: Group) -> torch.Tensor:
+    start, stop = own_range(VOCAB, group)
+    labels, head = torch.zeros(6, dtype=torch.int64), torch.ones(stop - start, 2)
+    return linear_vocab_cross_entropy(
+        hidden, head, labels, VOCAB, (start, stop), tokens=[3, 3], group=group
+    )
+
+
+REFUSALS = {
+    "other tokens": (
+        lambda group: _embed(IDS, [3, 3], group),
+        "ValueError: vocab_embedding: tokens [3, 3] are not those of each rank in ids of shape",
+    ),
+    "tokens of other ranks": (
+        lambda group: _embed(IDS, [5], group),
+        "ValueError: vocab_embedding: 1 sizes were given for a group of 2 ranks",
+    ),
+    "an unknown id": (
+        lambda group: _embed(IDS + 1, [3, 2], group),
+        "IndexError: vocab_embedding: id 7 at position 1 is outside the vocabulary [0, 7)",
+    ),
+    "flat hidden states": (
+        lambda group: _loss(torch.ones(3, 2), group),
+        "ValueError: linear_vocab_cross_entropy: expected 3 dimensions in input, got shape [3, 2]",
+    ),
+    "hidden states of all tokens": (
+        lambda group: _loss(torch.ones(1, 6, 2), group),
+        "ValueError: gather_tokens: shard must hold 3 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_misuse_is_refused(case: str) -> None:
+    assert_refused(__name__, case)
