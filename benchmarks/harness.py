@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import parallel_ext as px
 
@@ -85,10 +85,15 @@ def add_dtypes(options: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
     options.add_argument("--dtype", choices=[*dtypes, "all"], default=size("all", "float32"))
 
 
-def save_llama(directory: str, **sizes: int) -> LlamaForCausalLM:
+def save_llama(directory: str, **sizes: int) -> PreTrainedModel:
     """Save a Llama of these sizes with random weights, the same in each run, and return it."""
+    return save_model(directory, LlamaConfig(max_position_embeddings=512, **sizes))
+
+
+def save_model(directory: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """Save a model with random weights, the same in each run, and return it."""
     torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=512, **sizes))
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
     return model
 

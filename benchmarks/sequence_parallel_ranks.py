@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import parallel_ext as px
@@ -83,12 +83,13 @@ class Step:
             config = DistributedConfig(tp_size=size)
             model = LlamaForCausalLM.from_pretrained(weights, distributed_config=config)
         else:
-            model = LlamaForCausalLM.from_pretrained(weights)
+            model = AutoModelForCausalLM.from_pretrained(weights)
         if self.competitor == TORCHTITAN:
             parallelize_module(model, init_device_mesh("cpu", (size,)), torchtitan_plan(model))
         elif self.competitor != TRANSFORMERS:
-            own = self.competitor == OURS
-            px.parallelize(model, px.init_mesh(tp=size), sequence_parallel=own)
+            own, is_mixture = self.competitor == OURS, hasattr(model.config, "num_local_experts")
+            mesh = px.init_mesh(tp=size, ep=size if is_mixture else 1)
+            px.parallelize(model, mesh, sequence_parallel=own)
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
         self.model, self.losses = model, []
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)

@@ -56,8 +56,8 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
             )
     if not spec.embedding.startswith(f"{decoder_of(spec)}."):
         raise ValueError(
-            f"{refused}needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but it "
-            f"is {spec.embedding}"
+            f"{refused}needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but "
+            f"it is {spec.embedding}"
         )
     norms = norms_of(model, spec)
     for path in norms:

@@ -32,6 +32,7 @@ from reference_mixtral import Layout, TinyMixtral, batches, differences_of_steps
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.models import SPECS
+from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.sequence import EnterBlock, GatherAll
 
 STEPS = 3
@@ -511,6 +512,8 @@ def _refused(case: str) -> None:
                 **{"resid_pdrop": 0.1, "pad_token_id": 0, "max_position_embeddings": 64},
             )
         )
+    elif case == "embedding elsewhere":
+        check_sequence_parallel(model, replace(SPECS["llama"], embedding="embed_tokens"))
     elif case == "two norms":
         model.model.another = torch.nn.LayerNorm(3)
     elif case == "another part":
@@ -530,6 +533,7 @@ REFUSALS = {
     "no option": "sequence_parallel must be True or False, got 'yes'",
     "dropout": "does not serve dropout between the blocks",
     "two norms": "needs one norm behind the decoder layers, but there are",
+    "embedding elsewhere": "beside the decoder layers in 'model', but it is embed_tokens",
     "another part": "must be norms; model.layers.1.scale is a Linear",
     "another checkpointing": "wrap what it recomputes in parallel_ext.nn.Recomputable",
     "hidden states": "output_hidden_states in training with sequence_parallel",
