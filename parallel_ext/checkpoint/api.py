@@ -67,7 +67,8 @@ def save_checkpoint(
             all when None. Others are removed once this one is durable; what cannot be removed is a
             warning.
         keep_every: those whose step is a multiple of it stay too.
-        asynchronous: return when the values are copied, not when they are on the disk.
+        asynchronous: return when the values are copied, not when they are on the disk; on a GPU
+            when its stream is to copy them before it does anything else.
         progress: whether rank 0 shows a bar. When None it does on a terminal, where the save takes
             longer than a second and is not asynchronous.
 

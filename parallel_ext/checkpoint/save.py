@@ -22,6 +22,7 @@ from parallel_ext.checkpoint.manifest import LOOP_NAME, RNG_NAME, STATE_FOLDER, 
 from parallel_ext.checkpoint.optimizer_state import OptimizerState, collect
 from parallel_ext.checkpoint.scheduler_state import Scheduler, describe
 from parallel_ext.checkpoint.source import Contents
+from parallel_ext.checkpoint.staging import Copies, copies_of
 from parallel_ext.checkpoint.steps import (
     TEMPORARY_NAME,
     check_keep,
@@ -178,6 +179,7 @@ class _Plan:
 
     def __init__(self, contents: Contents, mesh: Mesh, kept: OptimizerState) -> None:
         owners = mesh.world_size
+        self.copies = Copies()  # of no values, so far
         of_model = values_in_files(contents.values(mesh.rank), contents.layout, mesh.rank)
         in_files = contents.layout.in_files()
         self.values = {**of_model, **{name: value for name, (value, _) in kept.tensors.items()}}
@@ -212,23 +214,21 @@ class _Plan:
     def copy_values(self, mesh: Mesh) -> None:
         """Copy what this rank will send or write to memory of its own, and drop the rest.
 
-        The copies hold what the values are now, whatever training makes of them.
+        The copies hold what the values are now, whatever training makes of them. They may be read
+        after ``copies.wait()``.
         """
-        devices = set()
-        for file in self.files:
-            for spec in file.tensors:
-                value = self.values[spec.name]
-                if is_needed(self.layouts[spec.name], mesh.rank, file.owner):
-                    copy = torch.empty(
-                        value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda
-                    )
-                    self.values[spec.name] = copy.copy_(value, non_blocking=True)
-                    devices.add(value.device)
-                else:
-                    self.values[spec.name] = torch.empty_like(value, device="meta")
-        for device in devices:  # of the tensors, which need not be the mesh's
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+        needed = {
+            spec.name: self.values[spec.name]
+            for file in self.files
+            for spec in file.tensors
+            if is_needed(self.layouts[spec.name], mesh.rank, file.owner)
+        }
+        self.copies = copies_of(mesh)
+        copied = self.copies.take(needed)
+        self.values = {
+            name: copied[name] if name in copied else torch.empty_like(value, device="meta")
+            for name, value in self.values.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,7 @@ class _Save:
             control: of the ranks, as this thread may use it.
         """
         with one_error(self.op_name), cleanup:  # which another call may raise
+            control.run_on_all(self.op_name, self.plan.copies.wait)
             stream = TensorStream(self.plan.values, control, self.plan.chunk_bytes)
             plan, where = self.plan, (self.temporary, self.metadata, self.op_name)
             stream.write(plan.files, plan.layouts, *where, self.progress)
