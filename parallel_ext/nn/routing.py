@@ -139,6 +139,7 @@ def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
     """
     left, chosen = scores.detach().clone(), []
     for _ in range(top_k):
+        if chosen:
+            left.scatter_(-1, chosen[-1], float("-inf"))
         chosen.append(left.argmax(-1, keepdim=True))  # the first of equal ones
-        left.scatter_(-1, chosen[-1], float("-inf"))
     return torch.cat(chosen, -1)
