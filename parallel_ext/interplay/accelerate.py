@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
+from parallel_ext.training.accelerate_leaves import LeafSteps, end_leaves
 from parallel_ext.training.gradients import no_sync as px_no_sync
 
 Plain = Callable[..., Any]
@@ -35,8 +37,11 @@ _TRAINER = Refusal("transformers:Trainer", "px.Trainer trains parallel models", 
 _meshes: WeakKeyDictionary[Accelerator, Mesh] = WeakKeyDictionary()
 """The mesh of each ``Accelerator`` that serves a parallel model. Not those of a Trainer."""
 
+_leaf_steps: WeakKeyDictionary[Accelerator, list[LeafSteps]] = WeakKeyDictionary()
+"""The steps of the models that an ``Accelerator`` trains by leaves."""
+
 _steps: WeakKeyDictionary[AcceleratedScheduler, int] = WeakKeyDictionary()
-"""How often a scheduler steps at once: the number of dp ranks."""
+"""How often a scheduler steps at once: the number of dp ranks; once where leaves train."""
 
 
 def extend_accelerator() -> None:
@@ -48,6 +53,7 @@ def extend_accelerator() -> None:
     extend(Accelerator.prepare_scheduler, prepare_scheduler)
     extend(AcceleratedScheduler.step, step_scheduler)
     extend(Accelerator.no_sync, no_sync)
+    extend(Accelerator.backward, backward)
     extend(Accelerator.clip_grad_norm_, clip_grad_norm_)
     extend(Accelerator.gather, gather)
     extend(Accelerator.gather_for_metrics, gather_for_metrics)
@@ -86,8 +92,13 @@ def prepare_model(
         return plain(self, model, device_placement, evaluation_mode)
     _check(self, model, evaluation_mode)
     prepared = plain(self, model, device_placement=False, evaluation_mode=True)
-    if not _is_called_by_another_trainer():
-        _meshes[self] = state_of(model).mesh
+    state, trainers = state_of(model), _modules_of_calling_trainer()
+    if not trainers or _OUR_TRAINER in trainers:
+        _meshes[self] = state.mesh
+    if state.trains_by_leaves and not trainers and not evaluation_mode:
+        for of_another in chain.from_iterable(_leaf_steps.values()):
+            of_another.stop_for(model)
+        _leaf_steps.setdefault(self, []).append(LeafSteps(model, self))
     return prepared
 
 
@@ -118,16 +129,7 @@ def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) ->
                 f"dp={mesh.dp_size}"
             )
     trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
-    if state.trains_apart and trains:
-        by_our_trainer = _OUR_TRAINER in _modules_of_calling_trainer()
-        if state.invariant is not None and not by_our_trainer:
-            raise NotImplementedError(
-                f"Accelerator.prepare: at dp={mesh.dp_size} a model with px.Invariant trains by "
-                "px.train_leaves(model, batch) or px.Trainer; every rank gives the first one the "
-                "same batch, which no loader of accelerate does"
-            )
-        if state.zero is not None:  # in leaves
-            return
+    if state.trains_apart and trains and state.zero is None:
         raise RuntimeError(
             f"Accelerator.prepare: training at dp={mesh.dp_size} needs px.data_parallel(model, "
             "mesh) before; for evaluation alone call prepare_model(model, evaluation_mode=True)"
@@ -258,19 +260,23 @@ def unwrap_model(
 def prepare_scheduler(
     plain: Plain, self: Accelerator, scheduler: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Extend ``Accelerator.prepare_scheduler`` to count dp ranks, not tp ranks, as processes."""
+    """Extend ``Accelerator.prepare_scheduler`` to count dp ranks, not tp ranks, as processes.
+
+    Under ``px.Invariant`` a step of the optimizer is one of the scheduler, on any layout.
+    """
     optimizer = getattr(scheduler, "optimizer", None)
     groups = getattr(optimizer, "param_groups", [])
     owners = owners_of(parameter for group in groups for parameter in group["params"])
     prepared = plain(self, scheduler, *args, **kwargs)
     for owned in owners.values():
-        _steps[prepared] = owned.mesh.dp_size
+        by_leaves = state_of(owned.model).trains_by_leaves
+        _steps[prepared] = 1 if by_leaves else owned.mesh.dp_size
         break
     return prepared
 
 
 def step_scheduler(plain: Plain, self: AcceleratedScheduler, *args: Any, **kwargs: Any) -> None:
-    """Extend ``AcceleratedScheduler.step`` to step once for each dp rank."""
+    """Extend ``AcceleratedScheduler.step`` to step as often as :data:`_steps` says."""
     together = not self.step_with_optimizer or self.split_batches
     if self not in _steps or together or not self.gradient_state.sync_gradients:
         plain(self, *args, **kwargs)
@@ -285,8 +291,22 @@ def step_scheduler(plain: Plain, self: AcceleratedScheduler, *args: Any, **kwarg
 
 
 def no_sync(plain: Plain, self: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
-    """Extend ``Accelerator.no_sync`` to be ``px.no_sync`` for a parallel model."""
-    return px_no_sync(model) if is_parallel(model) else plain(self, model)
+    """Extend ``Accelerator.no_sync`` to be ``px.no_sync`` for a parallel model.
+
+    Leaves need none: their gradients are there after the last one.
+    """
+    if not is_parallel(model):
+        return plain(self, model)
+    return nullcontext() if state_of(model).trains_by_leaves else px_no_sync(model)
+
+
+def backward(plain: Plain, self: Accelerator, loss: torch.Tensor, **kwargs: Any) -> None:
+    """Extend ``Accelerator.backward`` to end the leaf whose loss it is given."""
+    running = [steps for steps in _leaf_steps.get(self, []) if steps.leaf_runs]
+    if running:
+        end_leaves(running, self, loss, **kwargs)
+    else:
+        plain(self, loss, **kwargs)
 
 
 def clip_grad_norm_(

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import world
 from parallel_ext.parallel.owners import Owned, owners_of
-from parallel_ext.parallel.state import STATE_NAME, state_of
+from parallel_ext.parallel.state import STATE_NAME, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.shards import LocalShard, Unplaced
 from parallel_ext.sharding.slices import layout_of_state, like, local_part, take
@@ -60,8 +60,9 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
     Raises:
         RuntimeError: it is, or nothing shows that it looks at single elements; or it is fused, and
-            the model has ``px.Invariant``.
+            the model has ``px.Invariant``; or leaves of a batch are still to run.
     """
+    _refuse_among_leaves(optimizer)
     if optimizer not in _verdicts:
         _refuse_fused(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)
@@ -74,6 +75,21 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                 f"{type(optimizer).__name__} {verdict}, but {owned.name} is sharded: rank 0 holds "
                 f"{owned.layout.describe(0)}; its steps would not be those of one process; "
                 f"{known.instead}"
+            )
+
+
+def _refuse_among_leaves(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a model of the optimizer has no gradients yet, but those of some leaves."""
+    if all(state_of(model).leaf_loop is None for model in parallel_models()):
+        return
+    for owned in _owners(optimizer).values():
+        state = state_of(owned.model)
+        if state.leaf_loop is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step before all leaves of a step of px.Invariant("
+                f"leaves={state.invariant.leaves}) have run; around accelerate every batch has an "
+                "accelerator.backward(loss), and an epoch is a multiple of "
+                "gradient_accumulation_steps * dp batches"
             )
 
 

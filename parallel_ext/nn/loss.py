@@ -49,7 +49,7 @@ def causal_lm_loss(
         vocab_range: this rank's ids, ``(start, stop)``.
         mesh: the ranks.
         num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted with one
-            all-gather of two numbers over dp when None.
+            all-gather of two numbers over dp when None, with ``sums_over_dp`` on this rank alone.
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
@@ -91,7 +91,9 @@ def causal_lm_loss(
         of_blocks = head[0], targets, blocks, vocab_size, vocab_range, how, low_rank
         local_sum = ops.block_linear_cross_entropy(inputs, *of_blocks, group=mesh.tp)
     count: Any = num_items_in_batch
-    if count is None or compared is not None:
+    if count is None and sums_over_dp:
+        count = (targets != ignore_index).sum()
+    elif count is None or compared is not None:
         counted = _count_over_dp(targets != ignore_index, mesh, compared)
         count = counted if count is None else count
     if isinstance(count, torch.Tensor):

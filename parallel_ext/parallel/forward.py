@@ -65,7 +65,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         want_dict = model.config.return_dict
     state.forward_ran = True
     counts_over_dp = labels is not None and "num_items_in_batch" not in options
-    if state.in_leaf and labels is not None and options.get("num_items_in_batch") is None:
+    counts_apart = labels is not None and options.get("num_items_in_batch") is None
+    if state.in_leaf and not state.leaf_is_batch and counts_apart:
         raise ValueError(
             "a leaf with labels needs num_items_in_batch=, the labels that count in the whole batch"
         )
@@ -82,7 +83,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _refuse_training_apart(state)
     with running(call), _counted_if_trained(model, state):
         output = type(model).forward(model, **inputs, return_dict=True)
-    if state.in_leaf and wants_balance(model, state, arguments):
+    if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, arguments):
         output.aux_loss = _share_of_balance(state, output, arguments)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
@@ -352,7 +353,8 @@ def _refuse_training_apart(state: ParallelState) -> NoReturn:
     if state.invariant is not None:
         raise RuntimeError(
             f"training at dp={state.mesh.dp_size} under px.Invariant needs px.train_leaves(model, "
-            "batch), or px.leaves for a loop of your own: it runs leaves of one batch"
+            "batch), or px.leaves for a loop of your own: it runs leaves of one batch; or "
+            "accelerate's Accelerator.prepare(model)"
         )
     raise RuntimeError(
         f"training at dp={state.mesh.dp_size} needs px.data_parallel(model, mesh): nobody sums the "

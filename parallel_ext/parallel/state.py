@@ -54,6 +54,8 @@ class ParallelState(nn.Module):
         zero: the stage that ``data_parallel`` was given; None before.
         reduced_by_caller: whether ``no_data_parallel`` was called.
         in_leaf: whether a leaf of ``train_leaves`` runs, which sums losses and gradients over dp.
+        leaf_loop: the loop whose leaves are not all through, None between batches.
+        leaf_is_batch: whether the losses of that leaf are those of a batch of its own.
         balance: the load balancing loss of the batch whose leaves run, if they have one.
         fsdp_sharded: names of the parameters that it has sharded over dp ranks.
         leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
@@ -92,7 +94,8 @@ class ParallelState(nn.Module):
         self.adapted = False
         self.zero: int | None = None
         self.reduced_by_caller = False
-        self.in_leaf = False
+        self.in_leaf = self.leaf_is_batch = False
+        self.leaf_loop: object | None = None
         self.balance: BalanceOfLeaves | None = None
         self.fsdp_sharded: frozenset[str] = frozenset()
         self.leaf_sums: LeafSums | None = None
@@ -124,6 +127,11 @@ class ParallelState(nn.Module):
         """Return whether a dp rank's forward needs the forwards of the other dp ranks."""
         within = 1 if self.invariant is None else self.mesh.tp_size  # where ranks have one batch
         return self.mesh.dp_size > 1 and (self.mesh.ep_size > within or self.zero is not None)
+
+    @property
+    def trains_by_leaves(self) -> bool:
+        """Return whether trainers and accelerate run their batches as leaves."""
+        return self.invariant is not None and self.invariant.leaves > 1
 
     @property
     def trains_apart(self) -> bool:

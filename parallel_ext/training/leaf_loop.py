@@ -162,12 +162,12 @@ class LeafLoop(ABC):
             parameter.grad = None
         for counter in self._counters:
             counter.count += 1  # the leaves of a batch are one forward
-        self._state.in_leaf = True
+        self._state.in_leaf, self._state.leaf_loop = True, self
         try:
             with self._aside():
                 yield
         finally:
-            self._state.in_leaf = False
+            self._state.in_leaf, self._state.leaf_loop = False, None
             self._tell_layers(None, 0, True, None)
             for parameter, gradient in zip(self._trained, kept, strict=True):
                 parameter.grad = gradient

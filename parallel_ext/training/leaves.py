@@ -95,7 +95,7 @@ def leaves(
         raise ValueError("leaves: make the model with px.parallelize(..., invariant=)")
     if not module.training:
         raise ValueError("leaves: call model.train() before")
-    if state.in_leaf:
+    if state.leaf_loop is not None:
         raise RuntimeError("leaves: those of another batch are running")
     if type(rows) is not int or rows < 1:
         raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
@@ -108,7 +108,7 @@ def leaves(
     compared = {"rows": rows, **{name: _digest(value) for name, value in items.items()}}
     require_equal(
         *(state.mesh.control, "leaves", compared),
-        noun="the batch's",
+        noun="the batch's ",
         advice="every rank passes those of the whole batch",
     )
     own = (LeafRuns if state.leaf_sums is None else LeafRounds)(module, state, rows)

@@ -36,7 +36,7 @@ from parallel_ext.training.trainer_checks import (
     class_of_trl,
     refuse_model_init,
 )
-from parallel_ext.training.trainer_leaves import check_leaves, run_leaves, trains_by_leaves
+from parallel_ext.training.trainer_leaves import check_leaves, run_leaves
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
 _STATE = "trainer_state.json"  # transformers' name; written last
@@ -117,7 +117,7 @@ class TrainerMixin:
     ) -> torch.Tensor:
         """Run forward and backward; under ``px.Invariant`` those of a step's batches together."""
         step = super().training_step
-        if not trains_by_leaves(model):
+        if not state_of(model).trains_by_leaves:
             return step(model, inputs, num_items_in_batch)
         self._tr_loss = self._tr_loss.double()  # whose mean over ranks is exact
         self._batches.append(inputs)
@@ -271,7 +271,7 @@ class TrainerMixin:
         if resume_from_checkpoint is True:
             # With True the trainer then says that there is none.
             resume_from_checkpoint = self._last_checkpoint() or True
-        if trains_by_leaves(self.model):
+        if state_of(self.model).trains_by_leaves:
             self._mesh.control.run_on_all("train", lambda: check_leaves(self))
         self._batches = []
         return super().train(resume_from_checkpoint, *args, **kwargs)

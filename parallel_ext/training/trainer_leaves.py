@@ -16,12 +16,6 @@ from parallel_ext.training.leaf_balance import balanced
 from parallel_ext.training.leaf_rounds import LeafRounds
 
 
-def trains_by_leaves(model: nn.Module) -> bool:
-    """Return whether a trainer runs its batches as leaves."""
-    invariant = state_of(model).invariant
-    return invariant is not None and invariant.leaves > 1
-
-
 def check_leaves(trainer: transformers.Trainer) -> None:
     """Raise unless the batches of each step are the leaves of the model's ``px.Invariant``.
 

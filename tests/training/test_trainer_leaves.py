@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,15 +176,3 @@ def test_what_is_not_served_is_refused(
     options: dict[str, Any], zero: int, words: str, tmp_path: Path
 ) -> None:
     pool(2).assert_raises(_begun, 1, zero, tmp_path, options, words=words)
-
-
-def _prepared() -> None:
-    mesh = mesh_of(tp=1)
-    model = px.parallelize(TINY.model(), mesh, invariant=px.Invariant(8, leaves=2))
-    px.data_parallel(model, mesh)
-    with processes(), quietly():
-        accelerate.Accelerator(cpu=True).prepare(model)
-
-
-def test_a_loop_around_accelerate_is_refused() -> None:
-    pool(2).assert_raises(_prepared, words="trains by px.train_leaves(model, batch) or px.Trainer")
