@@ -103,12 +103,43 @@ Turn begin(const char* op, const char* kind, int64_t bytes, const at::Device& de
   return turn;
 }
 
-// Runs the part of a collective that the process group does. Its own errors, of gloo, name nobody.
-template <typename Run>
-auto in_process_group(const char* op, const ProcessGroup& group, const Run& run) {
+// Up to here the way over the network takes so long to begin that it pays to send less often.
+// Above, a group computes what comes next while its process group sends.
+constexpr int64_t kMostBytesByHost = int64_t{1} << 20;
+
+// Sums over the hosts what each host has summed for itself: the first rank of each for all of them.
+// Every host adds in the order of the hosts, so that all get the same bits.
+void sum_over_hosts(const char* op, at::Tensor& tensor, const ProcessGroup& group,
+                    const Sharing& sharing) {
+  const int64_t rank = group->getRank();
+  SharedMemory& memory = *sharing.memory;
+  const double timeout_s = timeout_of(group);
+  const auto& leaders = sharing.leaders;
+  if (std::find(leaders.begin(), leaders.end(), rank) != leaders.end()) {
+    std::vector<at::Tensor> sums;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    try {
+      for (const int64_t leader : leaders) {
+        sums.push_back(leader == rank ? tensor : at::empty_like(tensor));
+        if (leader == rank) continue;
+        std::vector<at::Tensor> incoming{sums.back()}, outgoing{tensor};
+        works.push_back(group->recv(incoming, static_cast<int>(leader), 0));
+        works.push_back(group->send(outgoing, static_cast<int>(leader), 0));
+      }
+      const std::chrono::milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
+      for (const auto& work : works) work->wait(timeout);
+    } catch (const std::exception& error) {
+      memory.abandon();  // ends the wait of the other ranks of the host
+      throw_with_lost_ranks(op, group->getGroupName(), error);
+    }
+    std::vector<const void*> parts;
+    for (const at::Tensor& sum : sums) parts.push_back(sum.const_data_ptr());
+    sum_in_rank_order(tensor.scalar_type(), parts, 0, tensor.numel(), tensor.mutable_data_ptr());
+  }
   try {
-    return run();
-  } catch (const std::runtime_error& error) {
+    memory.start(op, "all_reduce over hosts", tensor.const_data_ptr(), tensor.nbytes(), timeout_s);
+    memory.finish_broadcast(tensor.mutable_data_ptr());
+  } catch (const c10::Error& error) {  // whoever gave up here may have waited for another host
     throw_with_lost_ranks(op, group->getGroupName(), error);
   }
 }
@@ -117,15 +148,18 @@ auto in_process_group(const char* op, const ProcessGroup& group, const Run& run)
 std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& turn) {
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
   const ProcessGroup& process_group = turn.group;
-  auto memory = tensor.is_cpu() ? shared_memory_of(op, process_group) : nullptr;
-  if (memory && can_sum_in_rank_order(tensor.scalar_type())) {
+  const Sharing sharing = tensor.is_cpu() ? sharing_of(op, process_group) : Sharing{};
+  const bool here = sharing.on_one_host();
+  const bool fits = here || static_cast<int64_t>(tensor.nbytes()) <= kMostBytesByHost;
+  if (sharing.memory && fits && can_sum_in_rank_order(tensor.scalar_type())) {
     count("in_shared_memory", 1);
     // The dtype too must be equal on all ranks.
     const std::string kind = std::string("all_reduce ") + c10::toString(tensor.scalar_type());
-    memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(),
-                  timeout_of(process_group));
-    return [turn, memory, tensor] {
-      memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type());
+    sharing.memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(),
+                          timeout_of(process_group));
+    return [op, turn, sharing, tensor, here]() mutable {
+      sharing.memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type());
+      if (!here) sum_over_hosts(op, tensor, turn.group, sharing);
     };
   }
   std::vector<at::Tensor> tensors{tensor};

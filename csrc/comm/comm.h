@@ -75,8 +75,8 @@ void reset_collective_counts();
 bool order_check();
 void set_order_check(bool on);
 
-// Whether CPU tensors go through shared memory (comm/shared_memory.h) instead of the process group,
-// where all ranks of a group run on one host. On at the start, or off with
+// Whether CPU tensors go through shared memory (comm/shared_memory.h), where all ranks of a group
+// are on one host, and short sums where each of its hosts has several. On at the start, or off with
 // PARALLEL_EXT_SHARED_MEMORY=0. Every rank of a job must call this before the same collective.
 void set_shared_memory(bool on);
 

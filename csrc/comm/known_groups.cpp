@@ -2,11 +2,17 @@
 
 #include <ATen/ops/empty.h>
 
+#ifdef __linux__
+#include <unistd.h>
+#endif
+
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -56,8 +62,8 @@ struct KnownGroup {
   int64_t collectives = 0;           // of that thread
   Token::weak_type collective = {};  // the last of them
   bool contested = false;            // a second thread came too early: see claim()
-  bool met = false;                  // the ranks have found out whether they share memory
-  std::shared_ptr<SharedMemory> memory = nullptr;
+  bool met = false;                  // the ranks have found out what they share
+  Sharing sharing = {};
 };
 std::map<std::string, KnownGroup> groups;  // by name, guarded by groups_mutex
 
@@ -155,7 +161,7 @@ Token claim(const char* op, const ProcessGroup& group) {
     if (!ending) {
       if (known.collectives < 2) {
         known.contested = true;
-        if (known.memory) known.memory->abandon();
+        if (known.sharing.memory) known.sharing.memory->abandon();
       }
       refuse_thread(op, name);
     }
@@ -170,30 +176,61 @@ bool is_contested(const ProcessGroup& group) {
   return groups.at(group->getGroupName()).contested;
 }
 
-// Finds out whether all ranks of a group can map the same memory, in two exchanges. Throws on every
-// rank if a second thread has used the group on one of them meanwhile.
-std::shared_ptr<SharedMemory> meet_host_peers(const char* op, const ProcessGroup& group) {
+// Names the processes that see each other in /proc: those of a container on a machine that runs.
+std::string own_host() {
+  std::string name;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), name);
+#ifdef __linux__
+  char target[64];
+  const ssize_t length = readlink("/proc/self/ns/pid", target, sizeof(target));
+  if (length > 0) name.append(target, static_cast<size_t>(length));
+#endif
+  return name;
+}
+
+// Finds out which ranks of a group are on the same host, and lets those map the same memory, in
+// three exchanges. Throws on every rank if a second thread has used the group on one of them
+// meanwhile.
+Sharing meet_host_peers(const char* op, const ProcessGroup& group) {
+  struct Presence {
+    char host[127];
+    bool willing;
+  } presence{};
   struct Offer {
     SharedMemory::Place place;
-    bool willing;
+    bool made;
   } own{};
   struct Answer {
     bool have, contested;
   } answer{};
-  const int64_t rank = group->getRank(), size = group->getSize();
+  const int64_t rank = group->getRank();
   const auto backend = group->getBackend(at::kCPU);
-  own.willing = shared_memory_flag().load() && backend->getBackendName() == "gloo";
-  std::shared_ptr<SharedMemory> memory;
-  if (rank == 0 && own.willing) {
-    memory = SharedMemory::create(size);
-    own.willing = memory != nullptr;
-    if (memory) own.place = memory->place();
-  }
-  const auto offers = gather_records(group, own, at::kCPU);
+  presence.willing = shared_memory_flag().load() && backend->getBackendName() == "gloo";
+  std::snprintf(presence.host, sizeof(presence.host), "%s", own_host().c_str());
   bool all = true;
-  for (const Offer& offer : offers) all = all && offer.willing;
-  if (all && rank != 0) memory = SharedMemory::open(offers[0].place, rank, size);
-  answer = {memory != nullptr, is_contested(group)};
+  std::map<std::string, std::vector<int64_t>> hosts;
+  const auto presences = gather_records(group, presence, at::kCPU);
+  Sharing sharing;
+  for (int64_t peer = 0; peer < group->getSize(); ++peer) {
+    auto& ranks = hosts[presences[peer].host];
+    if (ranks.empty()) sharing.leaders.push_back(peer);
+    ranks.push_back(peer);
+    all = all && presences[peer].willing;
+  }
+  for (const auto& [host, ranks] : hosts) all = all && ranks.size() > 1;
+  const std::vector<int64_t>& ranks = hosts[presence.host];
+  const auto size = static_cast<int64_t>(ranks.size());
+  if (all && rank == ranks[0]) {
+    sharing.memory = SharedMemory::create(size);
+    own.made = sharing.memory != nullptr;
+    if (own.made) own.place = sharing.memory->place();
+  }
+  const Offer offer = gather_records(group, own, at::kCPU)[ranks[0]];
+  if (offer.made && rank != ranks[0]) {
+    const int64_t index = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+    sharing.memory = SharedMemory::open(offer.place, index, size);
+  }
+  answer = {sharing.memory != nullptr, is_contested(group)};
   for (const Answer& other : gather_records(group, answer, at::kCPU)) {
     answer.have = answer.have && other.have;
     answer.contested = answer.contested || other.contested;
@@ -202,20 +239,27 @@ std::shared_ptr<SharedMemory> meet_host_peers(const char* op, const ProcessGroup
   KnownGroup& known = groups.at(group->getGroupName());
   known.contested = known.contested || answer.contested;
   if (answer.contested) refuse_thread(op, group->getGroupName());
+  if (!answer.have) sharing.memory = nullptr;
+  if (sharing.memory) sharing.memory->name_ranks(ranks);
   known.met = true;
-  known.memory = answer.have ? memory : nullptr;
-  return known.memory;
+  known.sharing = sharing;
+  return sharing;
 }
 
 }  // namespace
 
-std::shared_ptr<SharedMemory> shared_memory_of(const char* op, const ProcessGroup& group) {
+Sharing sharing_of(const char* op, const ProcessGroup& group) {
   {
     std::lock_guard<std::mutex> lock(groups_mutex);
     const KnownGroup& known = groups.at(group->getGroupName());
-    if (known.met) return known.memory;
+    if (known.met) return known.sharing;
   }
-  return meet_host_peers(op, group);
+  return in_process_group(op, group, [&] { return meet_host_peers(op, group); });
+}
+
+std::shared_ptr<SharedMemory> shared_memory_of(const char* op, const ProcessGroup& group) {
+  const Sharing sharing = sharing_of(op, group);
+  return sharing.on_one_host() ? sharing.memory : nullptr;
 }
 
 // Off the CPU autograd has a thread of its own for each device and the host communicates nothing
@@ -237,7 +281,7 @@ void set_shared_memory(bool on) {
   std::lock_guard<std::mutex> lock(groups_mutex);
   for (auto& [name, known] : groups) {
     known.met = false;
-    known.memory = nullptr;
+    known.sharing = {};
   }
 }
 

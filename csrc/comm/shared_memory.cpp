@@ -75,7 +75,7 @@ class Cursor {
   int64_t offset_ = 0, left_ = 0;
 };
 
-std::string name_of(int64_t rank) { return "rank " + std::to_string(rank) + " of the group "; }
+std::string in_words(int64_t rank) { return "rank " + std::to_string(rank) + " of the group "; }
 
 constexpr int64_t kRankHeaderBytes = 128;
 
@@ -265,12 +265,12 @@ void SharedMemory::wait_for(int64_t peer) {
   while (!has_come()) {
     const bool lives = alive(peer);
     if (has_come()) return;  // the peer may arrive and then exit
-    if (!lives) give_up(name_of(peer) + "has exited");
-    if (other.given_up.load() != 0) give_up(name_of(peer) + "has given up");
+    if (!lives) give_up(in_words(name_of(peer)) + "has exited");
+    if (other.given_up.load() != 0) give_up(in_words(name_of(peer)) + "has given up");
     if (std::chrono::steady_clock::now() > deadline) {
       char seconds[32];
       std::snprintf(seconds, sizeof(seconds), "%g", timeout_s_);
-      give_up(name_of(peer) + "did not come within " + seconds + " s");
+      give_up(in_words(name_of(peer)) + "did not come within " + seconds + " s");
     }
     other.sleepers.fetch_add(1);
     const uint32_t seen = other.arrivals.load();
@@ -309,7 +309,7 @@ void SharedMemory::prepare(const char* op, const char* kind, int64_t bytes, doub
   }
   // The old data of a rank that has given up must not be read as data of this collective.
   for (int64_t peer = 0; peer < size_; ++peer) {
-    if (rank_header(peer).given_up.load() != 0) give_up(name_of(peer) + "has given up");
+    if (rank_header(peer).given_up.load() != 0) give_up(in_words(name_of(peer)) + "has given up");
   }
   wait_for_all();  // other ranks may still read the data of the last collective
   started_ = true;
@@ -334,8 +334,8 @@ void SharedMemory::check_same(bool same_bytes) {
     const bool fits = other.bytes == own.bytes || !same_bytes;
     if (fits && std::strcmp(other.what, own.what) == 0) continue;
     const std::string text =
-        c10::str(own.what, " with ", own.bytes, " bytes on rank ", rank_, " meets ", other.what,
-                 " with ", other.bytes, " bytes on rank ", peer,
+        c10::str(own.what, " with ", own.bytes, " bytes on rank ", name_of(rank_), " meets ",
+                 other.what, " with ", other.bytes, " bytes on rank ", name_of(peer),
                  "; all ranks must run the same operators on the same sizes in the same order");
     started_ = false;
     arrive();  // the peers' headers are read, so the peers may overwrite them
@@ -370,7 +370,7 @@ void SharedMemory::finish_sum(void* out, c10::ScalarType dtype) {
   started_ = false;
 }
 
-void SharedMemory::finish_gather(void* out) {
+void SharedMemory::gather(void* out, int64_t ranks) {
   int64_t offset = 0;
   do {
     if (offset > 0) {
@@ -379,7 +379,7 @@ void SharedMemory::finish_gather(void* out) {
     }
     wait_for_all();
     if (offset == 0) check_same();
-    for (int64_t rank = 0; rank < size_ && bytes_ > 0; ++rank) {
+    for (int64_t rank = 0; rank < ranks && bytes_ > 0; ++rank) {
       std::memcpy(static_cast<char*>(out) + rank * bytes_ + offset, slot(rank), piece_at(offset));
     }
     arrive();
@@ -423,8 +423,9 @@ void SharedMemory::swap(const char* op, const std::vector<std::vector<Span>>& ou
       const char* source = slot(peer) + rank_ * cell;
       const auto& other = *reinterpret_cast<const Sizes*>(source);
       if (first && (other.sent != own[peer].expected || other.expected != own[peer].sent)) {
-        give_up(c10::str(name_of(peer), "sends ", other.sent, " bytes for ", other.expected,
-                         " where ", own[peer].expected, " are expected for ", own[peer].sent));
+        give_up(c10::str(in_words(name_of(peer)), "sends ", other.sent, " bytes for ",
+                         other.expected, " where ", own[peer].expected, " are expected for ",
+                         own[peer].sent));
       }
       in[peer].write(source + kCellHeader, room);
     }

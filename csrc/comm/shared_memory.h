@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace parallel_ext {
@@ -47,6 +48,9 @@ class SharedMemory {
   static std::unique_ptr<SharedMemory> open(const Place& place, int64_t rank, int64_t size);
   Place place() const;
 
+  // Lets errors name the ranks as their group does, where only some of its ranks share the memory.
+  void name_ranks(std::vector<int64_t> ranks) { names_ = std::move(ranks); }
+
   // Makes the collectives of the other ranks fail, now and later.
   void abandon();
 
@@ -64,7 +68,9 @@ class SharedMemory {
   // the dtype. Each rank computes a share of the sum for all, so that all have the same bits.
   void finish_sum(void* out, c10::ScalarType dtype);
   // Writes the data of all ranks, one after the other in rank order.
-  void finish_gather(void* out);
+  void finish_gather(void* out) { gather(out, size_); }
+  // Writes the data of the first rank.
+  void finish_broadcast(void* out) { gather(out, 1); }
 
   // Sends `outgoing[r]` to rank r, whose incoming spans for this rank must hold as many bytes in
   // all. Spans of this rank for itself are ignored.
@@ -79,6 +85,7 @@ class SharedMemory {
   void prepare(const char* op, const char* kind, int64_t bytes, double timeout_s);
   void describe();
   void show(int64_t offset);
+  void gather(void* out, int64_t ranks);
   void arrive();
   void wait_for_all();
   void wait_for(int64_t peer);
@@ -87,6 +94,7 @@ class SharedMemory {
   void check_same(bool same_bytes = true);
   [[noreturn]] void give_up(const std::string& why);
   int64_t piece_at(int64_t offset) const;
+  int64_t name_of(int64_t rank) const { return names_.empty() ? rank : names_[rank]; }
   RankHeader& rank_header(int64_t rank) const;
   char* slot(int64_t rank) const;  // slot(size) holds the sum
   std::array<uint64_t, 2>& token() const;
@@ -94,7 +102,8 @@ class SharedMemory {
   int fd_;
   char* base_;
   int64_t rank_, size_;
-  uint32_t arrivals_ = 0;  // of this rank; every rank has the same number between collectives
+  std::vector<int64_t> names_;  // of the ranks, if other than their numbers here
+  uint32_t arrivals_ = 0;       // of this rank; every rank has the same number between collectives
 
   // The collective that has started and not finished.
   bool started_ = false;

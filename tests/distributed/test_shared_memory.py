@@ -166,7 +166,20 @@ def _memory_of(process: int) -> int:
     return sum("parallel_ext-" in link for link in links)
 
 
+def _tell_the_host(group: dist.ProcessGroup) -> None:
+    """Take part in the first exchange of csrc/comm/known_groups.cpp, as a rank of this host."""
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host += os.readlink("/proc/self/ns/pid")
+    _exchange(group, struct.pack("=127s?", host.encode(), True))
+
+
+def _exchange(group: dist.ProcessGroup, record: bytes) -> None:
+    part = torch.tensor(list(record), dtype=torch.uint8)
+    dist.all_gather([torch.empty_like(part) for _ in range(2)], part, group=group)
+
+
 def _killed_before_the_ranks_meet(group: Group) -> list[str]:
+    """Rank 0 has made the memory, and nobody else has opened it."""
     processes = [0, 0]
     dist.all_gather_object(processes, os.getpid())
     first, before = processes[0], _memory_of(processes[0])
@@ -175,6 +188,7 @@ def _killed_before_the_ranks_meet(group: Group) -> list[str]:
     dist.barrier()
     if group.rank == 0:
         reduce_from_region(torch.ones(3), Group.of(own))
+    _tell_the_host(own)
     while _memory_of(first) == before:
         time.sleep(0.05)
     os.kill(first, signal.SIGKILL)
@@ -185,6 +199,32 @@ def _killed_before_the_ranks_meet(group: Group) -> list[str]:
 
 def test_a_killed_rank_leaves_no_file_in_the_shared_memory():
     assert pool(2).run_losing(0, _call_in_world, _killed_before_the_ranks_meet) == [[]]
+
+
+def _alone_in_an_exchange(group: Group, told: int, killed: bool) -> float:
+    """Rank 1 takes part in so many exchanges in which the ranks meet; seconds until rank 0 raises.
+
+    In the others it is killed, or late.
+    """
+    own = dist.new_group([0, 1], timeout=timedelta(seconds=20 if killed else 2))
+    dist.barrier()
+    if group.rank == 1:
+        if told:
+            _tell_the_host(own)
+        time.sleep(0.5 if killed else 6)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="reduce_from_region: "):
+        reduce_from_region(torch.ones(3), Group.of(own))
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "late"])
+@pytest.mark.parametrize("told", [0, 1])
+def test_no_rank_waits_without_a_limit_for_another_to_meet_it(told: int, killed: bool):
+    alone = partial(_alone_in_an_exchange, told=told, killed=killed)
+    (seconds,) = pool(2).run_losing(1, _call_in_world, alone)
+    assert seconds < (10 if killed else 5), "a killed rank at once, a late one within 2 s"
 
 
 FILE_BYTES = 4096 + 3 * SLOT  # of the memory of two ranks
@@ -207,19 +247,16 @@ def _offered(kind: str, folder: str) -> int:
 
 
 def _offers(group: Group, kind: str, folder: str) -> tuple[int, float]:
-    """Rank 0 says what csrc/comm/comm.cpp would say in its place, but offers something else."""
+    """Rank 0 says what it would in the exchanges in which ranks meet, but offers something else."""
     own, before = dist.new_group([0, 1], timeout=timedelta(seconds=20)), _carried()
     total = torch.full((3,), group.rank + 1.0)
     if group.rank == 1:
         total = reduce_from_region(total, Group.of(own))
     else:
         descriptor = _offered(kind, folder)
-        for record in (
-            struct.pack("=iiQQ?7x", os.getpid(), descriptor, 1, 2, True),
-            struct.pack("=??", True, False),
-        ):
-            part = torch.tensor(list(record), dtype=torch.uint8)
-            dist.all_gather([torch.empty_like(part) for _ in range(2)], part, group=own)
+        _tell_the_host(own)
+        _exchange(own, struct.pack("=iiQQ?7x", os.getpid(), descriptor, 1, 2, True))
+        _exchange(own, struct.pack("=??", True, False))
         dist.all_reduce(total, group=own)
         if kind != "a pipe":
             assert not any(os.pread(descriptor, FILE_BYTES, 0)), "written to"

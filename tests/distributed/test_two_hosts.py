@@ -91,6 +91,33 @@ def test_memory_is_shared_inside_of_a_host_alone(
     assert found == [([sums[index]], shared) for index in place]
 
 
+def _sum_over_hosts(dtype: torch.dtype, numel: int) -> tuple[bytes, float, int]:
+    """The bits of a sum, how far it is off, and whether it went through shared memory."""
+    mesh = Layout(1, 4, 1).mesh()
+    parts = torch.randn(4, numel, generator=torch.Generator().manual_seed(7)).mul(9).to(dtype)
+    px._C.reset_collective_counts()
+    summed = ops.reduce_from_region(parts[mesh.rank].clone(), mesh.tp)
+    expected = parts.double().sum(0)
+    off = (summed.double() - expected).abs().max().item() if numel else 0.0
+    shared = px._C.collective_counts().get("in_shared_memory", 0)
+    return summed.view(torch.uint8).numpy().tobytes(), off, shared
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4099, 2**18 + 1])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.5)],
+)
+def test_a_short_sum_goes_first_inside_of_each_host(
+    dtype: torch.dtype, most: float, numel: int, four_ranks: Any
+) -> None:
+    found = four_ranks[0].run(_sum_over_hosts, dtype, numel)
+    short = numel * dtype.itemsize <= 2**20
+    assert [shared for _, _, shared in found] == [int(short)] * 4
+    assert len({bits for bits, _, _ in found}) == 1, "the ranks have other bits"
+    assert found[0][1] <= most
+
+
 # Files.
 
 
@@ -268,6 +295,35 @@ def test_the_ranks_that_live_raise_in_time_at(loss: str, what: str, tmp_path: Pa
             assert "its host or the network to it is down (no answer within" in error.text, error
             if what != "saving":
                 assert f"nothing is known of rank 0 on host {NAMES[0]}, since" in error.text
+
+
+def _sum_until_it_fails(ready: Path) -> None:
+    mesh = px.init_mesh(tp=4, timeout=TIMEOUT_S)
+    Path(f"{ready}-{mesh.rank}").touch()
+    while True:
+        with _timed():
+            ops.reduce_from_region(torch.ones(5), mesh.tp)
+
+
+@pytest.mark.parametrize("loss", ["a cut cable", "a killed host"])
+def test_all_ranks_of_a_host_raise_in_time_at(loss: str, tmp_path: Path) -> None:
+    need_hosts()
+    lose, hosts_left = LOSSES[loss]
+    living = [rank for host in hosts_left for rank in (2 * host, 2 * host + 1)]
+    with two_hosts() as hosts:
+        ranks, ready = Ranks(4, Hosts(hosts, 2)), tmp_path / "ready"
+        try:
+            with _when([Path(f"{ready}-{rank}") for rank in range(4)], lose, hosts):
+                raised = ranks.run_living(living, _sum_until_it_fails, ready)
+        finally:
+            ranks.close()
+    for rank, error in zip(living, raised, strict=True):
+        assert isinstance(error, Raised), error
+        assert _seconds(error) < TIMEOUT_S + SLACK_S, error
+        if rank < 2:
+            assert f"ranks 2, 3 on host {NAMES[1]} did not within" in error.text, error
+        else:
+            assert "the store of the job at 10.77.0.1:29517 cannot be reached" in error.text, error
 
 
 # The page about it.
