@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.ops import Group
+
+BUCKET = 2**24
+"""Elements of partial gradients that are summed at once."""
 
 
 class _Entry:
@@ -87,8 +90,9 @@ class PartialGradients:
     """The sums of gradients of replicated parameters, of which each rank computes only a part.
 
     The part is caught before it is accumulated, kept apart from ``.grad``, and added to it after
-    one flat fp32 all-reduce per group, in a callback at the end of the outermost backward. The
-    parameter's gradient hooks run there, with the sum; ``torch.autograd.grad`` does not see it.
+    one flat fp32 all-reduce of each :data:`BUCKET` of a group, in a callback at the end of the
+    outermost backward. The parameter's gradient hooks run there, with the sum;
+    ``torch.autograd.grad`` does not see it.
 
     One object serves one model. It refers to no module, so that a module can be copied alone.
     """
@@ -303,17 +307,70 @@ def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
 
 
+def buckets(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield what is summed at once of tensors of so many elements: (which tensor, start, stop).
+
+    All buckets but the last one have :data:`BUCKET` elements.
+    """
+    bucket, room = [], BUCKET
+    for which, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            bucket.append((which, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield bucket
+                bucket, room = [], BUCKET
+    if bucket:
+        yield bucket
+
+
 def _sum_and_add(entries: list[_Entry], group: Group) -> None:
-    flat = ops.reduce_from_region(_flat([entry.partial for entry in entries]), group)
-    sizes = [entry.partial.numel() for entry in entries]
-    for entry, total in zip(entries, flat.split(sizes), strict=True):
-        parameter = entry.parameter
-        total = total.view_as(parameter).to(parameter.dtype)
-        for hook in list((parameter._backward_hooks or {}).values()):
+    """Sum partial gradients over ``group`` and add them to ``.grad``.
+
+    Beside the partial gradients, each of which is freed once it is summed, it holds a bucket, the
+    sum of one, and the gradient of the parameter that a bucket ends in.
+    """
+    totals: dict[int, torch.Tensor] = {}
+    for entry in entries:
+        if entry.partial.numel() == 0:  # in no bucket
+            _add_sum(entry.parameter, torch.zeros_like(entry.parameter))
+    for bucket in buckets([entry.partial.numel() for entry in entries]):
+        _sum_bucket(entries, bucket, group, totals)
+
+
+def _sum_bucket(
+    entries: list[_Entry],
+    bucket: list[tuple[int, int, int]],
+    group: Group,
+    totals: dict[int, torch.Tensor],
+) -> None:
+    """Sum one of :func:`buckets`; ``totals`` has the sums of parameters that are not complete."""
+    pieces = [entries[which].partial.reshape(-1)[start:stop] for which, start, stop in bucket]
+    flat = ops.reduce_from_region(_flat(pieces), group).split([piece.numel() for piece in pieces])
+    del pieces  # which would keep what is freed below
+    for (which, start, stop), piece in zip(bucket, flat, strict=True):
+        parameter = entries[which].parameter
+        if start == 0:
+            contiguous = torch.contiguous_format
+            totals[which] = torch.empty_like(parameter, memory_format=contiguous)
+        totals[which].view(-1)[start:stop] = piece
+        if stop == parameter.numel():
+            del entries[which].partial
+            _add_sum(parameter, totals.pop(which))
+
+
+def _add_sum(parameter: nn.Parameter, total: torch.Tensor) -> None:
+    """Let hooks see a gradient, and add it to ``.grad``."""
+    if parameter._backward_hooks:
+        for hook in list(parameter._backward_hooks.values()):
             total = total if (replaced := hook(total)) is None else replaced
-        if parameter.grad is None:
-            parameter.grad = total.clone()
-        else:
-            parameter.grad += total
-        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-            hook(parameter)
+        total = total.clone()  # a hook may have kept it
+    if parameter.grad is None:
+        parameter.grad = total
+    else:
+        parameter.grad += total
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)

@@ -17,10 +17,12 @@ from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.models import learn
+from parallel_ext.nn import grad_sync
 from parallel_ext.ops import ALONE, Group
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.held_bytes import Held
-from parallel_ext.parallel.meta_step import KnownOps, Recorded, run_step
+from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
 from parallel_ext.parallel.replace import names_of_parts
@@ -206,16 +208,20 @@ class Planner:
         if further:
             of_layer, kept, left = _of_a_layer(recorded)
             sent = sent.plus(of_layer, further)
-            wide = max(4, step.dtype.itemsize)
-            for group, numel in recorded.summed.items():
-                sent[group, "all_reduce", "bytes"] += further * wide * numel
             slopes = dict.fromkeys(("forward", "kept", "last"), kept)
             slopes |= dict.fromkeys(("first", "summing", "end"), left)
-            # There are the flat tensor and its sum, of one group after the other.
-            slopes["end"] += 2 * wide * max(recorded.summed.values(), default=0)
             del parts["middle"]  # no higher than in the last layer or behind it
             for name in parts:
                 parts[name] += further * slopes[name]
+            wide, beside = max(4, step.dtype.itemsize), 0
+            for group, run in recorded.summed.items():
+                every = _with_further(run, f"{self._spec.layers}.1.", further)
+                beside = max(beside, _beside_partials(every, wide))
+                more = sum(one.numel for one in every) - sum(one.numel for one in run)
+                sent[group, "all_reduce", "bytes"] += wide * more
+                sent[group, "all_reduce", "collectives"] += _sums(every) - _sums(run)
+            if recorded.summed:
+                parts["end"] = recorded.now["summing"] + further * left + beside
         parts["end"] = max(parts["end"], parts.pop("summing", 0))
         if mesh.tp_size > 1:
             sent.send("tp", "all_gather", _AGREEMENT)
@@ -262,6 +268,38 @@ def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
     backward = sent["middle"].plus(sent["last"], -1)
     kept = now["start 2"] - now["start 1"]
     return forward.plus(backward, 1), kept, now["middle"] - now["last"] + kept
+
+
+def _with_further(summed: list[Summed], layer: str, further: int) -> list[Summed]:
+    """Return the parameters of a model with further layers, all like the one with this prefix."""
+    of_layer = [one for one in summed if one.name.startswith(layer)]
+    if not of_layer:
+        return summed
+    place = summed.index(of_layer[-1]) + 1
+    return [*summed[:place], *of_layer * further, *summed[place:]]
+
+
+def _sums(summed: list[Summed]) -> int:
+    """Return how many collectives sum the gradients of parameters."""
+    return -(-sum(one.numel for one in summed) // grad_sync.BUCKET)
+
+
+def _beside_partials(summed: list[Summed], wide: int) -> int:
+    """Return the most bytes that there are beside partial gradients while they are summed.
+
+    A bucket and its sum, of ``wide`` bytes an element, and the gradient that is not yet complete.
+    """
+    most = begun = 0
+    for bucket in grad_sync.buckets([one.numel for one in summed]):
+        flat = wide * sum(stop - start for _, start, stop in bucket)
+        most = max(most, begun + 2 * flat)
+        for which, start, stop in bucket:
+            begun = summed[which].itemsize * summed[which].numel
+            if start == 0:
+                most = max(most, begun + flat)
+            if stop == summed[which].numel:  # in the place of the partial gradient
+                begun = 0
+    return most
 
 
 def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tuple[int, int]:

@@ -43,6 +43,20 @@ KnownOps = dict[Any, KnownOp]
 """Ops of steps so far, kept between steps."""
 
 
+@dataclass(frozen=True)
+class Summed:
+    """A parameter whose gradient is summed in the end.
+
+    Attributes:
+        name: logical.
+        numel, itemsize: its elements, and the bytes of one.
+    """
+
+    name: str
+    numel: int
+    itemsize: int
+
+
 @dataclass
 class Recorded:
     """What happened up to some points of a step, by the names of its marks.
@@ -51,14 +65,13 @@ class Recorded:
         peaks: the most bytes alive in the part of the step that ends with the mark.
         now: those alive at it.
         sent: what was sent before it.
-        summed: by group, the elements of the layer with the number 1 whose gradients are summed in
-            the end, in fp32 or wider.
+        summed: by group, the parameters whose gradients are summed in the end, in that order.
     """
 
     peaks: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     sent: dict[str, Traffic] = field(default_factory=dict)
-    summed: dict[str, int] = field(default_factory=dict)
+    summed: dict[str, list[Summed]] = field(default_factory=dict)
 
 
 class _Live(TorchDispatchMode):
@@ -212,7 +225,7 @@ def run_step(
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
     live = _Live((*model.parameters(), *model.buffers(), ids), known)
     inner = model.get_submodule(layers)
-    _watch_sums(model, f"{layers}.1.", live)
+    _watch_sums(model, live)
     for number in range(1, min(3, len(inner))):
         _watch_start(inner[number], lambda _, name=f"start {number}": live.note(name))
     for name, index in (("last", -1), ("middle", 1), ("first", 0)):
@@ -245,31 +258,26 @@ def _watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> N
     layer.register_forward_pre_hook(before)
 
 
-def _watch_sums(model: nn.Module, layer: str, live: _Live) -> None:
+def _watch_sums(model: nn.Module, live: _Live) -> None:
     """Mark where gradients of replicated parameters are summed, at the end of backward.
 
     Args:
         model: parallel.
-        layer: what the names of one layer's parameters hold, of which those elements are counted.
-        live: gets the mark ``summing`` and the counts.
+        live: gets the mark ``summing`` and the parameters.
     """
     partials = state_of(model).partials
     if partials is None:
         return
-    add, close, seen = partials._add, partials._close, set[str]()
-
-    def counted(name: str, weight: nn.Parameter, group: ops.Group, grad: torch.Tensor) -> None:
-        if layer in name and name not in seen:
-            seen.add(name)
-            summed = live.recorded.summed
-            summed[group.name] = summed.get(group.name, 0) + grad.numel()
-        add(name, weight, group, grad)
+    close = partials._close
 
     def closed(session: Any) -> None:
         live.mark("summing")
+        for name, entry in sorted(session.entries.items()):
+            parameter = Summed(name, entry.parameter.numel(), entry.parameter.itemsize)
+            live.recorded.summed.setdefault(entry.group.name, []).append(parameter)
         close(session)
 
-    partials._add, partials._close = counted, closed
+    partials._close = closed
 
 
 def _balanced_route(

@@ -22,6 +22,7 @@ from test_thousand_ranks import CONFIGS as LARGE_CONFIGS
 
 import parallel_ext as px
 from parallel_ext.lora import adapt_all_linears
+from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.estimate import Planner, Step
 
 SCRIPT = Path(__file__).with_name("step_memory.py")
@@ -205,6 +206,22 @@ def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None, 
     all_of_them._alike = False
     for world, tp in ((1, 1), (2, 2), (4, 2)):
         ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
+        assert ours == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket", [10**6 + 3, 3 * 10**6, 2**24])
+def test_few_layers_tell_how_gradients_are_summed_in_buckets(
+    bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grad_sync, "BUCKET", bucket)
+    config = config_of("mixtral")
+    config.num_hidden_layers = 9
+    step = Step(rows=2, tokens=64, dtype=dtype)
+    few, all_of_them = Planner(config), Planner(config)
+    all_of_them._alike = False
+    for tp, ep in ((2, 1), (4, 2)):
+        ours, expected = (one.estimate(tp, tp, ep, step) for one in (few, all_of_them))
         assert ours == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -36,6 +37,8 @@ from reference_ops import aten_path, counted, counted_both_ways
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.nn import grad_sync
+from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.parallel.state import state_of
 
 
@@ -100,6 +103,38 @@ def _balance_apart(layout: Layout) -> dict[str, float]:
 def test_parity_notices_a_balance_loss_of_each_rank_alone() -> None:
     for differences in pool(2).run(_balance_apart, Layout(2, 1, 2)):
         assert differences["model.layers.0.mlp.gate.weight"] > 1e-3
+
+
+def _in_buckets(layout: Layout, size: int) -> tuple[dict[str, float], int, int]:
+    """Differences, the sums at the end of backward, and how many buckets there are to sum."""
+    tiny, numel = TinyMixtral(), Counter[str]()
+    reference, model, mesh = spread(tiny, layout)
+    close, sums = PartialGradients._close, 0
+
+    def counting(self: PartialGradients, session: Any) -> None:
+        nonlocal sums
+        for entry in session.entries.values():
+            numel[entry.group.name] += entry.partial.numel()
+        before = px._C.collective_counts().get("all_reduce", 0)
+        close(self, session)
+        sums += px._C.collective_counts().get("all_reduce", 0) - before
+        assert not any(hasattr(entry, "partial") for entry in session.entries.values())
+
+    with (
+        mock.patch.object(grad_sync, "BUCKET", size),
+        mock.patch.object(PartialGradients, "_close", counting),
+    ):
+        differences = gradient_differences(reference, model, *own_batch(tiny, mesh))
+    return differences, sums, sum(-(-each // size) for each in numel.values())
+
+
+@pytest.mark.parametrize("size", [97, 1000, 10**6])
+@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(1, 4, 2)], ids=str)
+def test_gradients_of_replicated_experts_are_summed_in_buckets(layout: Layout, size: int) -> None:
+    for differences, sums, buckets in pool(layout.world).run(_in_buckets, layout, size):
+        assert_within([differences])
+        assert sums == buckets
+        assert (buckets > 9) == (size < 10**6)
 
 
 def _frozen(layout: Layout, frozen: str) -> tuple[dict[str, float], list[str]]:
