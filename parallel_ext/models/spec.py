@@ -36,6 +36,8 @@ class ModelSpec:
         towers: paths of further lists of layers, which data parallelism shards one by one.
         skips: path of a method of the model that may skip some of its modules: called with whether
             a batch needs each of them, it returns whether they run. Equal on all dp ranks.
+        images: name of a method of the model, called with a number of rows and of tokens: it
+            returns what a batch with an image in each row has beside ids and labels.
         unadapted: beginning of a path -> why a module there takes no adapter, for errors.
         changes_logits: whether the class changes what the output head returns, as into fp32; the
             loss is then not fused. Not for what the next two say.
@@ -57,6 +59,7 @@ class ModelSpec:
     shared: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     skips: str | None = None
+    images: str | None = None
     unadapted: Mapping[str, str] = field(default_factory=dict)
     changes_logits: bool = False
     logits_divisor: str | None = None
@@ -76,7 +79,7 @@ class ModelSpec:
             "mlp": (RegionNames, NoneType),
             "mixture": (MixtureNames, NoneType),
             **dict.fromkeys(("regions", "shared", "towers"), tuple),
-            **dict.fromkeys(("skips", "logits_divisor"), (str, NoneType)),
+            **dict.fromkeys(("skips", "images", "logits_divisor"), (str, NoneType)),
             **dict.fromkeys(("logits_softcap", "scaled_embedding"), (str, NoneType)),
             "unadapted": Mapping,
             "changes_logits": bool,

@@ -147,6 +147,9 @@ class Planner:
             CheckpointError: there is none, or none of an architecture that is served.
         """
         try:
+            content, _ = transformers.PreTrainedConfig.get_config_dict(source)
+            if (own := learn(content)) is not None:
+                return cls(transformers.CONFIG_MAPPING[own].from_dict(content))
             return cls(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: {error}") from error
@@ -172,14 +175,20 @@ class Planner:
                 check_sequence_parallel(self._plain, self._spec)
             layout = layout_of(self._plain, self._spec, tp, ep)
             model = self._parallel(mesh, layout, step)
-        held = Held(self._spec, layout, tp, ep, world, step.dtype.itemsize, total - few)
+        if self._spec.towers and mesh.dp_size > 1:
+            raise ValueError(
+                f"parallelize: dp={mesh.dp_size} of a model with image towers cannot be planned; "
+                "give as many ranks as tp"
+            )
+        parts, sent, idle = self._run(model, step, mesh, total - few)
+        itemsize = step.dtype.itemsize
+        held = Held(self._spec, layout, tp, ep, world, itemsize, total - few, idle)
         if step.adapt is not None:
             held.add_adapter(model)
         states, ranks = STATES[step.optimizer], held.extremes()
         weights = [held.nbytes(rank, sharded=True) for rank in ranks]
         adapter = True if step.adapt else None
-        trained = [held.nbytes(rank, sharded=True, adapter=adapter) for rank in ranks]
-        parts, sent = self._run(model, step, mesh, total - few)
+        trained = [held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks]
         forward, backward = _activations(parts, step, held, mesh.dp_size)
         if mesh.dp_size > 1:
             sent = sent.plus(held.sent_by_zero(step.zero, step.adapt is not None), 1)
@@ -199,8 +208,8 @@ class Planner:
 
     def _run(
         self, model: transformers.PreTrainedModel, step: Step, mesh: _Rank, further: int
-    ) -> tuple[dict[str, int], Traffic]:
-        """Return peaks of the parts of a step, and what it sends, with further layers in it."""
+    ) -> tuple[dict[str, int], Traffic, frozenset[str]]:
+        """Return peaks of a step's parts with further layers, what it sends, and what is idle."""
         recorded = run_step(
             *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing), self._known
         )
@@ -208,7 +217,7 @@ class Planner:
         if further:
             of_layer, kept, left = _of_a_layer(recorded)
             sent = sent.plus(of_layer, further)
-            slopes = dict.fromkeys(("forward", "kept", "last"), kept)
+            slopes = {"start": 0} | dict.fromkeys(("forward", "kept", "last"), kept)
             slopes |= dict.fromkeys(("first", "summing", "end"), left)
             del parts["middle"]  # no higher than in the last layer or behind it
             for name in parts:
@@ -225,7 +234,7 @@ class Planner:
         parts["end"] = max(parts["end"], parts.pop("summing", 0))
         if mesh.tp_size > 1:
             sent.send("tp", "all_gather", _AGREEMENT)
-        return parts, sent
+        return parts, sent, recorded.idle
 
     def _parallel(
         self, mesh: _Rank, layout: ModelLayout, step: Step
@@ -234,7 +243,7 @@ class Planner:
         # No step changes the configurations, whose copies would take longer than the modules'.
         same = (self._plain.config, self._plain.generation_config)
         model = copy.deepcopy(self._plain, {id(each): each for each in same})
-        model = model.train().to(step.dtype)
+        model = model.train().to("meta", step.dtype)  # buffers too
         options = Options(agreement=False, sequence_parallel=step.sequence_parallel)
         carry_out(model, Plan(mesh, self._spec, layout, options))
         if step.adapt is not None:
@@ -317,7 +326,7 @@ def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tupl
         parts["first"] += wide * layer // size + kept - (layers - layer)
         parts["end"] += wide * held.nbytes(0, layers=False) // size + kept - layers
     tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * step.dtype.itemsize
-    forward = max(parts.pop("forward"), parts.pop("kept") + tile)
+    forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + tile)
     return forward, max(parts.values())
 
 

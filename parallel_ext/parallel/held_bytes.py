@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,6 +28,7 @@ class _Kind:
         itemsize: bytes of a number.
         adapter: whether it belongs to an adapter, which ZeRO does not divide.
         expert: whether it belongs to the experts of a mixture, which ZeRO gathers apart.
+        idle: whether no step gives it a gradient.
     """
 
     layout: TensorLayout
@@ -34,6 +36,7 @@ class _Kind:
     itemsize: int
     adapter: bool
     expert: bool
+    idle: bool
 
     def nbytes(self, rank: int, replicas_of: int | None) -> int:
         """Return the bytes on a rank; ZeRO divides them over the replicas of so many ranks."""
@@ -55,6 +58,7 @@ class Held:
 
     Args:
         further_layers: equal to the last one of the layout, and in the model beside its layers.
+        idle: names of parameters that no step gives a gradient.
 
     Attributes:
         vocab_rows: of the vocabulary, on rank 0.
@@ -69,6 +73,7 @@ class Held:
         world: int,
         itemsize: int,
         further_layers: int = 0,
+        idle: Collection[str] = (),
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
         self._experts = tuple(
@@ -79,7 +84,7 @@ class Held:
         # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()
         self._of_layer: dict[str, Counter[_Kind]] = {}
-        self._further = further_layers
+        self._further, self._idle = further_layers, idle
         for name, tensor in layout.tensors.items():
             if name not in layout.buffers:
                 self._add(name, tensor, itemsize, adapter=False)
@@ -88,7 +93,8 @@ class Held:
     def _add(self, name: str, tensor: TensorLayout, itemsize: int, *, adapter: bool) -> None:
         expert = name.startswith(self._experts)
         copy_size = self._ep if expert else self._tp
-        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter, expert)
+        idle = name in self._idle
+        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter, expert, idle)
         layer = re.match(rf"{re.escape(self._spec.layers)}\.\d+\.", name)
         of = self._of_layer.setdefault(layer[0], Counter()) if layer else self._root
         of[kind] += 1
@@ -123,6 +129,7 @@ class Held:
         root: bool = True,
         layers: bool = True,
         adapter: bool | None = None,
+        trained: bool = False,
     ) -> int:
         """Return how many bytes a rank holds.
 
@@ -132,8 +139,14 @@ class Held:
             root: count what is in no layer.
             layers: count what is in the layers.
             adapter: count only the adapter, or only what is not; None for both.
+            trained: leave out what gets no gradient.
         """
         counters = [self._root] * root + [self._layers] * layers
+        if trained:
+            counters = [
+                Counter({kind: number for kind, number in counter.items() if not kind.idle})
+                for counter in counters
+            ]
         return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
 
     def largest_layer(self, rank: int) -> int:

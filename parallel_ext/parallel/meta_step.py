@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import split
@@ -38,6 +39,9 @@ class KnownOp:
         self.makes_anew = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
         self.outputs: dict[Any, tuple[bool, list[tuple[Any, ...] | None]]] = {}
 
+
+_ONE_DEVICE = (torch.ops.aten.index_add.default, torch.ops.aten.masked_fill.Scalar)
+"""Ops of backwards that take no index on the CPU for what is on meta; those of forwards do."""
 
 KnownOps = dict[Any, KnownOp]
 """Ops of steps so far, kept between steps."""
@@ -66,12 +70,15 @@ class Recorded:
         now: those alive at it.
         sent: what was sent before it.
         summed: by group, the parameters whose gradients are summed in the end, in that order.
+        idle: names of the parameters that are trained and get no gradient, as of a layer of an
+            image tower that no forward runs.
     """
 
     peaks: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     sent: dict[str, Traffic] = field(default_factory=dict)
     summed: dict[str, list[Summed]] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
 
 
 class _Live(TorchDispatchMode):
@@ -96,6 +103,12 @@ class _Live(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _ONE_DEVICE:
+            args = tuple(
+                arg.to(args[0].device) if isinstance(arg, torch.Tensor) else arg for arg in args
+            )
+        elif func is torch.ops.aten.masked_scatter_backward.default:  # meta knows no number of rows
+            func, args = torch.ops.aten.new_empty.default, (args[0], args[2])
         if (op := self._ops.get(func)) is None:
             op = self._ops[func] = KnownOp(func)
         output = _made(op, func, args, kwargs)
@@ -207,12 +220,12 @@ def run_step(
         known: of other steps; added to.
 
     Returns:
-        The marks, in their order: ``start 1`` and ``start 2`` where the forward of those layers
-        begins, ``forward`` at its end, in backward ``last``, ``middle`` and ``first`` where the
-        gradient of the input of the last layer, of that with the number 1, and of the first one is
-        complete, ``summing`` before the sums of replicated parameters' gradients, and ``end``.
-        ``first`` is absent where the first layer's input needs no gradient, ``summing`` where there
-        is nothing to sum.
+        The marks, in their order: ``start`` in front of the first layer, behind an image tower,
+        ``start 1`` and ``start 2`` where the forward of those layers begins, ``forward`` at its
+        end, in backward ``last``, ``middle`` and ``first`` where the gradient of the input of the
+        last layer, of that with the number 1, and of the first one is complete, ``summing`` before
+        the sums of replicated parameters' gradients, and ``end``. ``first`` is absent where the
+        first layer's input needs no gradient, ``summing`` where there is nothing to sum.
         ``kept`` is what the forward has left for backward.
     """
     for module in model.modules():
@@ -223,9 +236,12 @@ def run_step(
             warnings.simplefilter("ignore", FutureWarning)  # of its name
             model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
-    live = _Live((*model.parameters(), *model.buffers(), ids), known)
+    images = state_of(model).spec.images
+    further = getattr(model, images)(rows, tokens) if images else {}
+    live = _Live((*model.parameters(), *model.buffers(), ids, *further.values()), known)
     inner = model.get_submodule(layers)
     _watch_sums(model, live)
+    _watch_start(inner[0], lambda _: live.mark("start"))
     for number in range(1, min(3, len(inner))):
         _watch_start(inner[number], lambda _, name=f"start {number}": live.note(name))
     for name, index in (("last", -1), ("middle", 1), ("first", 0)):
@@ -240,11 +256,16 @@ def run_step(
         cache = transformers.DynamicCache() if checkpointing else None
         parameters = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
         name = "cache" if "cache" in parameters else "past_key_values"
-        loss = model(input_ids=ids, labels=ids, **{name: cache}).loss
+        loss = model(input_ids=ids, labels=ids, **{name: cache}, **further).loss
         live.mark("forward")
         live.recorded.peaks["kept"] = live.now
         loss.backward()
         live.mark("end")
+    live.recorded.idle = frozenset(
+        name
+        for name, parameter, _ in named_shards(model)
+        if parameter.requires_grad and parameter.grad is None
+    )
     return live.recorded
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ranks import pool
 from reference import Tiny, batch, mesh_of
+from reference_cogagent import DATA as COGAGENT
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
@@ -203,6 +204,12 @@ def test_plan_sorts_layouts_by_their_peak(
     numbers = sum(parameter.numel() for parameter in TINY.model().parameters())
     assert {layout["model_on_disk"] for layout in found["layouts"]} == {4 * numbers}
     assert all("query heads" in why for why in found["refused"].values())
+
+
+def test_plan_knows_a_cogagent(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, 0, "plan", COGAGENT, "--world", 2, "--tokens", 16)
+    assert [(layout["tp"], layout["dp"]) for layout in found["layouts"]] == [(2, 1)]
+    assert "image towers cannot be planned" in found["refused"]["tp=1 ep=1"]
 
 
 def test_plan_trains_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

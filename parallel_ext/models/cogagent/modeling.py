@@ -298,6 +298,31 @@ class CogAgentForCausalLM(CogAgentPreTrainedModel, GenerationMixin):
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: outputs.get(CACHE)})
 
+    def with_an_image_each(self, rows: int, tokens: int) -> dict[str, Tensor]:
+        """Return what a batch with an image in each row has beside ids and labels.
+
+        Images and positions are on the device of the model, token types on the CPU, where their
+        values can be read though the model is on meta.
+
+        Raises:
+            ValueError: a row has no room for an image between two tokens of text.
+        """
+        config = self.config
+        room, device = config.image_tokens + 2, self.device
+        if tokens < room:
+            raise ValueError(
+                f"CogAgent: a row of {tokens} tokens has no room for an image between two tokens "
+                f"of text; give at least {room}"
+            )
+        types = torch.full((rows, tokens), LANGUAGE)
+        types[:, 1 : 1 + config.image_tokens] = VISION
+        sizes = config.vision_config["image_size"], config.cross_image_size
+        low, high = (torch.zeros(rows, 3, size, size, device=device) for size in sizes)
+        return {
+            **{"images": low, "cross_images": high, "token_type_ids": types},
+            "position_ids": build_position_ids(types).to(device),
+        }
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         """Return False: the model makes its own cache, with the keys of the cross attention."""

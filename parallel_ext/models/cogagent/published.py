@@ -84,5 +84,6 @@ PUBLISHED_COGAGENT = replace(
     COGAGENT,
     regions=tuple(replace(each, **_DIFFERENT.get(each.name, {})) for each in COGAGENT.regions),
     skips=None,  # without an image it fails in any case
+    images=None,
     changes_logits=True,
 )

@@ -58,6 +58,7 @@ COGAGENT = ModelSpec(
     shared=("model.cross_vision",),
     towers=("model.vision.transformer.layers", "model.cross_vision.vit.model.blocks"),
     skips="model.towers_run",
+    images="with_an_image_each",
     unadapted={
         "model.cross_vision.vit.model.blocks": (
             "EVA2-CLIP-L is whole on every rank; the published code reads the weights of its q, k "
