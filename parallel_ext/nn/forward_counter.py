@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from parallel_ext.nn._torch_private import running_backward
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 
 
@@ -39,7 +40,7 @@ class ForwardCounter:
             return self.count
 
         def next_number() -> int:
-            if torch._C._current_graph_task_id() != -1:
+            if running_backward() != -1:
                 raise RuntimeError(
                     f"{what}: a layer runs in backward, but nothing says which forward it "
                     "recomputes, so it could differ; checkpoint with torch.utils.checkpoint, or "

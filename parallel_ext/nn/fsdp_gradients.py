@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel_ext.nn._torch_private import at_end_of_backward, running_backward
+
 
 class HeldGradients:
     """The gradients that FSDP holds back for one model that it has sharded.
@@ -67,7 +69,7 @@ class HeldGradients:
         Called in a backward, after FSDP has queued its own end of it.
         """
         self._running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        at_end_of_backward(self._end_backward)
         for parameter, gradient in self._anchors:
             if parameter.sharded_param.grad is not gradient:
                 _put(parameter, (None, None))
@@ -119,7 +121,7 @@ class HeldGradients:
 
     def backward_broke_off(self) -> bool:
         """Return whether an earlier backward has raised, after which FSDP would finish no other."""
-        return self._running and torch._C._current_graph_task_id() == -1
+        return self._running and running_backward() == -1
 
 
 def _take(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn._torch_private import at_end_of_backward, running_backward
 from parallel_ext.ops import Group
 
 BUCKET = 2**24
@@ -82,7 +83,7 @@ class _OpenSession(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.partials._open(torch._C._current_graph_task_id())
+        ctx.partials._open(running_backward())
         return grad, None
 
 
@@ -161,7 +162,7 @@ class PartialGradients:
                     "use what backward leaves"
                 )
         if self._averaged:
-            self._open(torch._C._current_graph_task_id())
+            self._open(running_backward())
 
     def _current(self) -> _Session | None:
         return self._session() if self._session is not None else None
@@ -171,12 +172,12 @@ class PartialGradients:
         if session is None or session.graph_task != graph_task:
             session = _Session(graph_task)
             self._session = weakref.ref(session)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._close(session))
+            at_end_of_backward(lambda: self._close(session))
         return session
 
     def _add(self, name: str, weight: nn.Parameter, group: Group, grad: torch.Tensor) -> None:
         # Inside a checkpoint's inner backward the session of the outer one is the live one.
-        session = self._current() or self._open(torch._C._current_graph_task_id())
+        session = self._current() or self._open(running_backward())
         self._merge(session.entries, name, _Entry(weight, group, grad))
 
     @staticmethod

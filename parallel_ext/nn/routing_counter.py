@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parallel_ext import _C
+from parallel_ext.nn._torch_private import running_backward
 
 # What brings rows of a mixture to other ranks.
 _EXCHANGES = (
@@ -59,7 +60,7 @@ class RoutingCounter:
         return partial(self._add, layer)
 
     def _add(self, layer: int, choices: Sequence[int] | torch.Tensor, rows: int) -> None:
-        if self._is_aside or torch._C._current_graph_task_id() != -1:  # recomputed in backward
+        if self._is_aside or running_backward() != -1:  # recomputed in backward
             return
         if isinstance(choices, torch.Tensor):
             self._unread[layer] = choices + self._unread.get(layer, 0)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ext import ops
+from parallel_ext.nn._torch_private import running_backward
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
@@ -273,7 +274,7 @@ def _watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> N
     """Let ``watch`` have the input of a layer's forward, but not of one that backward repeats."""
 
     def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if running_backward() == -1:
             watch(args[0])
 
     layer.register_forward_pre_hook(before)
@@ -313,7 +314,7 @@ def _balanced_route(
     """Stand for what a step routes: every expert gets as many choices as any other."""
     row_bytes = tokens.size(-1) * tokens.element_size() if experts.joins_choices else 0
     sides, rank = tuple(experts.experts_per_rank), experts.group.rank
-    if torch._C._current_graph_task_id() == -1:  # what is recomputed has its plan
+    if running_backward() == -1:  # what is recomputed has its plan
         width = 6 + len(low_ranks) + experts.num_experts + len(sides)
         header = choices.new_empty(1, width)
         ops.gather_from_region(header, [width] * len(sides), experts.group)

@@ -26,6 +26,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.nn._torch_private import running_backward
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.recomputation import once, watch_checkpoints
@@ -100,10 +101,10 @@ class OwnTokens:
             self._tokens = None
         else:
             self._tokens = _Tokens(hidden.size(0), self.sizes(tokens))
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = running_backward()
 
     def _current(self) -> _Tokens | None:
-        if self._backward != torch._C._current_graph_task_id():
+        if self._backward != running_backward():
             raise RuntimeError(
                 "sequence_parallel: a part of a decoder layer is recomputed by other means than "
                 "torch.utils.checkpoint; wrap what it recomputes in parallel_ext.nn.Recomputable"
@@ -272,7 +273,7 @@ class GatherLogits:
         self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        own, recomputed = self.own, torch._C._current_graph_task_id() != -1
+        own, recomputed = self.own, running_backward() != -1
         if not own.wants_logits or recomputed or not own.divided():
             return None
         sizes, (rows, _) = own.now(), own.shape_of_all()
