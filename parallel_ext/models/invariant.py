@@ -18,6 +18,8 @@ from parallel_ext.ops.group import Range
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 
+_SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
+
 
 def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
     """Raise unless all that a spec describes can be computed in blocks.
@@ -31,10 +33,12 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
     """
     attention, mlp = spec.attention, spec.mlp
     missing = {
-        "blocks beside the decoder layers": bool(spec.regions or spec.shared),
         "no output head": spec.head is None,
+        "blocks beside the decoder layers": bool(spec.regions)
+        and spec.model_type not in _SERVED_WITH_REGIONS,
+        "published code": any(each.forward for each in spec.regions),
         "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
-        "an attention of another kind": attention is None,
+        "an attention of another kind": attention is None and not spec.regions,
         "a bias of the output head": f"{spec.head}.bias" in names,
     }
     if found := [what for what, is_there in missing.items() if is_there]:
@@ -120,11 +124,12 @@ def plan_in_blocks(
     for path in spec.ends:
         if f"{path}.weight" in shapes:
             shard(f"{path}.weight", 0, vocabulary)
-    heads = attention_blocks(spec.attention, sizes.num_heads, sizes.num_key_value_heads, blocks)
-    query, key_value = (
-        tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
-        for ranges in (heads.query, heads.key_value)
-    )
+    if spec.attention is not None:
+        heads = attention_blocks(spec.attention, sizes.num_heads, sizes.num_key_value_heads, blocks)
+        query, key_value = (
+            tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
+            for ranges in (heads.query, heads.key_value)
+        )
     for path, block in blocks_of(spec, shapes).items():
         if isinstance(block, AttentionNames):
             block.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
@@ -145,12 +150,15 @@ def plan_in_blocks(
                 each = tuple((expert, expert + 1) for expert in range(layout.shape[0]))
                 found[name] = replace(layout, blocks=each)
             continue
+        num_heads = sizes.heads_of.get(path)
         for name, joined in block.inputs.items():
             inner = shapes[f"{path}.{name}.weight"][0] // joined
-            shard_rows(f"{path}.{name}", split_in_blocks(inner, blocks), (1,) * joined)
+            ranges = split_in_blocks(inner, blocks, inner // (num_heads or inner))
+            shard_rows(f"{path}.{name}", ranges, (1,) * joined)
         for name in block.outputs:
             weight = f"{path}.{name}.weight"
-            shard(weight, 1, split_in_blocks(shapes[weight][1], blocks))
+            inner = shapes[weight][1]
+            shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))
     tensors = {
         name: found.get(name, TensorLayout(name, shape))
         for name, shape in shapes.items()

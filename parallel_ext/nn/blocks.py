@@ -31,10 +31,10 @@ class BlockColumnLinear(ShardedModule):
         copies: that many consecutive blocks hold the same rows.
         head_dim: features of a head, where heads are repeated.
         repeats: how often each head of each part is returned, one behind the other; once if empty.
+        alone: whether it is computed by itself, and not together with the other layers that read
+            the same input, by :class:`ComputedTogether`.
 
-    It is computed together with the other layers that read the same input, by
-    :class:`ComputedTogether`, and returns this rank's [..., features], those of the parts one
-    behind the other.
+    It returns this rank's [..., features], those of the parts one behind the other.
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class BlockColumnLinear(ShardedModule):
         copies: int = 1,
         head_dim: int = 1,
         repeats: tuple[int, ...] = (),
+        alone: bool = False,
     ) -> None:
         super().__init__(layouts, group)
+        self.alone = alone
         layout = layouts["weight"]
         self.out_features, self.in_features = layout.shape
         self.weight, self.bias = weight, bias
@@ -62,6 +64,8 @@ class BlockColumnLinear(ShardedModule):
         self.computed: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.alone:
+            return self.like_weight(input, self.weight, self.bias)
         computed, self.computed = self.computed, None
         if computed is None or computed[0] is not input:
             raise RuntimeError(
@@ -381,6 +385,17 @@ class BlockNorm(ShardedModule):
             weight = self.weight.to(wide.dtype)
             weight = ops.block_bias(torch.zeros_like(wide), weight, self.blocks, 1, self.group)
             return (weight * (wide * scale)).to(input.dtype)
+
+
+class FixedErfGelu(nn.Module):
+    """``nn.GELU`` with bits that depend on nothing but the element, in fp32 or wider.
+
+    Each of its steps has such bits, which torch's one op has not.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        return (wide * (0.5 + 0.5 * torch.erf(wide * 0.5**0.5))).to(input.dtype)
 
 
 class FixedGelu(nn.Module):

@@ -17,14 +17,14 @@ class ForwardCounter:
     Attributes:
         count: of the forwards so far; those of all leaves of a batch are one.
         first_row: of the leaf that is running, in its batch; None outside of leaves.
-        rows: of that leaf.
+        rows: of that leaf; None where layers read other rows than these, as images or some tokens.
     """
 
     def __init__(self) -> None:
         watch_checkpoints()
         self.count = 0
         self.first_row: int | None = None
-        self.rows = 0
+        self.rows: int | None = 0
 
     @torch._disable_dynamo
     def number(self, what: str) -> int:

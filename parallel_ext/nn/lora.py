@@ -75,6 +75,9 @@ def factors_for_use(
     return caught(factor_a, "weight", group_a), caught(factor_b, "weight", group_b), bias
 
 
+_ODD = 0x9E3779B97F4A7C15  # keys of leaves are far apart
+
+
 def input_dropout(
     base: ShardedModule, input: torch.Tensor, p: float, key: int, forwards: ForwardCounter
 ) -> ops.Dropout:
@@ -87,10 +90,13 @@ def input_dropout(
         key: of the masks of this adapter, equal on all ranks.
         forwards: of the layer; in a leaf of ``px.train_leaves`` the mask is that of the leaf's rows
             in the whole batch, which are the first dimension of ``input`` unless it is [tokens, K].
+            Where layers read other rows, as images, it is one of the leaf.
     """
     step = forwards.number("lora_dropout")
     tokens = math.prod(input.shape[:-1])
-    if forwards.first_row is not None:
+    if forwards.first_row is not None and forwards.rows is None:
+        key, token = (key + forwards.first_row * _ODD) % 2**63, 0  # masks of the leaf alone
+    elif forwards.first_row is not None:
         token = forwards.first_row * (
             tokens // (input.size(0) if input.dim() > 2 else forwards.rows)
         )

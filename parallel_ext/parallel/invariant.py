@@ -21,10 +21,12 @@ from parallel_ext.nn.blocks import (
     BlockNorm,
     BlockRowLinear,
     ComputedTogether,
+    FixedErfGelu,
     FixedGelu,
     FixedSilu,
     replicated_linear,
 )
+from parallel_ext.nn.replicated import fix_replicated
 from parallel_ext.nn.routing import Routing
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
@@ -33,6 +35,8 @@ from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
 _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
+_ERF_GELU = (transformers.activations.GELUActivation,)
+_ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
 # In fp32, rounded, then times the weight; or Gemma's, in fp32 times 1 + weight, then rounded.
 _HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm": True}
@@ -65,11 +69,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
     for path, block in blocks_of(spec, names).items():
         module = model.get_submodule(path)
         if isinstance(block, AttentionNames):
-            if module.head_dim % 4:
-                raise ValueError(
-                    f"px.Invariant serves heads of a multiple of 4 features, but those of {path} "
-                    f"have {module.head_dim}: torch's attention then has other bits on other tp"
-                )
+            _check_head_dim(path, module.head_dim)
             heads = model.config.num_attention_heads
             if block.full_norms and heads != model.config.num_key_value_heads:
                 raise ValueError(
@@ -88,12 +88,49 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
         if isinstance(block, MixtureNames):
             _check_mixture(model, path, block, mesh)
             continue
+        if block in spec.regions:
+            _check_region(module, path, block)
+            continue
         for name, child in module.named_children():
-            if name not in block.modules() and not isinstance(child, (*_SILU, *_GELU)):
-                raise ValueError(
-                    f"px.Invariant serves SiLU and GELU by tanh, but {path}.{name} is a "
-                    f"{type(child).__name__}, whose bits may depend on the place of an element"
-                )
+            if name not in block.modules() and _fixed(child) is None:
+                raise _of_unknown_activation(f"{path}.{name}", child)
+    if spec.regions:
+        for name, child in model.named_modules():
+            if type(child).__module__ in _ACTIVATIONS and _fixed(child) is None:
+                raise _of_unknown_activation(name, child)
+
+
+def _fixed(activation: nn.Module) -> nn.Module | None:
+    """Return the module of the same activation with fixed bits, None where there is none."""
+    by_tanh = type(activation) is nn.GELU and activation.approximate == "tanh"
+    if by_tanh or isinstance(activation, _GELU):
+        return FixedGelu()
+    if isinstance(activation, (nn.GELU, *_ERF_GELU)):
+        return FixedErfGelu()
+    return FixedSilu() if isinstance(activation, _SILU) else None
+
+
+def _of_unknown_activation(name: str, activation: nn.Module) -> ValueError:
+    return ValueError(
+        f"px.Invariant serves SiLU and GELU, but {name} is a {type(activation).__name__}, whose "
+        "bits may depend on the place of an element"
+    )
+
+
+def _check_region(module: nn.Module, path: str, names: RegionNames) -> None:
+    if names.heads is None:
+        return
+    for name, joined in names.inputs.items():
+        features = module.get_submodule(name).out_features // joined
+        _check_head_dim(path, features // getattr(module, names.heads))
+
+
+def _check_head_dim(path: str, head_dim: int) -> None:
+    if head_dim % 4:
+        raise ValueError(
+            f"px.Invariant serves heads of a multiple of 4 features, but those of {path} have "
+            f"{head_dim}: torch's attention then has other bits on other tp"
+        )
 
 
 def _check_settings(device: torch.device) -> None:
@@ -155,15 +192,21 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
     spec, config = plan.spec, model.config
     put = Replacer(model, plan.layout, plan.mesh, None)
     put.embedding(spec.embedding, spec.scaled_embedding is not None)
-    numbers = config.num_attention_heads, config.num_key_value_heads
-    heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
+    if spec.attention is not None:
+        numbers = config.num_attention_heads, config.num_key_value_heads
+        heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
     for path, block in blocks_of(spec, plan.layout).items():
-        if isinstance(block, AttentionNames):
+        if block in spec.regions:
+            _replace_region(put, path, block)
+        elif isinstance(block, AttentionNames):
             _replace_attention(put, path, block, heads)
         elif isinstance(block, MixtureNames):
             _replace_mixture(put, path, block)
         else:
             _replace_mlp(put, path, block)
+    if spec.regions:
+        _replace_activations(model)
+        fix_replicated(model)
     put.head(spec.head)
     head = model.get_submodule(spec.head)
     head.blocks = own_blocks(head.layouts["weight"], plan.mesh.tp_rank)
@@ -201,11 +244,29 @@ def _replace_attention(
 
 
 def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
-    module, tp = put.model.get_submodule(path), put.mesh.tp
-    for name, child in list(module.named_children()):
-        if isinstance(child, (*_SILU, *_GELU)):
-            setattr(module, name, FixedSilu() if isinstance(child, _SILU) else FixedGelu())
+    tp = put.mesh.tp
+    _replace_activations(put.model.get_submodule(path))
     _replace_inputs(put, path, {name: () for name in names.inputs})
+    for name in names.outputs:
+        put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
+
+
+def _replace_activations(module: nn.Module) -> None:
+    for name, child in list(module.named_modules()):
+        if (fixed := _fixed(child)) is not None:
+            module.set_submodule(name, fixed)
+
+
+def _replace_region(put: Replacer, path: str, names: RegionNames) -> None:
+    module, tp = put.model.get_submodule(path), put.mesh.tp
+    for name in names.inputs:
+        layer = BlockColumnLinear(*put.shards(f"{path}.{name}"), tp, alone=True)
+        put.put(f"{path}.{name}", layer)
+    if names.heads is not None:  # all its layers have the same blocks of heads
+        num_heads = getattr(module, names.heads)
+        features = layer.out_features // len(layer.blocks)
+        own, _ = layer.blocks[0]
+        setattr(module, names.heads, own[-1][1] * num_heads // features)
     for name in names.outputs:
         put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
 

@@ -36,7 +36,7 @@ class LeafLoop(ABC):
     loss: torch.Tensor | None = None
 
     def __init__(self, model: nn.Module, state: ParallelState, rows: int) -> None:
-        self._state = state
+        self._model, self._state = model, state
         self._ranges = split_in_blocks(rows, state.invariant.leaves)
         self._left: int | None = None  # rounds, when they have begun
         modules = [*model.modules()]
@@ -71,6 +71,26 @@ class LeafLoop(ABC):
         finally:
             for module, _, _ in self._shared:
                 module.take_gradients = {}
+
+    @contextmanager
+    def _nothing_skipped(self) -> Iterator[None]:
+        """Let every leaf inside the context run what a model may skip, so that all have gradients.
+
+        Which leaves have an image, and which of them a rank has, then changes no parameter's sum.
+        """
+        if self._state.spec.skips is None:
+            yield
+            return
+        path, _, method = self._state.spec.skips.rpartition(".")
+        owner = vars(self._model.get_submodule(path))
+        before = owner.get(method)
+        owner[method] = lambda *needed: (True,) * len(needed)
+        try:
+            yield
+        finally:
+            del owner[method]
+            if before is not None:
+                owner[method] = before
 
     def _take(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take the gradients of a parameter for the leaf of each dp rank that meets here."""
@@ -120,8 +140,9 @@ class LeafLoop(ABC):
         self, first_row: int | None, rows: int, counts: bool, leaf: int | None
     ) -> None:
         """Say which leaf runs, which rows of the batch it has, and whether it counts."""
+        others = self._state.spec.regions  # read images, or the tokens of one expert
         for counter in self._counters:
-            counter.first_row, counter.rows = first_row, rows
+            counter.first_row, counter.rows = first_row, None if others else rows
         for module in self._experts:
             module.has_leaf = counts
         for routing in self._state.routings:
@@ -164,7 +185,7 @@ class LeafLoop(ABC):
             counter.count += 1  # the leaves of a batch are one forward
         self._state.in_leaf, self._state.leaf_loop = True, self
         try:
-            with self._aside():
+            with self._aside(), self._nothing_skipped():
                 yield
         finally:
             self._state.in_leaf, self._state.leaf_loop = False, None

@@ -30,9 +30,9 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
     Args:
         model: parallel, with ``px.Invariant``, in training mode.
-        batch: what the model's forward takes by name, with ``labels``; every tensor has B rows,
-            as int64 ids [B, S]. ``num_items_in_batch`` is the number of labels that count in all
-            batches of this optimizer step; of this batch when left out.
+        batch: what the model's forward takes by name, with ``labels``; every tensor or list has B
+            rows, as int64 ids [B, S]. ``num_items_in_batch`` is the number of labels that count in
+            all batches of this optimizer step; of this batch when left out.
 
     Returns:
         The loss of the batch, a scalar, the same on every rank: the mean over its labels, or the
@@ -72,7 +72,7 @@ def leaves(
         model: parallel, with ``px.Invariant``, in training mode.
         rows: of the global batch, which ``px.Invariant(leaves=)`` divides in order.
         batch: the global batch, of which the leaves take their rows: arguments of the forward by
-            name, every tensor with ``rows`` rows.
+            name, every tensor or list with ``rows`` rows.
 
     Raises:
         ValueError: the model is not such a model; a tensor of ``batch`` has other rows; or a leaf
@@ -122,6 +122,8 @@ def _part(batch: Mapping[str, Any], leaf: slice) -> dict[str, Any]:
 
 
 def _digest(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_digest, value))}]"
     if not isinstance(value, torch.Tensor):
         return repr(value)
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -136,4 +138,4 @@ def _count_of_labels(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return isinstance(value, (list, tuple)) or isinstance(value, torch.Tensor) and value.dim() > 0

@@ -35,7 +35,18 @@ from parallel_ext.nn import blocks
 from parallel_ext.nn.blocks import BlockRowLinear, FixedSilu
 from parallel_ext.parallel.invariant import check_invariant
 
+
+class ByErf(Tiny):
+    """With GELU as it is defined."""
+
+    def config(self) -> transformers.LlamaConfig:
+        config = super().config()
+        config.hidden_act = "gelu"
+        return config
+
+
 KINDS = {
+    "gelu by erf": ByErf(dtype=torch.float32, inner=145),
     "odd": Tiny(dtype=torch.float32, inner=145),
     "tied": Tiny(dtype=torch.float32, inner=145, tied=True),
     "bf16": Tiny(dtype=torch.bfloat16, inner=145),
@@ -256,7 +267,7 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     [
         *(Tiny(), Tiny(bias=True), OfSpec("qwen2"), OfSpec("qwen3", heads=8, key_value_heads=2)),
         *(OfSpec("gemma"), OfSpec("gemma2", tied=True), OfSpec("gemma3_text")),
-        *(OfSpec("olmo2", heads=5, key_value_heads=5), OfSpec("phi3")),
+        *(OfSpec("olmo2", heads=5, key_value_heads=5), OfSpec("phi3"), ByErf()),
     ],
 )
 def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
@@ -376,7 +387,7 @@ def _refusals() -> list[Any]:
     return [
         refused(lambda: made(_with_another_norm())),
         refused(lambda: made(model_of(attention_dropout=0.1))),
-        refused(lambda: made(model_of(hidden_act="gelu"))),
+        refused(lambda: made(model_of(hidden_act="relu"))),
         refused(lambda: made(model_of(head_dim=10))),
         refused(lambda: made(OfSpec("olmo2", dtype=torch.float32).model())),
         refused(lambda: made(model_of(), px.Invariant(1))),
@@ -394,7 +405,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     words = [
         "is a LayerNorm",
         "attention_dropout",
-        "mlp.act_fn is a GELUActivation",
+        "mlp.act_fn is a ReLU",
         "self_attn have 10",
         "with as many key-value heads",
         "more than the 1 blocks of",

@@ -68,7 +68,7 @@ def part_of(whole: dict[str, torch.Tensor], leaf: slice) -> dict[str, torch.Tens
     return {name: value[leaf] for name, value in whole.items()}
 
 
-def _bits(model: Any, optimizer: torch.optim.Optimizer, mesh: px.Mesh) -> dict[str, str]:
+def bits_of(model: Any, optimizer: torch.optim.Optimizer, mesh: px.Mesh) -> dict[str, str]:
     """Of each trained parameter, its gradient and second moment."""
     found = {}
     for name, parameter, layout in named_shards(model):
@@ -143,7 +143,7 @@ def train(
         optimizer.step()
     if root is not None and steps[-1] < STEPS - 1:
         px.save_checkpoint(root, steps[-1] + 1, model, optimizer)
-    return log, px.digest(model), _bits(model, optimizer, mesh)
+    return log, px.digest(model), bits_of(model, optimizer, mesh)
 
 
 def assert_bits(found: Sequence[Bits], whole: Bits) -> None:

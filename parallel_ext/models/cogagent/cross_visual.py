@@ -92,11 +92,12 @@ class CrossVisionSwiGLU(nn.Module):
         super().__init__()
         self.w1 = nn.Linear(width, inner)
         self.w2 = nn.Linear(width, inner)
+        self.act_fn = nn.SiLU()
         self.ffn_ln = nn.LayerNorm(inner, eps=NORM_EPS)
         self.w3 = nn.Linear(inner, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.w3(self.ffn_ln(F.silu(self.w1(hidden)) * self.w2(hidden)))
+        return self.w3(self.ffn_ln(self.act_fn(self.w1(hidden)) * self.w2(hidden)))
 
 
 class CrossVisionBlock(nn.Module):

@@ -100,10 +100,12 @@ class GLU(nn.Module):
         self.dense_h_to_4h = nn.Linear(hidden, inner, bias=False)
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.dense_4h_to_h = nn.Linear(inner, hidden, bias=False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, features: Tensor) -> Tensor:
         features = self.act1(self.norm1(self.linear_proj(features)))
-        return self.dense_4h_to_h(F.silu(self.gate_proj(features)) * self.dense_h_to_4h(features))
+        gate = self.act_fn(self.gate_proj(features))
+        return self.dense_4h_to_h(gate * self.dense_h_to_4h(features))
 
 
 class EVA2CLIPModel(nn.Module):

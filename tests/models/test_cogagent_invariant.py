@@ -1,0 +1,241 @@
+"""A CogAgent under ``px.Invariant`` has the bits of one process on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from ranks import pool
+from reference import FLOOR, difference, gradients_of, mesh_of, parallel, shard_differences, worst
+from reference_cogagent import TWO_IMAGES, Row, batch_of, exact, picture, text, tiny_model
+from reference_leaves import Bits, assert_bits, bits_of
+
+import parallel_ext as px
+from parallel_ext import ops
+from parallel_ext.models.cogagent import COGAGENT, PUBLISHED_COGAGENT
+from parallel_ext.models.invariant import check_can_be_invariant
+from parallel_ext.nn.blocks import BlockRowLinear
+from parallel_ext.nn.forward_counter import ForwardCounter
+from parallel_ext.nn.lora import input_dropout
+from parallel_ext.parallel import invariant as replacing
+
+INVARIANT = px.Invariant(8, leaves=4)
+STEPS = 3
+BATCHES = [
+    [picture(6), text(9), Row(TWO_IMAGES, 2, cross=True), text(7, cross=True), text(4)],
+    [text(3), picture(2), text(8), picture(9), picture(5)],
+    [text(5), text(6), text(4), picture(7), text(11, cross=True)],
+]
+
+
+def _frozen(model: Any) -> Any:
+    """A model in which what it holds and never runs is frozen."""
+    tower = model.model.cross_vision.vit.model
+    for part in (tower.blocks[-1], tower.norm, tower.head):
+        part.requires_grad_(False)
+    return model
+
+
+def _model(dtype: torch.dtype = torch.float32) -> Any:
+    return _frozen(tiny_model().to(dtype).train())
+
+
+def _train(
+    tp: int,
+    how: str = "",
+    zero: int = 0,
+    steps: Sequence[int] = range(STEPS),
+    root: Path | None = None,
+) -> Bits:
+    """Train on this pool's ranks; resumed from ``root`` and saved there if not all steps run."""
+    mesh = mesh_of(tp=tp)
+    torch.set_num_threads(3 if "threads" in how else 1)
+    reference = _model(torch.bfloat16 if "bf16" in how else torch.float32)
+    model = px.parallelize(reference, mesh, invariant=INVARIANT)
+    if "checkpointing" in how:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "adapter" in how:
+        torch.manual_seed(3)
+        parts = {"lora_bias": True, "modules_to_save": ["vision_mlp"]} if "bias" in how else {}
+        config = px.LoraConfig(r=3, lora_dropout=0.2, target_modules="all-linear", **parts)
+        model = peft.get_peft_model(model, config).train()
+    if zero:
+        px.data_parallel(model, mesh, zero)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    if root is not None and steps[0] > 0:
+        px.load_checkpoint(root, model, optimizer)
+    log = []
+    for step in steps:
+        optimizer.zero_grad()
+        whole = batch_of(BATCHES[step], "left")
+        if "one forward" in how:
+            loss = model(**whole).loss
+            loss.backward()
+        else:
+            with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how):
+                loss = px.train_leaves(model, whole)
+        log.append((loss.item().hex(), px.clip_grad_norm_(model, 0.5).item().hex()))
+        optimizer.step()
+    if root is not None and steps[-1] < STEPS - 1:
+        px.save_checkpoint(root, steps[-1] + 1, model, optimizer)
+    torch.set_num_threads(1)
+    return log, px.digest(model), bits_of(model, optimizer, mesh)
+
+
+@pytest.mark.parametrize("how", ["one forward", "one forward in bf16"])
+def test_any_tp_has_the_bits_of_one_process(how: str) -> None:
+    (whole,) = pool(1).run(_train, 1, how)
+    for tp in (2, 3, 4):
+        assert_bits(pool(tp).run(_train, tp, how), whole)
+
+
+WAYS = ["", "bf16", "autocast", "threads", "checkpointing", "adapter", "adapter, biases"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_leaves_have_the_bits_of_one_process(how: str) -> None:
+    (whole,) = pool(1).run(_train, 1, how)
+    for ranks, tp in ((2, 1), (3, 3), (4, 2), (3, 1)):
+        assert_bits(pool(ranks).run(_train, tp, how), whole)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_zero_has_the_bits_of_one_process(zero: int) -> None:
+    (whole,) = pool(1).run(_train, 1)
+    for ranks, tp in ((2, 1), (4, 2)):
+        assert_bits(pool(ranks).run(_train, tp, "", zero), whole)
+
+
+@pytest.mark.parametrize("how", ["", "adapter"])
+def test_a_run_resumes_on_other_layouts_with_the_same_bits(how: str, tmp_path: Path) -> None:
+    ((log, digest, held),) = pool(1).run(_train, 1, how)
+    for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((3, 3), (2, 2))):
+        root = tmp_path / f"{saving} to {loading}"
+        pool(saving).run(_train, tp, how, 0, (0, 1), root)
+        resumed = pool(loading).run(_train, other, how, 0, (2,), root)
+        assert_bits(resumed, (log[2:], digest, held))
+
+
+def _summed(self: Any, input: torch.Tensor) -> torch.Tensor:
+    output = ops.reduce_from_region(input @ self.weight.T, self.group)
+    return output if self.bias is None else output + self.bias
+
+
+BROKEN: dict[str, tuple[Any, str, Any, str]] = {
+    "one product a rank": (BlockRowLinear, "forward", _summed, "one forward"),
+    "torch's activations": (replacing, "_replace_activations", lambda module: None, "one forward"),
+    "torch's layers": (replacing, "fix_replicated", lambda model: None, "threads"),
+}
+
+
+def _train_broken(tp: int, what: str, threads: bool) -> Bits:
+    *broken, how = BROKEN[what]
+    with mock.patch.object(*broken):
+        return _train(tp, how if threads else "")
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_tests_above_notice(what: str) -> None:
+    (whole,) = pool(1).run(_train_broken, 1, what, what != "torch's layers")
+    with pytest.raises(AssertionError):
+        assert_bits(pool(3).run(_train_broken, 3, what, True), whole)
+
+
+def _differences(leaves: bool) -> dict[str, float]:
+    reference = exact(_model(torch.float64))
+    model = parallel(reference, mesh_of(tp=2), invariant=INVARIANT)
+    whole = batch_of(BATCHES[0], "left")
+    loss = px.train_leaves(model, whole) if leaves else model(**whole).loss
+    if not leaves:
+        loss.backward()
+    expected = reference(**whole).loss
+    expected.backward()
+    found = shard_differences(model, gradients_of(reference), True)
+    found["the loss"] = (loss / expected - 1).abs().item()
+    inputs = {name: value for name, value in whole.items() if name != "labels"}
+    with torch.no_grad():
+        logits, of_reference = (each.eval()(**inputs).logits for each in (model, reference))
+    found["logits in eval mode"] = difference(logits, of_reference)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "leaves"), [(2, False), (4, True)])
+def test_gradients_are_those_of_the_plain_model(ranks: int, leaves: bool) -> None:
+    for found in pool(ranks).run(_differences, leaves):
+        assert worst(found) < (FLOOR[torch.float64], "")
+
+
+def _from_files(folder: Path) -> tuple[str, str, str]:
+    mesh, reference = mesh_of(), _model()
+    if mesh.rank == 0:
+        reference.save_pretrained(folder / "plain")
+    mesh.control.barrier("saved")
+    model = px.from_pretrained(folder / "plain", mesh, dtype=torch.float32, invariant=INVARIANT)
+    px.train_leaves(_frozen(model).train(), batch_of(BATCHES[0], "left"))
+    found = px.digest(model), str(px.clip_grad_norm_(model, 0.5).item().hex())
+    model.save_pretrained(folder / "ours")
+    again = px.from_pretrained(folder / "ours", mesh, dtype=torch.float32, invariant=INVARIANT)
+    return *found, px.digest(again)
+
+
+def test_a_model_from_files_has_the_bits_of_one_process(tmp_path: Path) -> None:
+    ((digest, norm, again),) = pool(1).run(_from_files, tmp_path / "1")
+    assert again == digest
+    assert pool(3).run(_from_files, tmp_path / "3") == [(digest, norm, digest)] * 3
+
+
+def test_each_leaf_has_masks_of_its_own() -> None:
+    base = SimpleNamespace(layouts={"weight": SimpleNamespace(dim=0)})
+    forwards = ForwardCounter()
+    forwards.count, forwards.rows = 1, None
+    masks = []
+    for first_row, rows in ((0, 9), (2, 4), (4, 0)):
+        forwards.first_row = first_row
+        dropout = input_dropout(base, torch.ones(rows, 64), 0.5, 2**63 - 1, forwards)
+        masks.append(ops.seeded_dropout(torch.ones(rows, 64), dropout))
+    first, second, none = masks
+    assert none.shape == (0, 64)
+    assert not any(torch.equal(a, b) for a in first for b in second)
+
+
+def _refusals() -> list[str]:
+    found = []
+    for call in (
+        lambda: px.train_leaves(
+            px.parallelize(tiny_model().float().train(), mesh_of(tp=2), invariant=INVARIANT),
+            batch_of(BATCHES[0], "left"),
+        ),
+        lambda: px.parallelize(
+            tiny_model(num_attention_heads=32).float(), mesh_of(tp=2), invariant=INVARIANT
+        ),
+        lambda: px.parallelize(
+            tiny_model(hidden_act="relu").float(), mesh_of(tp=2), invariant=INVARIANT
+        ),
+        lambda: check_can_be_invariant(PUBLISHED_COGAGENT, {}),
+        lambda: check_can_be_invariant(replace(COGAGENT, model_type="another"), {}),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_not_served_is_refused_by_name() -> None:
+    words = [
+        "a trained parameter got no gradient",
+        "self_attn have 2",
+        "act_fn is a ReLU",
+        "'cogagent' models with published code",
+        "'another' models with blocks beside the decoder layers",
+    ]
+    for texts in pool(2).run(_refusals):
+        for found, word in zip(texts, words, strict=True):
+            assert word in found, found
