@@ -70,6 +70,22 @@ def test_experts_on_any_ranks_have_the_bits_of_one_process(kind: str) -> None:
     check_layouts(kind, "", APART)
 
 
+ON_EIGHT = {
+    "bf16": [(8, 8, 0), (8, 2, 0), (8, 2, 2)],
+    "odd": [(8, 2, 3)],
+    "bf16 mixtral": [
+        *((8, (8, 8), 0), (8, (2, 4), 0), (8, (4, 4), 0), (8, (2, 8), 2), (8, (8, 4), 0))
+    ],
+    "bf16 qwen2_moe": [(8, (8, 4), 0), (8, (2, 4), 3)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ON_EIGHT)
+def test_eight_ranks_have_the_bits_of_one_process(kind: str) -> None:
+    check_layouts(kind, "", ON_EIGHT[kind])
+
+
 WAYS = [
     *("checkpointing", "reentrant checkpointing", "autocast, checkpointing"),
     *("accumulation", "ranks without rows"),
