@@ -22,6 +22,8 @@ from parallel_ext.sharding.slices import gather_rows, local_part, take_block
 LaidOut = tuple[torch.Tensor, TensorLayout]
 """What this rank holds of a parameter or its gradient, and where the full tensor lies."""
 
+_PIECE = 1 << 15  # elements that a CPU converts to fp64 at once: they stay in its cache
+
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
@@ -119,10 +121,9 @@ def total_norm(
         raise ValueError(f"{op_name}: norm_type must be a positive number or inf, got {norm_type}")
     infinite = norm_type == float("inf")
 
-    def powers_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # In fp64 without copies in fp64, which a GPU else makes of each tensor.
-        norms = torch._foreach_norm(tensors, norm_type, dtype=torch.float64)
-        return list(norms) if infinite else [norm**norm_type for norm in norms]
+    def powers_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        norms = _norms(chain.from_iterable(map(_pieces, tensors)), norm_type)
+        return norms if infinite else norms**norm_type
 
     def joined(powers: torch.Tensor) -> torch.Tensor:
         return powers.amax(0) if infinite else powers.sum(0)
@@ -131,8 +132,8 @@ def total_norm(
         of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             of_dtype.setdefault(tensor.dtype, []).append(tensor)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return joined(torch.stack([zero, *chain.from_iterable(map(powers_of, of_dtype.values()))]))
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
+        return joined(torch.cat([zero, *map(powers_of, of_dtype.values())]))
 
     powers, everything = [], list(beside)
     for mesh, held in tensors.items():
@@ -181,12 +182,23 @@ def _sum_of_squares(
         shard, whole = gather_rows(tensor, layout, mesh)  # over dp, one at a time
         of_ranks = [counted_blocks(whole, rank) for rank in range(group.size)]
         counts = [count + len(of_rank) for count, of_rank in zip(counts, of_ranks, strict=True)]
-        blocks = [take_block(shard, whole, block) for block in of_ranks[group.rank]]
-        if blocks:
-            norms += torch._foreach_norm(blocks, 2.0, dtype=torch.float64)
+        for block in of_ranks[group.rank]:
+            pieces = _norms(_pieces(take_block(shard, whole, block)), 2.0)
+            norms.append(torch.linalg.vector_norm(pieces))
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])[:-1].square()
     everyone = ops.gather_from_region(squares, counts, group)
     return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return parts of a tensor that are converted to fp64 one at a time, by its size alone."""
+    whole = tensor.device.type != "cpu" or tensor.numel() <= _PIECE
+    return [tensor] if whole else tensor.reshape(-1).split(_PIECE)
+
+
+def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norms of tensors of one dtype in fp64; a GPU makes no copies of them in fp64."""
+    return torch.stack(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -53,6 +53,7 @@ KINDS = {
     "shared heads": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, inner=33),
     "eager": Tiny(dtype=torch.float32, attention="eager"),
     "wide": Tiny(dtype=torch.float32, heads=8, key_value_heads=4, inner=512, vocab_size=257),
+    "large vocabulary": Tiny(dtype=torch.float32, vocab_size=4099, layers=1),
     "biases": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
     "bf16 biases": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=1, bias=True),
     "qwen2": OfSpec("qwen2", dtype=torch.float32),

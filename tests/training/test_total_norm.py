@@ -30,6 +30,20 @@ def test_equal_gradients_count_once(norm_type: float, expected: float) -> None:
     assert pool(4).run(_norm, None, norm_type) == [expected] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
+def test_large_tensors_have_the_norm_of_torch(norm_type: float, dtype: torch.dtype) -> None:
+    """Those that are converted in pieces, with strides too."""
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(257, 511, generator=generator, dtype=torch.float64).to(dtype)
+    tensors = [large, large.t(), large[:, 1:], large[:5]]
+    norm = total_norm({px.init_mesh(): []}, tensors, norm_type, False, "f")
+    each = torch.stack([torch.linalg.vector_norm(t.double(), norm_type) for t in tensors])
+    expected = torch.linalg.vector_norm(each, norm_type)
+    assert norm.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(norm, expected.to(norm.dtype), rtol=1e-12, atol=0)
+
+
 def test_all_ranks_of_a_grid_raise_where_one_holds_another_gradient() -> None:
     """Also those of the other dp rank, which would wait for the raising ones."""
     words = "is 4.0 on ranks 0, 2, 3 and 5.0 on rank 1; average these"
