@@ -43,7 +43,8 @@ class LeafLoop(ABC):
         self._counters = list(forward_counters(model))
         self._all_experts = [module for module in modules if isinstance(module, BlockExperts)]
         self._experts = [module for module in self._all_experts if module.dp_ranks > 1]
-        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._name_of = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = [*self._name_of]
         self._shared = [  # by the leaves of several dp ranks, and whole here
             (module, name, parameter)
             for module in modules
@@ -102,9 +103,26 @@ class LeafLoop(ABC):
         )
         return gradients[0]
 
+    def _take_gradients(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """Return the gradients of trained parameters, which have them no more.
+
+        Raises:
+            ValueError: one has none.
+        """
+        gradients = []
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                raise ValueError(
+                    f"leaves: {self._name_of[parameter]} is trained, but the batch gave it no "
+                    "gradient; set requires_grad of what the batch does not use to False"
+                )
+            gradients.append(gradient)
+        return gradients
+
     def _take_apart(self) -> list[list[torch.Tensor]]:
         """Return what :meth:`_take` has taken of each parameter; they have no gradients more."""
-        take_gradients(parameter for _, _, parameter in self._shared)
+        self._take_gradients(parameter for _, _, parameter in self._shared)
         apart, self._apart = self._apart, {}
         return [[*map(wide, apart[parameter])] for _, _, parameter in self._shared]
 
@@ -199,24 +217,6 @@ class LeafLoop(ABC):
         for parameter, gradient in self._sums():
             gradient = gradient.to(parameter.dtype)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-def take_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of parameters, which have them no more.
-
-    Raises:
-        ValueError: one has none.
-    """
-    gradients = []
-    for parameter in parameters:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            raise ValueError(
-                "leaves: a trained parameter got no gradient; set requires_grad of those that "
-                "the batch does not use to False"
-            )
-        gradients.append(gradient)
-    return gradients
 
 
 def wide(value: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from parallel_ext.nn.sharded_module import to_shards
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.tree import Node
 from parallel_ext.training.data_parallel import Collective
-from parallel_ext.training.leaf_loop import LeafLoop, push_sums, take_gradients, wide
+from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
 
 class LeafRounds(LeafLoop):
@@ -57,10 +57,10 @@ class LeafRounds(LeafLoop):
         super().backward(loss)
 
     def _end_round(self, number: int, loss: torch.Tensor) -> None:
-        self._totals = take_gradients(self._sharded)
+        self._totals = self._take_gradients(self._sharded)
         mesh, count = self._state.mesh, len(self._ranges)
         of_ranks: list[list[torch.Tensor]] = [[] for _ in range(mesh.dp_size)]
-        alone = [([wide(value)], mesh.dp) for value in (loss, *take_gradients(self._others))]
+        alone = [([wide(value)], mesh.dp) for value in (loss, *self._take_gradients(self._others))]
         for values, group in (*alone, *((values, mesh.edp) for values in self._take_apart())):
             mine = torch.cat([value.reshape(-1) for value in values])
             gathered = ops.gather_from_region(mine, [len(mine)] * group.size, group)

@@ -14,7 +14,7 @@ from parallel_ext.ops.group import Range
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.layout import split
 from parallel_ext.sharding.tree import Node, push
-from parallel_ext.training.leaf_loop import LeafLoop, push_sums, take_gradients, wide
+from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
 _CHUNK = 1 << 22  # numbers of a gradient that the dp ranks exchange at a time
 
@@ -43,7 +43,7 @@ class LeafRuns(LeafLoop):
         return [(own[n], True) if n < len(own) else (0, False) for n in range(most)]
 
     def _end_round(self, number: int, loss: torch.Tensor) -> None:
-        values = [*map(wide, [loss, *take_gradients(self._others)])]
+        values = [*map(wide, [loss, *self._take_gradients(self._others)])]
         start, stop = self._runs[self._state.mesh.dp_rank]
         if start + number < stop:
             push_sums(self._nodes, (start + number, 1, values), len(self._ranges))

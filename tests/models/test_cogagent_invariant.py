@@ -230,7 +230,7 @@ def _refusals() -> list[str]:
 
 def test_what_is_not_served_is_refused_by_name() -> None:
     words = [
-        "a trained parameter got no gradient",
+        "model.cross_vision.vit.model.blocks",
         "self_attn have 2",
         "act_fn is a ReLU",
         "'cogagent' models with published code",

@@ -239,7 +239,7 @@ def _misused(options: dict[str, Any]) -> None:
         ({"whole batches": True}, "the batch's rows"),
         ({"zero": 0}, "needs px.data_parallel"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else ", ".join(each),
 )
 def test_what_is_not_served_is_refused(options: dict[str, Any], words: str) -> None:
     pool(2).assert_raises(_misused, options, words=words)
