@@ -18,7 +18,8 @@
 namespace parallel_ext {
 namespace {
 
-constexpr int64_t kLanes = 16, kPerTask = 1 << 14;
+constexpr int64_t kLanes = 256;  // gcc unrolls loops over a few, and makes no vectors of bf16
+constexpr int64_t kPerTask = 1 << 14;
 
 // Each activation is x * sigmoid(inner(x)), and `slope` the derivative of `inner`; of numbers and
 // of tensors.
@@ -56,31 +57,45 @@ struct Gelu {
   }
 };
 
-// One function per dtype: target_clones does not work with templates. The last lanes go through the
-// same instructions as all others.
+// One function per dtype: target_clones does not work with templates. All blocks of lanes, the last
+// one too, go through the same instructions: its numbers are brought to memory of a whole block.
 #define PARALLEL_EXT_ACTIVATION_LOOPS(Kind, scalar_t, wide_t)                                  \
   PARALLEL_EXT_MULTIVERSION void forward_loop(Kind, const scalar_t* in, int64_t size,          \
                                               scalar_t* out) {                                 \
+    scalar_t last_in[kLanes] = {}, last_out[kLanes];                                           \
     for (int64_t start = 0; start < size; start += kLanes) {                                   \
-      const int64_t width = std::min(kLanes, size - start);                                    \
-      wide_t x[kLanes] = {}, y[kLanes];                                                        \
-      for (int64_t j = 0; j < width; ++j) x[j] = widen(in[start + j]);                         \
-      for (int64_t j = 0; j < kLanes; ++j) y[j] = x[j] * sigmoid(Kind::inner(x[j]));           \
-      for (int64_t j = 0; j < width; ++j) store(y[j], out + start + j);                        \
+      const int64_t left = size - start;                                                       \
+      if (left < kLanes) std::copy_n(in + start, left, last_in);                               \
+      const scalar_t* from = left < kLanes ? last_in : in + start;                             \
+      scalar_t* to = left < kLanes ? last_out : out + start;                                   \
+      wide_t x[kLanes];                                                                        \
+      for (int64_t j = 0; j < kLanes; ++j) x[j] = widen(from[j]);                              \
+      for (int64_t j = 0; j < kLanes; ++j) x[j] *= sigmoid(Kind::inner(x[j]));                 \
+      for (int64_t j = 0; j < kLanes; ++j) store(x[j], to + j);                                \
+      if (left < kLanes) std::copy_n(last_out, left, out + start);                             \
     }                                                                                          \
   }                                                                                            \
   PARALLEL_EXT_MULTIVERSION void backward_loop(Kind, const scalar_t* grad, const scalar_t* in, \
                                                int64_t size, scalar_t* out) {                  \
+    scalar_t last_grad[kLanes] = {}, last_in[kLanes] = {}, last_out[kLanes];                   \
     for (int64_t start = 0; start < size; start += kLanes) {                                   \
-      const int64_t width = std::min(kLanes, size - start);                                    \
-      wide_t x[kLanes] = {}, g[kLanes] = {}, y[kLanes];                                        \
-      for (int64_t j = 0; j < width; ++j) x[j] = widen(in[start + j]);                         \
-      for (int64_t j = 0; j < width; ++j) g[j] = widen(grad[start + j]);                       \
+      const int64_t left = size - start;                                                       \
+      if (left < kLanes) {                                                                     \
+        std::copy_n(grad + start, left, last_grad);                                            \
+        std::copy_n(in + start, left, last_in);                                                \
+      }                                                                                        \
+      const scalar_t* from = left < kLanes ? last_in : in + start;                             \
+      const scalar_t* from_grad = left < kLanes ? last_grad : grad + start;                    \
+      scalar_t* to = left < kLanes ? last_out : out + start;                                   \
+      wide_t x[kLanes], y[kLanes];                                                             \
+      for (int64_t j = 0; j < kLanes; ++j) x[j] = widen(from[j]);                              \
+      for (int64_t j = 0; j < kLanes; ++j) y[j] = widen(from_grad[j]);                         \
       for (int64_t j = 0; j < kLanes; ++j) {                                                   \
         const wide_t s = sigmoid(Kind::inner(x[j]));                                           \
-        y[j] = g[j] * (s + x[j] * s * (1 - s) * Kind::slope(x[j]));                            \
+        y[j] *= s + x[j] * s * (1 - s) * Kind::slope(x[j]);                                    \
       }                                                                                        \
-      for (int64_t j = 0; j < width; ++j) store(y[j], out + start + j);                        \
+      for (int64_t j = 0; j < kLanes; ++j) store(y[j], to + j);                                \
+      if (left < kLanes) std::copy_n(last_out, left, out + start);                             \
     }                                                                                          \
   }
 
