@@ -19,14 +19,17 @@ import harness
 from invariant_ranks import MODES, SIZES, TOKENS
 
 RANKS = Path(__file__).with_name("invariant_ranks.py")
-TARGET = 1.15  # time of a step over that of the ordinary mode
+TARGET, TARGET_OF_SHORT_LEAVES = 1.15, 1.3  # time of a step over that of the ordinary mode
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative
 
 
 # By part: name of a layout -> tp and dp, and the leaves of a batch; 0: no px.train_leaves.
 PARTS = {
-    "tp": {"tp=1": (1, 1, 0), "tp=2": (2, 1, 0)},
-    "leaves": {"1 rank": (1, 1, 2), "dp=2": (1, 2, 2)},
+    "tp": {"tp=1": (1, 1, 0), "tp=2": (2, 1, 0), "tp=3": (3, 1, 0)},
+    "leaves": {
+        **{"1 rank": (1, 1, 2), "dp=2": (1, 2, 2)},
+        **{"1 rank, 4 leaves": (1, 1, 4), "dp=2, 4 leaves": (1, 2, 4)},
+    },
     "lora": {"tp=1": (1, 1, 0), "tp=2": (2, 1, 0)},
     "mixture": {"tp=1": (1, 1, 0), "tp=ep=2": (2, 1, 0)},
 }
@@ -49,7 +52,8 @@ def run_row(dtype: str, malloc: str, name: str, part: str, repetitions: int) -> 
         for of_mode in times.values()
     )
     ratio = statistics.median(times[MODES[1]]) / statistics.median(times[MODES[0]])
-    met = "met" if ratio <= TARGET else "**missed**"
+    target = TARGET if leaves <= 2 else TARGET_OF_SHORT_LEAVES
+    met = f"{target} met" if ratio <= target else f"{target} **missed**"
     return f"| {dtype}, {malloc} | {name} | {' | '.join(cells)} | {ratio:.2f} | {met} |"
 
 
@@ -64,7 +68,7 @@ def run_part(part: str, options: argparse.Namespace) -> None:
     ]
     head = [
         f"{harness.machine()}. {SIZES['num_hidden_layers']} layers, {TOKENS} tokens.\n",
-        f"| ms: median (min-max) | layout | {' | '.join(MODES)} | ratio | target {TARGET} |",
+        f"| ms: median (min-max) | layout | {' | '.join(MODES)} | ratio | target |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     harness.publish(f"invariant {part}", "\n".join([*head, *rows]), options)
@@ -74,7 +78,7 @@ def main() -> None:
     parser = harness.parser(__doc__, repetitions=12)
     harness.add_dtypes(parser, TOLERANCE)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    parser.add_argument("--layout", nargs="+", help="some of tp=1, tp=2, 1 rank, dp=2, tp=ep=2")
+    parser.add_argument("--layout", nargs="+", help="some, by their names in the tables")
     options = parser.parse_args()
     for part in harness.chosen(options.part, PARTS):
         run_part(part, options)

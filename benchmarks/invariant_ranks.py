@@ -18,7 +18,7 @@ SIZES = harness.size(
     {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 32000},
     {"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 1, "vocab_size": 509},
 )
-TOKENS = harness.size(1024, 32)  # in two rows
+TOKENS = harness.size(1024, 32)  # in two rows, or one a leaf
 WARM_UP = harness.size(2, 0)
 
 
@@ -65,8 +65,9 @@ def main() -> None:
     runs = {mode: build(mesh, request, mode) for mode in MODES}
     answer = {mode: {"times": [], "losses": []} for mode in MODES}
     generator = torch.Generator().manual_seed(1)
+    rows = max(2, request["leaves"])
     for turn in range(WARM_UP + request["repetitions"]):
-        ids = torch.randint(0, SIZES["vocab_size"], (2, TOKENS // 2), generator=generator)
+        ids = torch.randint(0, SIZES["vocab_size"], (rows, TOKENS // rows), generator=generator)
         for mode in MODES if turn % 2 else MODES[::-1]:
             model, optimizer = runs[mode]
             leaves = request["leaves"] if mode == "invariant" else 0
