@@ -148,18 +148,18 @@ void sum_over_hosts(const char* op, at::Tensor& tensor, const ProcessGroup& grou
 std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& turn) {
   TORCH_INTERNAL_ASSERT(tensor.is_contiguous(), op, ": the sum needs a contiguous buffer");
   const ProcessGroup& process_group = turn.group;
-  const Sharing sharing = tensor.is_cpu() ? sharing_of(op, process_group) : Sharing{};
-  const bool here = sharing.on_one_host();
+  const auto sharing = tensor.is_cpu() ? sharing_of(op, process_group) : nullptr;
+  const bool here = sharing && sharing->on_one_host();
   const bool fits = here || static_cast<int64_t>(tensor.nbytes()) <= kMostBytesByHost;
-  if (sharing.memory && fits && can_sum_in_rank_order(tensor.scalar_type())) {
+  if (sharing && sharing->memory && fits && can_sum_in_rank_order(tensor.scalar_type())) {
     count("in_shared_memory", 1);
     // The dtype too must be equal on all ranks.
     const std::string kind = std::string("all_reduce ") + c10::toString(tensor.scalar_type());
-    sharing.memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(),
-                          timeout_of(process_group));
+    sharing->memory->start(op, kind.c_str(), tensor.const_data_ptr(), tensor.nbytes(),
+                           timeout_of(process_group));
     return [op, turn, sharing, tensor, here]() mutable {
-      sharing.memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type());
-      if (!here) sum_over_hosts(op, tensor, turn.group, sharing);
+      sharing->memory->finish_sum(tensor.mutable_data_ptr(), tensor.scalar_type());
+      if (!here) sum_over_hosts(op, tensor, turn.group, *sharing);
     };
   }
   std::vector<at::Tensor> tensors{tensor};

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <utility>
 
 namespace parallel_ext {
 
@@ -58,12 +59,11 @@ std::map<std::string, int64_t> running_numbers;  // by group name, guarded by gr
 struct KnownGroup {
   // To tell a group from a destroyed one of the same name.
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-  Token::weak_type thread = {};      // that the group belongs to
-  int64_t collectives = 0;           // of that thread
-  Token::weak_type collective = {};  // the last of them
-  bool contested = false;            // a second thread came too early: see claim()
-  bool met = false;                  // the ranks have found out what they share
-  Sharing sharing = {};
+  Token::weak_type thread = {};                      // that the group belongs to
+  int64_t collectives = 0;                           // of that thread
+  Token::weak_type collective = {};                  // the last of them
+  bool contested = false;                            // a second thread came too early: see claim()
+  std::shared_ptr<const Sharing> sharing = nullptr;  // null until the ranks have found it out
 };
 std::map<std::string, KnownGroup> groups;  // by name, guarded by groups_mutex
 
@@ -161,7 +161,7 @@ Token claim(const char* op, const ProcessGroup& group) {
     if (!ending) {
       if (known.collectives < 2) {
         known.contested = true;
-        if (known.sharing.memory) known.sharing.memory->abandon();
+        if (known.sharing && known.sharing->memory) known.sharing->memory->abandon();
       }
       refuse_thread(op, name);
     }
@@ -191,7 +191,7 @@ std::string own_host() {
 // Finds out which ranks of a group are on the same host, and lets those map the same memory, in
 // three exchanges. Throws on every rank if a second thread has used the group on one of them
 // meanwhile.
-Sharing meet_host_peers(const char* op, const ProcessGroup& group) {
+std::shared_ptr<const Sharing> meet_host_peers(const char* op, const ProcessGroup& group) {
   struct Presence {
     char host[127];
     bool willing;
@@ -241,25 +241,24 @@ Sharing meet_host_peers(const char* op, const ProcessGroup& group) {
   if (answer.contested) refuse_thread(op, group->getGroupName());
   if (!answer.have) sharing.memory = nullptr;
   if (sharing.memory) sharing.memory->name_ranks(ranks);
-  known.met = true;
-  known.sharing = sharing;
-  return sharing;
+  known.sharing = std::make_shared<const Sharing>(std::move(sharing));
+  return known.sharing;
 }
 
 }  // namespace
 
-Sharing sharing_of(const char* op, const ProcessGroup& group) {
+std::shared_ptr<const Sharing> sharing_of(const char* op, const ProcessGroup& group) {
   {
     std::lock_guard<std::mutex> lock(groups_mutex);
     const KnownGroup& known = groups.at(group->getGroupName());
-    if (known.met) return known.sharing;
+    if (known.sharing) return known.sharing;
   }
   return in_process_group(op, group, [&] { return meet_host_peers(op, group); });
 }
 
 std::shared_ptr<SharedMemory> shared_memory_of(const char* op, const ProcessGroup& group) {
-  const Sharing sharing = sharing_of(op, group);
-  return sharing.on_one_host() ? sharing.memory : nullptr;
+  const auto sharing = sharing_of(op, group);
+  return sharing->on_one_host() ? sharing->memory : nullptr;
 }
 
 // Off the CPU autograd has a thread of its own for each device and the host communicates nothing
@@ -279,10 +278,7 @@ void set_order_check(bool on) { order_check_flag().store(on); }
 void set_shared_memory(bool on) {
   shared_memory_flag().store(on);
   std::lock_guard<std::mutex> lock(groups_mutex);
-  for (auto& [name, known] : groups) {
-    known.met = false;
-    known.sharing = {};
-  }
+  for (auto& [name, known] : groups) known.sharing = nullptr;
 }
 
 }  // namespace parallel_ext

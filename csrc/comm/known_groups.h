@@ -56,7 +56,7 @@ struct Sharing {
 
 // Finds out what the ranks of a group share. To be called between the begin and the end of a
 // collective: the first call of a group communicates.
-Sharing sharing_of(const char* op, const ProcessGroup& group);
+std::shared_ptr<const Sharing> sharing_of(const char* op, const ProcessGroup& group);
 
 // The memory that all ranks of a group share; null where there is none. Otherwise the same.
 std::shared_ptr<SharedMemory> shared_memory_of(const char* op, const ProcessGroup& group);

@@ -30,25 +30,23 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
                     bad - data, " is outside the vocabulary [0, ", vocab_size, ")");
 }
 
-std::vector<int64_t> bounds_of_rows(at::IntArrayRef sizes, int64_t vocab_size, const Group& group) {
-  const char* op = "vocab_embedding";
-  if (sizes.empty()) return split(vocab_size, group.size, 1);
-  const bool fit = static_cast<int64_t>(sizes.size()) == group.size &&
-                   sum_of_counts(op, "sizes", sizes) == vocab_size;
-  TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group.size,
-                    " ranks, of ", vocab_size, " in all");
-  std::vector<int64_t> bounds{0};
-  for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
-  return bounds;
-}
-
-std::vector<int64_t> bounds_of(at::IntArrayRef sizes, const at::Tensor& weight, int64_t vocab_size,
+std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t vocab_size,
                                int64_t vocab_start, const Group& group) {
   if (group.size == 1) return {};
-  const int64_t rank = rank_in_group("vocab_embedding", group);  // refuses one that does not exist
-  auto bounds = bounds_of_rows(sizes, vocab_size, group);
-  TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + weight.size(0),
-                    "vocab_embedding: the ", weight.size(0), " rows from ", vocab_start,
+  const char* op = "vocab_embedding";
+  const int64_t rank = rank_in_group(op, group);  // refuses a group that does not exist
+  std::vector<int64_t> bounds{0};
+  if (sizes.empty()) {
+    bounds = split(vocab_size, group.size, 1);
+  } else {
+    const bool fit = static_cast<int64_t>(sizes.size()) == group.size &&
+                     sum_of_counts(op, "sizes", sizes) == vocab_size;
+    TORCH_CHECK_VALUE(fit, op, ": sizes ", sizes, " are not the rows of each of ", group.size,
+                      " ranks, of ", vocab_size, " in all");
+    for (const int64_t size : sizes) bounds.push_back(bounds.back() + size);
+  }
+  TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + num_rows, op,
+                    ": the ", num_rows, " rows from ", vocab_start,
                     " on are not this rank's, of ranks whose boundaries are ",
                     at::IntArrayRef(bounds), "; pass the rows of each rank as sizes");
   return bounds;
@@ -89,7 +87,7 @@ at::Tensor vocab_embedding_aten(const at::Tensor& ids, const at::Tensor& weight,
                                 at::IntArrayRef sizes, const Group& group) {
   check_embedding(ids, weight, vocab_size, vocab_start, padding_idx);
   if (ids.is_cpu()) check_ids(ids.contiguous(), vocab_size);
-  bounds_of(sizes, weight, vocab_size, vocab_start, group);
+  bounds_of(sizes, weight.size(0), vocab_size, vocab_start, group);
   std::vector<int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
   at::Tensor output;
@@ -117,7 +115,7 @@ at::Tensor vocab_embedding_cpu(const at::Tensor& ids_in, const at::Tensor& weigh
   check_embedding(ids_in, weight, vocab_size, vocab_start, padding_idx);
   const at::Tensor ids = ids_in.contiguous();
   check_ids(ids, vocab_size);
-  const auto bounds = bounds_of(sizes, weight, vocab_size, vocab_start, group);
+  const auto bounds = bounds_of(sizes, weight.size(0), vocab_size, vocab_start, group);
   return vocab_embedding_loops(ids, weight.contiguous(), vocab_start, bounds, group);
 }
 

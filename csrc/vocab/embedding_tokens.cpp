@@ -31,7 +31,7 @@ at::Tensor of_tokens_aten(const at::Tensor& ids, const at::Tensor& weight, int64
                           int64_t vocab_start, std::optional<int64_t> padding_idx,
                           at::IntArrayRef sizes, at::IntArrayRef tokens, int64_t rank,
                           const Group& group) {
-  bounds_of(sizes, weight, vocab_size, vocab_start, group);
+  bounds_of(sizes, weight.size(0), vocab_size, vocab_start, group);
   tokens_of_ranks(ids, tokens, rank, group);
   const at::Tensor rows =
       vocab_embedding(ids, weight, vocab_size, vocab_start, padding_idx, {}, Group{1, ""});
@@ -49,7 +49,7 @@ at::Tensor of_tokens_cpu(const at::Tensor& ids_in, const at::Tensor& weight, int
   check_embedding(ids_in, weight, vocab_size, vocab_start, padding_idx);
   const at::Tensor ids = ids_in.contiguous();
   check_ids(ids, vocab_size);
-  const auto bounds = bounds_of(sizes, weight, vocab_size, vocab_start, group);
+  const auto bounds = bounds_of(sizes, weight.size(0), vocab_size, vocab_start, group);
   return rows_of_own_tokens(ids, weight.contiguous(), vocab_start, bounds,
                             tokens_of_ranks(ids, tokens, rank, group), group);
 }
@@ -90,11 +90,7 @@ at::Tensor of_tokens_backward_cpu(const at::Tensor& grad_output, const at::Tenso
       ": grad_output of shape ", grad_output.sizes(), " is not one row for each of this rank's ",
       tokens[rank], " tokens of ids ", ids.sizes());
   const int64_t num_rows = num_rows_in.expect_int();
-  const auto bounds = bounds_of_rows(sizes, vocab_size, group);
-  TORCH_CHECK_VALUE(bounds[rank] == vocab_start && bounds[rank + 1] == vocab_start + num_rows, kOp,
-                    ": the ", num_rows, " rows from ", vocab_start,
-                    " on are not this rank's, of ranks whose boundaries are ",
-                    at::IntArrayRef(bounds));
+  const auto bounds = bounds_of(sizes, num_rows, vocab_size, vocab_start, group);
   return gradient_of_own_tokens(grad_output.contiguous(), ids, num_rows, vocab_start, padding_idx,
                                 bounds, of_ranks, group);
 }
