@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, which a GPU fills while the host goes on."""
+"""Copies of tensors in host memory, which a GPU fills while the host trains on."""
 
 from __future__ import annotations
 

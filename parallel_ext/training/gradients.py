@@ -182,9 +182,10 @@ def _sum_of_squares(
         shard, whole = gather_rows(tensor, layout, mesh)  # over dp, one at a time
         of_ranks = [counted_blocks(whole, rank) for rank in range(group.size)]
         counts = [count + len(of_rank) for count, of_rank in zip(counts, of_ranks, strict=True)]
-        for block in of_ranks[group.rank]:
-            pieces = _norms(_pieces(take_block(shard, whole, block)), 2.0)
-            norms.append(torch.linalg.vector_norm(pieces))
+        pieces = [_pieces(take_block(shard, whole, block)) for block in of_ranks[group.rank]]
+        if pieces:
+            of_pieces = _norms(chain.from_iterable(pieces), 2.0)
+            norms += map(torch.linalg.vector_norm, of_pieces.split([*map(len, pieces)]))
     squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])[:-1].square()
     everyone = ops.gather_from_region(squares, counts, group)
     return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)
