@@ -236,6 +236,4 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "'cogagent' models with published code",
         "'another' models with blocks beside the decoder layers",
     ]
-    for texts in pool(2).run(_refusals):
-        for found, word in zip(texts, words, strict=True):
-            assert word in found, found
+    pool(2).assert_says(_refusals, words=words)

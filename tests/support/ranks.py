@@ -176,6 +176,14 @@ class Ranks:
             for each in words:
                 assert each in raised.text, f"rank {rank}: {raised!r} does not say {each!r}"
 
+    def assert_says(
+        self, function: Callable[..., Sequence[str]], *args: Any, words: Sequence[str]
+    ) -> None:
+        """Assert that ``function(*args)`` returns a text for each of ``words``, which holds it."""
+        for rank, texts in enumerate(self.run(function, *args)):
+            for text, each in zip(texts, words, strict=True):
+                assert each in text, f"rank {rank}: {text!r} does not say {each!r}"
+
     def run_losing(
         self, lost: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
     ) -> list[Any]:
@@ -209,8 +217,12 @@ class Ranks:
                     raise RankError(f"rank {rank}:\n{value}")
                 results.append(value)
             for lost in set(range(self.size)) - set(living):
-                if self.processes[lost].is_alive() and self.pipes[lost].poll():
-                    raise RankError(f"rank {lost} answered: {self.pipes[lost].recv()[1]}")
+                try:
+                    answer = self.pipes[lost].recv() if self.pipes[lost].poll() else None
+                except (EOFError, ConnectionResetError):  # it has died
+                    continue
+                if answer is not None:
+                    raise RankError(f"rank {lost} answered: {answer[1]}")
         finally:
             self.close()
         return results
