@@ -18,6 +18,7 @@ from reference_ops import (
     on_ranks,
     relative_error,
     share_of,
+    sizes_of,
     with_gradients,
     worst,
 )
@@ -124,7 +125,7 @@ def test_linear_comparison_notices_broken_layers(kind):
 
 def _gradcheck(group: Group, kind: str) -> None:
     """Replicated input, weight and bias of which each rank takes its share."""
-    sizes = [stop - start for start, stop in split(3, group.size)]
+    sizes = sizes_of(3, group)
 
     def column(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         shard = column_linear(x, share_of(w, 0, group), share_of(b, 0, group), group=group)

@@ -22,6 +22,7 @@ from reference_ops import (
     own_range,
     relative_error,
     share_of,
+    sizes_of,
     threads,
     with_gradients,
     worst,
@@ -285,7 +286,7 @@ def test_dropout_does_not_depend_on_the_threads():
 
 
 def _gradcheck(group: Group, kind: str) -> None:
-    sizes = [stop - start for start, stop in split(3, group.size)]
+    sizes = sizes_of(3, group)
 
     def column(x, w, a, b, bias):
         cut = (share_of(each, 0, group) for each in (w, b, bias))

@@ -15,6 +15,7 @@ from reference_ops import (
     counted,
     on_ranks,
     relative_error,
+    sizes_of,
 )
 
 from parallel_ext import _C
@@ -50,7 +51,7 @@ def _planned(
     ids: list[torch.Tensor], experts: int, row_bytes: int, group: Group
 ) -> tuple[RoutePlan, ExchangePlan]:
     """Both plans of this rank; those of the others are computed here too."""
-    experts_per_rank = [stop - start for start, stop in split(experts, group.size)]
+    experts_per_rank = sizes_of(experts, group)
     routes = [
         moe_route_plan(own, experts_per_rank, row_bytes, rank) for rank, own in enumerate(ids)
     ]

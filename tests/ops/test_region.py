@@ -18,6 +18,7 @@ from reference_ops import (
     own_range,
     relative_error,
     share_of,
+    sizes_of,
     with_gradients,
     worst,
 )
@@ -105,7 +106,7 @@ def test_gather_joins_uneven_and_empty_shards(size, columns):
 def _gathered_dtypes(group: Group) -> dict[str, float]:
     full = torch.tensor([[0, 1, 2, 3, 4]])
     own = (..., slice(*own_range(5, group)))
-    sizes = [stop - start for start, stop in split(5, group.size)]
+    sizes = sizes_of(5, group)
     nothing = gather_from_region(full[..., :0], [0] * group.size, group)
     errors = {"no columns at all": relative_error(nothing, full[..., :0])}
     for dtype in (torch.int64, torch.bool, torch.uint8, torch.bfloat16):
@@ -171,7 +172,7 @@ def test_the_mlp_comparison_notices(borders):
 
 def _gradcheck(group: Group) -> None:
     """All inputs and outputs replicated, every rank with a share of the columns and a scale."""
-    sizes = [stop - start for start, stop in split(5, group.size)]
+    sizes = sizes_of(5, group)
 
     def region(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = (copy_to_region(x, group)[:, :1] * share_of(w, 1, group)).sin()

@@ -21,6 +21,7 @@ from reference_ops import (
     on_ranks,
     relative_error,
     share_of,
+    sizes_of,
     with_gradients,
     worst,
 )
@@ -32,10 +33,6 @@ from parallel_ext.training.step_events import sort_events
 
 FP64 = torch.float64
 TOKENS = [0, 1, 3, 10]
-
-
-def _sizes(tokens: int, group: Group) -> list[int]:
-    return [stop - start for start, stop in split(tokens, group.size)]
 
 
 def _inputs(tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -53,7 +50,7 @@ def _inputs(tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _errors(group: Group, tokens: int, dtype: torch.dtype) -> dict[str, float]:
     """Of all three ops and their gradients, from what one process would compute."""
-    sizes, (start, stop) = _sizes(tokens, group), split(tokens, group.size)[group.rank]
+    sizes, (start, stop) = sizes_of(tokens, group), split(tokens, group.size)[group.rank]
     own, errors = (..., slice(start, stop), slice(None)), {}
     times = group.rank + 1
     total = sum(range(1, group.size + 1))
@@ -98,7 +95,7 @@ def test_dtypes_err_by_their_rounding(dtype: torch.dtype, aten: bool) -> None:
 def _large(group: Group) -> dict[str, float]:
     """Messages of several pieces, whose sums have the bits of a sum in rank order."""
     tokens = 1501
-    sizes, (start, stop) = _sizes(tokens, group), split(tokens, group.size)[group.rank]
+    sizes, (start, stop) = sizes_of(tokens, group), split(tokens, group.size)[group.rank]
     addends = [torch.randn(2, tokens, 700) for _ in range(group.size)]
     found = sum_tokens(addends[group.rank], sizes, group)
     expected = addends[0]
@@ -119,7 +116,7 @@ def test_large_sums_are_those_in_rank_order_bit_for_bit(size: int) -> None:
 def _broken(group: Group, broken: str) -> dict[str, float]:
     used, rank = MUTATIONS[broken](group)
     full = torch.randn(2, 6, 3, dtype=FP64)
-    sizes = _sizes(6, used)
+    sizes = sizes_of(6, used)
     own = full[:, slice(*split(6, group.size)[rank])]
     shard = own if used.size > 1 else full[:, :6]
     if used.size == 1:
@@ -134,7 +131,7 @@ def test_the_comparison_notices(broken: str) -> None:
 
 
 def _gradchecked(group: Group) -> bool:
-    full, sizes = torch.randn(2, 3, 2, dtype=FP64, requires_grad=True), _sizes(3, group)
+    full, sizes = torch.randn(2, 3, 2, dtype=FP64, requires_grad=True), sizes_of(3, group)
 
     def sums(x: torch.Tensor) -> torch.Tensor:
         own = share_of(x, 1, group)
@@ -155,7 +152,7 @@ def test_gradients_are_those_of_finite_differences(size: int) -> None:
 
 
 def _sent(group: Group) -> list[dict[str, int]]:
-    sizes = _sizes(5, group)
+    sizes = sizes_of(5, group)
     own = torch.ones(2, sizes[group.rank], 3, requires_grad=True)
     gathered, first = counted(lambda: gather_tokens(own, sizes, group))
     _, second = counted(lambda: sum_tokens(gathered, sizes, group))
@@ -172,7 +169,7 @@ def test_two_of_them_send_what_one_all_reduce_does() -> None:
 
 def _most_bytes(group: Group) -> float:
     """The memory that a sum takes at its peak, relative to what it sums."""
-    partial, sizes = torch.ones(2, 60, 50), _sizes(60, group)
+    partial, sizes = torch.ones(2, 60, 50), sizes_of(60, group)
     sum_tokens(partial, sizes, group)
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True)
     with profiler, record_function("sum"):

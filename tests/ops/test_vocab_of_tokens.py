@@ -20,6 +20,7 @@ from reference_ops import (
     on_ranks,
     own_range,
     relative_error,
+    sizes_of,
     with_gradients,
     worst,
 )
@@ -30,10 +31,6 @@ from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 VOCAB, HIDDEN, IGNORED = 7, 3, -100
-
-
-def _sizes(number: int, group: Group) -> list[int]:
-    return [stop - start for start, stop in split(number, group.size)]
 
 
 def _ids(tokens: int) -> dict[str, torch.Tensor]:
@@ -51,7 +48,7 @@ def _ids(tokens: int) -> dict[str, torch.Tensor]:
 
 def _embedded(group: Group, tokens: int, dtype: torch.dtype, padding: int) -> dict[str, float]:
     """Rows and gradients, from what one process computes of all tokens."""
-    sizes, (start, stop) = _sizes(tokens, group), own_range(VOCAB, group)
+    sizes, (start, stop) = sizes_of(tokens, group), own_range(VOCAB, group)
     own, errors = (..., slice(*own_range(tokens, group)), slice(None)), {}
     table = torch.randn(VOCAB, HIDDEN, dtype=dtype)
     for name, ids in _ids(tokens).items():
@@ -121,7 +118,7 @@ def _bits(group: Group) -> list[bool]:
     """Of -0.0, NaN of any payload and subnormal numbers; and of gradients, as without tokens."""
     table = torch.randint(0, 256, (VOCAB, 5 * 2), dtype=torch.uint8).view(torch.bfloat16)
     table[:3] = torch.tensor([[float("nan")], [-0.0], [float("-inf")]])
-    (start, stop), sizes = own_range(VOCAB, group), _sizes(9, group)
+    (start, stop), sizes = own_range(VOCAB, group), sizes_of(9, group)
     ids, own = torch.randint(VOCAB, (2, 9)), slice(*own_range(9, group))
     rows = vocab_embedding(ids, table[start:stop], VOCAB, start, tokens=sizes, group=group)
     grad, leaf = torch.randn(2, 9, 5).bfloat16(), table[start:stop].clone().requires_grad_()
@@ -145,7 +142,7 @@ IDS = torch.tensor([[0, 6, 6, 2, 0], [1, 0, 5, 6, 6]])
 
 
 def _sent(group: Group) -> list[dict[str, int]]:
-    (start, stop), sizes = own_range(VOCAB, group), _sizes(5, group)
+    (start, stop), sizes = own_range(VOCAB, group), sizes_of(5, group)
     table = torch.randn(VOCAB, HIDDEN, dtype=FP64)[start:stop].requires_grad_()
     rows, forward = counted(
         lambda: vocab_embedding(IDS, table, VOCAB, start, tokens=sizes, group=group)
@@ -169,7 +166,7 @@ def _headed(
 ) -> dict[str, float]:
     """Loss and gradients of two backwards, of which the second makes the logits again."""
     used, rank = MUTATIONS[broken](group)
-    (start, stop), sizes = own_range(VOCAB, group), _sizes(tokens, group)
+    (start, stop), sizes = own_range(VOCAB, group), sizes_of(tokens, group)
     own = slice(*split(tokens, group.size)[rank])
     hidden, head = torch.randn(2, tokens, HIDDEN, dtype=FP64), torch.randn(VOCAB, HIDDEN).double()
     bias, labels = torch.randn(VOCAB, dtype=FP64), torch.randint(VOCAB, (2 * tokens,))
@@ -222,7 +219,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 def _messages(group: Group, trained: bool) -> list[dict[str, int]]:
-    (start, stop), sizes = own_range(VOCAB, group), _sizes(5, group)
+    (start, stop), sizes = own_range(VOCAB, group), sizes_of(5, group)
     hidden = torch.randn(2, sizes[group.rank], HIDDEN, requires_grad=True)
     head = torch.randn(VOCAB, HIDDEN)[start:stop].requires_grad_(trained)
     labels, given = torch.randint(VOCAB, (10,)), {"tokens": sizes, "group": group}

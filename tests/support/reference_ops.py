@@ -112,6 +112,11 @@ def own_range(n: int, group: Group) -> tuple[int, int]:
     return split(n, group.size)[group.rank]
 
 
+def sizes_of(n: int, group: Group) -> list[int]:
+    """How many of ``n`` each rank has."""
+    return [stop - start for start, stop in split(n, group.size)]
+
+
 def share_of(full: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's share of a replicated tensor, whose gradient is gathered from the shares.
 
