@@ -205,8 +205,8 @@ class MixtureNames:
             the first two lie one above the other in ``gate_up``.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
         block_jitter: attribute of the block, the same.
-        shared: in the block, an expert of all tokens; every rank holds it whole, but under
-            ``px.Invariant``. None where there is none.
+        shared: in the block, an expert of all tokens, which is sharded over the tp ranks as an MLP;
+            its input are tokens [T, H]. None where there is none.
         shared_gate: in the block, the linear whose output it is multiplied by; replicated.
     """
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from parallel_ext.models.blocks import (
     AttentionNames,
-    Block,
     Layouts,
     MixtureNames,
     RegionNames,
@@ -45,22 +44,6 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
         raise ValueError(
             f"px.Invariant does not serve {spec.model_type!r} models with {', '.join(found)} yet"
         )
-
-
-def blocks_of(spec: ModelSpec, names: Collection[str]) -> dict[str, Block]:
-    """Return a spec's blocks of a model, and in its mixtures the experts that all tokens share.
-
-    Args:
-        spec: the architecture.
-        names: of the model's parameters.
-    """
-    found = spec.blocks(names)
-    shared = {
-        f"{path}.{block.shared.name}": block.shared
-        for path, block in found.items()
-        if isinstance(block, MixtureNames) and block.shared is not None
-    }
-    return found | shared
 
 
 def attention_blocks(
@@ -130,7 +113,7 @@ def plan_in_blocks(
             tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
             for ranges in (heads.query, heads.key_value)
         )
-    for path, block in blocks_of(spec, shapes).items():
+    for path, block in spec.blocks(shapes).items():
         if isinstance(block, AttentionNames):
             block.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
             if block.is_joined:

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: experts beside one that all tokens share, which every rank holds."""
+"""Qwen2-MoE: experts beside one that all tokens share, which is sharded as an MLP."""
 
 from dataclasses import replace
 

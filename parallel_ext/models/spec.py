@@ -125,6 +125,8 @@ class ModelSpec:
                     block = self.mixture
             if block is not None:
                 found[f"{layer}.{block.name}"] = block
+            if isinstance(block, MixtureNames) and block.shared is not None:
+                found[f"{layer}.{block.name}.{block.shared.name}"] = block.shared
         for region in self.regions:
             found |= dict.fromkeys(_numbered(region.name, names), region)
         return found

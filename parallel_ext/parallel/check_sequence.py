@@ -101,9 +101,10 @@ def decoder_of(spec: ModelSpec) -> str:
 
 def beside_experts(mixture: nn.Module, names: MixtureNames) -> list[str]:
     """Return the names of the modules of a mixture whose parameters every rank holds."""
+    sharded = [names.experts] if names.shared is None else [names.experts, names.shared.name]
     return [
         name
         for name, module in mixture.named_modules()
         if next(module.parameters(recurse=False), None) is not None
-        and not f"{name}.".startswith(f"{names.experts}.")
+        and not f"{name}.".startswith(tuple(f"{each}." for each in sharded))
     ]

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
-from parallel_ext.models.invariant import attention_blocks, blocks_of
+from parallel_ext.models.invariant import attention_blocks
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
@@ -66,7 +66,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             "it to 0"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for path, block in blocks_of(spec, names).items():
+    for path, block in spec.blocks(names).items():
         module = model.get_submodule(path)
         if isinstance(block, AttentionNames):
             _check_head_dim(path, module.head_dim)
@@ -195,7 +195,7 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
     if spec.attention is not None:
         numbers = config.num_attention_heads, config.num_key_value_heads
         heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
-    for path, block in blocks_of(spec, plan.layout).items():
+    for path, block in spec.blocks(plan.layout).items():
         if block in spec.regions:
             _replace_region(put, path, block)
         elif isinstance(block, AttentionNames):

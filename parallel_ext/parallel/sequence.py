@@ -8,6 +8,7 @@ What hooks make of the hidden states of a decoder layer in training::
       its partial output ── attention's hook: sum_tokens ──> [B, S_own, H] + residual
       norm of own tokens ── the same around the MLP
       or a mixture, whose router and experts are given own tokens: no hook brings it others
+      but to an expert that all tokens share: the same around it as around an MLP
     the final norm of own tokens ── head and loss in one op, which takes these
       or its hook: gather_tokens ──> [B, S, H], replicated ── what else there is
 
@@ -19,6 +20,7 @@ their number; what is recomputed finds what its forward saw.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -134,12 +136,28 @@ class OwnTokens:
         sizes = self.now()
         return whole.narrow(1, sum(sizes[: self.group.rank]), sizes[self.group.rank])
 
+    def each_row(
+        self, op: Callable[..., torch.Tensor], tokens: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Apply an op to the tokens of each sequence, [B, S, H], or in a mixture [B * S, H]."""
+        sizes = self.now()
+        if tokens.dim() > 2:
+            return op(tokens, sizes, self.group, **options)
+        rows, _ = self.shape_of_all()
+        by_row = tokens.unflatten(0, (rows, len(tokens) // rows))
+        return op(by_row, sizes, self.group, **options).flatten(0, 1)
+
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """Let hidden states enter a region, of which every rank computes a part."""
-        sizes = self.now()
-        if sizes is None:
-            return ops.copy_to_region(hidden, self.group)
-        return ops.gather_tokens(hidden, sizes, self.group)
+        if self.divided():
+            return self.each_row(ops.gather_tokens, hidden)
+        return ops.copy_to_region(hidden, self.group)
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum what the ranks have computed in a region, where tokens are own for these."""
+        if self.divided():
+            return self.each_row(ops.sum_tokens, partial)
+        return ops.reduce_from_region(partial, self.group)
 
 
 class WatchEnds:
@@ -220,14 +238,8 @@ class LeaveBlock:
         self, module: nn.Module, args: tuple, output: torch.Tensor | tuple
     ) -> torch.Tensor | tuple:
         if isinstance(output, tuple):
-            return (self._sum(output[0]), *output[1:])
-        return self._sum(output)
-
-    def _sum(self, partial: torch.Tensor) -> torch.Tensor:
-        sizes = self.own.now()
-        if sizes is None:
-            return ops.reduce_from_region(partial, self.own.group)
-        return ops.sum_tokens(partial, sizes, self.own.group)
+            return (self.own.leave(output[0]), *output[1:])
+        return self.own.leave(output)
 
 
 class JitterOwn:
@@ -276,10 +288,8 @@ class GatherLogits:
         own, recomputed = self.own, running_backward() != -1
         if not own.wants_logits or recomputed or not own.divided():
             return None
-        sizes, (rows, _) = own.now(), own.shape_of_all()
-        logits = output[0].view(rows, sizes[own.group.rank], -1)
-        logits = ops.gather_tokens(logits, sizes, own.group, partial_gradient=False)
-        return (logits.flatten(0, 1), *output[1:])
+        logits = own.each_row(ops.gather_tokens, output[0], partial_gradient=False)
+        return (logits, *output[1:])
 
 
 class WantLogits:

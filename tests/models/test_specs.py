@@ -228,7 +228,7 @@ def test_sequence_parallel_training_equals_the_single_process(kind: str) -> None
 _LLAMAS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "granite", "gemma3_text", "phi3", "olmo2"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3", "granite", "gemma3_text", "phi3", "olmo2"])
 def test_adapters_have_the_gradients_of_peft(kind: str) -> None:
     names = ("qkv", "o", "gate_up", "down") if kind == "phi3" else _LLAMAS
     projections = [f"{name}_proj" for name in names]

@@ -42,6 +42,13 @@ CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         num_experts=5, moe_intermediate_size=7, mlp_only_layers=[0], head_dim=8, **LLAMA
     ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        num_experts=5,
+        moe_intermediate_size=7,
+        shared_expert_intermediate_size=17,
+        mlp_only_layers=[0],
+        **LLAMA,
+    ),
     "gemma2": lambda: transformers.Gemma2Config(head_dim=8, **LLAMA),
     "phi3": lambda: transformers.Phi3Config(pad_token_id=0, **LLAMA),
 }
@@ -86,6 +93,8 @@ def _held(
         ("mixtral", 2, 4, 2, 3),
         ("mixtral", 2, 1, 1, 2),
         ("qwen3_moe", 2, 2, 2, 2),
+        ("qwen2_moe", 3, 1, 1, 2),
+        ("qwen2_moe", 2, 2, 2, 3),
         ("gemma2", 2, 1, 1, 2),
         ("phi3", 2, 1, 1, 2),
     ],

@@ -32,6 +32,14 @@ SIZES = {
 def _config(kind: str) -> transformers.PreTrainedConfig:
     if kind == "mixtral":
         return transformers.MixtralConfig(num_local_experts=5, **SIZES)
+    if kind == "qwen2_moe":  # a dense layer before those of experts
+        return transformers.Qwen2MoeConfig(
+            num_experts=5,
+            moe_intermediate_size=7,
+            shared_expert_intermediate_size=17,
+            mlp_only_layers=[0],
+            **SIZES,
+        )
     if kind == "balanced mixtral":
         return transformers.MixtralConfig(
             num_local_experts=5, output_router_logits=True, router_aux_loss_coef=0.1, **SIZES
@@ -59,7 +67,7 @@ def _counted(
     if r:
         model = adapt_all_linears(model, r)
     px.data_parallel(model, mesh, zero)
-    if "mixtral" in kind:
+    if "llama" not in kind:
         px.force_routing(model, "balanced")
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     plain, counts = data_parallel.Collective.__call__, Counter[str]()
@@ -111,6 +119,9 @@ def _planned(world: int, tp: int, ep: int, kind: str, step: Step) -> dict[str, i
         ("mixtral", 2, 4, 2, 3, None),
         ("mixtral", 1, 2, 4, 3, 3),
         ("balanced mixtral", 1, 2, 2, 2, None),
+        ("qwen2_moe", 2, 1, 1, 2, None),
+        ("qwen2_moe", 3, 3, 1, 2, 3),
+        ("qwen2_moe", 2, 4, 2, 3, None),
     ],
 )
 def test_a_step_sends_what_was_planned(
@@ -146,6 +157,9 @@ def test_a_checkpointed_step_in_bf16_sends_what_was_planned(
         ("mixtral", 4, 2, 1, False, 3),
         ("mixtral", 2, 4, 2, True, None),
         ("balanced mixtral", 2, 2, 1, True, None),
+        ("qwen2_moe", 2, 1, 1, False, None),
+        ("qwen2_moe", 3, 3, 1, False, 3),
+        ("qwen2_moe", 2, 2, 2, True, None),
     ],
 )
 def test_a_sequence_parallel_step_sends_what_was_planned(
