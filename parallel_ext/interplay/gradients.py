@@ -81,7 +81,8 @@ def clip_grad_norm_(
         return plain(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     arrive("clip_grad_norm_")
     gradients = _gradients(listed, owners)
-    norm = _norm(gradients, owners_of(gradients), norm_type, error_if_nonfinite, "clip_grad_norm_")
+    owners |= owners_of(gradients)  # beside the parameters: of these some mesh may have no gradient
+    norm = _norm(gradients, owners, norm_type, error_if_nonfinite, "clip_grad_norm_")
     scale_to_norm(map(local_part, gradients), max_norm, norm)
     return norm
 

@@ -219,6 +219,9 @@ def clip_grad_norm(trial: Trial) -> None:
     trial.equal(gradients=True)
     close(*(utils.clip_grad_norm_(m.lm_head.weight, 0.01) for m in both))
     trial.equal(gradients=True)
+    for model in both:
+        model.zero_grad()
+    close(*(utils.clip_grad_norm_(m.parameters(), 0.01) for m in both))
 
 
 @exact(
