@@ -14,7 +14,16 @@ import pytest
 import torch
 from ranks import pool
 from reference import FLOOR, difference, gradients_of, mesh_of, parallel, shard_differences, worst
-from reference_cogagent import TWO_IMAGES, Row, batch_of, exact, picture, text, tiny_model
+from reference_cogagent import (
+    TWO_IMAGES,
+    Row,
+    batch_of,
+    exact,
+    frozen,
+    picture,
+    text,
+    tiny_model,
+)
 from reference_leaves import Bits, assert_bits, bits_of
 
 import parallel_ext as px
@@ -35,16 +44,8 @@ BATCHES = [
 ]
 
 
-def _frozen(model: Any) -> Any:
-    """A model in which what it holds and never runs is frozen."""
-    tower = model.model.cross_vision.vit.model
-    for part in (tower.blocks[-1], tower.norm, tower.head):
-        part.requires_grad_(False)
-    return model
-
-
 def _model(dtype: torch.dtype = torch.float32) -> Any:
-    return _frozen(tiny_model().to(dtype).train())
+    return frozen(tiny_model().to(dtype).train())
 
 
 def _train(
@@ -178,7 +179,7 @@ def _from_files(folder: Path) -> tuple[str, str, str]:
         reference.save_pretrained(folder / "plain")
     mesh.control.barrier("saved")
     model = px.from_pretrained(folder / "plain", mesh, dtype=torch.float32, invariant=INVARIANT)
-    px.train_leaves(_frozen(model).train(), batch_of(BATCHES[0], "left"))
+    px.train_leaves(frozen(model).train(), batch_of(BATCHES[0], "left"))
     found = px.digest(model), str(px.clip_grad_norm_(model, 0.5).item().hex())
     model.save_pretrained(folder / "ours")
     again = px.from_pretrained(folder / "ours", mesh, dtype=torch.float32, invariant=INVARIANT)

@@ -38,6 +38,14 @@ def tiny_model(**options: Any) -> CogAgentForCausalLM:
     return model.eval()
 
 
+def frozen(model: Any) -> Any:
+    """A model in which what it holds and never runs is frozen, as leaves ask for."""
+    tower = model.model.cross_vision.vit.model
+    for part in (tower.blocks[-1], tower.norm, tower.head):
+        part.requires_grad_(False)
+    return model
+
+
 @dataclass
 class Row:
     """One row of a batch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import transformers
 from interplay_accelerate import processes
 from ranks import pool
 from reference import Tiny, mesh_of, quietly
+from reference_cogagent import batch_of, frozen, picture, text, tiny_model
 from reference_mixtral import TinyMixtral
 from versions import needs_trainer
 
@@ -28,6 +30,7 @@ BALANCED = TinyMixtral(num_experts=5, top_k=3, dtype=torch.float32, balance=True
 LEAVES, ROWS = 6, 24
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (3, 1, 3), (3, 3, 0), (4, 2, 2)]
 """Ranks, tp and stage of ZeRO."""
+COGAGENT = "a CogAgent"
 FOUND = tuple[list[dict[str, Any]], str]
 
 
@@ -61,9 +64,14 @@ def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) ->
 
     tiny = options.pop("tiny", TINY)
     over = tp if tp > 1 else dist.get_world_size()  # experts over tp ranks, or over dp ranks
-    mesh = mesh_of(tp=tp, ep=1 if tiny is TINY else over)
+    mesh = mesh_of(tp=tp, ep=over if tiny in (MIXTURE, BALANCED) else 1)
     invariant = px.Invariant(8, leaves=options.pop("leaves", LEAVES))
-    model = px.parallelize(tiny.model(), mesh, invariant=invariant)
+    if tiny == COGAGENT:
+        reference, collate = frozen(tiny_model().float()), partial(batch_of, side="left")
+        data = [[picture(4), text(9), text(7, cross=True)][row % 3] for row in range(rows)]
+    else:
+        reference, collate, data = tiny.model(), _padded, _rows(tiny.vocab_size, rows)
+    model = px.parallelize(reference, mesh, invariant=invariant)
     if options.pop("lora", False):
         torch.manual_seed(0)
         lora = px.LoraConfig(r=3, lora_dropout=0.2, target_modules="all-linear")
@@ -87,8 +95,7 @@ def _made(tp: int, zero: int, folder: Path, rows: int = ROWS, **options: Any) ->
         **how,
     )
     logs = Logs()
-    data = _rows(tiny.vocab_size, rows)
-    trainer = px.Trainer(model, args, _padded, data, callbacks=[logs])
+    trainer = px.Trainer(model, args, collate, data, callbacks=[logs])
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer, logs
 
@@ -104,7 +111,7 @@ def _train(
 
 HOW = [
     *({}, {"seed": 7}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}),
-    *({"tiny": MIXTURE}, {"tiny": BALANCED, "bf16": True}),
+    *({"tiny": MIXTURE}, {"tiny": BALANCED, "bf16": True}, {"tiny": COGAGENT}),
 ]
 
 
