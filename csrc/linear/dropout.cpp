@@ -75,6 +75,14 @@ PARALLEL_EXT_MULTIVERSION void draw_row(const MaskStream& stream, uint32_t token
                                           const scalar_t* input, scalar_t* output) { \
     for (int64_t i = 0; i < size; ++i) output[i] = kept_value;                       \
   }
+#define PARALLEL_EXT_SCALE(scalar_t, wide_t)                                              \
+  PARALLEL_EXT_MULTIVERSION void drop_and_scale_row(const uint16_t* kept, int64_t size,   \
+                                                    const scalar_t* input, wide_t factor, \
+                                                    scalar_t* output) {                   \
+    for (int64_t i = 0; i < size; ++i) {                                                  \
+      store(kept[i] ? factor * widen(input[i]) : wide_t(0), output + i);                  \
+    }                                                                                     \
+  }
 #define PARALLEL_EXT_ADD(scalar_t, wide_t)                                      \
   PARALLEL_EXT_MULTIVERSION void add_row(const uint16_t* kept, int64_t size,    \
                                          const scalar_t* addend, wide_t factor, \
@@ -88,6 +96,10 @@ PARALLEL_EXT_MULTIVERSION void draw_row(const MaskStream& stream, uint32_t token
 PARALLEL_EXT_DROP(uint16_t, input[i] & kept[i])  // bf16 and fp16, by their bits
 PARALLEL_EXT_DROP(float, kept[i] ? input[i] : 0)
 PARALLEL_EXT_DROP(double, kept[i] ? input[i] : 0)
+PARALLEL_EXT_SCALE(float, float)
+PARALLEL_EXT_SCALE(c10::BFloat16, float)
+PARALLEL_EXT_SCALE(c10::Half, float)
+PARALLEL_EXT_SCALE(double, double)
 PARALLEL_EXT_ADD(float, float)
 PARALLEL_EXT_ADD(c10::BFloat16, float)
 PARALLEL_EXT_ADD(c10::Half, float)
@@ -219,8 +231,20 @@ at::Tensor dropped(const char* op, const at::Tensor& input, double p, at::IntArr
   const at::Tensor rows = as_matrix(input).contiguous();
   const auto dropout = Dropout::parse(op, p, counter, rows.size(0));
   at::Tensor output = at::empty_like(rows);
-  drop(dropout, 0, rows, output);
-  return output.mul_(dropout.scale()).view(input.sizes());
+  if (!use_cpu_loops(rows)) {
+    drop(dropout, 0, rows, output);
+    return output.mul_(dropout.scale()).view(input.sizes());
+  }
+  const MaskPart part = part_of(dropout, 0, rows);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, rows.scalar_type(), "dropped", [&] {
+    const auto* in = rows.const_data_ptr<scalar_t>();
+    auto* out = output.mutable_data_ptr<scalar_t>();
+    const auto factor = static_cast<wide_of<scalar_t>>(dropout.scale());
+    for_rows(part, [&](int64_t first, const uint16_t* kept) {
+      drop_and_scale_row(kept, part.size, in + first, factor, out + first);
+    });
+  });
+  return output.view(input.sizes());
 }
 
 at::Tensor seeded_dropout_kernel(const at::Tensor& input, double p, at::IntArrayRef counter) {

@@ -232,7 +232,7 @@ class AdaptedBlocks(AdaptedLinear):
             factor_a, factor_b = (each.to(x.dtype) for each in self._factor_pair(name))
             low = first(self._dropped(name, x), factor_a) * scale
             added = second(low, factor_b, None if bias is None else (bias * scale).to(x.dtype))
-            output = output + added.to(output.dtype)
+            output += added.to(output.dtype)
         return output
 
 
