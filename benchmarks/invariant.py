@@ -20,6 +20,7 @@ from invariant_ranks import MODES, SIZES, TOKENS
 
 RANKS = Path(__file__).with_name("invariant_ranks.py")
 TARGET, TARGET_OF_SHORT_LEAVES = 1.15, 1.3  # time of a step over that of the ordinary mode
+NO_TARGET = ("tp=3",)  # of 8 blocks two ranks hold 3, and 3 ranks share 2 cores
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative
 
 
@@ -53,7 +54,7 @@ def run_row(dtype: str, malloc: str, name: str, part: str, repetitions: int) -> 
     )
     ratio = statistics.median(times[MODES[1]]) / statistics.median(times[MODES[0]])
     target = TARGET if leaves <= 2 else TARGET_OF_SHORT_LEAVES
-    met = f"{target} met" if ratio <= target else f"{target} **missed**"
+    met = "none" if name in NO_TARGET else f"{target} {'met' if ratio <= target else '**missed**'}"
     return f"| {dtype}, {malloc} | {name} | {' | '.join(cells)} | {ratio:.2f} | {met} |"
 
 
