@@ -145,6 +145,13 @@ PARALLEL_EXT_OP(fixed_gelu, at::Tensor(const at::Tensor& input));
 PARALLEL_EXT_OP(fixed_gelu_backward,
                 at::Tensor(const at::Tensor& grad_output, const at::Tensor& input));
 
+// --- linear/leaves.cpp ---
+
+// Values [...] of nodes of a tree, by the start and the width of each (base/tree.h) -> [...] their
+// sum in `dtype`, added in fp32 or wider. No gradients.
+PARALLEL_EXT_OP(sum_leaves,
+                at::Tensor(at::TensorList values, at::IntArrayRef nodes, at::ScalarType dtype));
+
 // --- linear/dropout.cpp ---
 
 // input [..., K] -> the same shape: 0 with the probability `dropout`, else input / (1 - dropout).
@@ -406,6 +413,19 @@ PARALLEL_EXT_OP(moe_linear_on_device_backward,
                 Tensors<2>(const at::Tensor& grad_output, const at::Tensor& rows,
                            const at::Tensor& weight, const at::Tensor& counts,
                            std::array<bool, 2> needed, double weight_grad_scale));
+
+// --- moe/block_experts.cpp: bits that do not depend on the layout ---
+
+// rows [N, K] in the order of experts and of an expert in that of leaves, counts [e c] of them,
+// weights [c, e, F, K], once for each leaf -> [N, F]: each row times the weight of its expert.
+PARALLEL_EXT_OP(block_experts, at::Tensor(const at::Tensor& rows, const at::Tensor& weight,
+                                          at::IntArrayRef counts));
+
+// -> gradients of rows and weight, zero for a leaf without rows.
+PARALLEL_EXT_OP(block_experts_backward,
+                Tensors<2>(const at::Tensor& grad_output, const at::Tensor& rows,
+                           const at::Tensor& weight, at::IntArrayRef counts,
+                           std::array<bool, 2> needed));
 
 // --- moe/linear_lora.cpp ---
 

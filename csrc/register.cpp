@@ -125,6 +125,7 @@ TORCH_LIBRARY(parallel_ext, library) {
       "str group_name) -> Tensor");
   def("block_scale_backward(Tensor grad_output, Tensor input, Tensor weight, int[] blocks, "
       "int num_blocks, bool[2] needed, int group_size, str group_name) -> (Tensor, Tensor)");
+  def("sum_leaves(Tensor[] values, int[] nodes, ScalarType dtype) -> Tensor");
   def("fixed_silu(Tensor input) -> Tensor");
   def("fixed_silu_backward(Tensor grad_output, Tensor input) -> Tensor");
   def("fixed_gelu(Tensor input) -> Tensor");
@@ -229,6 +230,9 @@ TORCH_LIBRARY(parallel_ext, library) {
       "float weight_grad_scale=1.0) -> Tensor");
   def("moe_linear_on_device_backward(Tensor grad_output, Tensor rows, Tensor weight, "
       "Tensor counts, bool[2] needed, float weight_grad_scale) -> (Tensor, Tensor)");
+  def("block_experts(Tensor rows, Tensor weight, int[] counts) -> Tensor");
+  def("block_experts_backward(Tensor grad_output, Tensor rows, Tensor weight, int[] counts, "
+      "bool[2] needed) -> (Tensor, Tensor)");
   def("moe_lora_linear(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, int[] counts, "
       "float scale, float weight_grad_scale=1.0) -> Tensor");
   def("moe_lora_linear_forward(Tensor rows, Tensor weight, Tensor lora_a, Tensor lora_b, "

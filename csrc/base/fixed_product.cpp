@@ -186,14 +186,15 @@ void fixed_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b, boo
 }
 
 void fixed_products(const std::vector<Product>& products) {
+  if (at::get_num_threads() > 1) return products_of_any_size(products);
+  for (const Product& each : products) fixed_product(each.out, each.a, each.b, each.add);
+}
+
+void products_of_any_size(const std::vector<Product>& products) {
   std::vector<Product> pieces;
   for (const Product& each : products) {
-    if (at::get_num_threads() == 1) {
-      fixed_product(each.out, each.a, each.b, each.add);
-    } else {
-      const auto own = pieces_of(each);
-      pieces.insert(pieces.end(), own.begin(), own.end());
-    }
+    const auto own = pieces_of(each);
+    pieces.insert(pieces.end(), own.begin(), own.end());
   }
   if (!pieces.empty()) compute(pieces);
 }

@@ -1,12 +1,12 @@
 #include "base/tree.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "base/kernel_choice.h"
 #include "base/number.h"
@@ -65,22 +65,40 @@ int64_t in_left_half(const std::vector<TreeNode>& nodes, int64_t first, int64_t 
          begin;
 }
 
-template <typename scalar_t>
-struct ChunkOfTree {
-  using wide_t = wide_of<scalar_t>;
+// Calls use(numbers) with those of a value from `offset` on, which are summed as wide_t.
+template <typename wide_t, typename Use>
+void with_numbers(const at::Tensor& value, int64_t offset, const Use& use) {
+  if constexpr (std::is_same_v<wide_t, double>) {
+    use(value.const_data_ptr<double>() + offset);
+  } else if (value.scalar_type() == at::kBFloat16) {
+    use(value.const_data_ptr<c10::BFloat16>() + offset);
+  } else if (value.scalar_type() == at::kHalf) {
+    use(value.const_data_ptr<c10::Half>() + offset);
+  } else {
+    use(value.const_data_ptr<float>() + offset);
+  }
+}
 
+template <typename wide_t>
+struct ChunkOfTree {
   const std::vector<TreeNode>& nodes;
-  const std::vector<const scalar_t*>& values;
+  const std::vector<at::Tensor>& values;
   int64_t offset, size;
 
   // sum = the value of `node`, which the `count` values from `first` on cover. `room` holds kChunk
   // numbers for each level below.
   void sum_up(TreeNode node, int64_t first, int64_t count, wide_t* sum, wide_t* room) const {
-    if (count == 1) return load(values[first] + offset, size, sum);
+    if (count == 1) {
+      return with_numbers<wide_t>(values[first], offset,
+                                  [&](const auto* from) { load(from, size, sum); });
+    }
     const int64_t left = in_left_half(nodes, first, count, node), half = node.width / 2;
     sum_up({node.start, half}, first, left, sum, room);
     if (left == count) return;
-    if (count - left == 1) return add_to(sum, values[first + left] + offset, size);
+    if (count - left == 1) {
+      return with_numbers<wide_t>(values[first + left], offset,
+                                  [&](const auto* from) { add_to(sum, from, size); });
+    }
     sum_up({node.start + half, half}, first + left, count - left, room, room + kChunk);
     add_to(sum, room, size);
   }
@@ -93,12 +111,9 @@ TreeNode root_of(const std::vector<TreeNode>& nodes) {
   return root;
 }
 
-template <typename scalar_t>
-void sum_on_cpu(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& tensors,
+template <typename wide_t>
+void sum_on_cpu(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
                 at::Tensor& out) {
-  using wide_t = wide_of<scalar_t>;
-  std::vector<const scalar_t*> values;
-  for (const auto& tensor : tensors) values.push_back(tensor.const_data_ptr<scalar_t>());
   const TreeNode root = root_of(nodes);
   int64_t levels = 1;
   for (int64_t width = root.width; width > 1; width /= 2) ++levels;
@@ -108,7 +123,7 @@ void sum_on_cpu(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor
     std::vector<wide_t> room(static_cast<size_t>(levels * kChunk));
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t offset = chunk * kChunk, size = std::min(kChunk, numel - offset);
-      const ChunkOfTree<scalar_t> tree{nodes, values, offset, size};
+      const ChunkOfTree<wide_t> tree{nodes, values, offset, size};
       tree.sum_up(root, 0, count, room.data(), room.data() + kChunk);
       put(room.data(), size, offset, out);
     }
@@ -147,8 +162,11 @@ at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Te
     return sum_by_aten(nodes, values, root_of(nodes), 0, count).to(dtype);
   }
   at::Tensor out = at::empty(first.sizes(), first.options().dtype(dtype));
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, first.scalar_type(), "tree_sum",
-                                  [&] { sum_on_cpu<scalar_t>(nodes, values, out); });
+  if (first.scalar_type() == at::kDouble) {
+    sum_on_cpu<double>(nodes, values, out);
+  } else {
+    sum_on_cpu<float>(nodes, values, out);
+  }
   return out;
 }
 

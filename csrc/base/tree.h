@@ -20,9 +20,9 @@ struct TreeNode {
 // The fewest nodes of the tree over `count` addends that cover just [begin, end), in order.
 std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count);
 
-// The sum of `values`, of equal shape and dtype and contiguous, each the value of one of the
-// `nodes`; these are in order and cover a range of addends that begins where one node begins that
-// covers them all. Added in fp32, or in fp64 for fp64, and cast once to `dtype`.
+// The sum of `values`, of equal shape and contiguous, each the value of one of the `nodes`; these
+// are in order and cover a range of addends that begins where one node begins that covers them all.
+// Added in fp32, or in fp64 where they and `dtype` are, and cast once to `dtype`.
 at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
                     at::ScalarType dtype);
 

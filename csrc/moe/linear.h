@@ -22,12 +22,17 @@ inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::T
                     " counts are not one for each of the ", weight.size(0), " experts");
 }
 
-inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
-                             at::IntArrayRef counts) {
-  check_moe_linear(op, rows, weight, static_cast<int64_t>(counts.size()));
+// The counts of rows add up to them.
+inline void check_counts(const char* op, const at::Tensor& rows, at::IntArrayRef counts) {
   const int64_t total = sum_of_counts(op, "counts", counts);
   TORCH_CHECK_VALUE(total == rows.size(0), op, ": the counts ", counts, " add up to ", total,
                     ", but there are ", rows.size(0), " rows");
+}
+
+inline void check_moe_linear(const char* op, const at::Tensor& rows, const at::Tensor& weight,
+                             at::IntArrayRef counts) {
+  check_moe_linear(op, rows, weight, static_cast<int64_t>(counts.size()));
+  check_counts(op, rows, counts);
 }
 
 // Calls use(expert, first row, number of rows) for every expert, also for those without rows. The

@@ -104,7 +104,7 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
     def _for_use(self, factor: Factor) -> tuple[torch.Tensor, ...]:
         """Return a factor for a forward, once for each dp rank whose leaf meets at the experts."""
         if isinstance(factor, BlockFactor):
-            return factor.copies("weight")
+            return factor.copies("weight").unbind()
         replicas = self.get_base_layer().replicas
         return (self._caught(factor.weight, factor.layouts["weight"].name, replicas),)
 

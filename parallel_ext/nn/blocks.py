@@ -200,15 +200,13 @@ class _Apart(torch.autograd.Function):
     """A weight once for each of several dp ranks, whose gradients are found each by itself."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, count: int, take: TakeGradients
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, weight: torch.Tensor, count: int, take: TakeGradients) -> torch.Tensor:
         ctx.take = take
-        return tuple(weight.view_as(weight) for _ in range(count))
+        return weight.expand(count, *weight.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.take(gradients), None, None
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.take(gradients.unbind()), None, None
 
 
 class UsedApart:
@@ -226,12 +224,14 @@ class UsedApart:
     def _meet(self, dp_ranks: int) -> None:
         self.dp_ranks, self.take_gradients = dp_ranks, {}
 
-    def copies(self, attribute: str) -> tuple[torch.Tensor, ...]:
-        """Return a parameter by its name, once for each dp rank whose leaf meets here."""
+    def copies(self, attribute: str) -> torch.Tensor:
+        """Return a parameter by its name, [dp_ranks, ...]: once for each whose leaf meets here."""
         parameter = getattr(self, attribute)
         if attribute in self.take_gradients:
             return _Apart.apply(parameter, self.dp_ranks, self.take_gradients[attribute])
-        return (parameter,) * self.dp_ranks
+        if self.dp_ranks == 1:
+            return parameter.unsqueeze(0)
+        return parameter.expand(self.dp_ranks, *parameter.shape)
 
 
 class BlockFactor(UsedApart, Factor):
@@ -298,20 +298,13 @@ class BlockExperts(UsedApart, ExpertParallelExperts):
             for expert in range(own)
             for first in range(0, len(received), self.tp.size)
         ]
-        weights = [
-            each
-            for of_expert in zip(*(c.unbind() for c in self.copies(attribute)), strict=True)
-            for each in of_expert
-        ]
-        of_experts = rows.split(counts)
-        products = [*map(replicated_linear, of_experts, weights)]
+        products = ops.block_experts(rows, self.copies(attribute), counts)
         if attribute in adapters:
             lora_a, lora_b, scale = adapters[attribute]
-            factors = zip(lora_a.to(rows.dtype), lora_b.to(rows.dtype), strict=True)
-            for number, (of_expert, (a, b)) in enumerate(zip(of_experts, factors, strict=True)):
-                low = replicated_linear(of_expert, a) * scale
-                products[number] = products[number] + replicated_linear(low, b)
-        return torch.cat(products)
+            factor_a, factor_b = (each.to(rows.dtype).unsqueeze(0) for each in (lora_a, lora_b))
+            low = ops.block_experts(rows, factor_a, counts) * scale
+            products = products + ops.block_experts(low, factor_b, counts)
+        return products
 
 
 class BlockHeadNorm(nn.Module):

@@ -8,6 +8,7 @@ Every rank of the group must call an op, with shapes that agree, in the same ord
 from parallel_ext.ops.blocks import (
     Blocks,
     block_bias,
+    block_experts,
     block_linear_cross_entropy,
     block_linears,
     block_row_linear,
@@ -15,6 +16,7 @@ from parallel_ext.ops.blocks import (
     fixed_gelu,
     fixed_silu,
     repeat_heads,
+    sum_leaves,
 )
 from parallel_ext.ops.group import ALONE, Group
 from parallel_ext.ops.linear import (
@@ -64,6 +66,7 @@ __all__ = [
     "RoutePlan",
     "VocabStatistics",
     "block_bias",
+    "block_experts",
     "block_linear_cross_entropy",
     "block_linears",
     "block_row_linear",
@@ -89,6 +92,7 @@ __all__ = [
     "repeat_heads",
     "row_linear",
     "seeded_dropout",
+    "sum_leaves",
     "sum_tokens",
     "take_tokens",
     "vocab_argmax",

@@ -218,6 +218,49 @@ def fixed_gelu(input: torch.Tensor) -> torch.Tensor:
     return torch.ops.parallel_ext.fixed_gelu(input)
 
 
+def block_experts(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Apply the linear layer of each expert to the rows that each leaf of a batch has for it.
+
+    Args:
+        rows: [N, K], floating point; those of an expert side by side, in the order of the leaves.
+        weight: [leaves, e, F, K], same dtype: equal for all leaves, with a gradient of each.
+        counts: e * leaves numbers of rows, zeros allowed.
+
+    Returns:
+        [N, F]. The gradient of a weight without rows is zero.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or counts do not fit.
+
+    Example:
+        >>> block_experts(torch.ones(2, 3), torch.ones(1, 2, 1, 3), [2, 0])
+        tensor([[3.],
+                [3.]])
+    """
+    check_tensors("block_experts", rows=rows, weight=weight)
+    return torch.ops.parallel_ext.block_experts(rows, weight, list(counts))
+
+
+def sum_leaves(
+    values: Sequence[torch.Tensor], nodes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Add values over the tree of all leaves of a batch, and round once.
+
+    Args:
+        values: [...] each, floating point, those of a leaf or sums of several; fp64 alone or other
+            dtypes together. They are added in fp32, or in fp64.
+        nodes: of each value its first leaf and how many it covers, a power of two that divides the
+            first one. They follow each other.
+        dtype: of the result.
+
+    Example:
+        >>> sum_leaves([torch.ones(2), torch.ones(2)], [(2, 1), (3, 1)], torch.float32)
+        tensor([2., 2.])
+    """
+    bounds = [number for node in nodes for number in node]
+    return torch.ops.parallel_ext.sum_leaves([*values], bounds, dtype)
+
+
 def block_linear_cross_entropy(
     input: torch.Tensor,
     head_weight: torch.Tensor,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from parallel_ext import ops
 from parallel_ext.nn.blocks import BlockExperts, UsedApart
 from parallel_ext.nn.forward_counter import forward_counters
 from parallel_ext.parallel.state import ParallelState
@@ -124,7 +125,7 @@ class LeafLoop(ABC):
         """Return what :meth:`_take` has taken of each parameter; they have no gradients more."""
         self._take_gradients(parameter for _, _, parameter in self._shared)
         apart, self._apart = self._apart, {}
-        return [[*map(wide, apart[parameter])] for _, _, parameter in self._shared]
+        return [apart[parameter] for _, _, parameter in self._shared]
 
     @abstractmethod
     def _end_round(self, number: int, loss: torch.Tensor) -> None:
@@ -219,15 +220,27 @@ class LeafLoop(ABC):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def wide(value: torch.Tensor) -> torch.Tensor:
-    """Return a value in the dtype in which leaves are summed: fp32, or fp64 for fp64."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
 def push_sums(nodes: list[Node], node: Node, count: int) -> None:
-    """Add a node of lists of values to those of the leaves before, whose values it changes."""
-    push(nodes, node, count, _add)
+    """Add a node of lists of values to those of the leaves before, and sum up what can be.
+
+    Values of single leaves stay as they are, sums are in fp32 (fp64 for fp64), those of all leaves
+    in the dtype of the last node's.
+    """
+    start, width, values = node
+    before = [*nodes, node]
+    push(nodes, (start, width, None), count, lambda left, right: None)
+    merged = before[len(nodes) - 1 :]
+    if len(merged) > 1:
+        covered = [(first, covers) for first, covers, _ in merged]
+        is_whole = nodes[0][1] >= count
+        of_values = zip(*(each for _, _, each in merged), strict=True)
+        values = [
+            ops.sum_leaves(each, covered, each[-1].dtype if is_whole else wide(each[-1].dtype))
+            for each in of_values
+        ]
+    nodes[-1] = (*nodes[-1][:2], values)
 
 
-def _add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [a.add_(b) for a, b in zip(left, right, strict=True)]
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which leaves are summed: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)

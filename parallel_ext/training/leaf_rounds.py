@@ -60,9 +60,10 @@ class LeafRounds(LeafLoop):
         self._totals = self._take_gradients(self._sharded)
         mesh, count = self._state.mesh, len(self._ranges)
         of_ranks: list[list[torch.Tensor]] = [[] for _ in range(mesh.dp_size)]
-        alone = [([wide(value)], mesh.dp) for value in (loss, *self._take_gradients(self._others))]
+        alone = [([value], mesh.dp) for value in (loss, *self._take_gradients(self._others))]
         for values, group in (*alone, *((values, mesh.edp) for values in self._take_apart())):
             mine = torch.cat([value.reshape(-1) for value in values])
+            mine = mine.to(wide(mine.dtype))
             gathered = ops.gather_from_region(mine, [len(mine)] * group.size, group)
             for of_rank, each in zip(of_ranks, gathered.view(mesh.dp_size, -1), strict=True):
                 of_rank.append(each.clone().view(values[0].shape))
@@ -102,7 +103,7 @@ class LeafRounds(LeafLoop):
         sums.check_running()
         per_rank = -(-len(gradients[0]) // mesh.edp_size)  # FSDP's rule
         shape = (mesh.edp_size, len(gradients), per_rank, gradients[0][0].numel())
-        sent = wide(gradients[0]).new_zeros(shape)
+        sent = gradients[0].new_zeros(shape, dtype=wide(gradients[0].dtype))
         for place, gradient in enumerate(gradients):
             for rows, part in zip(sent, gradient.split(per_rank), strict=False):
                 rows[place, : len(part)] = part.flatten(1)

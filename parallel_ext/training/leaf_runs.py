@@ -43,7 +43,7 @@ class LeafRuns(LeafLoop):
         return [(own[n], True) if n < len(own) else (0, False) for n in range(most)]
 
     def _end_round(self, number: int, loss: torch.Tensor) -> None:
-        values = [*map(wide, [loss, *self._take_gradients(self._others)])]
+        values = [loss.to(wide(loss.dtype)), *self._take_gradients(self._others)]
         start, stop = self._runs[self._state.mesh.dp_rank]
         if start + number < stop:
             push_sums(self._nodes, (start + number, 1, values), len(self._ranges))
@@ -96,8 +96,7 @@ def _over_group(
     everyones = [(start, width) for of_rank in of_ranks for start, width, _ in of_rank]
     sums = []
     for index, each in enumerate(like):
-        dtype = torch.promote_types(each.dtype, torch.float32)
-        total = torch.empty(each.shape, dtype=dtype, device=each.device)
+        total = torch.empty(each.shape, dtype=wide(each.dtype), device=each.device)
         own = [value[index].flatten().split(_CHUNK) for _, _, value in nodes]
         for number, part in enumerate(total.view(-1).split(_CHUNK)):
             mine = torch.cat([part[:0], *(value[number] for value in own)])

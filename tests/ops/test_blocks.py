@@ -17,6 +17,8 @@ from parallel_ext import ops
 from parallel_ext.ops import Blocks, Group, LossOptions
 from parallel_ext.sharding.blocks import AttentionBlocks, share_blocks, split_in_blocks
 from parallel_ext.sharding.layout import split
+from parallel_ext.sharding.tree import Node
+from parallel_ext.training.leaf_loop import push_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -245,6 +247,60 @@ def test_the_bits_of_a_block_do_not_depend_on_its_place(
     (expected,) = torch.autograd.grad((whole_output * factors).sum(), rows)
     (found,) = torch.autograd.grad((output * factors[:, own]).sum(), of_rows)
     assert torch.equal(expected[own], found)
+
+
+def _experts(group: Group, dtype: torch.dtype) -> None:
+    """Each product is that of a layer alone, and so are its gradients."""
+    counts, leaves, features = [3, 0, 40, 17, 1, 25], 2, (20, 1300)
+    experts, rows = len(counts) // leaves, sum(counts)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(experts, *features[::-1], generator=generator).to(dtype)
+    input = torch.randn(rows, features[0], generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(rows, features[1], generator=generator).to(dtype)
+    copies = weight.expand(leaves, *weight.shape).clone().requires_grad_()
+    output = ops.block_experts(input, copies, counts)
+    output.backward(grad)
+    parts = zip(*(each.split(counts) for each in (input, grad, output, input.grad)), strict=True)
+    for number, (own, of_own, found, found_grad) in enumerate(parts):
+        expert, leaf = divmod(number, leaves)
+        alone = [t.detach().clone().requires_grad_() for t in (own, weight[expert])]
+        (expected,) = ops.block_linears(alone[0], [alone[1]], [Blocks(((0, features[1]),), 1)])
+        expected.backward(of_own)
+        assert torch.equal(found, expected)
+        assert torch.equal(found_grad, alone[0].grad)
+        assert torch.equal(copies.grad[leaf, expert], alone[1].grad)
+    wide = [t.detach().double() for t in (input, weight)]
+    plain = [own @ wide[1][i // leaves].T for i, own in enumerate(wide[0].split(counts))]
+    torch.testing.assert_close(output, torch.cat(plain).to(dtype))
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_expert_is_a_layer_alone(dtype: torch.dtype, aten: bool) -> None:
+    on_ranks(1, _experts, dtype, aten=aten)
+
+
+def test_products_of_experts_are_made_once() -> None:
+    """Their numbers of rows hardly come again."""
+    with threads(1), profile(activities=[ProfilerActivity.CPU]) as made:
+        ops.block_experts(torch.ones(70, 20), torch.ones(1, 1, 1300, 20), [70])
+    assert sum(event.name == "aten::mm" for event in made.events()) == 2  # pieces
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_leaves_are_those_of_the_tree(dtype: torch.dtype, aten: bool) -> None:
+    """In fp32 and rounded once, whatever is held of the leaves before."""
+    wide = torch.promote_types(dtype, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    with aten_path(aten):
+        for count in range(1, 20):
+            leaves = torch.randn(count, 1031, generator=generator).to(dtype).unbind()
+            nodes: list[Node] = []
+            for number, leaf in enumerate(leaves):
+                push_sums(nodes, (number, 1, [leaf]), count)
+            ((_, _, (total,)),) = nodes
+            assert torch.equal(total, _tree([leaf.to(wide) for leaf in leaves]).to(dtype))
 
 
 def _products(tokens: int, width: int) -> list[int]:

@@ -403,6 +403,19 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         ],
         "repeat_heads": [(_values(2, 6), 3, 2), (_values(2, 1, 4, dtype=bf16), 2, 3)],
         "repeat_heads_backward": [(_plain(2, 12), 3, 2), (_plain(2, 6, dtype=bf16), 2, 3)],
+        "block_experts": [
+            (_values(5, 3), _values(1, 3, 2, 3), [2, 0, 3]),
+            (_values(3, 5).T, _values(2, 4, 3).expand(2, 2, 4, 3), [1, 0, 0, 4]),
+            (_values(0, 3, dtype=bf16), _values(2, 1, 4, 3, dtype=bf16), [0, 0]),
+        ],
+        "block_experts_backward": [
+            (_plain(5, 2), _plain(5, 3), _plain(1, 3, 2, 3), [2, 0, 3], [True, True]),
+            (_plain(2).expand(5, 2), _plain(3, 5).T, _plain(2, 1, 2, 3), [2, 3], [True, False]),
+        ],
+        "sum_leaves": [
+            ([_plain(2, 3, dtype=bf16), _plain(2, 3, dtype=bf16)], [0, 1, 1, 1], torch.float32),
+            ([_plain(2, 3), _plain(3, 2, dtype=bf16).T], [0, 2, 2, 1], bf16),
+        ],
         "fixed_silu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],
         "fixed_silu_backward": [(_plain(2, 37), _plain(2, 37))],
         "fixed_gelu": [(_values(2, 37),), (_values(0, 3),), (_values(5, dtype=bf16),)],

@@ -255,6 +255,30 @@ REFUSALS = {
         ),
         "TypeError: vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got None",
     ),
+    "leaves without a node": (
+        lambda: ops.sum_leaves([ONES(2), ONES(2)], [(0, 1)], torch.float32),
+        "ValueError: sum_leaves: nodes [0, 1] are not a start and a width for each of 2 values",
+    ),
+    "no node of a tree": (
+        lambda: ops.sum_leaves([ONES(2), ONES(2)], [(1, 2), (3, 1)], torch.float32),
+        "ValueError: sum_leaves: nodes [1, 2, 3, 1] are not nodes of a tree",
+    ),
+    "leaves of several sizes": (
+        lambda: ops.sum_leaves([ONES(2), ONES(3)], [(0, 1), (1, 1)], torch.float32),
+        "ValueError: sum_leaves: values must have the shape [2], got [3]",
+    ),
+    "leaves of fp64 and fp32": (
+        lambda: ops.sum_leaves([ONES(2), ONES(2).double()], [(0, 1), (1, 1)], torch.float64),
+        "TypeError: sum_leaves: values of float64 and of other dtypes cannot be summed together",
+    ),
+    "counts of other leaves": (
+        lambda: ops.block_experts(ONES(2, 3), ONES(2, 1, 4, 3), [2]),
+        "ValueError: block_experts: 1 counts are not one for each of 1 experts and 2 leaves",
+    ),
+    "counts of other rows": (
+        lambda: ops.block_experts(ONES(2, 3), ONES(1, 2, 4, 3), [2, 1]),
+        "ValueError: block_experts: the counts [2, 1] add up to 3, but there are 2 rows",
+    ),
     # Plans in Python.
     "a short message": (
         lambda: ExchangePlan.of([[1, 1]], [2], 0),
@@ -301,6 +325,7 @@ def test_what_is_no_group_is_refused_by_name(name):
 
 def test_the_ops_without_a_group_are_those_of_one_rank():
     assert sorted(set(OPS) - set(WITH_A_GROUP)) == [
+        "block_experts",
         "fixed_gelu",
         "fixed_silu",
         "moe_gated_silu",
@@ -309,4 +334,5 @@ def test_the_ops_without_a_group_are_those_of_one_rank():
         "moe_route_plan",
         "repeat_heads",
         "seeded_dropout",
+        "sum_leaves",
     ]

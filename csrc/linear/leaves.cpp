@@ -1,0 +1,39 @@
+// Sums over the leaves of a batch, whose gradients have the same bits whoever runs the leaves.
+#include "base/layout.h"
+#include "base/tree.h"
+#include "check.h"
+#include "ops.h"
+
+namespace parallel_ext {
+namespace {
+
+at::Tensor sum_leaves_kernel(at::TensorList values, at::IntArrayRef bounds, at::ScalarType dtype) {
+  const char* op = "sum_leaves";
+  TORCH_CHECK_VALUE(!values.empty() && bounds.size() == 2 * values.size(), op, ": nodes ", bounds,
+                    " are not a start and a width for each of ", values.size(), " values");
+  std::vector<TreeNode> nodes;
+  std::vector<at::Tensor> addends;
+  for (size_t i = 0; i < values.size(); ++i) {
+    nodes.push_back({bounds[2 * i], bounds[2 * i + 1]});
+    TORCH_CHECK_VALUE(nodes[i].width > 0 && nodes[i].start % nodes[i].width == 0, op, ": nodes ",
+                      bounds, " are not nodes of a tree");
+    check_floating(op, "values", values[i]);
+    check_shape(op, "values", values[i], values[0].sizes());
+    TORCH_CHECK_TYPE(wide_type(values[i]) == wide_type(values[0]), op,
+                     ": values of float64 and of other dtypes cannot be summed together");
+    addends.push_back(values[i].contiguous());
+  }
+  return tree_sum(nodes, addends, dtype);
+}
+
+at::Tensor sum_leaves_meta(at::TensorList values, at::IntArrayRef, at::ScalarType dtype) {
+  return at::empty_symint(values[0].sym_sizes(), values[0].options().dtype(dtype));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
+  implement<sum_leaves>(library).kernel<sum_leaves_kernel>().meta<sum_leaves_meta>();
+}
+
+}  // namespace parallel_ext
