@@ -6,7 +6,7 @@ import inspect
 
 from torch import nn
 
-from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
 from parallel_ext.models.spec import ModelSpec
 
 POSITIONS = "position_embeddings"
@@ -20,13 +20,7 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
         ValueError: names what cannot.
     """
     refused = "parallelize: sequence_parallel=True "
-    blocks = spec.blocks({name for name, _ in model.named_parameters()})
-    if spec.attention is None or spec.regions or spec.shared:
-        raise ValueError(
-            f"{refused}serves models of decoder layers with an attention and an MLP; "
-            f"{spec.model_type!r} has other parts, so leave it out"
-        )
-    for path, block in blocks.items():
+    for path, block in blocks_of_layers(model, spec).items():
         module = model.get_submodule(path)
         for name in beside_experts(module, block) if isinstance(block, MixtureNames) else []:
             if name != block.router and type(each := module.get_submodule(name)) is not nn.Linear:
@@ -43,10 +37,8 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
                 f"{refused}needs the attribute of {path} with the noise of {block.jitter}; name it "
                 "by block_jitter in the spec"
             )
-        if isinstance(block, RegionNames) and (block.merges or block.entry is not None):
-            raise ValueError(
-                f"{refused}does not serve the entry or the sum of {path}; leave it out"
-            )
+        if isinstance(block, RegionNames) and block.entry is not None:
+            raise ValueError(f"{refused}does not serve the entry of {path}; leave it out")
         if isinstance(block, AttentionNames) and (
             POSITIONS not in inspect.signature(type(module).forward).parameters
         ):
@@ -54,6 +46,12 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
                 f"{refused}needs an attention that is given {POSITIONS}, which tell the number of "
                 f"tokens; {path} is a {type(module).__name__}"
             )
+    layer = type(model.get_submodule(f"{spec.layers}.0"))
+    if spec.attention is None and POSITIONS not in inspect.signature(layer.forward).parameters:
+        raise ValueError(
+            f"{refused}needs decoder layers that are given {POSITIONS}, which tell the number of "
+            f"tokens; {spec.layers}.0 is a {layer.__name__}"
+        )
     if not spec.embedding.startswith(f"{decoder_of(spec)}."):
         raise ValueError(
             f"{refused}needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but "
@@ -80,16 +78,36 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
             )
 
 
+def blocks_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Block]:
+    """Return the blocks of the decoder layers, between which the tokens are divided."""
+    blocks = spec.blocks({name for name, _ in model.named_parameters()})
+    return {path: block for path, block in blocks.items() if path.startswith(f"{spec.layers}.")}
+
+
+def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
+    """Return the paths of the parts of the decoder, beside its layers, that have blocks or towers.
+
+    As those that put images into the embedding, of whose tokens every rank has all.
+    """
+    decoder = f"{decoder_of(spec)}."
+    paths = (*spec.towers, *spec.shared, *spec.blocks({n for n, _ in model.named_parameters()}))
+    return {
+        f"{decoder}{path.removeprefix(decoder).partition('.')[0]}"
+        for path in paths
+        if path.startswith(decoder) and not path.startswith(f"{spec.layers}.")
+    }
+
+
 def norms_of(model: nn.Module, spec: ModelSpec) -> list[str]:
     """Return the paths of the modules with parameters between the blocks, and last behind them."""
-    blocks = tuple(f"{path}." for path in spec.blocks({n for n, _ in model.named_parameters()}))
+    others = (*blocks_of_layers(model, spec), *beside_layers(model, spec), spec.embedding)
     decoder = decoder_of(spec)
     found = [
         path
         for path, module in model.named_modules()
         if path.startswith(f"{decoder}.")
         and next(module.parameters(recurse=False), None) is not None
-        and not f"{path}.".startswith((*blocks, f"{spec.embedding}."))
+        and not f"{path}.".startswith(tuple(f"{each}." for each in others))
     ]
     return sorted(found, key=lambda path: not path.startswith(f"{spec.layers}."))
 

@@ -163,10 +163,10 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     watch_forward(model)
     if mesh.world_size > 1:
         model._ddp_params_and_buffers_to_ignore = methods.AskedByDDP(state)
+    if plan.options.invariant is None:
+        enter_and_leave(model, plan)
     if plan.sequence_parallel:
         keep_own_tokens(model, plan, state.partials)
-    elif plan.options.invariant is None:
-        enter_and_leave(model, plan)
     if mesh.device.type == "cuda" and not next(model.parameters()).is_meta:
         model.to(mesh.device)
 

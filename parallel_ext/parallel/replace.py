@@ -72,7 +72,8 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
         What sums the partial gradients, if there are several ranks, and the layers' routings.
     """
     spec, partials = plan.spec, PartialGradients() if plan.mesh.world_size > 1 else None
-    replace = Replacer(model, plan.layout, plan.mesh, partials, sums=not plan.sequence_parallel)
+    unsummed = (f"{spec.layers}.",) if plan.sequence_parallel else ()
+    replace = Replacer(model, plan.layout, plan.mesh, partials, unsummed)
     replace.embedding(spec.embedding, spec.scaled_embedding is not None)
     for path, block in spec.blocks(plan.layout).items():
         if isinstance(block, AttentionNames) and block.is_joined:
@@ -89,7 +90,10 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
 
 
 def enter_and_leave(model: nn.Module, plan: Plan) -> None:
-    """Let hidden states enter the parallel parts, and leave them where these do not sum."""
+    """Let hidden states enter the parallel parts, and leave them where these do not sum.
+
+    Beside the decoder layers alone, where these keep own tokens between their parts.
+    """
     spec, tp = plan.spec, plan.mesh.tp
     if tp.size == 1:
         return
@@ -98,7 +102,8 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
         model.get_submodule(path).register_forward_hook(copy_output)
     for path, block in spec.blocks(plan.layout).items():
         # A mixture takes its slice of the tokens itself; its router sees all on every rank.
-        if isinstance(block, MixtureNames):
+        own = plan.sequence_parallel and path.startswith(f"{spec.layers}.")
+        if own or isinstance(block, MixtureNames):
             continue
         module = model.get_submodule(path)
         if isinstance(block, RegionNames) and block.entry is not None:
@@ -142,7 +147,7 @@ class Replacer:
 
     Args:
         model, layout, mesh, partials: the model, and what is said of it elsewhere.
-        sums: whether row-parallel layers sum their outputs, but where a block says otherwise.
+        unsummed: beginnings of the paths of row-parallel layers that leave their sum to others.
     """
 
     def __init__(
@@ -151,10 +156,10 @@ class Replacer:
         layout: ModelLayout,
         mesh: Mesh,
         partials: PartialGradients | None,
-        sums: bool = True,
+        unsummed: tuple[str, ...] = (),
     ) -> None:
         self.model, self.layout, self.mesh, self.partials = model, layout, mesh, partials
-        self._sums = sums
+        self._unsummed = unsummed
         self._new: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one object
         self._replicas: Group | None = None
         self.routings: list[Routing] = []
@@ -210,7 +215,7 @@ class Replacer:
 
     def _row(self, path: str, sums: bool = True) -> None:
         shards = self.shards(path)
-        sums = sums and self._sums
+        sums = sums and not path.startswith(self._unsummed)
         self.put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
 
     def _norm_of_shards(self, path: str, replicas: Group) -> None:

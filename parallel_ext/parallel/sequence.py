@@ -36,6 +36,8 @@ from parallel_ext.ops import Group
 from parallel_ext.parallel.check_sequence import (
     POSITIONS,
     beside_experts,
+    beside_layers,
+    blocks_of_layers,
     decoder_of,
     norms_of,
 )
@@ -338,7 +340,7 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
         layer.register_forward_pre_hook(BeginLayer(own), with_kwargs=True)
     norms = norms_of(model, spec)
     in_parts, mixtures = [*norms], []
-    for path, block in spec.blocks(plan.layout).items():
+    for path, block in blocks_of_layers(model, spec).items():
         module = model.get_submodule(path)
         if isinstance(block, MixtureNames):
             mixtures.append(path)
@@ -357,7 +359,8 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     watch = WatchEnds(own, *(path[within:] for path in ends))
     decoder.register_forward_pre_hook(watch.before)
     decoder.register_forward_hook(watch.after, always_call=True)
-    model.get_submodule(spec.embedding).keeps = own.of_embedding
+    if not beside_layers(model, spec):  # else images take the place of some rows
+        model.get_submodule(spec.embedding).keeps = own.of_embedding
     model.get_submodule(norms[-1]).register_forward_hook(GatherAll(own))
 
 

@@ -21,13 +21,13 @@ SIZES = {"hidden_size": 128, "intermediate_size": 211, "vocab_size": 509, "num_h
 
 
 def _measured(
-    tp: int, r: int | None, checkpointing: bool, dtype: torch.dtype
+    tp: int, r: int | None, checkpointing: bool, dtype: torch.dtype, own: bool
 ) -> tuple[int, int, dict[str, int], int]:
     """Bytes of this rank's weights and optimizer, what a step counts, and its peak."""
     torch.manual_seed(0)
     mesh = px.init_mesh(tp=tp)
     model: Any = CogAgentForCausalLM(tiny_config(**SIZES)).to(dtype)
-    model = px.parallelize(model, mesh).train()
+    model = px.parallelize(model, mesh, sequence_parallel=own).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
@@ -52,22 +52,26 @@ def _measured(
 
 
 @pytest.mark.parametrize(
-    ("tp", "r", "checkpointing", "dtype"),
+    ("tp", "r", "checkpointing", "dtype", "own"),
     [
-        (1, None, False, torch.float32),
-        (2, None, False, torch.float32),
-        (4, None, True, torch.float32),
-        (2, None, True, torch.bfloat16),
-        (1, 3, True, torch.float32),
-        (2, 3, False, torch.float32),
+        (1, None, False, torch.float32, False),
+        (2, None, False, torch.float32, False),
+        (4, None, True, torch.float32, False),
+        (2, None, True, torch.bfloat16, False),
+        (1, 3, True, torch.float32, False),
+        (2, 3, False, torch.float32, False),
+        (2, None, False, torch.float32, True),
+        (4, None, True, torch.float32, True),
+        (2, 3, True, torch.float32, True),
     ],
 )
 def test_a_step_holds_and_sends_what_was_planned(
-    tp: int, r: int | None, checkpointing: bool, dtype: torch.dtype
+    tp: int, r: int | None, checkpointing: bool, dtype: torch.dtype, own: bool
 ) -> None:
-    found = pool(tp).run(_measured, tp, r, checkpointing, dtype)
+    found = pool(tp).run(_measured, tp, r, checkpointing, dtype, own)
     adapt = r and partial(adapt_all_linears, r=r)
-    step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, checkpointing=checkpointing, adapt=adapt)
+    options = {"checkpointing": checkpointing, "adapt": adapt, "sequence_parallel": own}
+    step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, **options)
     estimate = Planner(tiny_config(**SIZES)).estimate(tp, tp, 1, step)
     weights, states, sent, _ = zip(*found, strict=True)
     assert estimate.weights == (max(weights), min(weights))

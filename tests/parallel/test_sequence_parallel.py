@@ -514,6 +514,12 @@ def _refused(case: str) -> None:
         )
     elif case == "embedding elsewhere":
         check_sequence_parallel(model, replace(SPECS["llama"], embedding="embed_tokens"))
+    elif case == "an entry":
+        mlp = replace(SPECS["llama"].mlp, entry="act_fn")
+        check_sequence_parallel(model, replace(SPECS["llama"], mlp=mlp))
+    elif case == "layers without positions":
+        model.model.layers[0] = torch.nn.Identity()
+        check_sequence_parallel(model, replace(SPECS["llama"], attention=None))
     elif case == "two norms":
         model.model.another = torch.nn.LayerNorm(3)
     elif case == "another part":
@@ -534,6 +540,8 @@ REFUSALS = {
     "dropout": "does not serve dropout between the blocks",
     "two norms": "needs one norm behind the decoder layers, but there are",
     "embedding elsewhere": "beside the decoder layers in 'model', but it is embed_tokens",
+    "an entry": "does not serve the entry of model.layers.0.mlp",
+    "layers without positions": "which tell the number of tokens; model.layers.0 is a Identity",
     "another part": "must be norms; model.layers.1.scale is a Linear",
     "another checkpointing": "wrap what it recomputes in parallel_ext.nn.Recomputable",
     "hidden states": "output_hidden_states in training with sequence_parallel",

@@ -396,9 +396,14 @@ def adapter_differences(tiny: TinyMixtral, layout: Layout, **options: Any) -> di
     return differences_of_adapter(lambda: exact(tiny.model()), layout, data, **options)
 
 
-def adapted_pair(make: Callable[[], Any], mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
+def adapted_pair(
+    make: Callable[[], Any],
+    mesh: px.Mesh,
+    how: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[Any, Any]:
     """PEFT's model in one process, and ours with the same adapter; ``make`` gives the base."""
-    model = parallel(make(), mesh)
+    model = parallel(make(), mesh, **how)
     torch.manual_seed(11)
     model = peft.get_peft_model(model, px.LoraConfig(init_lora_weights=False, **options))
     config = peft.LoraConfig(init_lora_weights=False, **options)
@@ -413,11 +418,12 @@ def differences_of_adapter(
     make: Callable[[], Any],
     layout: Layout,
     data: tuple[dict[str, Any], list[dict[str, Any]]],
+    how: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> dict[str, float]:
     """The same of the model that ``make`` gives, on a batch of all dp ranks and on each rank's."""
     mesh = layout.mesh()
-    plain, model = adapted_pair(make, mesh, **options)
+    plain, model = adapted_pair(make, mesh, how, **options)
     whole, own = data
     px.data_parallel(model, mesh)
     return gradient_differences(plain, model, whole, own[mesh.dp_rank])

@@ -213,11 +213,12 @@ class CogAgentDecoderLayer(GradientCheckpointingLayer):
         hidden: Tensor,
         encoded: Tensor | None,
         route: TokenRoute,
-        rotary: tuple[Tensor, Tensor],
         mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
         cache: EncoderDecoderCache | None = None,
     ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), route, rotary, mask, cache)
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(normed, route, position_embeddings, mask, cache)
         seen = cache is not None and cache.is_updated.get(self.cross_attn.layer_index, False)
         # A batch of text only has nothing to look at; it skips the cross attention.
         if encoded is not None or seen:

@@ -163,7 +163,7 @@ class CogAgentModel(CogAgentPreTrainedModel):
         mask = attention_mask_of(attention_mask, length, past + length, inputs_embeds.device)
         hidden = inputs_embeds
         for layer in self.layers:
-            hidden = layer(hidden, encoded, route, rotary, mask, cache=cache)
+            hidden = layer(hidden, encoded, route, mask, position_embeddings=rotary, cache=cache)
         kept = {CACHE: cache if use_cache else None}
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **kept)
 
