@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safe_open import open_file, shown
+from parallel_ext.nn._torch_private import dcp_place
 
 METADATA_NAME = ".metadata"
 
@@ -123,7 +124,7 @@ class DcpDirectory:
         place = self._places.get(metadata.MetadataIndex(name, chunk.offsets))
         if place is None:  # before there were pieces, tensors had no offset
             place = self._places.get(metadata.MetadataIndex(name))
-        if not isinstance(place, filesystem._StorageInfo) or place.transform_descriptors:
+        if not isinstance(place, dcp_place()) or place.transform_descriptors:
             raise CheckpointError(f"{where} is in no plain file: {shown(place)}")
         if Path(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{where} is in {shown(place.relative_path)}, no plain name")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -46,6 +45,7 @@ from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new, nothing, read_rows
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, read_content
+from parallel_ext.nn._torch_private import dcp_place
 
 FILES = "parallel_ext"
 """Key, in the DCP, of the bytes of all that is no tensor of model or optimizer, by file."""
@@ -224,7 +224,7 @@ class _Writer(dcp.FileSystemWriter):
                 else:
                     file.write(piece.getbuffer())
                 length = file.tell() - start
-                place = _StorageInfo(name, start, length)
+                place = dcp_place()(name, start, length)
                 results.append(WriteResult(item.index, length, place))
             file.flush()
             disk.sync(file)

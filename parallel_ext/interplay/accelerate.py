@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.nn._torch_private import steps_of
 from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
@@ -284,7 +285,7 @@ def step_scheduler(plain: Plain, self: AcceleratedScheduler, *args: Any, **kwarg
     self.split_batches = True  # one step in each call
     try:
         for _ in range(_steps[self]):
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", float("inf")):
+            if steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):
                 plain(self, *args, **kwargs)
     finally:
         self.split_batches = False

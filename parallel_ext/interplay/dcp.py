@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from parallel_ext.interplay.refusals import Refusal, refuse
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
-from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.state import own_state
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _INSTEAD = (
@@ -79,7 +79,7 @@ def get_model_state_dict(
     plain: Callable[..., Any], model: nn.Module, **kwargs: Any
 ) -> dict[str, torch.Tensor]:
     """Extend ``get_model_state_dict`` to gather full tensors, if asked to; every rank calls it."""
-    state: ParallelState | None = model._modules.get(STATE_NAME)
+    state = own_state(model)
     if not _wants_full(kwargs):
         return plain(model, **kwargs)
     if state is None:
@@ -98,7 +98,7 @@ def set_model_state_dict(
     plain: Callable[..., Any], model: nn.Module, model_state_dict: dict[str, Any], **kwargs: Any
 ) -> Any:
     """Extend ``set_model_state_dict`` to refuse full tensors after ``px.data_parallel``."""
-    state: ParallelState | None = model._modules.get(STATE_NAME)
+    state = own_state(model)
     if state is not None and state.fsdp_sharded and _wants_full(kwargs):
         instead = "load them before px.data_parallel, or a checkpoint by px.load_checkpoint"
         refuse(Refusal(f"{_MODULE}:set_model_state_dict of full tensors", instead), model)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn.utils import clip_grad
+from torch.nn import utils
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -13,6 +12,7 @@ from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
 from parallel_ext.interplay.refusals import REFUSALS, register
 from parallel_ext.interplay.trl import extend_trl
+from parallel_ext.nn._torch_private import unscale_grads
 from parallel_ext.nn.extended import extend, restore_all
 from parallel_ext.nn.stale_parameters import refuse_stale
 
@@ -21,11 +21,11 @@ _hooks: list[RemovableHandle] = []
 
 def serve() -> None:
     """Let functions of other packages know parallel models; further calls change nothing."""
-    extend(clip_grad.clip_grad_norm_, gradients.clip_grad_norm_)
-    extend(clip_grad.clip_grad_value_, gradients.clip_grad_value_)
-    extend(clip_grad._get_total_norm, gradients.get_total_norm)
-    extend(clip_grad._clip_grads_with_norm_, gradients.clip_grads_with_norm_)
-    extend(torch.amp.GradScaler._unscale_grads_, gradients.unscale_grads_)
+    extend(utils.clip_grad_norm_, gradients.clip_grad_norm_)
+    extend(utils.clip_grad_value_, gradients.clip_grad_value_)
+    extend(utils.get_total_norm, gradients.get_total_norm)
+    extend(utils.clip_grads_with_norm_, gradients.clip_grads_with_norm_)
+    extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
     extend(Optimizer.load_state_dict, optimizers.load_state_dict)
     register(REFUSALS)

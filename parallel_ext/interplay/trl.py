@@ -16,7 +16,7 @@ from parallel_ext import ops
 from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
-from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.state import STATE_NAME, ParallelState, own_state
 
 _MODULE = "trl.trainer.utils"
 
@@ -35,12 +35,11 @@ def add_fused_lm_head(
     Raises:
         NotImplementedError: the head is to be cast to fp32, or the model changes its logits.
     """
-    if STATE_NAME not in model._modules:
+    if (state := own_state(model)) is None:
         plain(model, *args, **kwargs)
         return
     asked = inspect.signature(plain).bind(model, *args, **kwargs)
     asked.apply_defaults()
-    state: ParallelState = getattr(model, STATE_NAME)
     if asked.arguments["cast_lm_head_to_fp32"] and model.dtype != torch.float32:
         raise NotImplementedError(
             "add_fused_lm_head(cast_lm_head_to_fp32=True) is not supported on a parallel model of "

@@ -359,9 +359,9 @@ class HFDirectory:
             for parameter, whole in wanted
         }
         for module in model.modules():
-            for attribute, parameter in list(module._parameters.items()):
+            for attribute, parameter in list(module.named_parameters(recurse=False)):
                 if parameter in replacements:
-                    module._parameters[attribute] = replacements[parameter]
+                    setattr(module, attribute, replacements[parameter])
 
 
 def progress_as_in_transformers() -> bool | None:

@@ -15,6 +15,7 @@ from peft.utils.transformers_weight_conversion import (
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
+from parallel_ext.lora._peft_private import register_layers
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
 from parallel_ext.lora.factors import seeded_by
@@ -235,7 +236,7 @@ def inject_adapter(
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)
-    config._register_custom_module(LAYERS)
+    register_layers(config, LAYERS)
     with seeded_by(seed):
         plain(self, model, adapter_name, *args, **kwargs)
     state.adapted = True

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.lora._peft_private import move_to_base
 from parallel_ext.lora.factors import EmbeddingFactors, draw_by_name, key_of
 from parallel_ext.lora.merge import Mergeable
 from parallel_ext.nn.blocks import replicated_linear
@@ -67,7 +68,7 @@ class Adapted(Mergeable):
             nn.Dropout(config.lora_dropout) if config.lora_dropout > 0 else nn.Identity()
         )
         self._add_factors(adapter_name, target_name, r, config)
-        self._move_adapter_to_device_of_base_layer(adapter_name)
+        move_to_base(self, adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:

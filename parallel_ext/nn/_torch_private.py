@@ -1,10 +1,22 @@
-"""Private names of torch's autograd, for which it has no public ones; tried with torch 2.13."""
+"""Private names of torch for which it has no public ones; tried with torch 2.13.
+
+They stand here and nowhere else in the package; ``docs/internals.md`` says what each is needed for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook as has_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["TorchDispatchMode", "has_global_hook", "tree_leaves"]
+
+# --- Autograd ---
 
 
 def running_backward() -> int:
@@ -26,3 +38,133 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
         RuntimeError: no backward runs in this thread.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was written to in place, as far as autograd knows."""
+    return tensor._version
+
+
+def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """Return a parameter's hooks on its gradient, and those that run once ``.grad`` has it."""
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return list((before or {}).values()), list((after or {}).values())
+
+
+# --- Modules ---
+
+
+def output_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that see a module's output or the gradient of it."""
+    kinds = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [hook for kind in kinds for hook in kind.values()]
+
+
+def input_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that see a module's input before its forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether a buffer of ``module`` stands in its ``state_dict()``."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` is what ``torch.compile`` has made of another one."""
+    return hasattr(module, "_orig_mod")
+
+
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without those of ``torch.compile`` and ``checkpoint_wrapper``."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def set_asked_by_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Let DistributedDataParallel find ``names`` where it looks for parameters to leave alone."""
+    model._ddp_params_and_buffers_to_ignore = names
+
+
+# --- The compiler ---
+
+
+def disable_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``torch.compile`` leave a function alone; its public decorator imports the compiler."""
+    return torch._disable_dynamo(function)
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an overload of an op, with the names of its arguments."""
+    return op._schema
+
+
+# --- Many tensors in one call ---
+
+
+def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Return the norm of each tensor of one dtype, in fp64 and without copies in fp64."""
+    return torch._foreach_norm(tensors, norm_type, dtype=torch.float64)
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one dtype by ``factor``, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def unscale_all(
+    gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Multiply gradients by ``inv_scale`` in place; set ``found_inf`` to 1 if one is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+
+
+unscale_grads = torch.amp.GradScaler._unscale_grads_
+"""What all methods of ``torch.amp.GradScaler`` call to unscale an optimizer's gradients."""
+
+# --- Training ---
+
+
+def steps_of(scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
+    """Return how often a learning rate scheduler has stepped, the step of its making included."""
+    return scheduler._step_count
+
+
+# --- FSDP ---
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+"""What FSDP holds back of one parameter, in the dtype of the forward and in that of reductions."""
+
+
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's objects of the parameters that it has sharded, each with ``sharded_param``."""
+    for module in model.modules():
+        if hasattr(module, "reset_iter_state"):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+def held_gradients(parameter: Any) -> Gradients:
+    """Return the gradients that FSDP holds back for one of :func:`fsdp_parameters`.
+
+    ``reset_iter_state`` leaves them, against its documentation, and ``unshard`` shows them in the
+    gathered dtype only.
+    """
+    gathered = getattr(parameter, "_unsharded_param", None)  # made by the first forward
+    return None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
+
+
+def set_held_gradients(parameter: Any, gradients: Gradients) -> None:
+    """Put other gradients in the place of :func:`held_gradients`."""
+    if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+        gathered.grad = gradients[0]
+    parameter.unsharded_accumulated_grad = gradients[1]
+
+
+# --- Distributed checkpoints ---
+
+
+def dcp_place() -> type:
+    """Return the class that says in which file of a DCP a piece lies, and where."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo

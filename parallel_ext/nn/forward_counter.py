@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
-from parallel_ext.nn._torch_private import running_backward
+from parallel_ext.nn._torch_private import disable_compiler, running_backward
 from parallel_ext.nn.recomputation import once, watch_checkpoints
 
 
@@ -26,7 +25,7 @@ class ForwardCounter:
         self.first_row: int | None = None
         self.rows: int | None = 0
 
-    @torch._disable_dynamo
+    @disable_compiler
     def number(self, what: str) -> int:
         """Return the number of the forward that is running.
 

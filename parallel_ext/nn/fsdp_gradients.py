@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.nn._torch_private import at_end_of_backward, running_backward
+from parallel_ext.nn._torch_private import (
+    at_end_of_backward,
+    fsdp_parameters,
+    held_gradients,
+    running_backward,
+    set_held_gradients,
+)
 
 
-class HeldGradients:
+class FSDPGradients:
     """The gradients that FSDP holds back for one model that it has sharded.
 
     FSDP keeps them with the gathered parameters, where ``zero_grad`` does not reach them, so that
@@ -24,15 +30,7 @@ class HeldGradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # torch 2.13 has no public way to what a parameter has accumulated: ``reset_iter_state``
-        # leaves it, against its documentation, and ``unshard`` shows it in the gathered dtype only.
-        self._parameters: list[Any] = [
-            parameter
-            for module in model.modules()
-            if hasattr(module, "reset_iter_state")
-            for group in module._get_fsdp_state()._fsdp_param_groups
-            for parameter in group.fsdp_params
-        ]
+        self._parameters = list(fsdp_parameters(model))
         self._anchors: list[tuple[Any, torch.Tensor]] = []
         self._syncs, self._running = True, False
 
@@ -57,7 +55,7 @@ class HeldGradients:
         """Tie the held gradients to the ``.grad`` of their shards, made where there is none."""
         self._anchors = []
         for parameter in self._parameters:
-            if any(gradient is not None for gradient in _take(parameter)):
+            if any(gradient is not None for gradient in held_gradients(parameter)):
                 shard = parameter.sharded_param
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
@@ -72,7 +70,7 @@ class HeldGradients:
         at_end_of_backward(self._end_backward)
         for parameter, gradient in self._anchors:
             if parameter.sharded_param.grad is not gradient:
-                _put(parameter, (None, None))
+                set_held_gradients(parameter, (None, None))
         self._anchors = []
 
     def reset(self) -> None:
@@ -85,12 +83,12 @@ class HeldGradients:
         """Drop all held gradients."""
         self._anchors = []
         for parameter in self._parameters:
-            _put(parameter, (None, None))
+            set_held_gradients(parameter, (None, None))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let backwards find no held gradients, and hold none back, inside the context."""
-        kept, anchors = [_take(parameter) for parameter in self._parameters], self._anchors
+        kept, anchors = [held_gradients(parameter) for parameter in self._parameters], self._anchors
         syncs = self._syncs
         self.drop()
         self._set_sync(True)
@@ -98,7 +96,7 @@ class HeldGradients:
             yield
         finally:
             for parameter, gradients in zip(self._parameters, kept, strict=True):
-                _put(parameter, gradients)
+                set_held_gradients(parameter, gradients)
             self._set_sync(syncs)
             self._anchors = anchors
 
@@ -111,7 +109,7 @@ class HeldGradients:
             RuntimeError: gradients were left, which the optimizer would miss.
         """
         self._running = False
-        if self._syncs and any(g is not None for p in self._parameters for g in _take(p)):
+        if self._syncs and any(g is not None for p in self._parameters for g in held_gradients(p)):
             self.drop()
             raise RuntimeError(
                 "FSDP has left gradients of this backward unsummed, as it does when several "
@@ -122,14 +120,3 @@ class HeldGradients:
     def backward_broke_off(self) -> bool:
         """Return whether an earlier backward has raised, after which FSDP would finish no other."""
         return self._running and running_backward() == -1
-
-
-def _take(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    gathered = getattr(parameter, "_unsharded_param", None)  # made by the first forward
-    return None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
-
-
-def _put(parameter: Any, gradients: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
-    if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
-        gathered.grad = gradients[0]
-    parameter.unsharded_accumulated_grad = gradients[1]

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn._torch_private import has_global_hook, is_compiled, output_hooks
 from parallel_ext.nn.loss import causal_lm_loss
 from parallel_ext.ops.group import Range
 
@@ -146,11 +146,8 @@ def current_loss_call() -> LossCall | None:
 
 def are_listened_to(modules: Iterable[nn.Module]) -> bool:
     """Return whether hooks of others than this package, transformers and PEFT see their outputs."""
-    hooks = list[Any]()
-    for module in modules:
-        for each in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
-            hooks += each.values()
-    return _has_any_global_hook() or any(map(is_of_others, hooks))
+    hooks = (hook for module in modules for hook in output_hooks(module))
+    return has_global_hook() or any(map(is_of_others, hooks))
 
 
 def is_of_others(hook: Any) -> bool:
@@ -167,11 +164,11 @@ def why_not_fused(head: nn.Module) -> str | None:
     """
     if not getattr(head, "makes_logits", False):
         return f"the output head is in a {type(head).__name__}"
-    if _has_any_global_hook():
+    if has_global_hook():
         return "there is a hook on all modules"
     for module in head.modules():
-        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if output_hooks(module):
             return f"the output head has a hook on a {type(module).__name__}"
-        if "forward" in vars(module) and not hasattr(module, "_orig_mod"):  # unless compiled
+        if "forward" in vars(module) and not is_compiled(module):
             return f"the forward of a {type(module).__name__} in the output head was replaced"
     return None

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn._torch_private import at_end_of_backward, running_backward
+from parallel_ext.nn._torch_private import (
+    at_end_of_backward,
+    gradient_hooks,
+    running_backward,
+    version_of,
+)
 from parallel_ext.ops import Group
 
 BUCKET = 2**24
@@ -30,7 +35,7 @@ class _Entry:
         """Tie the partial gradient to the parameter's ``.grad``, which is made if there is none."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        self._grad, self._version = self.parameter.grad, self.parameter.grad._version
+        self._grad, self._version = self.parameter.grad, version_of(self.parameter.grad)
 
     def dropped(self) -> bool:
         """Return whether ``zero_grad`` has dropped the gradient since it was anchored."""
@@ -38,7 +43,7 @@ class _Entry:
             return False
         if self.parameter.grad is not self._grad:
             return True
-        return self._grad._version != self._version and not self._grad.any()
+        return version_of(self._grad) != self._version and not self._grad.any()
 
 
 class _Session:
@@ -155,7 +160,7 @@ class PartialGradients:
             RuntimeError: a parameter has hooks, which would see its gradient before the mean.
         """
         for parameter in (each for group in self._averaged.values() for each in group):
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if any(gradient_hooks(parameter)):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has gradient hooks, which "
                     "would run before its gradient is averaged over the dp ranks; remove them, and "
@@ -276,18 +281,17 @@ class UsedInParts:
 
     def names(self, module: nn.Module) -> list[str]:
         """Return the logical names of the parameters of ``module``."""
-        return [f"{self.path}.{attribute}" for attribute in module._parameters]
+        return [f"{self.path}.{name}" for name, _ in module.named_parameters(recurse=False)]
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self.in_parts is not None and not self.in_parts():
             return
-        for attribute, own in module._parameters.items():
-            if own is not None:  # what stands in the instance is found before its parameters
-                name = f"{self.path}.{attribute}"
-                vars(module)[attribute] = for_use(own, name, self.group, module.partials)
+        for attribute, own in module.named_parameters(recurse=False):
+            name = f"{self.path}.{attribute}"  # what stands in the instance is found before it
+            vars(module)[attribute] = for_use(own, name, self.group, module.partials)
 
     def _after(self, module: nn.Module, *_: Any) -> None:
-        for attribute in module._parameters:
+        for attribute, _ in module.named_parameters(recurse=False):
             vars(module).pop(attribute, None)
 
 
@@ -365,13 +369,14 @@ def _sum_bucket(
 
 def _add_sum(parameter: nn.Parameter, total: torch.Tensor) -> None:
     """Let hooks see a gradient, and add it to ``.grad``."""
-    if parameter._backward_hooks:
-        for hook in list(parameter._backward_hooks.values()):
-            total = total if (replaced := hook(total)) is None else replaced
+    before, after = gradient_hooks(parameter)
+    for hook in before:
+        total = total if (replaced := hook(total)) is None else replaced
+    if before:
         total = total.clone()  # a hook may have kept it
     if parameter.grad is None:
         parameter.grad = total
     else:
         parameter.grad += total
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+    for hook in after:
         hook(parameter)

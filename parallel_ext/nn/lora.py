@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn._torch_private import version_of
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.initial_values import draw, linear_weight
@@ -122,14 +123,15 @@ class KeptParameters:
         self._merged: dict[str, tuple[nn.Parameter, int]] = {}  # and its version after the merge
 
     def __getstate__(self) -> dict[str, Any]:
-        changed = {name for name, (own, version) in self._merged.items() if own._version != version}
-        parameters = {name: own for name, (own, _) in self._merged.items()}
+        merged = self._merged.items()
+        changed = {name for name, (own, version) in merged if version_of(own) != version}
+        parameters = {name: own for name, (own, _) in merged}
         return {"values": self._values, "parameters": parameters, "changed": changed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._values, changed = state["values"], state["changed"]
         self._merged = {  # a copy of a parameter counts its versions from 0
-            name: (own, -1 if name in changed else own._version)
+            name: (own, -1 if name in changed else version_of(own))
             for name, own in state["parameters"].items()
         }
 
@@ -142,7 +144,7 @@ class KeptParameters:
             if keep and name not in self._values:
                 self._values[name] = parameter.detach().clone()
             parameter.data.copy_(value)
-            self._merged[name] = parameter, parameter._version
+            self._merged[name] = parameter, version_of(parameter)
 
     def put_back(self, module: ShardedModule) -> None:
         """Give the parameters their former values, bit for bit.
@@ -151,7 +153,7 @@ class KeptParameters:
             RuntimeError: one was changed since :meth:`replace`, which would be lost.
         """
         for name in self._values:
-            if getattr(module, name)._version != self._merged[name][1]:
+            if version_of(getattr(module, name)) != self._merged[name][1]:
                 raise RuntimeError(
                     f"unmerge: {module.layouts[name].name} was changed after the merge, and "
                     "putting it back would lose that; change the base before merging"

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.checkpoint import checkpoint
 
+from parallel_ext.nn._torch_private import disable_compiler
 from parallel_ext.nn.extended import extend
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class Recomputable:
         function: what is recomputed; every run calls the same layers in the same order.
 
     Example:
+        >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
         >>> torch.utils.checkpoint.checkpoint(Recomputable(torch.exp), x, use_reentrant=False).shape
         torch.Size([2])
@@ -87,13 +88,13 @@ def once(key: Any, make: Callable[[], T]) -> T:
     return _once(key, make) if _running else make()  # torch.compile traces the latter
 
 
-@torch._disable_dynamo
+@disable_compiler
 def _once(key: Any, make: Callable[[], T]) -> T:
     run = _running.get(threading.get_ident())
     return make() if run is None else run.once(key, make)
 
 
-@torch._disable_dynamo
+@disable_compiler
 def _recomputable(
     plain: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.control import world
+from parallel_ext.nn._torch_private import is_persistent, without_wrappers
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 from parallel_ext.sharding.shards import LocalShard
@@ -133,16 +134,6 @@ def shard_of(parameter: torch.Tensor, layout: TensorLayout, group: Group) -> nn.
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of torch's checkpoint_wrapper, compile
-
-
-def _logical(name: str) -> str:
-    """Return the HuggingFace name for ``name`` in a model that may contain wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
     """Yield every parameter of ``model`` once, with its name in the model and its layout.
 
@@ -161,7 +152,7 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
             seen.add(id(parameter))
             name = f"{path}.{attribute}" if path else attribute
             layout = layouts.get(attribute)
-            layout = layout or TensorLayout(_logical(name), tuple(parameter.shape))
+            layout = layout or TensorLayout(without_wrappers(name), tuple(parameter.shape))
             yield name, parameter, layout
 
 
@@ -169,8 +160,8 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every buffer of ``model`` that files hold, by each of its names; it is replicated."""
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module.named_buffers(recurse=False):
-            if attribute not in module._non_persistent_buffers_set:
-                yield _logical(f"{path}.{attribute}" if path else attribute), buffer
+            if is_persistent(module, attribute):
+                yield without_wrappers(f"{path}.{attribute}" if path else attribute), buffer
 
 
 def to_shards(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
 from parallel_ext.io.safe_open import shown
 from parallel_ext.models import OWN, SPECS, learn, why_unserved
+from parallel_ext.models._transformers_private import forget_attention, take_for_unchanged
 from parallel_ext.parallel.extending import called_by_this_package
 
 _MAX_SIZE = 2**24  # of a dimension, a head, a number of experts: far more than any model has
@@ -106,9 +107,7 @@ def _generation(directory: HFDirectory) -> transformers.GenerationConfig | None:
         return None
     try:
         generation = transformers.GenerationConfig.from_dict(dict(content))
-        # As transformers does when it reads the file: what is published and has not been changed
-        # since can be saved again, even if it is not valid, as Llama 2's is not.
-        generation._original_object_hash = hash(generation)
+        take_for_unchanged(generation)
         return generation
     except Exception as error:
         path = directory.path / GENERATION_CONFIG_NAME
@@ -140,7 +139,7 @@ def build_on_meta(
         model.tie_weights()
     except Exception as error:
         if attn_implementation is not None:
-            config._attn_implementation = None
+            forget_attention(config)
             build_on_meta(directory, config, None)
             raise  # the model can be built, but not with this attention
         path = directory.path / CONFIG_NAME

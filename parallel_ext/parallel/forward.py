@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
+from parallel_ext.nn._torch_private import disable_compiler, input_hooks, tree_leaves
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
 from parallel_ext.nn.replicas import Piece
@@ -144,7 +144,7 @@ def _head_takes_own_tokens(
 ) -> bool:
     """Return whether nobody chooses tokens for the head, or sees those that it is given."""
     keep = arguments.get("logits_to_keep", 0)
-    hooks = model.get_submodule(state.spec.head)._forward_pre_hooks.values()
+    hooks = input_hooks(model.get_submodule(state.spec.head))
     return isinstance(keep, int) and keep == 0 and not any(map(is_of_others, hooks))
 
 
@@ -381,7 +381,7 @@ def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str
     return bool(model.config.output_router_logits if asked is None else asked)
 
 
-@torch._disable_dynamo
+@disable_compiler
 def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
     """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
     trains = model.training and torch.is_grad_enabled()

@@ -13,6 +13,12 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.models._transformers_private import (
+    has_unfinished,
+    next_model_kwargs,
+    padding_of,
+    prefill,
+)
 from parallel_ext.nn.fused_loss import LossCall, running
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 
@@ -132,9 +138,9 @@ def _decode(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     with running(LossCall(fused=False, shared=True)):  # the logits stay sharded
-        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        outputs = prefill(model, input_ids, generation_config, model_kwargs)
     while True:
-        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        model_kwargs = next_model_kwargs(model, outputs, model_kwargs)
         if not finished:  # else only other dp ranks need this one's forwards
             logits = outputs.logits[:, -1].float()  # also of fp64, as in HuggingFace
             if generation_config.do_sample:
@@ -145,7 +151,7 @@ def _decode(
                 )
             chosen = chosen.to(input_ids.device)
             if ends:
-                padding = generation_config._pad_token_tensor.to(chosen.device)
+                padding = padding_of(generation_config).to(chosen.device)
                 chosen = torch.where(unfinished, chosen, padding)
             input_ids = torch.cat([input_ids, chosen[:, None]], dim=1)
             if streamer is not None:
@@ -153,7 +159,7 @@ def _decode(
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
             finished, step = not unfinished.any(), step + 1
         del outputs  # the first of them hold the hidden states of whole prompts
-        if not model._has_unfinished_sequences(finished, together, device=input_ids.device):
+        if not has_unfinished(model, finished, together, input_ids.device):
             break
         inputs = model.prepare_inputs_for_generation(
             input_ids,

@@ -16,6 +16,7 @@ from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn._torch_private import disable_compiler
 from parallel_ext.nn.replicas import Piece, Turn
 from parallel_ext.sharding.digests import content_digest, content_number
 
@@ -69,7 +70,7 @@ class Agreement:
         first = mesh.dp_rank * mesh.tp_size
         self._turn = Turn(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
 
-    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this package
+    @disable_compiler
     def check(
         self,
         op_name: str,

@@ -16,11 +16,10 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-
 from parallel_ext.distributed import messages
 from parallel_ext.distributed.errors import CollectiveTimeout
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn._torch_private import disable_compiler
 from parallel_ext.ops import Group
 
 _JOINED = ("save_pretrained", "write_directory")  # what a rank may ask others for
@@ -107,7 +106,7 @@ def remember(target: Any) -> None:
         meetings.last[type(target)] = target
 
 
-@torch._disable_dynamo
+@disable_compiler
 def arrive(place: str) -> None:
     """Join the saves of other ranks, if any, before this rank enters a collective of all ranks.
 

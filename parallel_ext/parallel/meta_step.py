@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ext import ops
-from parallel_ext.nn._torch_private import running_backward
+from parallel_ext.nn._torch_private import TorchDispatchMode, running_backward, schema_of
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
@@ -35,7 +34,7 @@ class KnownOp:
     """
 
     def __init__(self, op: Any) -> None:
-        schema = op._schema
+        schema = schema_of(op)
         self.is_own = op.namespace == "parallel_ext"
         self.makes_anew = not any(e.alias_info for e in (*schema.returns, *schema.arguments))
         self.outputs: dict[Any, tuple[bool, list[tuple[Any, ...] | None]]] = {}

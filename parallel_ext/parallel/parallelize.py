@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh, given_or_last
+from parallel_ext.nn._torch_private import set_asked_by_ddp
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
@@ -162,7 +163,7 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     state.drops = any(type(each) is nn.Dropout and each.p > 0 for each in model.modules())
     watch_forward(model)
     if mesh.world_size > 1:
-        model._ddp_params_and_buffers_to_ignore = methods.AskedByDDP(state)
+        set_asked_by_ddp(model, methods.AskedByDDP(state))
     if plan.options.invariant is None:
         enter_and_leave(model, plan)
     if plan.sequence_parallel:

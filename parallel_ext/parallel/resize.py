@@ -15,6 +15,7 @@ from torch import nn
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
+from parallel_ext.models._transformers_private import resized_embedding, resized_head
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
@@ -253,12 +254,12 @@ def _added(
     }
     if isinstance(module, VocabParallelEmbedding):
         plain = nn.Embedding.from_pretrained(whole["weight"])
-        plain = model._get_resized_embeddings(plain, rows, None, mean_resizing)
+        plain = resized_embedding(model, plain, rows, mean_resizing)
     else:
         plain = nn.Linear(hidden, old_rows, bias="bias" in shards, device="meta")
         for name, tensor in whole.items():
             setattr(plain, name, nn.Parameter(tensor))
-        plain = model._get_resized_lm_head(plain, rows, mean_resizing=mean_resizing)
+        plain = resized_head(model, plain, rows, mean_resizing)
     return {name: parameter.data[old_rows:] for name, parameter in plain.named_parameters()}
 
 

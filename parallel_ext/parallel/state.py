@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from parallel_ext.nn.fsdp_gradients import HeldGradients
+from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.loss import BalanceOfLeaves
@@ -59,7 +59,7 @@ class ParallelState(nn.Module):
         balance: the load balancing loss of the batch whose leaves run, if they have one.
         fsdp_sharded: names of the parameters that it has sharded over dp ranks.
         leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
-        held: the gradients that FSDP holds back under ``no_sync``; None without FSDP.
+        fsdp_gradients: what FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
         turn_over_dp: which parameter the dp ranks compare next.
         own_forward: the function that stands for the class's forward in the instance.
@@ -99,7 +99,7 @@ class ParallelState(nn.Module):
         self.balance: BalanceOfLeaves | None = None
         self.fsdp_sharded: frozenset[str] = frozenset()
         self.leaf_sums: LeafSums | None = None
-        self.held: HeldGradients | None = None
+        self.fsdp_gradients: FSDPGradients | None = None
         self.generates = False
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
         self.turn_over_dp = Turn(tuple(ranks), mesh.world_size)
@@ -229,9 +229,14 @@ def parallel_models() -> list[nn.Module]:
     return list(_parallel_models)
 
 
+def own_state(module: nn.Module) -> ParallelState | None:
+    """Return the state that a module itself holds, though wrappers forward attributes; or None."""
+    return dict(module.named_children()).get(STATE_NAME)
+
+
 def is_parallel(model: nn.Module) -> bool:
     """Return whether a model was parallelized, perhaps inside wrappers."""
-    return any(STATE_NAME in module._modules for module in model.modules())
+    return any(own_state(module) is not None for module in model.modules())
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -241,7 +246,7 @@ def model_of(model: nn.Module) -> nn.Module:
         TypeError: the model was not parallelized.
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        if STATE_NAME in module._modules:  # wrappers forward attributes
+        if own_state(module) is not None:
             return module
     raise TypeError(
         f"{type(model).__name__} is not a parallel model; call px.parallelize(model, mesh) first"

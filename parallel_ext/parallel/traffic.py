@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from parallel_ext.nn._torch_private import schema_of
+
 Sent = tuple[str, int] | None
 """The kind of a collective, and this rank's payload in bytes, as ``_C.collective_counts`` has it;
 None where the op communicates nothing."""
@@ -28,10 +30,11 @@ class Traffic(Counter[tuple[str, str, str]]):
 
     def add_op(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Count what a call of an op of this package sends."""
-        rule = _RULES.get(op._schema.name.partition("::")[2])
+        schema = schema_of(op)
+        rule = _RULES.get(schema.name.partition("::")[2])
         if rule is None:
             return
-        given = {each.name: value for each, value in zip(op._schema.arguments, args, strict=False)}
+        given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)}
         given |= kwargs
         if given["group_size"] > 1 and (sent := rule(given, out)) is not None:
             self.send(given["group_name"], *sent)

@@ -11,8 +11,10 @@ from transformers import modeling_layers
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
+from parallel_ext.models._transformers_private import is_sharded_by_transformers
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.nn._torch_private import input_hooks, output_hooks
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
@@ -102,8 +104,7 @@ def _parameter_names(model: nn.Module) -> set[str]:
 
 
 def _check_bare(path: str, module: nn.Module) -> None:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    if any(hooks) or "forward" in module.__dict__:
+    if output_hooks(module) or input_hooks(module) or "forward" in module.__dict__:
         raise ValueError(
             f"parallelize: {path} has hooks or a forward of its own, which its replacement "
             "would lose; add them after parallelize"
@@ -170,7 +171,7 @@ def check_unsharded(model: nn.Module) -> None:
     """Raise if this package or transformers' own plan has sharded the model already."""
     if any(isinstance(module, ParallelState) for module in model.modules()):
         raise ValueError("parallelize: this model is parallel already")
-    if getattr(model, "_device_mesh", None) is not None:
+    if is_sharded_by_transformers(model):
         raise ValueError(
             "parallelize: this model was already sharded by transformers' own plan (tp_plan or "
             "distributed_config); load it without one, or by px.from_pretrained"

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ext import _C, ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.fsdp_gradients import HeldGradients
+from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shards
@@ -190,7 +190,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         state.leaf_sums = LeafSums(mesh.dp_size)
     _exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
-    state.held = HeldGradients(model)
+    state.fsdp_gradients = FSDPGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
     if state.partials is not None:
@@ -237,8 +237,8 @@ class _BeforeForward:
         self._state = state
 
     def __call__(self, model: nn.Module, args: object) -> None:
-        if self._state.held.backward_broke_off():
-            self._state.held.reset()
+        if self._state.fsdp_gradients.backward_broke_off():
+            self._state.fsdp_gradients.reset()
 
 
 class _AfterForward:
@@ -265,7 +265,8 @@ class _AfterForward:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
-        self._state.held.begin_backward()  # first: what is refused next must leave FSDP mendable
+        # First: what is refused next must leave FSDP mendable.
+        self._state.fsdp_gradients.begin_backward()
         if self._state.partials is not None:
             self._state.partials.open()
 

@@ -9,6 +9,7 @@ import torch
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh, check_mesh
+from parallel_ext.nn._torch_private import unscale_all
 from parallel_ext.sharding.slices import local_part
 
 
@@ -102,7 +103,7 @@ def unscale_on_all_ranks(
             "parameters in fp32 and compute in fp16 by torch.autocast"
         )
     for gradients in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        unscale_all(gradients, found_inf, inv_scale)
     mesh.control.barrier("GradScaler.unscale_")
     advice = "make the scaler equal on all ranks, and load the same state"
     require_equal(mesh.control, "GradScaler", {"the scale": scaler.get_scale()}, advice=advice)

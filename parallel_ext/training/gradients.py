@@ -13,6 +13,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn._torch_private import multiply_all, norms_of
 from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.blocks import counted_blocks
@@ -45,7 +46,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     state = state_of(model)
     with ExitStack() as stack:
-        for waiting in (state.partials, state.held):
+        for waiting in (state.partials, state.fsdp_gradients):
             if waiting is not None:
                 stack.enter_context(waiting.no_sync())
         yield
@@ -199,7 +200,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norms of tensors of one dtype in fp64; a GPU makes no copies of them in fp64."""
-    return torch.stack(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float64))
+    return torch.stack(norms_of(list(tensors), norm_type))
 
 
 @torch.no_grad()
@@ -210,4 +211,4 @@ def scale_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torc
     for gradient in gradients:
         of_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), each in of_kind.items():
-        torch._foreach_mul_(each, factor.to(device, dtype))
+        multiply_all(each, factor.to(device, dtype))

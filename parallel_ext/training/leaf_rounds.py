@@ -73,7 +73,7 @@ class LeafRounds(LeafLoop):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        held, sums = self._state.held, self._state.leaf_sums
+        of_fsdp, sums = self._state.fsdp_gradients, self._state.leaf_sums
         experts = [] if sums is None else self._all_experts
         for module in experts:
             for name, parameter in module.named_parameters(recurse=False):
@@ -81,7 +81,7 @@ class LeafRounds(LeafLoop):
                     module.take_gradients[name] = partial(self._sum_experts, (module, name))
         try:
             # Also under px.no_sync.
-            with super()._aside(), nullcontext() if held is None else held.aside():
+            with super()._aside(), nullcontext() if of_fsdp is None else of_fsdp.aside():
                 yield
         finally:
             for module in experts:

@@ -59,7 +59,7 @@ def gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[None]:
         parameter.grad = None
     try:
         with ExitStack() as stack:
-            for waiting in (state.partials, state.held, state.routing_counter):
+            for waiting in (state.partials, state.fsdp_gradients, state.routing_counter):
                 if waiting is not None:
                     stack.enter_context(waiting.aside())
             yield

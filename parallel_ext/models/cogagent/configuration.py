@@ -92,7 +92,7 @@ class CogAgentConfig(PreTrainedConfig):
     cross_vision_config: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        known = _HARMLESS | GenerationConfig._get_default_generation_params().keys()
+        known = _HARMLESS | vars(GenerationConfig()).keys()
         unknown = sorted(name for name in kwargs if name not in known and not name.startswith("_"))
         if unknown:
             raise ValueError(

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from parallel_ext.models._transformers_private import attention_of
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.cross_visual import (
     CrossVisionAttention,
@@ -57,9 +58,9 @@ class CogAgentPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: CogAgentConfig, *inputs: Any, **kwargs: Any) -> None:
         super().__init__(config, *inputs, **kwargs)
-        if config._attn_implementation != "sdpa":
+        if attention_of(config) != "sdpa":
             raise ValueError(
-                f"CogAgent: attn_implementation is {config._attn_implementation!r}; this model has "
+                f"CogAgent: attn_implementation is {attention_of(config)!r}; this model has "
                 "'sdpa' only"
             )
 
