@@ -178,7 +178,7 @@ class _Plan:
     """The files of a save and the tensors in them; equal on every rank but for ``values``."""
 
     def __init__(self, contents: Contents, mesh: Mesh, kept: OptimizerState) -> None:
-        owners = mesh.world_size
+        writers = mesh.world_size
         self.copies = Copies()  # of no values, so far
         of_model = values_in_files(contents.values(mesh.rank), contents.layout, mesh.rank)
         in_files = contents.layout.in_files()
@@ -191,10 +191,10 @@ class _Plan:
             name: TensorSpec(name, value.dtype, self.layouts[name].shape)
             for name, value in self.values.items()
         }
-        self.files = contents.plan([specs[name] for name in of_model], owners)
+        self.files = contents.plan([specs[name] for name in of_model], writers)
         self.files += plan_files(
             [specs[name] for name in kept.tensors],
-            owners,
+            writers,
             single=_OPTIMIZER_FILES.format(1, 1),
             several=_OPTIMIZER_FILES,
         )

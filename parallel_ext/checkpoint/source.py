@@ -45,8 +45,8 @@ class Contents(Protocol):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters among the saved tensors, with their names in ``layout``."""
 
-    def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
-        """Plan the files of these tensors, spread over the first ``owners`` ranks."""
+    def plan(self, tensors: Sequence[TensorSpec], writers: int) -> list[PlannedFile]:
+        """Plan the files of these tensors, spread over the first ``writers`` ranks."""
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
         """Return the JSON files that a reader of the directory needs too, as name -> content."""
@@ -119,8 +119,8 @@ class WholeModel:
         for _, parameter, at in named_shards(self.model):
             yield self.layout.tied.get(at.name, at.name), parameter
 
-    def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
-        return plan_files(tensors, owners)
+    def plan(self, tensors: Sequence[TensorSpec], writers: int) -> list[PlannedFile]:
+        return plan_files(tensors, writers)
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
         model = self.model

@@ -118,7 +118,7 @@ def write_directory(
     def plan() -> tuple[dict[str, torch.Tensor], list[PlannedFile]]:
         values = values_in_files(local_values(model, layout, mesh.rank), layout, mesh.rank)
         specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
-        return values, plan_files(specs, in_files.period, parse_size(max_shard_size))
+        return values, plan_files(specs, in_files.copy_size, parse_size(max_shard_size))
 
     def finish() -> None:
         if publication is not None:

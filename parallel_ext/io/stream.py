@@ -51,7 +51,7 @@ class Turn:
 
 def plan_files(
     tensors: Sequence[TensorSpec],
-    owners: int,
+    writers: int,
     max_shard_size: int | None = None,
     single: str = SINGLE_FILE_NAME,
     several: str = SEVERAL_FILES_NAME,
@@ -62,7 +62,7 @@ def plan_files(
 
     Args:
         tensors: all tensors of the files.
-        owners: number of ranks that write; each tensor goes to the one with the fewest bytes, the
+        writers: number of ranks that write; each tensor goes to the one with the fewest bytes, the
             largest tensor first.
         max_shard_size: bytes that the tensors of a file may take, ``MAX_FILE_BYTES`` when None; a
             larger tensor is alone in its.
@@ -72,7 +72,7 @@ def plan_files(
         The files, ordered by owner. Within an owner's files the tensors are in the given order,
         those of wider dtypes first, so that all are aligned.
     """
-    loads = [(0, rank) for rank in range(owners)]  # a heap: the first has the fewest bytes
+    loads = [(0, rank) for rank in range(writers)]  # a heap: the first has the fewest bytes
     owner_of: dict[str, int] = {}
     for spec in sorted(tensors, key=lambda spec: -spec.num_bytes):
         load, owner = loads[0]
@@ -92,7 +92,7 @@ def plan_files(
 
 
 def plan_turns(
-    files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout], owners: int
+    files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout], writers: int
 ) -> Iterator[tuple[Turn | None, ...]]:
     """Plan what every owner writes in each turn: consecutive rows of its files.
 
@@ -101,13 +101,13 @@ def plan_turns(
     Args:
         files: of :func:`plan_files`.
         layouts: where their tensors live, by name.
-        owners: number of ranks that write.
+        writers: number of ranks that write.
 
     Returns:
         The turns, each planned when it is asked for, with one entry an owner: its rows, at most
         ``STRIPE_BYTES`` of them or one row; None once it has nothing left.
     """
-    files_of: list[list[PlannedFile]] = [[] for _ in range(owners)]
+    files_of: list[list[PlannedFile]] = [[] for _ in range(writers)]
     for file in files:
         files_of[file.owner].append(file)
     return zip_longest(*(_turns_of(own, layouts) for own in files_of))

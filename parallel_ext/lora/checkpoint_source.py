@@ -103,7 +103,7 @@ class AdapterContents:
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
-    def plan(self, tensors: Sequence[TensorSpec], owners: int) -> list[PlannedFile]:
+    def plan(self, tensors: Sequence[TensorSpec], writers: int) -> list[PlannedFile]:
         """Plan one file for all tensors, written by rank 0, since PEFT reads no more."""
         num_bytes = sum(spec.num_bytes for spec in tensors)
         return plan_files(tensors, 1, num_bytes, ADAPTER_NAME)

@@ -40,7 +40,7 @@ def factor_layouts(
         (((6, 10),), ((3, 5), (8, 10)))
     """
     num_experts, out_features, in_features = tensor.shape
-    own = [tensor.ranges(rank)[0] for rank in range(tensor.period)]
+    own = [tensor.ranges(rank)[0] for rank in range(tensor.copy_size)]
     rows = ([(r * start, r * stop)] for start, stop in own)
     columns = (
         [(index * num_experts + start, index * num_experts + stop) for index in range(r)]

@@ -290,7 +290,7 @@ class LoraVocabEmbedding(Adapted):
             f"{target}.lora_embedding_A.{adapter}",
             (r, rows.shape[0]),
             1,
-            tuple(rows.ranges(rank)[0] for rank in range(rows.period)),
+            tuple(rows.ranges(rank)[0] for rank in range(rows.copy_size)),
         )
         columns = replace(columns, blocks=rows.blocks)
         full = TensorLayout(f"{target}.lora_embedding_B.{adapter}", (rows.shape[1], r))

@@ -99,7 +99,7 @@ class ExpertParallelExperts(ShardedModule):
         self.divided: Callable[[], bool] | None = None
         layout = layouts["gate_up_proj"]
         self.num_experts = layout.shape[0]
-        ranges = [layout.ranges(rank)[0] for rank in range(layout.period)]
+        ranges = [layout.ranges(rank)[0] for rank in range(layout.copy_size)]
         self.experts_per_rank = [stop - start for start, stop in ranges]
 
     @classmethod

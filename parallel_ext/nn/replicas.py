@@ -31,7 +31,7 @@ CAUSES = (
 @lru_cache(maxsize=256)
 def _first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
     """Return for each rank of a job the lowest rank that holds the same shard."""
-    return tuple(layout.holders(rank)[0] for rank in range(world_size))
+    return tuple(layout.replicas(rank)[0] for rank in range(world_size))
 
 
 def first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:

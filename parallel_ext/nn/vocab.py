@@ -117,7 +117,7 @@ class VocabParallelEmbedding(ShardedModule):
         self.layouts = layouts
         rows = layouts["weight"]
         self.num_embeddings, self.embedding_dim = rows.shape
-        ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
         self.vocab_range: Range = ranges[self.group.rank]
         self.sizes = [stop - start for start, stop in ranges]
 
@@ -239,7 +239,7 @@ class VocabParallelHead(ShardedModule):
         """Take the sizes of the head from ``layouts``; ``weight`` is this rank's shard."""
         self.layouts, rows = layouts, layouts["weight"]
         self.out_features, self.in_features = rows.shape
-        ranges = [rows.ranges(rank)[0] for rank in range(rows.period)]
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
         self.vocab_range: Range = ranges[self.group.rank]
         self.sizes = [stop - start for start, stop in ranges]
 

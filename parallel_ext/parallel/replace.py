@@ -239,7 +239,7 @@ class Replacer:
     def attention(self, path: str, names: AttentionNames) -> None:
         query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
         if self._replicas is None:  # the same ranks in every layer
-            partition = sorted({key.holders(rank) for rank in range(key.period)})
+            partition = sorted({key.replicas(rank) for rank in range(key.copy_size)})
             alone = len(partition) == self.mesh.tp_size
             self._replicas = ops.ALONE if alone else self.mesh.tp_subgroup(partition)
         self._column(f"{path}.{names.query}")

@@ -152,7 +152,7 @@ def own_blocks(layout: TensorLayout, rank: int) -> Blocks:
         layout: with blocks.
         rank: of the job.
     """
-    first, last = split(len(layout.blocks), layout.period)[rank % layout.period]
+    first, last = split(len(layout.blocks), layout.copy_size)[rank % layout.copy_size]
     own = layout.blocks[first:last]
     start = own[0][0]
     return Blocks(tuple((a - start, b - start) for a, b in own), len(layout.blocks))
@@ -167,11 +167,11 @@ def counted_blocks(layout: TensorLayout, rank: int) -> tuple[Range, ...]:
         layout: of a parameter.
         rank: of the job.
     """
-    if rank >= layout.period:
+    if rank >= layout.copy_size:
         return ()
     if not layout.blocks:
         return ((0, layout.shape[0]),) if rank == 0 else ()
-    shares = split(len(layout.blocks), layout.period)
+    shares = split(len(layout.blocks), layout.copy_size)
     first, last = shares[rank]
     start = layout.blocks[first][0]
     new = dict.fromkeys(layout.blocks[first:last])  # equal ones once, in order

@@ -60,15 +60,15 @@ class TensorLayout:
     """The layout of one logical tensor: where its elements live on the ranks of a job.
 
     The ranks that share a copy of a tensor are consecutive (tp and ep are the innermost sides of
-    their grids), so what rank r of the job holds is what rank ``r % period`` holds.
+    their grids), so what rank r of the job holds is what rank ``r % copy_size`` holds.
 
     Attributes:
         name: the HuggingFace name, for example ``model.embed_tokens.weight``.
         shape: the logical shape, never padded.
         dim: the dimension along which a rank's boxes are joined; None when every rank holds all.
-        held: for each of ``period`` ranks its boxes, in the order in which they lie in its shard;
-            empty when ``dim`` is None. Boxes of several ranks may coincide (replicated key-value
-            heads), but never overlap in part.
+        held: for each of ``copy_size`` ranks its boxes, in the order in which they lie in its
+            shard; empty when ``dim`` is None. Boxes of several ranks may coincide (replicated
+            key-value heads), but never overlap in part.
         blocks: ranges along ``dim`` whose borders no layout changes, where ``px.Invariant`` asks
             for them (``sharding/blocks.py``); a rank holds whole ones.
         parts: relative sizes of the parts that a shard joins along ``dim``, as query, key and
@@ -88,7 +88,7 @@ class TensorLayout:
     sharers: int = 1
 
     @property
-    def period(self) -> int:
+    def copy_size(self) -> int:
         """Return the number of consecutive ranks that hold one copy of the tensor."""
         return max(1, len(self.held))
 
@@ -99,7 +99,7 @@ class TensorLayout:
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """Return the boxes that ``rank`` holds, in the order in which they lie in its shard."""
-        return (self.whole,) if self.dim is None else self.held[rank % self.period]
+        return (self.whole,) if self.dim is None else self.held[rank % self.copy_size]
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """Return the ranges of ``rank``'s boxes along ``dim``; none where ``dim`` is None."""
@@ -115,39 +115,39 @@ class TensorLayout:
         return tuple(shape)
 
     @cached_property
-    def filled(self) -> tuple[tuple[int, Box], ...]:
-        """Return the ranks below ``period``, each with every box of its that has an element."""
+    def nonempty_boxes(self) -> tuple[tuple[int, Box], ...]:
+        """Return the ranks below ``copy_size``, each with every box of its that has an element."""
         return tuple(
             (rank, box)
-            for rank in range(self.period)
+            for rank in range(self.copy_size)
             for box in self.boxes(rank)
             if all(start < stop for start, stop in box)
         )
 
     @cached_property
-    def owners(self) -> dict[Box, int]:
+    def primary_ranks(self) -> dict[Box, int]:
         """Map each box to the lowest rank that holds it, which alone counts and sends it."""
-        owners: dict[Box, int] = {}
-        for rank in range(self.period):
+        primary: dict[Box, int] = {}
+        for rank in range(self.copy_size):
             for box in self.boxes(rank):
-                owners.setdefault(box, rank)
-        return owners
+                primary.setdefault(box, rank)
+        return primary
 
-    def owned(self, rank: int) -> tuple[Box, ...]:
+    def primary_boxes(self, rank: int) -> tuple[Box, ...]:
         """Return the boxes of ``rank`` that no lower rank holds, so each element once over all."""
-        if rank >= self.period:
+        if rank >= self.copy_size:
             return ()
-        return tuple(box for box in self.boxes(rank) if self.owners[box] == rank)
+        return tuple(box for box in self.boxes(rank) if self.primary_ranks[box] == rank)
 
-    def holders(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks below ``period`` whose shard equals that of ``rank``."""
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks below ``copy_size`` whose shard equals that of ``rank``."""
         own = self.boxes(rank)
-        return tuple(other for other in range(self.period) if self.boxes(other) == own)
+        return tuple(other for other in range(self.copy_size) if self.boxes(other) == own)
 
     @property
     def is_replicated(self) -> bool:
         """Return whether every rank holds all of the tensor."""
-        return all(self.boxes(rank) == (self.whole,) for rank in range(self.period))
+        return all(self.boxes(rank) == (self.whole,) for rank in range(self.copy_size))
 
     @property
     def numel(self) -> int:
@@ -228,7 +228,7 @@ def shard_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> Tensor
     """Return the layout of a tensor sharded as ``other``: along its ``dim``, in its blocks."""
     if other.dim is None:
         return TensorLayout(name, shape)
-    ranges = (other.ranges(rank) for rank in range(other.period))
+    ranges = (other.ranges(rank) for rank in range(other.copy_size))
     layout = shard_ranges(name, shape, other.dim, ranges)
     return replace(layout, blocks=other.blocks, parts=other.parts)
 
@@ -304,8 +304,8 @@ class Part:
             return TensorLayout(self.name, shape)
         if shape == source.shape:
             return replace(source, name=self.name)
-        held: list[tuple[Box, ...]] = [()] * source.period
-        for rank, box in source.filled:
+        held: list[tuple[Box, ...]] = [()] * source.copy_size
+        for rank, box in source.nonempty_boxes:
             if (overlap := self.overlap(box)) is not None:
                 held[rank] += (self.inside(overlap),)
         return TensorLayout(self.name, shape, max(0, source.dim - self.index), tuple(held))
@@ -342,9 +342,9 @@ class ModelLayout(Mapping[str, TensorLayout]):
         return replace(self, tensors=tensors, parts={})
 
     @property
-    def period(self) -> int:
+    def copy_size(self) -> int:
         """Return the number of consecutive ranks that hold one copy of every tensor."""
-        return max(layout.period for layout in self.tensors.values())
+        return max(layout.copy_size for layout in self.tensors.values())
 
     def __getitem__(self, name: str) -> TensorLayout:
         return self.tensors[self.tied.get(name, name)]

@@ -90,7 +90,7 @@ def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int)
 
 def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
     """Return the boxes that ``sender`` alone sends to ``receiver``, which lacks them."""
-    owned = layout.owned(sender)
+    owned = layout.primary_boxes(sender)
     if not owned:  # as of most replicas
         return []
     at_receiver = set(layout.boxes(receiver))
@@ -170,7 +170,7 @@ class Swap:
                 self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
 
     def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
-        owners = block.layout.owners.items()
+        owners = block.layout.primary_ranks.items()
         senders = dict.fromkeys(rank for box, rank in owners if block.overlap(box) is not None)
         for sender in senders:
             for box in _sent(block.layout, sender, self._control.rank):

@@ -303,7 +303,7 @@ class _Tensor:
         self, shard: torch.Tensor, layout: TensorLayout
     ) -> Iterator[tuple[Box, torch.Tensor]]:
         """Return the boxes that this rank counts, each with its values."""
-        owned = layout.owned(self._rank)
+        owned = layout.primary_boxes(self._rank)
         return ((box, view) for box, view in shard_views(shard, layout, self._rank) if box in owned)
 
     def _size(self, shard: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ def total_norm(
         if any((layout.rows_of or layout).blocks for _, layout in held):
             powers.append(_sum_of_squares(held, mesh, norm_type, op_name))
             continue
-        own = [t for t, layout in held if t.numel() > 0 and layout.owned(mesh.rank)]
+        own = [t for t, layout in held if t.numel() > 0 and layout.primary_boxes(mesh.rank)]
         power = of_all(own, mesh.device)
         for group in (mesh.tp, mesh.dp):  # in rank order, so all ranks get the same bits
             power = joined(ops.gather_from_region(power.view(1), [1] * group.size, group))

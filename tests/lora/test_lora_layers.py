@@ -83,7 +83,7 @@ def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
     x = torch.randn(2, 4, IN, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(2, 4, sum(blocks), dtype=torch.float64)
     columns = shard_ranges(
-        "output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.period))
+        "output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.copy_size))
     )
     output = ours(copy_to_region(x, group))
     output.backward(take(grad, columns, group.rank))

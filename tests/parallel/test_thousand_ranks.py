@@ -79,7 +79,7 @@ def _kinds(layouts: Iterable[TensorLayout]) -> set[TensorLayout]:
 def test_every_element_has_one_owner(name: str, dp: int) -> None:
     world = TP * dp
     for layout in _kinds(_with_zero(name, world).tensors.values()):
-        boxes = [box for rank in range(world) for box in layout.owned(rank)]
+        boxes = [box for rank in range(world) for box in layout.primary_boxes(rank)]
         _check_cover(boxes, layout.shape)
 
 

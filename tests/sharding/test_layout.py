@@ -150,7 +150,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _ranges(layout: TensorLayout) -> tuple[tuple[Range, ...], ...]:
-    return tuple(layout.ranges(rank) for rank in range(layout.period))
+    return tuple(layout.ranges(rank) for rank in range(layout.copy_size))
 
 
 def _index(box: Box) -> tuple[slice, ...]:
@@ -172,7 +172,7 @@ def _times_covered(
 def test_every_element_is_held_and_has_one_owner(drawn):
     layout, tp_size = drawn
     assert (_times_covered(layout, tp_size, layout.boxes) >= 1).all()
-    assert (_times_covered(layout, tp_size, layout.owned) == 1).all()
+    assert (_times_covered(layout, tp_size, layout.primary_boxes) == 1).all()
 
 
 @given(layouts())
@@ -189,20 +189,20 @@ def test_the_local_shape_is_that_of_the_boxes_joined_along_the_cut(drawn):
 def test_holders_are_the_ranks_with_the_same_shard(drawn):
     layout, tp_size = drawn
     if layout.dim is None:
-        assert layout.holders(tp_size) == (0,)
+        assert layout.replicas(tp_size) == (0,)
         return
     for rank in range(tp_size):
         same = [peer for peer in range(tp_size) if layout.boxes(peer) == layout.boxes(rank)]
-        assert layout.holders(rank) == tuple(same)
+        assert layout.replicas(rank) == tuple(same)
 
 
 def test_ownership_notices_replicas_that_are_counted_twice():
     pieces = split(6, 2)
     layout = shard_ranges("k_proj.weight", (6, 2), 0, ((pieces[0],), (pieces[0],), (pieces[1],)))
-    assert (_times_covered(layout, 3, layout.owned) == 1).all()
+    assert (_times_covered(layout, 3, layout.primary_boxes) == 1).all()
     assert (_times_covered(layout, 3, layout.boxes) == 2).any()
-    assert layout.holders(1) == (0, 1)
-    assert layout.owned(1) == ()
+    assert layout.replicas(1) == (0, 1)
+    assert layout.primary_boxes(1) == ()
 
 
 @given(layouts(), st.integers(1, 4))
@@ -210,10 +210,10 @@ def test_dealing_the_rows_again_keeps_every_element_once_and_chunks_like_torch(d
     layout, tp_size = drawn
     columns = [[row * tp_size + rank for row in range(dp_size)] for rank in range(tp_size)]
     again = layout.shard_rows_further(columns)
-    assert again.period == tp_size * dp_size
-    assert (_times_covered(again, again.period, again.owned) == 1).all()
+    assert again.copy_size == tp_size * dp_size
+    assert (_times_covered(again, again.copy_size, again.primary_boxes) == 1).all()
     logical = torch.arange(layout.numel).view(layout.shape)
-    for rank in range(again.period):
+    for rank in range(again.copy_size):
         chunks, dp_rank = take(logical, layout, rank).chunk(dp_size), rank // tp_size
         rows = take(logical, again, rank)
         assert tuple(rows.shape) == again.local_shape(rank)
@@ -240,11 +240,11 @@ def test_parts_lie_where_the_whole_does(drawn, dp_size, index, data):
     expected = logical[_index(part.box)]
     expected = expected[0] if index else expected
     times = torch.zeros(expected.shape, dtype=torch.int64)
-    for rank in range(part.layout(layout).period):
+    for rank in range(part.layout(layout).copy_size):
         shard = take(logical, layout, rank)
         for inside, view in part_views(shard, layout, part, rank):
             assert torch.equal(view, expected[_index(inside)])
-        for inside in part.layout(layout).owned(rank):
+        for inside in part.layout(layout).primary_boxes(rank):
             times[_index(inside)] += 1
     assert (times == 1).all()
 
@@ -306,7 +306,7 @@ def test_plan_gives_every_logical_element_one_owner(tp_size):
     layout = _plan(tp_size)
     assert {name: tensor.shape for name, tensor in layout.items()} == _shapes()
     for tensor in layout.values():
-        assert (_times_covered(tensor, tp_size, tensor.owned) == 1).all(), tensor.name
+        assert (_times_covered(tensor, tp_size, tensor.primary_boxes) == 1).all(), tensor.name
 
 
 @ALL_TP
@@ -368,7 +368,7 @@ def test_plan_deals_any_vocabulary_without_a_row_more(vocab_size, rows):
     layout = plan(LLAMA, shapes, {}, replace(SIZES, vocab_size=vocab_size), len(rows))
     for name in BY_VOCABULARY:
         assert tuple(layout[name].local_shape(rank)[0] for rank in range(len(rows))) == rows
-        assert [box[0] for box in layout[name].owners] == list(split(vocab_size, len(rows)))
+        assert [box[0] for box in layout[name].primary_ranks] == list(split(vocab_size, len(rows)))
 
 
 def test_plan_refuses_more_ranks_than_query_heads():
