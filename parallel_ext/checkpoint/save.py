@@ -221,7 +221,7 @@ class _Plan:
             spec.name: self.values[spec.name]
             for file in self.files
             for spec in file.tensors
-            if is_needed(self.layouts[spec.name], mesh.rank, file.owner)
+            if is_needed(self.layouts[spec.name], mesh.rank, file.writer)
         }
         self.copies = copies_of(mesh)
         copied = self.copies.take(needed)

@@ -31,7 +31,7 @@ SEVERAL_FILES_NAME = "model-{:05}-of-{:05}.safetensors"
 class PlannedFile:
     """One file of a save: its name, the rank that writes it, and its tensors in file order."""
 
-    owner: int
+    writer: int
     tensors: list[TensorSpec] = field(default_factory=list)
     name: str = ""
 
@@ -43,7 +43,7 @@ class PlannedFile:
 
 @dataclass
 class Turn:
-    """Rows of one file that its owner gathers and writes at once."""
+    """Rows of one file that its writer gathers and writes at once."""
 
     file: PlannedFile
     blocks: list[RowBlock] = field(default_factory=list)
@@ -69,20 +69,20 @@ def plan_files(
         single, several: names of the one file, or by number of each and of all.
 
     Returns:
-        The files, ordered by owner. Within an owner's files the tensors are in the given order,
+        The files, ordered by writer. Within a writer's files the tensors are in the given order,
         those of wider dtypes first, so that all are aligned.
     """
     loads = [(0, rank) for rank in range(writers)]  # a heap: the first has the fewest bytes
-    owner_of: dict[str, int] = {}
+    writer_of: dict[str, int] = {}
     for spec in sorted(tensors, key=lambda spec: -spec.num_bytes):
-        load, owner = loads[0]
-        owner_of[spec.name] = owner
-        heapreplace(loads, (load + spec.num_bytes, owner))
+        load, writer = loads[0]
+        writer_of[spec.name] = writer
+        heapreplace(loads, (load + spec.num_bytes, writer))
     files: list[PlannedFile] = []
     room = 0
-    for spec in sorted(tensors, key=lambda spec: (owner_of[spec.name], -spec.dtype.itemsize)):
-        if not files or files[-1].owner != owner_of[spec.name] or spec.num_bytes > room:
-            files.append(PlannedFile(owner_of[spec.name]))
+    for spec in sorted(tensors, key=lambda spec: (writer_of[spec.name], -spec.dtype.itemsize)):
+        if not files or files[-1].writer != writer_of[spec.name] or spec.num_bytes > room:
+            files.append(PlannedFile(writer_of[spec.name]))
             room = MAX_FILE_BYTES if max_shard_size is None else max_shard_size
         files[-1].tensors.append(spec)
         room -= spec.num_bytes
@@ -94,7 +94,7 @@ def plan_files(
 def plan_turns(
     files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout], writers: int
 ) -> Iterator[tuple[Turn | None, ...]]:
-    """Plan what every owner writes in each turn: consecutive rows of its files.
+    """Plan what every writer writes in each turn: consecutive rows of its files.
 
     A pure function of its arguments, so that every rank computes the same.
 
@@ -104,17 +104,17 @@ def plan_turns(
         writers: number of ranks that write.
 
     Returns:
-        The turns, each planned when it is asked for, with one entry an owner: its rows, at most
+        The turns, each planned when it is asked for, with one entry a writer: its rows, at most
         ``STRIPE_BYTES`` of them or one row; None once it has nothing left.
     """
     files_of: list[list[PlannedFile]] = [[] for _ in range(writers)]
     for file in files:
-        files_of[file.owner].append(file)
+        files_of[file.writer].append(file)
     return zip_longest(*(_turns_of(own, layouts) for own in files_of))
 
 
 def _turns_of(files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout]) -> Iterator[Turn]:
-    """Yield the turns of the owner of some files."""
+    """Yield the turns of the writer of some files."""
     for file in files:
         turn, room = Turn(file), STRIPE_BYTES
         for spec in file.tensors:
@@ -221,7 +221,7 @@ class TensorStream:
     ) -> None:
         """Make all files of this rank, so that a full disk is found before any work."""
         for file in files:
-            if file.owner == self._control.rank:
+            if file.writer == self._control.rank:
                 path = directory / file.name
                 self._writers[file.name] = SafetensorsWriter(
                     path, file.tensors, metadata, self._chunk_bytes
@@ -239,7 +239,7 @@ class TensorStream:
         self._swap = Swap(self._values, wanted, self._rows, self._control)
 
     def _take(self) -> None:
-        """Bring every owner its rows, then let all of them write at the same time."""
+        """Bring every writer its rows, then let all of them write at the same time."""
         if self._swap is None:
             return
         self._swap.run()

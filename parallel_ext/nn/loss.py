@@ -11,7 +11,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.replicas import Piece
+from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.ops.group import Range
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
@@ -32,7 +32,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
     head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
-    compared: Piece | None = None,
+    compared: ReplicaPiece | None = None,
     blocks: ops.Blocks | None = None,
     adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     tokens: list[int] | None = None,
@@ -229,7 +229,7 @@ def _sum_in_halves(values: torch.Tensor) -> torch.Tensor:
     return values[0]
 
 
-def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: Piece | None) -> torch.Tensor:
+def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: ReplicaPiece | None) -> torch.Tensor:
     """Return the number of valid tokens of all dp ranks, which must all make the same call."""
     if mesh.dp_size == 1:
         return valid.sum()

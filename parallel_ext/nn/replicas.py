@@ -99,7 +99,7 @@ def drift(name: str, first: int, rank: int) -> str:
     )
 
 
-class Piece(NamedTuple):
+class ReplicaPiece(NamedTuple):
     """A part of a parameter that the ranks of a group compare in one forward.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-class Turn:
+class ReplicaCycle:
     """A cycle through the parameters that several ranks of a group hold, in pieces of 1 MiB.
 
     One pass over a model takes as many calls as it has such parameters; one of more than 1 MiB
@@ -158,10 +158,10 @@ class Turn:
         self._pieces: Iterator[_Place] = iter(())
         self._now: _Place | None = None
 
-    def __deepcopy__(self, memo: object) -> Turn:
-        return Turn(self._ranks, self._world_size)
+    def __deepcopy__(self, memo: object) -> ReplicaCycle:
+        return ReplicaCycle(self._ranks, self._world_size)
 
-    def now(self, model: nn.Module) -> Piece | None:
+    def now(self, model: nn.Module) -> ReplicaPiece | None:
         """Return the piece to compare now; None if no two ranks of the group share a shard."""
         if self._now is None:
             self._now = next(self._pieces, None)
@@ -173,7 +173,7 @@ class Turn:
         values = local_part(model.get_parameter(self._now.name).detach()).reshape(-1)
         # A copy: what a digest looks at in place FSDP could not free any more.
         own = values[self._now.part].clone()
-        return Piece(self._now.name, own, self._ranks, self._now.holders)
+        return ReplicaPiece(self._now.name, own, self._ranks, self._now.holders)
 
     def done(self) -> None:
         """Move to the next piece; all ranks of the group call it, when they have compared."""

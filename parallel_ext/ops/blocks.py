@@ -281,8 +281,8 @@ def block_linear_cross_entropy(
         blocks: of the rows.
         vocab_size, vocab_range: as of :func:`linear_vocab_cross_entropy`.
         options: of the loss; the reduction is ``"sum"`` or ``"mean"``.
-        adapter: a replicated [T, R] and this rank's rows [stop - start, R], whose product is added
-            to the logits; None for none.
+        adapter: ``lora_a_out``, replicated [T, R], and this rank's rows ``lora_b``
+            [stop - start, R], whose product is added to the logits; None for none.
         group: the tensor-parallel group.
 
     Returns:
@@ -300,10 +300,9 @@ def block_linear_cross_entropy(
     """
     op_name = "block_linear_cross_entropy"
     last = in_order(op_name, options, group, vocab_size, vocab_range)
-    low, lora_b = adapter or (each.new_empty(len(each), 0) for each in (input, head_weight))
-    check_tensors(
-        op_name, input=input, head_weight=head_weight, labels=labels, low=low, lora_b=lora_b
-    )
+    lora_a_out, lora_b = adapter or (each.new_empty(len(each), 0) for each in (input, head_weight))
+    check_tensors(op_name, input=input, head_weight=head_weight, labels=labels)
+    check_tensors(op_name, lora_a_out=lora_a_out, lora_b=lora_b)
     return torch.ops.parallel_ext.block_linear_cross_entropy(
-        input, head_weight, low, lora_b, labels, _flat(blocks.own), blocks.count, *last
+        input, head_weight, lora_a_out, lora_b, labels, _flat(blocks.own), blocks.count, *last
     )

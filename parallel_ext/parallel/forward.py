@@ -17,7 +17,7 @@ from parallel_ext.io.safe_open import shown
 from parallel_ext.nn._torch_private import disable_compiler, input_hooks, tree_leaves
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
-from parallel_ext.nn.replicas import Piece
+from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
@@ -170,7 +170,7 @@ def _with_loss(
         **options,
     )
     if compared is not None:
-        state.turn_over_dp.done()
+        state.replicas_over_dp.done()
     if wants_balance(model, state, arguments):
         if state.mesh.dp_size > 1 and not state.in_leaf:  # HuggingFace knows this rank's tokens
             mask = arguments.get("attention_mask")
@@ -382,7 +382,7 @@ def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str
 
 
 @disable_compiler
-def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
+def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | None:
     """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
     trains = model.training and torch.is_grad_enabled()
     # On a GPU the comparison would wait for the device.
@@ -390,4 +390,4 @@ def _compared_over_dp(model: nn.Module, state: ParallelState) -> Piece | None:
         return None
     if state.in_leaf:  # of which the dp ranks may have unequally many
         return None
-    return state.turn_over_dp.now(model)
+    return state.replicas_over_dp.now(model)

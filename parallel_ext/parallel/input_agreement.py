@@ -17,7 +17,7 @@ from torch import nn
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn._torch_private import disable_compiler
-from parallel_ext.nn.replicas import Piece, Turn
+from parallel_ext.nn.replicas import ReplicaCycle, ReplicaPiece
 from parallel_ext.sharding.digests import content_digest, content_number
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
@@ -68,7 +68,7 @@ class Agreement:
         self.mesh, self.vocab_size, self.deferred = mesh, vocab_size, deferred
         self._previous: _DeviceContents | None = None
         first = mesh.dp_rank * mesh.tp_size
-        self._turn = Turn(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
+        self._replicas = ReplicaCycle(tuple(range(first, first + mesh.tp_size)), mesh.world_size)
 
     @disable_compiler
     def check(
@@ -98,7 +98,7 @@ class Agreement:
         fields = {name: _describe(value) for name, value in {**arguments, **tensors}.items()}
         fields["mode"] = mode
         ignore_index = arguments.get("ignore_index", -100)
-        piece = None if trained is None else self._turn.now(trained)
+        piece = None if trained is None else self._replicas.now(trained)
         if self.deferred:
             now = _DeviceContents(tensors, self.vocab_size, ignore_index, piece)
             contents, error, piece, number = _DeviceContents.settle(self._previous)
@@ -115,7 +115,7 @@ class Agreement:
         if error or any(other[:24] != record for other in everyone):
             self._raise(op_name, control.all_gather_object((fields, contents, error), group=tp))
         if trained is not None:
-            self._turn.done()
+            self._replicas.done()
         if piece is not None:
             piece.check([other[24:] for other in everyone], op_name)
 
@@ -167,7 +167,7 @@ class _DeviceContents:
         tensors: Mapping[str, torch.Tensor],
         vocab_size: int,
         ignore_index: int,
-        piece: Piece | None,
+        piece: ReplicaPiece | None,
     ) -> None:
         self.vocab_size, self.piece = vocab_size, piece
         self.names = list(tensors)
@@ -191,7 +191,7 @@ class _DeviceContents:
     @staticmethod
     def settle(
         previous: _DeviceContents | None,
-    ) -> tuple[dict[str, str], str | None, Piece | None, int]:
+    ) -> tuple[dict[str, str], str | None, ReplicaPiece | None, int]:
         """Return the previous call's contents, the error of its ids, its piece and its number."""
         if previous is None:
             return {}, None, None, 0

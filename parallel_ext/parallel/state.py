@@ -14,7 +14,7 @@ from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.loss import BalanceOfLeaves
-from parallel_ext.nn.replicas import Turn
+from parallel_ext.nn.replicas import ReplicaCycle
 from parallel_ext.nn.routing import Routing
 from parallel_ext.nn.routing_counter import RoutingCounter
 from parallel_ext.ops.group import Range
@@ -61,7 +61,7 @@ class ParallelState(nn.Module):
         leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
         fsdp_gradients: what FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
-        turn_over_dp: which parameter the dp ranks compare next.
+        replicas_over_dp: what of the parameters the dp ranks compare next.
         own_forward: the function that stands for the class's forward in the instance.
         caller_scales_loss: whether the caller multiplies a loss that has ``num_items_in_batch`` by
             the number of dp ranks, as HuggingFace's trainer does.
@@ -102,7 +102,7 @@ class ParallelState(nn.Module):
         self.fsdp_gradients: FSDPGradients | None = None
         self.generates = False
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
-        self.turn_over_dp = Turn(tuple(ranks), mesh.world_size)
+        self.replicas_over_dp = ReplicaCycle(tuple(ranks), mesh.world_size)
         self.own_forward: Callable[..., Any] | None = None
         self.caller_scales_loss = False
         self.forward_ran = True

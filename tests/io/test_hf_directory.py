@@ -318,13 +318,13 @@ def test_the_plan_balances_bytes_and_keeps_wide_dtypes_aligned() -> None:
     sizes = [3, 1000, 7, 500, 501, 2, 400]
     dtypes = [torch.bfloat16, torch.float32]
     specs = [TensorSpec(str(n), dtypes[n % 2], (n,)) for n in sizes]
-    for owners in (1, 2, 3, 9):
-        files = plan_files(specs, owners, 10**6)
+    for writers in (1, 2, 3, 9):
+        files = plan_files(specs, writers, 10**6)
         assert sorted(s.name for f in files for s in f.tensors) == sorted(s.name for s in specs)
-        assert len({file.owner for file in files}) == min(owners, len(specs))
+        assert len({file.writer for file in files}) == min(writers, len(specs))
         loads = [file.num_bytes for file in files]
-        if owners <= 3:
-            assert max(loads) <= max(sum(loads) / owners * 1.25, 4000)
+        if writers <= 3:
+            assert max(loads) <= max(sum(loads) / writers * 1.25, 4000)
         for file in files:
             widths = [spec.dtype.itemsize for spec in file.tensors]
             assert widths == sorted(widths, reverse=True)

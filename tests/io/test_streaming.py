@@ -224,13 +224,13 @@ def _plans(draw: Any) -> tuple[ModelLayout, list[TensorSpec], int, int]:
 @given(_plans())
 @settings(max_examples=200)
 def test_the_turns_of_a_save_hold_every_row_once_and_in_file_order(plan: Any) -> None:
-    layout, specs, owners, size = plan
-    files = plan_files(specs, owners, size)
+    layout, specs, writers, size = plan
+    files = plan_files(specs, writers, size)
     itemsize = {spec.name: spec.dtype.itemsize for spec in specs}
-    turns = list(plan_turns(files, layout, owners))
-    for owner in range(owners):
-        own = [turn[owner] for turn in turns if turn[owner] is not None]
-        mine = [file for file in files if file.owner == owner]
+    turns = list(plan_turns(files, layout, writers))
+    for writer in range(writers):
+        own = [turn[writer] for turn in turns if turn[writer] is not None]
+        mine = [file for file in files if file.writer == writer]
         assert list(dict.fromkeys(turn.file.name for turn in own)) == [file.name for file in mine]
         for file in mine:
             blocks = [block for turn in own if turn.file is file for block in turn.blocks]

@@ -143,7 +143,7 @@ REFUSALS = {
         ),
         "ValueError: moe_linear_backward: grad_output must have the shape [5, 2], got [5, 4]",
     ),
-    "low ranks of other rows": (
+    "lora_a_out of other rows": (
         lambda: INTERNAL.moe_lora_linear_backward(
             *(ONES(5, 2), ONES(5, 3), ONES(3, 2, 3), ONES(3, 4, 3), ONES(3, 2, 4), ONES(1, 4)),
             *([2, 1, 2], 1.0, [True] * 4, 1.0),
@@ -156,7 +156,7 @@ REFUSALS = {
         ),
         "ValueError: column_linear_backward: grad_output must have the shape [2, 4], got [3, 4]",
     ),
-    "lora's low rank of other tokens": (
+    "lora_a_out of other tokens": (
         lambda: INTERNAL.lora_linear_backward(
             *(ONES(3, 4), ONES(3, 5), ONES(4, 5), ONES(2, 5), ONES(4, 2), ONES(2, 1)),
             *(1.0, 0.5, [1, 1, 0, 0], [True] * 5),
