@@ -22,7 +22,7 @@ BELOW = {
     "distributed": ["ops"],
     "sharding": ["ops", "distributed"],
     "nn": ["ops", "distributed", "sharding"],
-    "models": ["ops", "sharding", "nn"],
+    "models": ["sharding", "nn"],
     "io": ["ops", "distributed", "sharding", "nn"],
     "parallel": ["ops", "distributed", "sharding", "nn", "models", "io"],
     "checkpoint": ["ops", "distributed", "sharding", "nn", "models", "io", "parallel"],

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import cache
 from io import FileIO
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def _let_go() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+@cache
+def _let_go_in_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
@@ -52,6 +55,7 @@ def one_writer(root: Path) -> Iterator[None]:
         CheckpointError: another process is saving there; says which.
         OSError: the file cannot be made.
     """
+    _let_go_in_forks()
     path = root / LOCK_NAME
     with _take(path) as file:
         finished = threading.Event()

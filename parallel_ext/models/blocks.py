@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_ext.nn.routing import Route
-from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import (
     AttentionHeads,
     Part,
+    Range,
     TensorLayout,
     shard_along,
     shard_blocks,

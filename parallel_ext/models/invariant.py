@@ -13,9 +13,8 @@ from parallel_ext.models.blocks import (
     Shapes,
 )
 from parallel_ext.models.spec import ModelSizes, ModelSpec
-from parallel_ext.ops.group import Range
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
-from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
+from parallel_ext.sharding.layout import ModelLayout, Part, Range, TensorLayout
 
 _SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
 
