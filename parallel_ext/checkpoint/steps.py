@@ -122,7 +122,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     return path
 
 
-latest = latest_checkpoint  # its name before
+latest = latest_checkpoint  # an alias
 
 
 def _found(root: Path, name: str, save_id: str) -> Path:

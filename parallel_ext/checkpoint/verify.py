@@ -91,4 +91,4 @@ def verify_checkpoint(
     return manifest.step
 
 
-verify = verify_checkpoint  # its name before
+verify = verify_checkpoint  # an alias

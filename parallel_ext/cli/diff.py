@@ -20,7 +20,7 @@ from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor.
+    """How much one tensor differs between two saved models.
 
     Attributes:
         name: of the tensor.
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _as_json(each: Difference) -> dict[str, Any]:
-    """The same with None for infinity, which JSON has not."""
+    """Return a difference for JSON, with None for infinity, which JSON has not."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in vars(each).items()

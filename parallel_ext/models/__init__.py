@@ -37,7 +37,7 @@ SPECS: dict[str, ModelSpec] = {
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
 }
-"""By ``config.model_type``."""
+"""The architectures that are served, by ``config.model_type``."""
 
 OWN = {"cogagent": ("CogAgentForCausalLM", "parallel_ext.models.cogagent")}
 """``config.model_type`` -> the class of an architecture whose code is ours, and where it is.
@@ -52,7 +52,7 @@ MISSING = {
 """``config.model_type`` of an architecture that no spec can describe -> what is missing for it."""
 
 PUBLISHED: dict[str, ModelSpec] = {}
-"""By ``model_type`` as well: for classes with a name in :data:`OWN` that others publish."""
+"""Specs for the classes of others with a name in :data:`OWN`, by ``model_type``."""
 
 
 def learn(config: Mapping[str, Any]) -> str | None:

@@ -101,7 +101,7 @@ class Held:
 
     @cached_property
     def _layers(self) -> Counter[_Kind]:
-        """The tensors of all layers."""
+        """Return how many tensors of each kind all layers have together."""
         layers = list(self._of_layer.values())
         total: Counter[_Kind] = Counter()
         for layer in layers:

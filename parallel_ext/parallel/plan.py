@@ -118,12 +118,12 @@ class Plan:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether each tp rank keeps its own tokens between the blocks."""
+        """Return whether each tp rank keeps its own tokens between the blocks."""
         return self.options.sequence_parallel and self.mesh.tp_size > 1
 
     @property
     def vocab_ranges(self) -> tuple[Range, ...]:
-        """The ids of every tp rank."""
+        """Return the range of ids of every tp rank."""
         rows = self.layout[f"{self.spec.embedding}.weight"]
         return tuple(rows.ranges(rank)[0] for rank in range(self.mesh.tp_size))
 

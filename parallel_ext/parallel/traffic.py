@@ -87,7 +87,7 @@ def _embedding_of_tokens_backward(args: dict[str, Any], out: Any) -> Sent:
 
 
 def _statistics(args: dict[str, Any], out: Any) -> Sent:
-    """Maximum, sum and label's value of each token, and what else was asked for."""
+    """Return what ranks gather of each token: maximum, sum, label's value, what is asked for."""
     values = args.get("input", args.get("logits"))
     rows = 3 + 2 * (args["label_smoothing"] > 0) + args["wanted"][1] + args["wanted"][2]
     wide = 8 if values.dtype == torch.float64 else 4

@@ -68,4 +68,4 @@ def stop_requested(model: nn.Module) -> bool:
     return b"1" in mesh.control.all_gather_bytes(b"1" if _requested else b"0", "stop_requested")
 
 
-preempted = stop_requested  # its name before
+preempted = stop_requested  # an alias

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-"""Of red, green and blue between 0 and 1, as CLIP was trained."""
+"""What CLIP subtracts from red, green and blue, between 0 and 1, and then divides them by."""
 
 IGNORED = -100
 """A label without a loss."""

@@ -28,8 +28,8 @@ TEMPLATES = {
     "vqa": Template("<EOI>Question: ", " Short answer:"),
     "base": Template("", ""),
 }
-"""By ``template_version``. In the published code ``<EOI>`` is plain text, whose tokens stand behind
-the image; so here. "base" adds nothing, for prompts of any other form."""
+"""The text around prompts, by ``template_version``. In the published code ``<EOI>`` is plain text,
+whose tokens stand behind the image; so here. "base" adds nothing, for prompts of other forms."""
 
 
 def prompt_of(
