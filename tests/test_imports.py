@@ -23,7 +23,7 @@ BELOW = {
     "sharding": ["ops", "distributed"],
     "nn": ["ops", "distributed", "sharding"],
     "models": ["sharding", "nn"],
-    "io": ["ops", "distributed", "sharding", "nn"],
+    "io": ["distributed", "sharding"],
     "parallel": ["ops", "distributed", "sharding", "nn", "models", "io"],
     "checkpoint": ["ops", "distributed", "sharding", "nn", "models", "io", "parallel"],
     "training": ["ops", "distributed", "sharding", "nn", "models", "parallel", "checkpoint"],

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
 _ROW = re.compile(r"^\| `([\w.()]+)` \|", re.MULTILINE)
 PACKAGES = ("torch.", "transformers.", "peft.", "accelerate.", "sys.")
 ELSEWHERE = ("accelerate.", "data_loader.", "sys.")
-FILES = ("nn/_torch_private.py", "models/_transformers_private.py", "lora/_peft_private.py")
+FILES = ("sharding/_torch_private.py", "models/_transformers_private.py", "lora/_peft_private.py")
 
 
 def _trees() -> dict[str, ast.Module]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import metadata
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safe_open import open_file, shown
-from parallel_ext.nn._torch_private import dcp_place
+from parallel_ext.sharding._torch_private import dcp_place
 
 METADATA_NAME = ".metadata"
 

@@ -25,8 +25,8 @@ from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import DTYPES
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.io.schema import to_json
-from parallel_ext.nn.sharded_module import to_shards
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
+from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.reshard import part_value
 from parallel_ext.sharding.slices import is_reduced, layout_of_state, local_part
 

@@ -19,9 +19,9 @@ from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import PlannedFile, plan_files
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.named_shards import named_shards
 
 ADAPTER_NAME = "adapter_model.safetensors"
 """The file that an adapter is in; a directory with it holds no whole model."""

@@ -45,7 +45,7 @@ from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new, nothing, read_rows
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, read_content
-from parallel_ext.nn._torch_private import dcp_place
+from parallel_ext.sharding._torch_private import dcp_place
 
 FILES = "parallel_ext"
 """Key, in the DCP, of the bytes of all that is no tensor of model or optimizer, by file."""

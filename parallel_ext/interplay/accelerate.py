@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, RandomSampler
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
-from parallel_ext.nn._torch_private import steps_of
 from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
+from parallel_ext.sharding._torch_private import steps_of
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.accelerate_leaves import LeafSteps, end_leaves
 from parallel_ext.training.gradients import no_sync as px_no_sync

@@ -12,9 +12,9 @@ from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
 from parallel_ext.interplay.refusals import REFUSALS, register
 from parallel_ext.interplay.trl import extend_trl
-from parallel_ext.nn._torch_private import unscale_grads
 from parallel_ext.nn.extended import extend, restore_all
 from parallel_ext.nn.stale_parameters import refuse_stale
+from parallel_ext.sharding._torch_private import unscale_grads
 
 _hooks: list[RemovableHandle] = []
 

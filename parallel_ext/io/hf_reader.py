@@ -16,8 +16,8 @@ from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.schema import MAX_TENSORS, read_json
-from parallel_ext.nn.sharded_module import named_shards, persistent_buffers
 from parallel_ext.sharding.layout import ModelLayout, split
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
 from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 CONFIG_NAME = "config.json"

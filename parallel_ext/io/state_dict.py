@@ -11,8 +11,8 @@ from torch import nn
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.sharded_module import named_shards, persistent_buffers, to_shards
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers, to_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import local_part
 

@@ -26,9 +26,9 @@ from parallel_ext.io.state_dict import check_shapes
 from parallel_ext.io.stream import PlannedFile, plan_files
 from parallel_ext.lora.files import layouts_of, misfits, saved_tensors
 from parallel_ext.lora.layers import Adapted
-from parallel_ext.nn.sharded_module import to_shards
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
+from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 
 _CONFIG_NAME = "adapter_config.json"

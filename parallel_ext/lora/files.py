@@ -23,12 +23,12 @@ from parallel_ext.io.same_directory import check_same_directory
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.nn.replicas import compare
-from parallel_ext.nn.sharded_module import named_shards, persistent_buffers
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
 from parallel_ext.sharding.slices import take
 
 

@@ -30,11 +30,11 @@ from parallel_ext.lora.merge import Mergeable
 from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
+from parallel_ext.sharding.named_shards import named_shards
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear, BlockColumnLinear, BlockRowLinear)
 _WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # of torch, which we replace

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from parallel_ext.nn._torch_private import disable_compiler, running_backward
 from parallel_ext.nn.recomputation import once, watch_checkpoints
+from parallel_ext.sharding._torch_private import disable_compiler, running_backward
 
 
 class ForwardCounter:

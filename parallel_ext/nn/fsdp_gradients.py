@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_ext.nn._torch_private import (
+from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
     fsdp_parameters,
     held_gradients,

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn._torch_private import has_global_hook, is_compiled, output_hooks
 from parallel_ext.nn.loss import causal_lm_loss
 from parallel_ext.ops.group import Range
+from parallel_ext.sharding._torch_private import has_global_hook, is_compiled, output_hooks
 
 if TYPE_CHECKING:
     from parallel_ext.nn.vocab import VocabParallelHead

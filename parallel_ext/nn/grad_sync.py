@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn._torch_private import (
+from parallel_ext.ops import Group
+from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
     gradient_hooks,
     running_backward,
     version_of,
 )
-from parallel_ext.ops import Group
 
 BUCKET = 2**24
 """Elements of partial gradients that are summed at once."""

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn._torch_private import version_of
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.initial_values import draw, linear_weight
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
+from parallel_ext.sharding._torch_private import version_of
 from parallel_ext.sharding.layout import TensorLayout, shard_like
 
 

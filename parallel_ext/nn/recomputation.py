@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch.utils.checkpoint import checkpoint
 
-from parallel_ext.nn._torch_private import disable_compiler
 from parallel_ext.nn.extended import extend
+from parallel_ext.sharding._torch_private import disable_compiler
 
 T = TypeVar("T")
 

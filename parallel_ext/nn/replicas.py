@@ -14,9 +14,9 @@ from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import local_part
 
 PIECE_BYTES = 2**20

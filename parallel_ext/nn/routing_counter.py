@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallel_ext import _C
-from parallel_ext.nn._torch_private import running_backward
+from parallel_ext.sharding._torch_private import running_backward
 
 # What brings rows of a mixture to other ranks.
 _EXCHANGES = (

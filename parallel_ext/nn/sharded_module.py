@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.control import world
-from parallel_ext.nn._torch_private import is_persistent, without_wrappers
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 from parallel_ext.sharding.shards import LocalShard
@@ -132,40 +131,3 @@ def shard_of(parameter: torch.Tensor, layout: TensorLayout, group: Group) -> nn.
     """Return the part of a full parameter that this rank of a group holds, as a parameter."""
     part = take(parameter.detach(), layout, group.rank)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
-
-
-def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLayout]]:
-    """Yield every parameter of ``model`` once, with its name in the model and its layout.
-
-    A parameter of a plain module is replicated. Tied parameters come once, under their first name.
-    Of a parameter that FSDP has sharded, the layout says which rows of it this rank has; its name
-    is the logical one.
-    """
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        layouts = vars(module).get("fsdp_layouts", {})
-        if isinstance(module, ShardedModule):
-            layouts = module.places()
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = f"{path}.{attribute}" if path else attribute
-            layout = layouts.get(attribute)
-            layout = layout or TensorLayout(without_wrappers(name), tuple(parameter.shape))
-            yield name, parameter, layout
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every buffer of ``model`` that files hold, by each of its names; it is replicated."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, buffer in module.named_buffers(recurse=False):
-            if is_persistent(module, attribute):
-                yield without_wrappers(f"{path}.{attribute}" if path else attribute), buffer
-
-
-def to_shards(model: nn.Module) -> None:
-    """Free what FSDP has gathered, so that the parameters of ``model`` are this rank's shards."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()

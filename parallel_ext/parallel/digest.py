@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.blocks import own_blocks
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import gather_rows, local_part, take_block
 
 

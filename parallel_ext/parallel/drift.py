@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from parallel_ext.nn.replicas import compare
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
-from parallel_ext.nn._torch_private import disable_compiler, input_hooks, tree_leaves
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
 from parallel_ext.nn.replicas import ReplicaPiece
@@ -22,6 +21,7 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
+from parallel_ext.sharding._torch_private import disable_compiler, input_hooks, tree_leaves
 
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.named_shards import named_shards
 
 
 @dataclass(frozen=True)

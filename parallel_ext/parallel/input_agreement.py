@@ -16,8 +16,8 @@ from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn._torch_private import disable_compiler
 from parallel_ext.nn.replicas import ReplicaCycle, ReplicaPiece
+from parallel_ext.sharding._torch_private import disable_compiler
 from parallel_ext.sharding.digests import content_digest, content_number
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 from parallel_ext.distributed import messages
 from parallel_ext.distributed.errors import CollectiveTimeout
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn._torch_private import disable_compiler
 from parallel_ext.ops import Group
+from parallel_ext.sharding._torch_private import disable_compiler
 
 _JOINED = ("save_pretrained", "write_directory")  # what a rank may ask others for
 _OF_THIS_RANK = ("is_main_process", "save_function", "token")  # options that change nothing

@@ -16,12 +16,12 @@ import transformers
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn._torch_private import TorchDispatchMode, running_backward, schema_of
 from parallel_ext.nn.moe import ExpertParallelExperts
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
+from parallel_ext.sharding._torch_private import TorchDispatchMode, running_backward, schema_of
 from parallel_ext.sharding.layout import split
+from parallel_ext.sharding.named_shards import named_shards
 
 
 class KnownOp:

@@ -18,11 +18,11 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.hf_writer import write_directory
 from parallel_ext.io.safe_open import shown
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.forward import arguments_of
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.version import VERSION
 
 

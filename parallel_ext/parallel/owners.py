@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 
 
 class Owned(NamedTuple):

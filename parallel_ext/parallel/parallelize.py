@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh, given_or_last
-from parallel_ext.nn._torch_private import set_asked_by_ddp
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
@@ -33,6 +32,7 @@ from parallel_ext.parallel.validate import (
     check_unsharded,
     spec_for,
 )
+from parallel_ext.sharding._torch_private import set_asked_by_ddp
 
 
 def parallelize(

@@ -12,9 +12,9 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.blocks import RegionNames
 from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
-from parallel_ext.nn.sharded_module import persistent_buffers
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.named_shards import persistent_buffers
 
 
 @dataclass(frozen=True)

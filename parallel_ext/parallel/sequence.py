@@ -28,7 +28,6 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.models.blocks import MixtureNames
-from parallel_ext.nn._torch_private import running_backward
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.recomputation import once, watch_checkpoints
@@ -42,6 +41,7 @@ from parallel_ext.parallel.check_sequence import (
     norms_of,
 )
 from parallel_ext.parallel.plan import Plan
+from parallel_ext.sharding._torch_private import running_backward
 from parallel_ext.sharding.layout import split
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parallel_ext.nn._torch_private import schema_of
+from parallel_ext.sharding._torch_private import schema_of
 
 Sent = tuple[str, int] | None
 """The kind of a collective, and this rank's payload in bytes, as ``_C.collective_counts`` has it;

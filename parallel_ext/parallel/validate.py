@@ -14,10 +14,10 @@ from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
 from parallel_ext.models._transformers_private import is_sharded_by_transformers
 from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
-from parallel_ext.nn._torch_private import input_hooks, output_hooks
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
+from parallel_ext.sharding._torch_private import input_hooks, output_hooks
 from parallel_ext.sharding.digests import content_digest
 
 _MODEL_ATTRIBUTES = (

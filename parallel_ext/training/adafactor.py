@@ -11,9 +11,9 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import Box, TensorLayout
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.shards import shard_views
 from parallel_ext.sharding.slices import is_sharded_along, local_part, reduced, take
 

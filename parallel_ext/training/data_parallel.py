@@ -17,7 +17,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
-from parallel_ext.nn.sharded_module import ShardedModule, named_shards, to_shards
+from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.nn.stale_parameters import remember, replaced_by
 from parallel_ext.ops import Group
 from parallel_ext.parallel.extending import called_by_this_package
@@ -25,6 +25,7 @@ from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 
 M = TypeVar("M", bound=nn.Module)
 

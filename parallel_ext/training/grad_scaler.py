@@ -9,7 +9,7 @@ import torch
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh, check_mesh
-from parallel_ext.nn._torch_private import unscale_all
+from parallel_ext.sharding._torch_private import unscale_all
 from parallel_ext.sharding.slices import local_part
 
 

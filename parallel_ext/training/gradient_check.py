@@ -16,8 +16,8 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.loss import LOSS_OPTIONS
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.left_as_found import gradients_aside

@@ -13,11 +13,11 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn._torch_private import multiply_all, norms_of
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding._torch_private import multiply_all, norms_of
 from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import gather_rows, local_part, take_block
 
 LaidOut = tuple[torch.Tensor, TensorLayout]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn.sharded_module import to_shards
 from parallel_ext.parallel.state import ParallelState
+from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.tree import Node
 from parallel_ext.training.data_parallel import Collective
 from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide

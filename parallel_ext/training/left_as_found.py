@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from parallel_ext.nn.forward_counter import forward_counters
-from parallel_ext.nn.sharded_module import to_shards
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
+from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 
 Restore = Callable[[], Any]

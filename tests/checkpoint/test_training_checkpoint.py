@@ -33,7 +33,7 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.checkpoint.rng import seed_of
-from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part
 
 

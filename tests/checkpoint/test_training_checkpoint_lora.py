@@ -25,7 +25,7 @@ from test_cogagent_lora import EVERYWHERE
 
 import parallel_ext as px
 from parallel_ext.lora.layers import Adapted
-from parallel_ext.nn.sharded_module import named_shards, to_shards
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part, take
 
 LLAMA, MIXTRAL = Tiny(layers=1, bias=True), TinyMixtral(num_experts=5, layers=1)

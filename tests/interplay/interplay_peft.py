@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import take
 
 P = "peft"

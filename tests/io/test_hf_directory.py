@@ -24,10 +24,10 @@ from parallel_ext.io.publish import Publication
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.state_dict import gather_state_dict, local_values
 from parallel_ext.io.stream import plan_files
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_ranges
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import take
 

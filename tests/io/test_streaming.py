@@ -25,9 +25,9 @@ import parallel_ext as px
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.stream import TensorStream, plan_files, plan_turns
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_along, split
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 MIB = 2**20

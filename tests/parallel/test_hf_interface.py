@@ -27,7 +27,7 @@ from reference import (
 )
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import take
 
 TINY = Tiny()

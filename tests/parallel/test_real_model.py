@@ -17,7 +17,7 @@ from reference import difference, exact, gradients_of, mesh_of, shard_difference
 from safetensors.torch import load_file
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.named_shards import named_shards
 
 SOURCE = os.environ.get("SMOLLM2", "")
 

@@ -19,8 +19,8 @@ from reference_ops import assert_within as assert_within
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards, to_shards
 from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part, take
 
 FLOOR = TOLERANCE  # of a model in fp64; in the lower ones, see ``assert_at_most_twice``

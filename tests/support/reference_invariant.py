@@ -7,9 +7,9 @@ import hashlib
 import torch
 from torch import nn
 
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.blocks import counted_blocks
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import take_block
 
 BITS = tuple[list[tuple[str, str]], dict[str, str], str | None]

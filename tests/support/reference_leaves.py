@@ -15,7 +15,7 @@ from reference_mixtral import TinyMixtral, TinyQwen2Moe, TinyQwen3Moe
 from test_specs import OfSpec
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import gather_tensor
 from parallel_ext.sharding.slices import local_part
 

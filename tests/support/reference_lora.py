@@ -15,7 +15,7 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext.lora.layers import AdaptedLinear
-from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import take
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -39,7 +39,7 @@ from parallel_ext import ops
 from parallel_ext.models import SPECS
 from parallel_ext.nn import routing
 from parallel_ext.nn.routing import Choose, Product
-from parallel_ext.nn.sharded_module import named_shards
+from parallel_ext.sharding.named_shards import named_shards
 
 
 @dataclass(frozen=True)

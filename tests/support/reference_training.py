@@ -17,8 +17,8 @@ from reference_mixtral import Layout, TinyMixtral
 from torch import nn
 
 import parallel_ext as px
-from parallel_ext.nn.sharded_module import named_shards
 from parallel_ext.parallel.state import STATE_NAME, state_of
+from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import take
 
 LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1)

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import parallel_ext as px
 from parallel_ext import _C
-from parallel_ext.nn.sharded_module import to_shards
+from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.step_events import OTHER, PRODUCTS, Exchanges, covered, sort_events
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from parallel_ext.nn._torch_private import at_end_of_backward, running_backward
+from parallel_ext.sharding._torch_private import at_end_of_backward, running_backward
 
 
 def test_a_recomputation_runs_in_a_backward_and_each_backward_has_a_number() -> None:
