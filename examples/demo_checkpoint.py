@@ -1,8 +1,8 @@
-"""A job that is stopped and killed, and goes on elsewhere: `make demo-checkpoint`.
+"""A job that is stopped and killed, and resumes elsewhere: `make demo-checkpoint`.
 
 SmolLM2-135M is trained with plain transformers in one process, without interruption. Beside it a
-job of 2 ranks (tp = 2) is sent a SIGTERM and saves; one of 3 ranks (tp = 3) goes on and is killed,
-all its processes, in the middle of a save; one of 2 ranks (dp = 2, ZeRO 2) goes on from the last
+job of 2 ranks (tp = 2) is sent a SIGTERM and saves; one of 3 ranks (tp = 3) resumes and is killed,
+all its processes, in the middle of a save; one of 2 ranks (dp = 2, ZeRO 2) resumes from the last
 whole checkpoint to the end. The table holds the losses of both, step by step.
 
     python examples/demo_checkpoint.py [--work FOLDER]

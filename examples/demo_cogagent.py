@@ -79,7 +79,7 @@ def single_process(model_path: Path, initial: Path) -> dict[str, Any]:
 def lacking(path: Path, info: dict[str, Any], model: Any) -> list[str]:
     """Tensors that a saved model should hold and does not, or that came back as others.
 
-    transformers says nothing of rotary tables that a file lacks, since the model makes them anew;
+    transformers says nothing of rotary tables that a file lacks, since the model makes them itself;
     so the file is looked at as well.
     """
     held: set[str] = set()

@@ -1,7 +1,7 @@
 """One training on any layout, bit for bit: `make demo-invariant`.
 
 SmolLM2-135M is trained with px.Invariant by 1, 2, 3 and 4 ranks in six layouts, and once more by
-jobs that are killed and go on in another layout. Each ends with the same digest of its weights and
+jobs that are killed and resume in another layout. Each ends with the same digest of its weights and
 the same losses. So does a Mixtral that is made of its first layers, with its experts on 1 to 4
 ranks, over tp and over dp. Ordinary trainings beside them agree to rounding: invariant.png shows
 how far they are apart.

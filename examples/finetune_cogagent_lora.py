@@ -202,7 +202,7 @@ def memory_lines(r: int, targets: Sequence[str]) -> list[str]:
             local = layout.local_shape(0)
             part = next(part for part, start in parts.items() if name.startswith(start))
             held[part] += 2 * math.prod(local)
-            if name.endswith(adapted):  # A is cut like the columns of the weight, B like its rows
+            if name.endswith(adapted):  # A is sharded as the columns, B as the rows
                 factors += r * sum(local)
         gib = [size / 2**30 for size in (*held.values(), buffers, 16 * factors)]
         lines.append(f"{tp:>13}" + "".join(f"{size:>13.2f}" for size in (*gib, sum(gib))))

@@ -32,7 +32,7 @@ ALL_LINEARS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 
 def adapted(model: Any, options: argparse.Namespace) -> peft.PeftModel:
-    """The parallel model with a new adapter, or with the one to go on with."""
+    """The parallel model with a new adapter, or with the one to train further."""
     if options.adapter:
         config = px.LoraConfig.from_pretrained(options.adapter)
         return peft.PeftModel.from_pretrained(
@@ -52,7 +52,7 @@ def adapted(model: Any, options: argparse.Namespace) -> peft.PeftModel:
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0])
     parser.set_defaults(learning_rate=1e-3)
-    parser.add_argument("--adapter", type=Path, help="PEFT directory to go on with, as it is")
+    parser.add_argument("--adapter", type=Path, help="PEFT directory to train further, as it is")
     parser.add_argument("--r", type=int, default=8, help="rank of a new adapter")
     parser.add_argument("--alpha", type=int, default=16, help="its scale times r")
     parser.add_argument("--dropout", type=float, default=0.0, help="of a new adapter's inputs")

@@ -1,8 +1,8 @@
-"""Train a HuggingFace model so that any job, on any number of ranks, can go on with it.
+"""Train a HuggingFace model so that any job, on any number of ranks, can resume it.
 
     torchrun --nproc_per_node 2 examples/train_resumable.py MODEL CHECKPOINTS --tp 2 --steps 1000
 
-Run the same command again, with as many ranks as there are, to go on after the last checkpoint.
+Run the same command again, with as many ranks as there are, to resume after the last checkpoint.
 The steps, their batches and the learning rates are those of one uninterrupted job. A SIGTERM makes
 all ranks save the step that they are at and leave. With --leaves the bits are the same, too.
 """
@@ -62,7 +62,7 @@ def main() -> None:
         resumed = px.load_checkpoint(options.checkpoints, model, optimizer, scheduler)
         step, taken = resumed.step, resumed.data_state["samples"]
         if mesh.rank == 0:
-            print(f"goes on after {resumed.path}", flush=True)
+            print(f"resumes after {resumed.path}", flush=True)
     report: dict[str, Any] = {"first": step, "loss": []}
     leave = px.stop_requested(model)  # from here on a SIGTERM is heard, and nothing is lost
     while step < options.steps and not leave:

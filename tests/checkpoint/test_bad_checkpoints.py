@@ -562,7 +562,7 @@ def job(good: Path) -> tuple[Any, Any, Any]:
 
 
 def _held(model: Any, optimizer: Any, scheduler: Any) -> str:
-    """A digest of all that training goes on from."""
+    """A digest of all that training resumes from."""
     digest = xxhash.xxh3_128()
     for parameter in model.parameters():
         for tensor in (parameter, *optimizer.state[parameter].values()):

@@ -1,4 +1,4 @@
-"""One of two ranks is killed in a save, or its disk fails: the other names it, and goes on."""
+"""One of two ranks is killed in a save, or its disk fails: the other names it, and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that a GPU fills while the host goes on, with a double of the GPU."""
+"""Copies that a GPU fills while the host continues, with a double of the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is resumed goes on as if it had never stopped, on any layout."""
+"""A job that is resumed continues as if it had never stopped, on any layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _single_process(job: Job, steps: int) -> nn.Module:
     return model
 
 
-# Training goes on.
+# Training continues.
 
 
 def _save_after_two_steps(job: Job, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small jobs whose training is saved and goes on elsewhere."""
+"""Small jobs whose training is saved and resumed elsewhere."""
 
 from __future__ import annotations
 
