@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ext import _C, ops
+from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
@@ -26,6 +25,7 @@ from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.training.fsdp_collectives import exchange_by
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -189,7 +189,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     model.register_forward_pre_hook(_arrive, prepend=True)  # before FSDP's, which gathers
     if state.invariant is not None:
         state.leaf_sums = LeafSums(mesh.dp_size)
-    _exchange_by(model, mesh, state.leaf_sums)
+    exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
     state.fsdp_gradients = FSDPGradients(model)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
@@ -301,101 +301,6 @@ def _device_mesh(mesh: Mesh, inner: int) -> DeviceMesh:
     """Return the ranks that hold equal shards, if ``inner`` consecutive ranks hold one copy."""
     process_group = mesh.process_group(mesh.group_of_columns(inner))
     return DeviceMesh.from_group(process_group, mesh.device.type)
-
-
-def _exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
-    """Let FSDP's collectives name the ranks that are missing, and ``sums`` sum gradients."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            of_experts = isinstance(module, ExpertParallelExperts)
-            group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
-            gather = Collective(dist.all_gather_into_tensor, "all_gather", mesh, group)
-            module.set_custom_all_gather(gather)
-            if sums is None:
-                reduce = Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
-            else:
-                module.set_gradient_divide_factor(1.0)
-                reduce = (
-                    _OwnRows()  # of experts, whose gradients are sums over the leaves before
-                    if of_experts
-                    else _SumOverLeaves(dist.all_to_all_single, "all_to_all", mesh, group, sums)
-                )
-            module.set_custom_reduce_scatter(reduce)
-
-
-class _Allocation:
-    """Memory for what FSDP communicates."""
-
-    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
-        return torch.empty(*size, **options)
-
-
-class _OwnRows(_Allocation):
-    """What stands for a reduce-scatter where each rank has the sums of its own rows before."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        **options: Any,
-    ) -> None:
-        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
-
-
-class Collective(_Allocation):
-    """A collective as FSDP calls it, whose error names the ranks that are missing.
-
-    Profilers see it like those of the ops.
-    """
-
-    def __init__(
-        self, plain: Callable[..., dist.Work | None], kind: str, mesh: Mesh, group: Group
-    ) -> None:
-        self._plain, self._kind, self._mesh, self._group = plain, kind, mesh, group
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
-    ) -> dist.Work | None:
-        group = self._group
-        with _C.ExchangeRange(self._kind, input_tensor.nbytes, group.size, group.name):
-            return self._mesh.control.run_collective(
-                group,
-                "training with data_parallel",
-                lambda: self._plain(output_tensor, input_tensor, **options),
-            )
-
-
-class _SumOverLeaves(Collective):
-    """The exchange that stands for a reduce-scatter under ``px.Invariant``.
-
-    Each rank gets its rows of the gradients of all dp ranks, unsummed.
-    """
-
-    def __init__(
-        self,
-        plain: Callable[..., dist.Work | None],
-        kind: str,
-        mesh: Mesh,
-        group: Group,
-        sums: LeafSums,
-    ) -> None:
-        super().__init__(plain, kind, mesh, group)
-        self._sums = sums
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        **options: Any,
-    ) -> None:
-        self._sums.check_running()
-        received = torch.empty_like(input_tensor)
-        super().__call__(received, input_tensor, group=group)
-        self._sums.add(self, received.view(group.size(), -1), output_tensor)
 
 
 def _record(

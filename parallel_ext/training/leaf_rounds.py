@@ -14,7 +14,7 @@ from parallel_ext import ops
 from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.tree import Node
-from parallel_ext.training.data_parallel import Collective
+from parallel_ext.training.fsdp_collectives import Collective
 from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
 

@@ -16,7 +16,7 @@ from reference_ops import aten_path
 import parallel_ext as px
 from parallel_ext.lora import adapt_all_linears
 from parallel_ext.parallel.estimate import Planner, Step
-from parallel_ext.training import data_parallel
+from parallel_ext.training import fsdp_collectives
 
 ROWS, TOKENS, LAYERS = 2, 7, 5
 SIZES = {
@@ -70,7 +70,7 @@ def _counted(
     if "llama" not in kind:
         px.force_routing(model, "balanced")
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
-    plain, counts = data_parallel.Collective.__call__, Counter[str]()
+    plain, counts = fsdp_collectives.Collective.__call__, Counter[str]()
 
     def counting(self: Any, **options: Any) -> Any:
         if self._group.size > 1:
@@ -78,7 +78,7 @@ def _counted(
             counts[f"zero_{self._kind}_bytes"] += options["input_tensor"].nbytes
         return plain(self, **options)
 
-    with aten_path(True), mock.patch.object(data_parallel.Collective, "__call__", counting):
+    with aten_path(True), mock.patch.object(fsdp_collectives.Collective, "__call__", counting):
         model(input_ids=ids, labels=ids).loss.backward()
         counts.clear()
         px._C.reset_collective_counts()
