@@ -180,7 +180,7 @@ class _Opened:
             where = self.path / LOOP_NAME
             state = scheduler_state.saved_for(scheduler, self.loop["scheduler"], where)
             apply.append(partial(scheduler.load_state_dict, state))
-        if self.loop["random"]["mesh"] == rng.layout_of(mesh):
+        if self.loop["random"]["mesh"] == rng.mesh_sizes(mesh):
             with self.manifest.open(self.path, RNG_NAME) as file:
                 self.states = rng.read(file, mesh)
         apply.append(partial(self._restore_random_numbers, mesh))

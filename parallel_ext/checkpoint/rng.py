@@ -75,7 +75,7 @@ def restore(states: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
         torch.cuda.set_rng_state(states["cuda"], mesh.device)
 
 
-def layout_of(mesh: Mesh) -> dict[str, Any]:
+def mesh_sizes(mesh: Mesh) -> dict[str, Any]:
     """Return what must be equal for every rank to resume with its own random numbers."""
     sides = {"tp": mesh.tp_size, "ep": mesh.ep_size, "dp": mesh.dp_size}
     return {**sides, "device": mesh.device.type}
@@ -93,7 +93,7 @@ def describe(states_of: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh) -> dic
         for name in ("torch", "cuda")
         if name in states
     )
-    return {"mesh": layout_of(mesh), "seed": torch.initial_seed(), "equal_in_tp": equal}
+    return {"mesh": mesh_sizes(mesh), "seed": torch.initial_seed(), "equal_in_tp": equal}
 
 
 def write(
@@ -179,7 +179,7 @@ def reseed(saved: Mapping[str, Any], step: int, mesh: Mesh) -> None:
     numpy.random.seed(seed % 2**32)
     if mesh.rank == 0:
         warnings.warn(
-            f"the checkpoint was saved on {saved['mesh']} and is loaded on {layout_of(mesh)}: "
+            f"the checkpoint was saved on {saved['mesh']} and is loaded on {mesh_sizes(mesh)}: "
             "the random numbers cannot be resumed, so every rank was seeded again from the "
             "saved seed, the step and its rank",
             stacklevel=3,

@@ -299,4 +299,4 @@ def _begin(root: Path, step: int, cleanup: ExitStack) -> tuple[Path, str]:
 
 def _saved_by(mesh: Mesh) -> dict[str, Any]:
     versions = {"parallel_ext": VERSION, "torch": torch.__version__}
-    return {**versions, "transformers": version("transformers"), **rng.layout_of(mesh)}
+    return {**versions, "transformers": version("transformers"), **rng.mesh_sizes(mesh)}

@@ -25,7 +25,7 @@ from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
-from parallel_ext.sharding._torch_private import steps_of
+from parallel_ext.sharding._torch_private import scheduler_steps
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.accelerate_leaves import LeafSteps, end_leaves
 from parallel_ext.training.gradients import no_sync as px_no_sync
@@ -282,10 +282,11 @@ def step_scheduler(plain: Plain, self: AcceleratedScheduler, *args: Any, **kwarg
     if self not in _steps or together or not self.gradient_state.sync_gradients:
         plain(self, *args, **kwargs)
         return
+    most = getattr(self.scheduler, "total_steps", float("inf"))
     self.split_batches = True  # one step in each call
     try:
         for _ in range(_steps[self]):
-            if steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):
+            if scheduler_steps(self.scheduler) <= most:
                 plain(self, *args, **kwargs)
     finally:
         self.split_batches = False

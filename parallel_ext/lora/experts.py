@@ -18,7 +18,7 @@ from parallel_ext.nn.moe import LowRank
 from parallel_ext.sharding.layout import TensorLayout, shard_ranges
 
 
-def factor_layouts(
+def expert_factor_layouts(
     tensor: TensorLayout, name_a: str, name_b: str, r: int
 ) -> tuple[TensorLayout, TensorLayout]:
     """Return the layouts of an adapter's factors for a tensor of experts [E, out, in].
@@ -35,7 +35,7 @@ def factor_layouts(
     Example:
         >>> from parallel_ext.sharding.layout import shard_along
         >>> experts = shard_along("experts.down_proj", (5, 8, 4), 0, ((0, 3), (3, 5)))
-        >>> lora_a, lora_b = factor_layouts(experts, "A", "B", 2)
+        >>> lora_a, lora_b = expert_factor_layouts(experts, "A", "B", 2)
         >>> lora_a.ranges(1), lora_b.ranges(1)
         (((6, 10),), ((3, 5), (8, 10)))
     """
@@ -73,7 +73,7 @@ class ParamWrapper(Adapted, layer.ParamWrapper):
 
     def _add_factors(self, adapter: str, target: str, r: int, config: peft.LoraConfig) -> None:
         base = self.get_base_layer()
-        layout_a, layout_b = factor_layouts(
+        layout_a, layout_b = expert_factor_layouts(
             base.layouts[self.parameter_name],
             f"{target}.lora_A.{adapter}.weight",
             f"{target}.lora_B.{adapter}.weight",

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def remember(parameter: nn.Parameter, name: str, reason: str) -> None:
+def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
     """Mark ``parameter`` as replaced, so that :func:`refuse_stale` refuses steps on it.
 
     Args:
@@ -29,7 +29,7 @@ def replaced_by(function: str) -> str:
 
 
 def refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if an optimizer holds parameters that :func:`remember` has marked.
+    """Raise if an optimizer holds parameters that :func:`mark_stale` has marked.
 
     A hook for ``register_optimizer_step_pre_hook``.
 

@@ -18,7 +18,7 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.routing import Product, Routing
-from parallel_ext.nn.stale_parameters import remember, replaced_by
+from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
@@ -138,7 +138,7 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Paramete
     new = nn.Parameter(take(old.data, layout, rank), requires_grad=old.requires_grad)
     if old.grad is not None:
         new.grad = take(old.grad, layout, rank)
-    remember(old, layout.name, replaced_by("px.parallelize"))
+    mark_stale(old, layout.name, replaced_by("px.parallelize"))
     return new
 
 

@@ -16,7 +16,7 @@ from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.models._transformers_private import resized_embedding, resized_head
-from parallel_ext.nn.stale_parameters import remember, replaced_by
+from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.carried_optimizer import CarriedOptimizer
@@ -329,5 +329,5 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
         if not isinstance(shard, nn.Parameter):
             shard = nn.Parameter(shard, requires_grad=old.requires_grad)
         setattr(module, name, shard)
-        remember(old, layout.name, replaced_by(_OP_NAME))
+        mark_stale(old, layout.name, replaced_by(_OP_NAME))
     module.set_layouts(layouts)

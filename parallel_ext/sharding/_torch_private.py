@@ -101,7 +101,7 @@ def schema_of(op: Any) -> Any:
 # --- Many tensors in one call ---
 
 
-def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Return the norm of each tensor of one dtype, in fp64 and without copies in fp64."""
     return torch._foreach_norm(tensors, norm_type, dtype=torch.float64)
 
@@ -124,7 +124,7 @@ unscale_grads = torch.amp.GradScaler._unscale_grads_
 # --- Training ---
 
 
-def steps_of(scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
+def scheduler_steps(scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
     """Return how often a learning rate scheduler has stepped, the step of its making included."""
     return scheduler._step_count
 

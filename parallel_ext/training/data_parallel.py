@@ -17,7 +17,7 @@ from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.nn.stale_parameters import remember, replaced_by
+from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.ops import Group
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
@@ -258,7 +258,7 @@ class _AfterForward:
             reason = "was built between forward and backward, and holds what FSDP had gathered"
             for name, parameter in model.named_parameters():
                 if name in self._state.fsdp_sharded and not hasattr(parameter, "to_local"):
-                    remember(parameter, name, reason)
+                    mark_stale(parameter, name, reason)
         if not torch.is_grad_enabled() and not self._state.generates:
             to_shards(model)
         for tensor in _tensors(output):
@@ -325,7 +325,7 @@ def _record(
         if logical in tensors:
             tensors[logical] = further
         if after[name] is not old:
-            remember(old, name, replaced_by("px.data_parallel"))
+            mark_stale(old, name, replaced_by("px.data_parallel"))
             sharded_names.add(name)
     state.fsdp_sharded = frozenset(sharded_names)
     state.layout = replace(layout, tensors=tensors)

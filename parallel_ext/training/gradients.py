@@ -14,7 +14,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.state import state_of
-from parallel_ext.sharding._torch_private import multiply_all, norms_of
+from parallel_ext.sharding._torch_private import foreach_norm, multiply_all
 from parallel_ext.sharding.blocks import counted_blocks
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
@@ -200,7 +200,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norms of tensors of one dtype in fp64; a GPU makes no copies of them in fp64."""
-    return torch.stack(norms_of(list(tensors), norm_type))
+    return torch.stack(foreach_norm(list(tensors), norm_type))
 
 
 @torch.no_grad()

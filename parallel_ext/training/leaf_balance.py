@@ -16,7 +16,7 @@ from parallel_ext.training.leaf_loop import LeafLoop
 
 
 @contextmanager
-def balanced(
+def sharing_balance_loss(
     model: nn.Module,
     loop: LeafLoop,
     asked: Mapping[str, Any],

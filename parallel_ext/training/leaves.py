@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.parallel.state import model_of, state_of
-from parallel_ext.training.leaf_balance import balanced
+from parallel_ext.training.leaf_balance import sharing_balance_loss
 from parallel_ext.training.leaf_loop import LeafLoop
 from parallel_ext.training.leaf_rounds import LeafRounds
 from parallel_ext.training.leaf_runs import LeafRuns
@@ -112,7 +112,7 @@ def leaves(
         advice="every rank passes those of the whole batch",
     )
     own = (LeafRuns if state.leaf_sums is None else LeafRounds)(module, state, rows)
-    balance = balanced(model, own, items, lambda _, leaf: _part(items, leaf))
+    balance = sharing_balance_loss(model, own, items, lambda _, leaf: _part(items, leaf))
     with own.running(), nullcontext() if batch is None else balance:
         yield own
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from parallel_ext.parallel.state import model_of, state_of
-from parallel_ext.training.leaf_balance import balanced
+from parallel_ext.training.leaf_balance import sharing_balance_loss
 from parallel_ext.training.leaf_rounds import LeafRounds
 
 
@@ -75,7 +75,7 @@ def run_leaves(
     model.train()  # perhaps after an evaluation
     with (
         rounds.running(),
-        balanced(model, rounds, batches[0], lambda number, _: batches[number], context),
+        sharing_balance_loss(model, rounds, batches[0], lambda number, _: batches[number], context),
     ):
         for _, batch in zip(rounds, batches, strict=True):
             rounds.ran_backward(train(batch))

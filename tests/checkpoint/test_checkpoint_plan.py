@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.stream import plan_files, plan_turns
-from parallel_ext.lora.experts import factor_layouts
+from parallel_ext.lora.experts import expert_factor_layouts
 from parallel_ext.sharding import reshard
 from parallel_ext.sharding.layout import (
     ModelLayout,
@@ -91,7 +91,7 @@ def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
         for layout in dense
     }
     tensors["experts"] = sides.sharded_further(experts, sides.ep)
-    _, factor = factor_layouts(experts, "lora_A", "lora_B", 2)  # whole on all dp ranks
+    _, factor = expert_factor_layouts(experts, "lora_A", "lora_B", 2)  # whole on all dp ranks
     tensors["lora_B"] = factor
     renamed = (Part("lora_B.weight", "lora_B", factor.whole, index=False),)
     return ModelLayout(tensors, {}, {"experts": parts, "lora_B": renamed})
