@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import peft
 import pytest
 import torch
 import transformers
+import trl
+from versions import needs_newer
 
 import parallel_ext as px
 
@@ -22,6 +25,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "internals.md"
 _ROW = re.compile(r"^\| `([\w.()]+)` \|", re.MULTILINE)
 PACKAGES = ("torch.", "transformers.", "peft.", "accelerate.", "sys.")
 ELSEWHERE = ("accelerate.", "data_loader.", "sys.")
+BASES = ("torch.", "transformers.", "peft.", "accelerate.", "trl.")
+MADE_BY_PYTHON = ("._abc_impl", "._is_protocol", "._backward_cls")  # in each subclass
 FILES = ("sharding/_torch_private.py", "models/_transformers_private.py", "lora/_peft_private.py")
 
 
@@ -119,3 +124,29 @@ def test_it_is_still_there(name: str) -> None:
         assert _has(*name.split("()."))
     else:
         _named(name)
+
+
+def _classes() -> Iterator[type]:
+    """Yield the package's classes, and its trainer before those of TRL."""
+    for module in pkgutil.walk_packages([str(PACKAGE)], "parallel_ext."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and value.__module__.startswith("parallel_ext"):
+                yield value
+    yield type("Trained", (px.TrainerMixin, trl.DPOTrainer), {})
+
+
+def _overridden() -> set[str]:
+    """Return the private names of others that classes of this package have of their own."""
+    found = set()
+    for cls in _classes():
+        others = [each for each in cls.__mro__ if f"{each.__module__}.".startswith(BASES)]
+        own = [each for each in cls.__mro__ if each.__module__.startswith("parallel_ext")]
+        for name in {name for each in own for name in vars(each) if _is_private(name)}:
+            found |= {f"{each.__name__}.{name}" for each in others if name in vars(each)}
+    return {name for name in found if not name.endswith(MADE_BY_PYTHON)}
+
+
+@needs_newer("the trainer")
+def test_each_private_name_of_a_base_class_that_is_overridden_is_listed() -> None:
+    section = PAGE.read_text().split("Overridden in subclasses:")[1].split("\n\n")[0]
+    assert set(re.findall(r"`([\w.]+)`", section)) == _overridden()
