@@ -233,9 +233,11 @@ def test_the_test_above_notices_rows_that_are_sent_by_every_rank(
         _save(_cut(_values(sizes), sizes, sides), sizes, sides)
 
 
-def test_the_test_above_notices_a_box_that_nobody_owns(monkeypatch: pytest.MonkeyPatch) -> None:
-    owned = TensorLayout.owned
-    monkeypatch.setattr(TensorLayout, "owned", lambda layout, rank: owned(layout, rank)[1:])
+def test_the_test_above_notices_a_box_that_nobody_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    primary = TensorLayout.primary_boxes
+    monkeypatch.setattr(
+        TensorLayout, "primary_boxes", lambda layout, rank: primary(layout, rank)[1:]
+    )
     sizes, sides = Sizes(7, 3, 4, 1, 3, 5), Sides(2, 1, 2, True)
     values = _values(sizes)
     written = _save(_cut(values, sizes, sides), sizes, sides)
