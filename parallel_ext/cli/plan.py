@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=_positive, help="only layouts with this ep")
     parser.add_argument("--rows", type=_positive, default=1, help="of a dp rank's batch (1)")
     parser.add_argument("--tokens", type=_positive, default=2048, help="of a row (2048)")
-    parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of everything")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of everything (bfloat16; float32 with --autocast)"
+    )
+    parser.add_argument(
+        "--autocast", choices=_DTYPES[:2], help="dtype of torch.autocast around the forward"
+    )
     parser.add_argument("--optimizer", choices=_OPTIMIZERS, default=_OPTIMIZERS[0])
     parser.add_argument("--zero", type=int, choices=(2, 3), default=2, help="where dp > 1 (2)")
     parser.add_argument(
@@ -64,7 +69,8 @@ def run(options: argparse.Namespace) -> int:
     step = Step(
         rows=options.rows,
         tokens=options.tokens,
-        dtype=getattr(torch, options.dtype),
+        dtype=getattr(torch, options.dtype or ("float32" if options.autocast else "bfloat16")),
+        autocast=options.autocast and getattr(torch, options.autocast),
         optimizer=options.optimizer,
         zero=options.zero,
         checkpointing=options.checkpointing,

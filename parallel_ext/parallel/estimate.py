@@ -50,6 +50,7 @@ class Step:
         optimizer: one of :data:`STATES`.
         zero: stage of :func:`data_parallel`, which is used where dp > 1.
         checkpointing: whether layers are recomputed in backward.
+        autocast: of ``torch.autocast`` around the forward; None without.
         adapt: adds an adapter to a parallel model in place and freezes the rest; None to train all.
         sequence_parallel: option of :func:`parallelize`.
     """
@@ -60,6 +61,7 @@ class Step:
     optimizer: str = "adamw"
     zero: int = 2
     checkpointing: bool = False
+    autocast: torch.dtype | None = None
     adapt: Callable[[nn.Module], Any] | None = None
     sequence_parallel: bool = False
 
@@ -211,13 +213,15 @@ class Planner:
     ) -> tuple[dict[str, int], Traffic, frozenset[str]]:
         """Return peaks of a step's parts with further layers, what it sends, and what is idle."""
         recorded = run_step(
-            *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing), self._known
+            *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing),
+            *(step.autocast, self._known),
         )
         parts, sent = recorded.peaks, recorded.sent["end"]
         if further:
             of_layer, kept, left = _of_a_layer(recorded)
             sent = sent.plus(of_layer, further)
-            slopes = {"start": 0} | dict.fromkeys(("forward", "kept", "last"), kept)
+            slopes = {"start": 0, "last": kept - recorded.cached}
+            slopes |= dict.fromkeys(("forward", "kept"), kept)
             slopes |= dict.fromkeys(("first", "summing", "end"), left)
             del parts["middle"]  # no higher than in the last layer or behind it
             for name in parts:
@@ -270,13 +274,14 @@ def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
     """Return what a layer adds to a step, as the middle one of three does.
 
     Returns:
-        What it sends, what it keeps from its forward to its backward, and what that leaves.
+        What it sends, what it keeps to the end of the forward, and what its backward leaves.
     """
     sent, now = recorded.sent, recorded.now
     forward = sent["start 2"].plus(sent["start 1"], -1)
     backward = sent["middle"].plus(sent["last"], -1)
     kept = now["start 2"] - now["start 1"]
-    return forward.plus(backward, 1), kept, now["middle"] - now["last"] + kept
+    left = now["middle"] - now["last"] + kept - recorded.cached
+    return forward.plus(backward, 1), kept, left
 
 
 def _with_further(summed: list[Summed], layer: str, further: int) -> list[Summed]:
@@ -325,7 +330,8 @@ def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tupl
         parts["last"] += wide * layer // size
         parts["first"] += wide * layer // size + kept - (layers - layer)
         parts["end"] += wide * held.nbytes(0, layers=False) // size + kept - layers
-    tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * step.dtype.itemsize
+    logits = step.dtype if step.autocast is None else step.autocast
+    tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * logits.itemsize
     forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + tile)
     return forward, max(parts.values())
 

@@ -6,7 +6,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.parallel.meta_autocast import MetaAutocast
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding._torch_private import TorchDispatchMode, running_backward, schema_of
@@ -69,6 +71,7 @@ class Recorded:
         peaks: the most bytes alive in the part of the step that ends with the mark.
         now: those alive at it.
         sent: what was sent before it.
+        cached: bytes of the layer with the number 1 that autocast alone keeps until it ends.
         summed: by group, the parameters whose gradients are summed in the end, in that order.
         idle: names of the parameters that are trained and get no gradient, as of a layer of an
             image tower that no forward runs.
@@ -77,6 +80,7 @@ class Recorded:
     peaks: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     sent: dict[str, Traffic] = field(default_factory=dict)
+    cached: int = 0
     summed: dict[str, list[Summed]] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
 
@@ -191,11 +195,18 @@ class _Attention(torch.autograd.Function):
         return tuple(tensor.new_empty(tensor.shape) for tensor in ctx.saved_tensors[:3])
 
 
+def scaled_dot_product_attention(*args: Any, **_: Any) -> torch.Tensor:
+    """Stand for torch's function of this name, which holds the scores on meta."""
+    if has_torch_function(args[:3]):
+        return handle_torch_function(scaled_dot_product_attention, args[:3], *args[:3])
+    return _Attention.apply(*args[:3])
+
+
 @contextmanager
 def _attention_of_cards() -> Iterator[None]:
-    """Let attention take the memory of :class:`_Attention`; on meta torch holds the scores."""
+    """Let attention take the memory of :class:`_Attention`."""
     plain = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = lambda *args, **_: _Attention.apply(*args[:3])
+    nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
         yield
     finally:
@@ -208,6 +219,7 @@ def run_step(
     rows: int,
     tokens: int,
     checkpointing: bool,
+    autocast: torch.dtype | None,
     known: KnownOps,
 ) -> Recorded:
     """Run forward and backward of a parallel model on meta, as rank 0.
@@ -217,6 +229,7 @@ def run_step(
         layers: path of its layers.
         rows, tokens: of the batch.
         checkpointing: whether layers are recomputed in backward.
+        autocast: the dtype in which the forward computes under ``torch.autocast``; None without.
         known: of other steps; added to.
 
     Returns:
@@ -226,7 +239,7 @@ def run_step(
         last layer, of that with the number 1, and of the first one is complete, ``summing`` before
         the sums of replicated parameters' gradients, and ``end``. ``first`` is absent where the
         first layer's input needs no gradient, ``summing`` where there is nothing to sum.
-        ``kept`` is what the forward has left for backward.
+        ``kept`` is what the forward has left for backward, in front of it autocast's copies too.
     """
     for module in model.modules():
         if isinstance(module, ExpertParallelExperts):
@@ -234,7 +247,10 @@ def run_step(
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            options: dict[str, Any] = {"use_reentrant": False}
+            if autocast is not None:  # which backward enters anew for each layer
+                options["context_fn"] = lambda: (nullcontext(), MetaAutocast(autocast))
+            model.gradient_checkpointing_enable(options)
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
     images = state_of(model).spec.images
     further = getattr(model, images)(rows, tokens) if images else {}
@@ -242,8 +258,12 @@ def run_step(
     inner = model.get_submodule(layers)
     _watch_sums(model, live)
     _watch_start(inner[0], lambda _: live.mark("start"))
+    region = None if autocast is None else MetaAutocast(autocast)
+    copies = {} if region is None else region.copies
+    numbers = []  # of copies before the layers 1 and 2
     for number in range(1, min(3, len(inner))):
         _watch_start(inner[number], lambda _, name=f"start {number}": live.note(name))
+        _watch_start(inner[number], lambda _: numbers.append(len(copies)))
     for name, index in (("last", -1), ("middle", 1), ("first", 0)):
         _watch_start(
             inner[index % len(inner)],
@@ -256,9 +276,13 @@ def run_step(
         cache = transformers.DynamicCache() if checkpointing else None
         parameters = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
         name = "cache" if "cache" in parameters else "past_key_values"
-        loss = model(input_ids=ids, labels=ids, **{name: cache}, **further).loss
-        live.mark("forward")
-        live.recorded.peaks["kept"] = live.now
+        with region or nullcontext():
+            loss = model(input_ids=ids, labels=ids, **{name: cache}, **further).loss
+            live.mark("forward")
+            for one in list(copies)[slice(*numbers)] if len(numbers) == 2 else ():
+                del copies[one]
+            live.recorded.cached = live.recorded.now["forward"] - live.now
+        live.mark("kept")
         loss.backward()
         live.mark("end")
     live.recorded.idle = frozenset(
