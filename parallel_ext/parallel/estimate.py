@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers.initialization import no_init_weights
 
+from parallel_ext import ops
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.models import learn
@@ -177,14 +179,12 @@ class Planner:
                 check_sequence_parallel(self._plain, self._spec)
             layout = layout_of(self._plain, self._spec, tp, ep)
             model = self._parallel(mesh, layout, step)
-        if self._spec.towers and mesh.dp_size > 1:
-            raise ValueError(
-                f"parallelize: dp={mesh.dp_size} of a model with image towers cannot be planned; "
-                "give as many ranks as tp"
-            )
-        parts, sent, idle = self._run(model, step, mesh, total - few)
+        parts, sent, recorded = self._run(model, step, mesh, total - few)
         itemsize = step.dtype.itemsize
-        held = Held(self._spec, layout, tp, ep, world, itemsize, total - few, idle)
+        held = Held(
+            *(self._spec, layout, tp, ep, world, itemsize, total - few),
+            *(recorded.idle, recorded.skipped),
+        )
         if step.adapt is not None:
             held.add_adapter(model)
         states, ranks = STATES[step.optimizer], held.extremes()
@@ -193,7 +193,8 @@ class Planner:
         trained = [held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks]
         forward, backward = _activations(parts, step, held, mesh.dp_size)
         if mesh.dp_size > 1:
-            sent = sent.plus(held.sent_by_zero(step.zero, step.adapt is not None), 1)
+            zero = held.sent_by_zero(step.zero, step.adapt is not None, recorded.gathered_once)
+            sent = sent.plus(zero, 1)
         gathered = _gathered(held, step) if mesh.dp_size > 1 else 0
         return Estimate(
             *(tp, ep, mesh.dp_size),
@@ -210,8 +211,8 @@ class Planner:
 
     def _run(
         self, model: transformers.PreTrainedModel, step: Step, mesh: _Rank, further: int
-    ) -> tuple[dict[str, int], Traffic, frozenset[str]]:
-        """Return peaks of a step's parts with further layers, what it sends, and what is idle."""
+    ) -> tuple[dict[str, int], Traffic, Recorded]:
+        """Return peaks of a step's parts with further layers, what it sends, and the marks."""
         recorded = run_step(
             *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing),
             *(step.autocast, self._known),
@@ -220,10 +221,9 @@ class Planner:
         if further:
             of_layer, kept, left = _of_a_layer(recorded)
             sent = sent.plus(of_layer, further)
-            slopes = {"start": 0, "last": kept - recorded.cached}
+            slopes = {"start": 0} | dict.fromkeys(("last", "middle"), kept - recorded.left_early)
             slopes |= dict.fromkeys(("forward", "kept"), kept)
             slopes |= dict.fromkeys(("first", "summing", "end"), left)
-            del parts["middle"]  # no higher than in the last layer or behind it
             for name in parts:
                 parts[name] += further * slopes[name]
             wide, beside = max(4, step.dtype.itemsize), 0
@@ -238,7 +238,7 @@ class Planner:
         parts["end"] = max(parts["end"], parts.pop("summing", 0))
         if mesh.tp_size > 1:
             sent.send("tp", "all_gather", _AGREEMENT)
-        return parts, sent, recorded.idle
+        return parts, sent, recorded
 
     def _parallel(
         self, mesh: _Rank, layout: ModelLayout, step: Step
@@ -258,6 +258,9 @@ class Planner:
             state = state_of(model)
             state.zero = step.zero
             state.partials.sum_at_once(names_of_parts(model))
+            if self._spec.skips is not None:
+                owner, _, method = self._spec.skips.rpartition(".")
+                setattr(model.get_submodule(owner), method, partial(_runs_on_any, mesh))
         return model
 
     @contextmanager
@@ -270,6 +273,13 @@ class Planner:
             self._plain.set_submodule(self._spec.layers, self._layers)
 
 
+def _runs_on_any(mesh: _Rank, *needed: bool) -> tuple[bool, ...]:
+    """Stand for what the dp ranks agree on before they skip modules."""
+    own = torch.empty(len(needed), device="meta")
+    ops.gather_from_region(own, [len(needed)] * mesh.dp_size, mesh.dp)
+    return needed
+
+
 def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
     """Return what a layer adds to a step, as the middle one of three does.
 
@@ -280,7 +290,7 @@ def _of_a_layer(recorded: Recorded) -> tuple[Traffic, int, int]:
     forward = sent["start 2"].plus(sent["start 1"], -1)
     backward = sent["middle"].plus(sent["last"], -1)
     kept = now["start 2"] - now["start 1"]
-    left = now["middle"] - now["last"] + kept - recorded.cached
+    left = now["middle"] - now["last"] + kept - recorded.left_early
     return forward.plus(backward, 1), kept, left
 
 
@@ -318,31 +328,22 @@ def _beside_partials(summed: list[Summed], wide: int) -> int:
 
 def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tuple[int, int]:
     """Return the largest number of bytes alive in forward, and in backward with gradients."""
-    if dp > 1:
-        parts.pop("middle", None)
     if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
         parts["end"] += held.nbytes(0, adapter=True)
-    elif dp > 1:
-        # A layer's gradients leave once they are complete, in fp32 or wider.
-        size, wide = step.dtype.itemsize, max(4, step.dtype.itemsize)
-        layer, layers = held.largest_layer(0), held.nbytes(0, root=False)
-        kept = held.nbytes(0, sharded=True)
-        parts["last"] += wide * layer // size
-        parts["first"] += wide * layer // size + kept - (layers - layer)
-        parts["end"] += wide * held.nbytes(0, layers=False) // size + kept - layers
+    received = held.largest_layer(0) if dp > 1 and step.zero == 2 else 0  # not in backward
     logits = step.dtype if step.autocast is None else step.autocast
     tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * logits.itemsize
     forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + tile)
-    return forward, max(parts.values())
+    return forward, max(parts.values()) - received
 
 
 def _gathered(held: Held, step: Step) -> int:
     """Return the bytes of what ZeRO gathers, on rank 0, beside its own shards.
 
     Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of the layers
-    and of two layers, of which one is on its way; both receive one layer in a buffer.
+    and of one layer; both receive one layer in a buffer.
     """
     layer = held.largest_layer(0)
     if step.zero == 2:
-        return held.nbytes(0, adapter=False) + layer
-    return held.nbytes(0, layers=False, adapter=False) + 3 * layer
+        return held.nbytes(0, adapter=False) - held.skipped(0) + layer
+    return held.nbytes(0, layers=False, adapter=False) + 2 * layer

@@ -59,6 +59,7 @@ class Held:
     Args:
         further_layers: equal to the last one of the layout, and in the model beside its layers.
         idle: names of parameters that no step gives a gradient.
+        skipped: prefixes of layers that no step runs.
 
     Attributes:
         vocab_rows: of the vocabulary, on rank 0.
@@ -74,6 +75,7 @@ class Held:
         itemsize: int,
         further_layers: int = 0,
         idle: Collection[str] = (),
+        skipped: Collection[str] = (),
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
         self._experts = tuple(
@@ -84,7 +86,10 @@ class Held:
         # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()
         self._of_layer: dict[str, Counter[_Kind]] = {}
-        self._further, self._idle = further_layers, idle
+        self._further, self._idle, self._skipped = further_layers, idle, skipped
+        self._layer = re.compile(
+            rf"(?:{'|'.join(map(re.escape, (spec.layers, *spec.towers)))})\.\d+\."
+        )
         for name, tensor in layout.tensors.items():
             if name not in layout.buffers:
                 self._add(name, tensor, itemsize, adapter=False)
@@ -95,20 +100,27 @@ class Held:
         copy_size = self._ep if expert else self._tp
         idle = name in self._idle
         kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter, expert, idle)
-        layer = re.match(rf"{re.escape(self._spec.layers)}\.\d+\.", name)
+        layer = self._layer.match(name)
         of = self._of_layer.setdefault(layer[0], Counter()) if layer else self._root
         of[kind] += 1
 
     @cached_property
     def _layers(self) -> Counter[_Kind]:
         """Return how many tensors of each kind all layers have together."""
-        layers = list(self._of_layer.values())
         total: Counter[_Kind] = Counter()
-        for layer in layers:
-            total.update(layer)
-        for kind, number in layers[-1].items():
-            total[kind] += self._further * number
+        for prefix, layer in self._of_layer.items():
+            for kind, number in layer.items():
+                total[kind] += self._times(prefix) * number
         return total
+
+    @cached_property
+    def _last(self) -> str:
+        """Return the prefix of the last one of the layers that the further ones equal."""
+        return [each for each in self._of_layer if each.startswith(f"{self._spec.layers}.")][-1]
+
+    def _times(self, prefix: str) -> int:
+        """Return how many layers a layer stands for."""
+        return 1 + self._further * (prefix == self._last)
 
     def add_adapter(self, model: nn.Module) -> None:
         """Add the factors of an adapted model with the layers of the layout, before all else."""
@@ -153,6 +165,10 @@ class Held:
         """Return the bytes of the largest layer of a rank, not divided, without an adapter."""
         return max(self._sum(layer, rank, False, False) for layer in self._of_layer.values())
 
+    def skipped(self, rank: int) -> int:
+        """Return the bytes of the layers of a rank that no step runs, not divided."""
+        return sum(self._sum(self._of_layer[name], rank, False, False) for name in self._skipped)
+
     def logical(self, *, adapter: bool) -> int:
         """Return the bytes of the adapter, or of the model without it, in one process."""
         return sum(
@@ -162,7 +178,7 @@ class Held:
             if kind.adapter is adapter
         )
 
-    def sent_by_zero(self, zero: int, adapted: bool) -> Traffic:
+    def sent_by_zero(self, zero: int, adapted: bool, once: Collection[str]) -> Traffic:
         """Return what ZeRO sends in a step on rank 0.
 
         Each layer, its experts, and the rest of the model are gathered by one collective, in stage
@@ -172,11 +188,17 @@ class Held:
         Args:
             zero: the stage, 2 or 3.
             adapted: whether only an adapter is trained.
+            once: prefixes of layers that no backward needs.
         """
         sent = Traffic()
-        layers = [*self._of_layer.values()]
-        for number, parts in enumerate([self._root, *layers]):
-            times = 1 + self._further * (number == len(layers))
+        again = zero == 3
+        run = [(self._root, 1, 1 + again)]
+        run += [
+            (kinds, self._times(prefix), 1 + (again and prefix not in once))
+            for prefix, kinds in self._of_layer.items()
+            if prefix not in self._skipped
+        ]
+        for parts, times, gathers in run:
             for expert in (False, True):
                 inner = self._ep if expert else self._tp
                 copies, group = self._world // inner, "edp" if expert else "dp"
@@ -191,10 +213,10 @@ class Held:
                     continue
                 numel = [(kind, count * kind.padded_numel(0, copies)) for kind, count in kinds]
                 nbytes = sum(each * kind.itemsize for kind, each in numel)
-                gathers = times * (1 + (zero == 3))
-                sent.send(group, "zero_all_gather", nbytes, gathers)
-                if not adapted:
-                    nbytes = sum(each * max(4, kind.itemsize) for kind, each in numel)
+                sent.send(group, "zero_all_gather", nbytes, times * gathers)
+                wide = [each * max(4, kind.itemsize) for kind, each in numel if not kind.idle]
+                if wide and not adapted:
+                    nbytes = sum(wide)
                     sent.send(group, "zero_reduce_scatter", copies * nbytes, times)
         for group, expert in (("dp", False), ("edp", True)):
             counts = (self._root + self._layers).items()

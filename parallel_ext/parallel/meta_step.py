@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.parallel.meta_autocast import MetaAutocast
+from parallel_ext.parallel.meta_zero import MetaZero
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding._torch_private import TorchDispatchMode, running_backward, schema_of
@@ -71,18 +72,21 @@ class Recorded:
         peaks: the most bytes alive in the part of the step that ends with the mark.
         now: those alive at it.
         sent: what was sent before it.
-        cached: bytes of the layer with the number 1 that autocast alone keeps until it ends.
+        left_early: bytes of the layer with the number 1 that only the forward keeps to its end.
         summed: by group, the parameters whose gradients are summed in the end, in that order.
         idle: names of the parameters that are trained and get no gradient, as of a layer of an
             image tower that no forward runs.
+        skipped, gathered_once: with ZeRO, of :class:`MetaZero`.
     """
 
     peaks: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
     sent: dict[str, Traffic] = field(default_factory=dict)
-    cached: int = 0
+    left_early: int = 0
     summed: dict[str, list[Summed]] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()
+    gathered_once: tuple[str, ...] = ()
 
 
 class _Live(TorchDispatchMode):
@@ -134,6 +138,10 @@ class _Live(TorchDispatchMode):
     def _free(self, one: weakref.ref[torch.UntypedStorage]) -> None:
         self.now -= self._alive.pop(one)
 
+    def give_back(self, nbytes: int) -> None:
+        """Count bytes as free that were there before the step."""
+        self.now -= nbytes
+
     def mark(self, name: str) -> None:
         """End a part of the step."""
         self.recorded.peaks[name], self.peak = self.peak, self.now
@@ -184,7 +192,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        output = query.new_empty((*query.shape[:-1], value.size(-1)))
+        rows, heads, tokens, _ = query.shape  # the heads of a token lie side by side
+        output = query.new_empty((rows, tokens, heads, value.size(-1))).transpose(1, 2)
         ctx.save_for_backward(
             *(query, key, value, output), query.new_empty(query.shape[:-1], dtype=torch.float32)
         )
@@ -192,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(tensor.new_empty(tensor.shape) for tensor in ctx.saved_tensors[:3])
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
 def scaled_dot_product_attention(*args: Any, **_: Any) -> torch.Tensor:
@@ -257,6 +266,7 @@ def run_step(
     live = _Live((*model.parameters(), *model.buffers(), ids, *further.values()), known)
     inner = model.get_submodule(layers)
     _watch_sums(model, live)
+    zero = None if state_of(model).zero is None else MetaZero(model, live.give_back)
     _watch_start(inner[0], lambda _: live.mark("start"))
     region = None if autocast is None else MetaAutocast(autocast)
     copies = {} if region is None else region.copies
@@ -277,18 +287,27 @@ def run_step(
         parameters = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
         name = "cache" if "cache" in parameters else "past_key_values"
         with region or nullcontext():
-            loss = model(input_ids=ids, labels=ids, **{name: cache}, **further).loss
+            output = model(input_ids=ids, labels=ids, **{name: cache}, **further)
             live.mark("forward")
+            loss = output.loss
+            del output, cache  # under autocast keys in fp32, which no backward needs
+            of_layers = live.recorded.now["forward"] - live.now
             for one in list(copies)[slice(*numbers)] if len(numbers) == 2 else ():
                 del copies[one]
-            live.recorded.cached = live.recorded.now["forward"] - live.now
+            of_copies = live.recorded.now["forward"] - live.now - of_layers
+            live.recorded.left_early = of_layers // len(inner) + of_copies
         live.mark("kept")
         loss.backward()
+        if zero is not None:
+            zero.finish()
+            live.recorded.skipped = zero.skipped
+            live.recorded.gathered_once = zero.gathered_once
         live.mark("end")
     live.recorded.idle = frozenset(
         name
         for name, parameter, _ in named_shards(model)
         if parameter.requires_grad and parameter.grad is None
+        if zero is None or id(parameter) not in zero.scattered
     )
     return live.recorded
 

@@ -208,8 +208,7 @@ def test_plan_sorts_layouts_by_their_peak(
 
 def test_plan_knows_a_cogagent(capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(capsys, 0, "plan", COGAGENT, "--world", 2, "--tokens", 16)
-    assert [(layout["tp"], layout["dp"]) for layout in found["layouts"]] == [(2, 1)]
-    assert "image towers cannot be planned" in found["refused"]["tp=1 ep=1"]
+    assert {(layout["tp"], layout["dp"]) for layout in found["layouts"]} == {(2, 1), (1, 2)}
 
 
 def test_plan_trains_an_adapter_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

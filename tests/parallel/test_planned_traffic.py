@@ -56,8 +56,9 @@ def _counted(
     checkpointing: bool,
     sequence_parallel: bool,
     dtype: torch.dtype,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, int]:
-    """What this rank counts in a step, on the kernels of other devices than the CPU."""
+    """What this rank counts in a step."""
     torch.manual_seed(0)
     mesh = px.init_mesh(tp=tp, ep=ep)
     model: Any = transformers.AutoModelForCausalLM.from_config(_config(kind)).to(dtype)
@@ -69,7 +70,14 @@ def _counted(
     px.data_parallel(model, mesh, zero)
     if "llama" not in kind:
         px.force_routing(model, "balanced")
+    if autocast is not None:
+        model.forward = torch.autocast("cpu", autocast)(model.forward)
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
+    return counted(model, {"input_ids": ids, "labels": ids})
+
+
+def counted(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, int]:
+    """What this rank counts in a second step, on the kernels of other devices than the CPU."""
     plain, counts = fsdp_collectives.Collective.__call__, Counter[str]()
 
     def counting(self: Any, **options: Any) -> Any:
@@ -79,18 +87,19 @@ def _counted(
         return plain(self, **options)
 
     with aten_path(True), mock.patch.object(fsdp_collectives.Collective, "__call__", counting):
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**batch).loss.backward()
         counts.clear()
         px._C.reset_collective_counts()
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**batch).loss.backward()
         own = px._C.collective_counts()
     counts.update({n: value for n, value in own.items() if "/" not in n and value})
     counts.pop("in_shared_memory", None)
     return dict(counts)
 
 
-def _planned(world: int, tp: int, ep: int, kind: str, step: Step) -> dict[str, int]:
-    sent = Planner(_config(kind)).estimate(world, tp, ep, step).sent
+def planned(config: transformers.PreTrainedConfig, world: int, tp: int, ep: int, step: Step) -> Any:
+    """The numbers of the planner under the names of those that are counted."""
+    sent = Planner(config).estimate(world, tp, ep, step).sent
     counts = Counter[str]()
     for kinds in sent.values():
         for name, numbers in kinds.items():
@@ -130,7 +139,7 @@ def test_a_step_sends_what_was_planned(
     dtype, adapt = torch.float32, r and partial(adapt_all_linears, r=r)
     step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, zero=zero, adapt=adapt)
     found = pool(tp * dp).run(_counted, kind, tp, ep, zero, r, False, False, dtype)
-    assert found[0] == _planned(tp * dp, tp, ep, kind, step)
+    assert found[0] == planned(_config(kind), tp * dp, tp, ep, step)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,29 @@ def test_a_checkpointed_step_in_bf16_sends_what_was_planned(
     dtype = torch.bfloat16
     step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, zero=3, checkpointing=True)
     found = pool(tp * dp).run(_counted, kind, tp, ep, 3, None, True, False, dtype)
-    assert found[0] == _planned(tp * dp, tp, ep, kind, step)
+    assert found[0] == planned(_config(kind), tp * dp, tp, ep, step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "ep", "dp", "checkpointing", "r"),
+    [
+        ("llama", 2, 1, 1, False, None),
+        ("llama", 2, 1, 1, False, 3),
+        ("llama", 4, 1, 1, True, None),
+        ("mixtral", 2, 2, 1, False, None),
+        ("mixtral", 2, 4, 2, True, None),
+    ],
+)
+def test_a_step_under_autocast_sends_what_was_planned(
+    kind: str, tp: int, ep: int, dp: int, checkpointing: bool, r: int | None
+) -> None:
+    dtype, autocast = torch.float32, torch.bfloat16
+    adapt = r and partial(adapt_all_linears, r=r)
+    options = {"checkpointing": checkpointing, "autocast": autocast, "adapt": adapt}
+    step = Step(rows=ROWS, tokens=TOKENS, dtype=dtype, **options)
+    more = (checkpointing, False, dtype, autocast)
+    found = pool(tp * dp).run(_counted, kind, tp, ep, 2, r, *more)
+    assert found[0] == planned(_config(kind), tp * dp, tp, ep, step)
 
 
 @pytest.mark.parametrize(
@@ -175,4 +206,4 @@ def test_a_sequence_parallel_step_sends_what_was_planned(
         sequence_parallel=True,
     )
     found = pool(tp * dp).run(_counted, kind, tp, ep, 2, r, checkpointing, True, dtype)
-    assert found[0] == _planned(tp * dp, tp, ep, kind, step)
+    assert found[0] == planned(_config(kind), tp * dp, tp, ep, step)

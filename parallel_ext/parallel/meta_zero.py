@@ -1,0 +1,127 @@
+"""Imitate what ZeRO does with gradients and gathered weights in a backward on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding._torch_private import running_backward
+
+
+@dataclass
+class _Unit:
+    """Parameters that FSDP gathers, and whose gradients it scatters, at once.
+
+    Attributes:
+        parameters: of these no other unit has any.
+        replicas: ranks that share them.
+        ran: whether a forward has needed them.
+        done: whether their backward is complete.
+    """
+
+    parameters: list[nn.Parameter]
+    replicas: int
+    ran: bool = False
+    done: bool = False
+
+
+class MetaZero:
+    """Scatter the gradients of each layer of a model once they are complete, as FSDP does.
+
+    Args:
+        model: parallel, on meta, and to be trained by ``data_parallel``. Its layers are watched.
+        free: gets the bytes of gathered weights that are given back.
+
+    Attributes:
+        scattered: ids of the parameters whose gradients were.
+        skipped: prefixes of the names of layers that no forward runs.
+        gathered_once: prefixes of those that stage 3 does not gather again for backward.
+    """
+
+    def __init__(self, model: nn.Module, free: Callable[[int], None]) -> None:
+        state = state_of(model)
+        self._free, self._stage = free, state.zero
+        self.scattered: set[int] = set()
+        self.skipped: tuple[str, ...] = ()
+        self.gathered_once: tuple[str, ...] = ()
+        self._trains: dict[str, bool] = {}  # layers in the order of forward: whether backward runs
+        self._flat: torch.Tensor | None = None
+        self._shards: list[torch.Tensor] = []
+        own = [p for p in model.parameters() if not (state.adapted and p.requires_grad)]
+        halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        self._reduced_in = torch.float32 if halves else None
+        outside = {id(p): p for p in own if p.numel()}
+        self._layers: dict[str, list[_Unit]] = {}
+        for path in (state.spec.layers, *state.spec.towers):
+            for number, layer in enumerate(model.get_submodule(path)):
+                prefix = f"{path}.{number}."
+                units = self._layers[prefix] = []
+                layer.register_forward_hook(partial(self._has_run, prefix))
+                parts = [m for m in layer.modules() if isinstance(m, ExpertParallelExperts)]
+                for part in (*parts, layer):
+                    mine = [p for p in part.parameters() if outside.pop(id(p), None) is not None]
+                    replicas = state.mesh.dp_size if part is layer else state.mesh.edp_size
+                    units.append(_Unit(mine, replicas))
+                    part.register_forward_pre_hook(self._watch(units[-1]))
+        self._root = _Unit(list(outside.values()), state.mesh.dp_size, ran=True)
+
+    def _watch(self, unit: _Unit) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        """Return a hook in front of a forward, which completes the unit in backward."""
+
+        def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if running_backward() == -1:
+                unit.ran = True
+                if args[0].requires_grad:
+                    args[0].register_hook(lambda _: self._complete(unit))
+
+        return before
+
+    def _has_run(self, prefix: str, layer: nn.Module, args: Any, output: Any) -> None:
+        if running_backward() == -1:
+            first = output[0] if isinstance(output, tuple) else output
+            self._trains[prefix] = first.requires_grad
+
+    def finish(self) -> None:
+        """End the backward."""
+        for units in self._layers.values():
+            for unit in units:
+                self._complete(unit)
+        self._complete(self._root)
+        self.skipped = tuple(name for name in self._layers if name not in self._trains)
+        # FSDP gathers in advance what ran before a layer whose backward runs.
+        order = [*self._trains.items(), ("", True)]
+        self.gathered_once = tuple(
+            name
+            for (name, trains), (_, next_one) in zip(order, order[1:], strict=False)
+            if not (trains or next_one)
+        )
+
+    def _complete(self, unit: _Unit) -> None:
+        if unit.done or not unit.ran:
+            return
+        unit.done, self._flat = True, None  # the buffer of the unit before is there until now
+        gathered = sum(p.nbytes for p in unit.parameters)
+        self._free(gathered)
+        if given := [p for p in unit.parameters if p.grad is not None]:
+            self._scatter(given, unit.replicas)
+        if self._stage == 3:  # the next one is there in its place
+            self._free(-gathered)
+
+    def _scatter(self, given: list[nn.Parameter], replicas: int) -> None:
+        """Sum gradients over ranks, as their shards."""
+        dtype = given[0].dtype
+        numel = sum(-(-len(p) // replicas) * math.prod(p.shape[1:]) for p in given)
+        wide = self._reduced_in or dtype
+        self._flat = torch.empty(replicas * numel, dtype=wide, device="meta")
+        for parameter in given:
+            parameter.grad = None
+            self.scattered.add(id(parameter))
+        self._shards.append(torch.empty(numel, dtype=wide, device="meta").to(dtype))

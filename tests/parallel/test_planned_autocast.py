@@ -1,0 +1,109 @@
+"""What the planner says of a step under torch.autocast is what it takes and sends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from step_memory import config_of
+
+import parallel_ext as px
+from parallel_ext.lora import adapt_all_linears
+from parallel_ext.parallel import meta_autocast
+from parallel_ext.parallel.estimate import Planner, Step
+
+ROWS, TOKENS, BF16 = 3, 251, torch.bfloat16
+
+
+def _config(kind: str) -> transformers.PreTrainedConfig:
+    """A vocabulary so small that the room for its products in bf16, on the CPU, is so too."""
+    config = config_of(kind, 128)
+    config.vocab_size = 509
+    return config
+
+
+def _measured(
+    kind: str, tp: int, ep: int, zero: int, r: int | None, checkpointing: bool
+) -> list[int]:
+    """Bytes of this rank's weights, and the peak of a step, without an optimizer."""
+    torch.manual_seed(0)
+    mesh = px.init_mesh(tp=tp, ep=ep)
+    model: Any = transformers.AutoModelForCausalLM.from_config(_config(kind))
+    model = px.parallelize(model, mesh).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if r:
+        model = adapt_all_linears(model, r)
+    px.data_parallel(model, mesh, zero)
+    if kind == "mixtral":
+        px.force_routing(model, "balanced")
+    model.forward = torch.autocast("cpu", BF16)(model.forward)
+    ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 509
+    found = px.profile_step(model, {"input_ids": ids, "labels": ids}, warmup=1, show=False)
+    weights = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    return [sum(each.nbytes for each in weights), found.ranks[0].memory.peak]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "ep", "dp", "zero", "r", "checkpointing"),
+    [
+        ("llama", 1, 1, 1, 2, None, False),
+        ("llama", 1, 1, 1, 2, None, True),
+        ("llama", 2, 1, 1, 2, None, False),
+        ("llama", 1, 1, 2, 2, None, False),
+        ("llama", 1, 1, 2, 2, None, True),
+        ("llama", 1, 1, 1, 2, 8, False),
+        ("llama", 2, 1, 1, 2, 8, True),
+        ("mixtral", 1, 1, 1, 2, None, False),
+        ("mixtral", 2, 2, 1, 2, None, True),
+        ("mixtral", 1, 2, 2, 2, None, False),
+    ],
+)
+def test_the_peak_of_a_step_under_autocast_is_the_planned_one(
+    kind: str, tp: int, ep: int, dp: int, zero: int, r: int | None, checkpointing: bool
+) -> None:
+    found = pool(tp * dp).run(_measured, kind, tp, ep, zero, r, checkpointing)
+    step = Step(
+        **{"rows": ROWS, "tokens": TOKENS, "dtype": torch.float32, "optimizer": "sgd"},
+        **{"zero": zero, "checkpointing": checkpointing, "autocast": BF16},
+        adapt=r and partial(adapt_all_linears, r=r),
+    )
+    planner = Planner(_config(kind))
+    estimate = planner.estimate(tp * dp, tp, ep, step)
+    plain = planner.estimate(tp * dp, tp, ep, Step(**{**vars(step), "autocast": None}))
+    weights, peak = found[0]
+    print(f"{estimate.peak / peak:.3f} of {peak} bytes, without autocast {plain.peak / peak:.3f}")
+    assert estimate.weights[0] == weights
+    assert estimate.peak == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("r", [None, 4])
+def test_few_layers_tell_of_many_under_autocast(
+    kind: str, checkpointing: bool, r: int | None
+) -> None:
+    config = config_of(kind)
+    config.num_hidden_layers = 9
+    step = Step(
+        **{"rows": 2, "tokens": 64, "dtype": torch.float32, "autocast": BF16},
+        checkpointing=checkpointing,
+        adapt=r and partial(adapt_all_linears, r=r),
+    )
+    few, all_of_them = Planner(config), Planner(config)
+    all_of_them._alike = False
+    for world, tp in ((1, 1), (2, 2), (4, 2)):
+        ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
+        assert ours == expected
+
+
+def test_every_op_that_autocast_casts_is_imitated() -> None:
+    own = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("parallel_ext::")]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    cast = {name.partition("::")[2] for name in own if has_kernel(name, "AutocastCPU")}
+    of_any_layout = {name for name in cast if name.startswith("block_")}  # px.Invariant's
+    assert cast - of_any_layout <= meta_autocast._LOWER
