@@ -257,7 +257,7 @@ def run_step(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name
             options: dict[str, Any] = {"use_reentrant": False}
-            if autocast is not None:  # which backward enters anew for each layer
+            if autocast is not None:  # which the recomputation of each layer enters again
                 options["context_fn"] = lambda: (nullcontext(), MetaAutocast(autocast))
             model.gradient_checkpointing_enable(options)
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
