@@ -16,7 +16,7 @@
 #include "base/workspace.h"
 #include "comm/comm.h"
 #include "comm/lost_ranks.h"
-#include "comm/range.h"
+#include "comm/profiler_range.h"
 #include "comm/shared_memory.h"
 
 namespace py = pybind11;
@@ -77,9 +77,11 @@ struct ExchangeRange {
   std::string kind;
   int64_t bytes;
   parallel_ext::Group group;
-  std::unique_ptr<parallel_ext::Range> range;
+  std::unique_ptr<parallel_ext::ProfilerRange> range;
 
-  void enter() { range = std::make_unique<parallel_ext::Range>(kind.c_str(), bytes, group); }
+  void enter() {
+    range = std::make_unique<parallel_ext::ProfilerRange>(kind.c_str(), bytes, group);
+  }
 };
 
 // Lets Ctrl-C, and every other signal with a handler in Python, end a wait for other ranks. Python

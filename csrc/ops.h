@@ -165,13 +165,11 @@ PARALLEL_EXT_OP(seeded_dropout_backward, at::Tensor(const at::Tensor& grad_outpu
 // --- linear/linear_lora.cpp ---
 
 // input [..., K], weight [F, K], lora_a [r, K], lora_b [F, r], bias [F] -> [..., F]:
-// input weight^T + scale (dropout(input) lora_a^T) lora_b^T. `dropout` is the probability of a
-// zero, and `dropout_counter` {key, step, token, feature} the counter of the mask at the first
-// element of the input (linear/dropout.h); {} where the probability is 0.
-// Row-parallel (a group larger than one): weight and lora_a are sharded by columns; the partial
-// results are summed over the group, then the replicated bias is added. Column-parallel (a group of
-// one): weight and lora_b are sharded by rows; the gradients of the replicated input and of lora_a
-// are partial.
+// input weight^T + scale (dropout(input) lora_a^T) lora_b^T. The mask is that of seeded_dropout;
+// its counter is {} where the probability is 0. Row-parallel (a group larger than one): weight and
+// lora_a are sharded by columns; the partial results are summed over the group, then the replicated
+// bias is added. Column-parallel (a group of one): weight and lora_b are sharded by rows; the
+// gradients of the replicated input and of lora_a are partial.
 PARALLEL_EXT_OP(lora_linear,
                 at::Tensor(const at::Tensor& input, const at::Tensor& weight,
                            const at::Tensor& lora_a, const at::Tensor& lora_b,
@@ -254,7 +252,7 @@ PARALLEL_EXT_OP(vocab_cross_entropy_backward,
                            const at::Tensor& labels, const at::Tensor& normalizer,
                            const VocabLoss& loss));
 
-// The same gradient, written over the logits, whose columns must be one apart.
+// vocab_cross_entropy_backward that writes over the logits, whose columns must be one apart.
 PARALLEL_EXT_OP(vocab_cross_entropy_backward_,
                 void(const std::optional<at::Tensor>& grad_loss,
                      const std::optional<at::Tensor>& grad_log_sum_exp,
@@ -308,18 +306,18 @@ PARALLEL_EXT_OP(linear_vocab_cross_entropy_frozen_backward,
 
 // The loss of linear_vocab_cross_entropy with bits that do not depend on the layout, from the
 // statistics of all `num_blocks` blocks of the vocabulary; `blocks` as of block_linears. An adapter
-// adds replicated low [T, R] times lora_b [V of this rank, R] to the logits; R = 0 for none.
-// Backward: the gradients of input and low are summed over the tree of the blocks.
+// adds replicated lora_a_out [T, R] times lora_b [V of this rank, R] to the logits; R = 0 for none.
+// Backward: the gradients of input and lora_a_out are summed over the tree of the blocks.
 PARALLEL_EXT_OP(block_linear_cross_entropy,
                 at::Tensor(const at::Tensor& input, const at::Tensor& head_weight,
-                           const at::Tensor& low, const at::Tensor& lora_b,
+                           const at::Tensor& lora_a_out, const at::Tensor& lora_b,
                            const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
                            const Group& group, const VocabLoss& loss));
 
-// -> the loss; the gradients of input, head_weight, low and lora_b that are `needed`.
+// -> the loss; the gradients of input, head_weight, lora_a_out and lora_b that are `needed`.
 PARALLEL_EXT_OP(block_linear_cross_entropy_forward,
                 Tensors<5>(const at::Tensor& input, const at::Tensor& head_weight,
-                           const at::Tensor& low, const at::Tensor& lora_b,
+                           const at::Tensor& lora_a_out, const at::Tensor& lora_b,
                            const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
                            std::array<bool, 4> needed, const Group& group, const VocabLoss& loss));
 
@@ -383,8 +381,7 @@ PARALLEL_EXT_OP(moe_combine_backward,
 
 // --- moe/gated_silu.cpp, moe/linear.cpp: the rows of this rank's experts ---
 
-// gate_up [M, 2 I], weights [M] -> [M, I]: silu(gate) * up * weight, in fp32 or wider, rounded
-// once.
+// gate_up [M, 2 I], weights [M] -> [M, I]: silu(gate) * up * weight in fp32 or wider.
 PARALLEL_EXT_OP(moe_gated_silu, at::Tensor(const at::Tensor& gate_up, const at::Tensor& weights));
 
 // -> gradients of gate_up and weights.
@@ -404,7 +401,7 @@ PARALLEL_EXT_OP(moe_linear_backward,
                            const at::Tensor& weight, at::IntArrayRef counts,
                            std::array<bool, 2> needed, double weight_grad_scale));
 
-// The same with counts [e], int64, on the device of the rows: the host does not read them where
+// moe_linear with counts [e], int64, on the device of the rows: the host does not read them where
 // torch has a grouped product for the rows, and then nobody checks that they add up to N.
 PARALLEL_EXT_OP(moe_linear_on_device,
                 at::Tensor(const at::Tensor& rows, const at::Tensor& weight,

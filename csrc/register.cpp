@@ -192,11 +192,12 @@ TORCH_LIBRARY(parallel_ext, library) {
       "Tensor expected_rows, Tensor head_weight, Tensor labels, Tensor normalizer",
       "Tensor");
   def_with_loss(
-      "block_linear_cross_entropy(Tensor input, Tensor head_weight, Tensor low, Tensor lora_b, "
-      "Tensor labels, int[] blocks, int num_blocks, int group_size, str group_name",
+      "block_linear_cross_entropy(Tensor input, Tensor head_weight, Tensor lora_a_out, "
+      "Tensor lora_b, Tensor labels, int[] blocks, int num_blocks, int group_size, "
+      "str group_name",
       "Tensor");
   def_with_loss(
-      "block_linear_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor low, "
+      "block_linear_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor lora_a_out, "
       "Tensor lora_b, Tensor labels, int[] blocks, int num_blocks, bool[4] needed, "
       "int group_size, str group_name",
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");

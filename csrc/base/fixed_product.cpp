@@ -21,7 +21,7 @@
 #error "compile with -fopenmp, without which at::parallel_for runs everything in one thread"
 #endif
 
-// Of MKL, where torch has it.
+// A function of MKL, null where torch has no MKL.
 extern "C" int MKL_Set_Num_Threads_Local(int num_threads) __attribute__((weak));
 
 namespace parallel_ext {
@@ -44,7 +44,7 @@ at::Tensor rows_of_their_own(const at::Tensor& rows) {
   return is_placed ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
-// The same stored by rows or by columns, as the matrix is.
+// A matrix in memory of its own, stored by rows or by columns as it was before.
 at::Tensor placed(const at::Tensor& matrix) {
   const bool by_rows = matrix.stride(1) == 1 || matrix.size(0) == 1 || matrix.size(1) == 1;
   return by_rows ? rows_of_their_own(matrix) : rows_of_their_own(matrix.t()).t();

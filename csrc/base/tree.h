@@ -26,7 +26,7 @@ std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count);
 at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
                     at::ScalarType dtype);
 
-// The same for addends, the nodes (0, 1), (1, 1), ...
+// The sum of `addends`, which are the nodes (0, 1), (1, 1), ... of the tree.
 at::Tensor tree_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtype);
 
 // The sum of the rows of [N, W], in an order that depends on N alone: added in fp32, or in fp64 for

@@ -13,7 +13,7 @@
 #include "base/sum_rows.h"
 #include "comm/known_groups.h"
 #include "comm/lost_ranks.h"
-#include "comm/range.h"
+#include "comm/profiler_range.h"
 
 namespace parallel_ext {
 namespace {
@@ -174,9 +174,9 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, c
   if (group.size == 1) return [] {};
   const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  const Range range("start_all_reduce", bytes, *turn.group);
+  const ProfilerRange range("start_all_reduce", bytes, *turn.group);
   return [finish = start_sum(op, tensor, turn), group = turn.group, bytes] {
-    const Range range("finish_all_reduce", bytes, *group);
+    const ProfilerRange range("finish_all_reduce", bytes, *group);
     finish();
   };
 }
@@ -184,7 +184,7 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, c
 void all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group) {
   if (group.size == 1) return;
   const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
-  const Range range("all_reduce", tensor.nbytes(), *turn.group);
+  const ProfilerRange range("all_reduce", tensor.nbytes(), *turn.group);
   start_sum(op, tensor, turn)();
 }
 
@@ -196,7 +196,7 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group
   if (group.size == 1) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");
   const Turn turn = begin(op, "all_gather", part.nbytes(), part.device(), group);
-  const Range range("all_gather", part.nbytes(), *turn.group);
+  const ProfilerRange range("all_gather", part.nbytes(), *turn.group);
   const ProcessGroup& process_group = turn.group;
   auto memory = part.is_cpu() ? shared_memory_of(op, process_group) : nullptr;
   if (!memory) {
@@ -215,7 +215,7 @@ std::vector<std::string> exchange_bytes(const std::string& record, const Group& 
   if (group.size == 1) return {record};
   const auto size = static_cast<int64_t>(record.size());
   const Turn turn = begin("exchange_bytes", "all_gather", size, at::kCPU, group);
-  const Range range("exchange_bytes", size, *turn.group);
+  const ProfilerRange range("exchange_bytes", size, *turn.group);
   at::Tensor part = at::empty({size}, at::kByte);
   std::memcpy(part.mutable_data_ptr(), record.data(), record.size());
   c10d::AllgatherOptions options;
@@ -243,7 +243,7 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
   }
   count("swap_bytes", bytes);
   const Transfer transfer(op, bytes);
-  const Range range("swap", bytes, *process_group);
+  const ProfilerRange range("swap", bytes, *process_group);
   const auto memory = shared_memory_of(op, process_group);
   if (memory) {
     count("in_shared_memory", 1);
@@ -294,7 +294,7 @@ at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::ve
   const int64_t bytes = (rows.size(0) - sent[process_group->getRank()]) * row_bytes;
   count("all_to_all_bytes", bytes);
   const Transfer transfer(op, bytes);
-  const Range range("all_to_all", bytes, *process_group);
+  const ProfilerRange range("all_to_all", bytes, *process_group);
   if (row_bytes == 0) return output;
   at::Tensor in = rows.view(at::kByte), out = output.view(at::kByte);  // every dtype travels
   auto out_splits = received, in_splits = sent;

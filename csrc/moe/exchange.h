@@ -92,8 +92,8 @@ AtTokens bring_back(const char* op, const at::Tensor& rows,
                     const std::optional<at::Tensor>& weights, const at::Tensor& origins,
                     const at::Tensor& rows_of_choices, const ExchangeLayout& layout);
 
-// The same three by plain ATen calls, for any device; rows are moved and summed by CUDA kernels
-// where the build has them.
+// The three exchanges by plain ATen calls, for any device; rows are moved and summed by CUDA
+// kernels where the build has them.
 AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const at::Tensor& weights,
                                 const Route& route, const ExchangeLayout& layout);
 at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,

@@ -26,14 +26,15 @@ namespace {
 
 constexpr const char* kOp = "block_linear_cross_entropy";
 
-void check_call(const at::Tensor& input, const at::Tensor& head_weight, const at::Tensor& low,
-                const at::Tensor& lora_b, const at::Tensor& labels, const VocabLoss& loss) {
+void check_call(const at::Tensor& input, const at::Tensor& head_weight,
+                const at::Tensor& lora_a_out, const at::Tensor& lora_b, const at::Tensor& labels,
+                const VocabLoss& loss) {
   check_dim(kOp, "input", input, 2);
   check_linear(kOp, input, head_weight, {}, "head_weight");
-  check_same_dtype(kOp, "low", low, "input", input);
-  check_linear(kOp, low, lora_b, {}, "lora_b");
-  check_shape(kOp, "low", low, {input.size(0), lora_b.size(1)});
-  check_shape(kOp, "lora_b", lora_b, {head_weight.size(0), low.size(1)});
+  check_same_dtype(kOp, "lora_a_out", lora_a_out, "input", input);
+  check_linear(kOp, lora_a_out, lora_b, {}, "lora_b");
+  check_shape(kOp, "lora_a_out", lora_a_out, {input.size(0), lora_b.size(1)});
+  check_shape(kOp, "lora_b", lora_b, {head_weight.size(0), lora_a_out.size(1)});
   TORCH_CHECK_TYPE(input.scalar_type() != at::kHalf, kOp,
                    ": gradients before the loss scale do not fit fp16; use bf16");
   TORCH_CHECK_VALUE(loss.reduction != "none", kOp, ": reduction must be 'sum' or 'mean'");
@@ -115,11 +116,11 @@ struct Factors {
 };
 
 Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
-                          const at::Tensor& low, const at::Tensor& lora_b,
+                          const at::Tensor& lora_a_out, const at::Tensor& lora_b,
                           const at::Tensor& labels_in, at::IntArrayRef bounds, int64_t num_blocks,
                           std::array<bool, 4> needed, const Group& group, const VocabLoss& loss) {
   choose_blas_for_one_thread(false);
-  check_call(input, head_weight, low, lora_b, labels_in, loss);
+  check_call(input, head_weight, lora_a_out, lora_b, labels_in, loss);
   const auto blocks = blocks_of(kOp, bounds, head_weight.size(0));
   const at::Tensor labels = labels_in.contiguous();
   const StatsRows rows(loss.label_smoothing > 0, false, false);
@@ -130,10 +131,10 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const bool apart = !use_cpu_loops(input);
   const bool by_one = !apart && can_merge_blocks(blocks, input.size(1), input.scalar_type()) &&
                       (tiles.empty() || tiles.back().size >= kLeastOfProduct);
-  const bool has_low = low.size(1) > 0;
+  const bool has_adapter = lora_a_out.size(1) > 0;
   const auto options = input.options().dtype(type_ahead(input));
   Factors of_head(input, head_weight, needed[0], needed[1], options);
-  Factors of_adapter(low, lora_b, needed[2], needed[3], options);
+  Factors of_adapter(lora_a_out, lora_b, needed[2], needed[3], options);
   std::vector<at::Tensor> all_stats;
   for (const Range tile : tiles) {
     const at::Tensor tile_rows = input.narrow(0, tile.start, tile.size);
@@ -153,8 +154,8 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       if (!by_one) {
         fixed_product(own_logits, tile_rows, head_weight.narrow(0, block.start, block.size).t());
       }
-      if (has_low) {
-        fixed_product(own_logits, low.narrow(0, tile.start, tile.size),
+      if (has_adapter) {
+        fixed_product(own_logits, lora_a_out.narrow(0, tile.start, tile.size),
                       lora_b.narrow(0, block.start, block.size).t(), /*add=*/true);
       }
       shards.push_back(loss.shard(own_logits, tile_labels, loss.vocab_start + block.start));
@@ -171,7 +172,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       vocab_shard_gradient(shard, normalizer, factors, in_place);
     }
     of_head.add_gradients(tile, blocks, shards, by_one ? &logits : nullptr, num_blocks, group);
-    if (has_low) of_adapter.add_gradients(tile, blocks, shards, nullptr, num_blocks, group);
+    if (has_adapter) of_adapter.add_gradients(tile, blocks, shards, nullptr, num_blocks, group);
   }
   const at::Tensor total_stats =
       all_stats.empty() ? at::zeros({num_blocks, rows.count, 0}, input.options().dtype(wide))
@@ -183,34 +184,34 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
 }
 
 Tensors<5> forward_meta(const at::Tensor& input, const at::Tensor& head_weight,
-                        const at::Tensor& low, const at::Tensor& lora_b, const at::Tensor&,
+                        const at::Tensor& lora_a_out, const at::Tensor& lora_b, const at::Tensor&,
                         at::IntArrayRef, int64_t, std::array<bool, 4> needed) {
   const auto options = input.options().dtype(type_ahead(input));
   const auto gradient = [&](size_t i, const at::Tensor& of) {
     return empty_if(needed[i], of.sym_sizes(), options);
   };
   return {at::empty({}, input.options().dtype(wide_type(input))), gradient(0, input),
-          gradient(1, head_weight), gradient(2, low), gradient(3, lora_b)};
+          gradient(1, head_weight), gradient(2, lora_a_out), gradient(3, lora_b)};
 }
 
 at::Tensor loss_without_gradient(const at::Tensor& input, const at::Tensor& head_weight,
-                                 const at::Tensor& low, const at::Tensor& lora_b,
+                                 const at::Tensor& lora_a_out, const at::Tensor& lora_b,
                                  const at::Tensor& labels, at::IntArrayRef blocks,
                                  int64_t num_blocks, const Group& group, const VocabLoss& loss) {
-  return std::get<0>(block_linear_cross_entropy_forward(input, head_weight, low, lora_b, labels,
-                                                        blocks, num_blocks, {}, group, loss));
+  return std::get<0>(block_linear_cross_entropy_forward(
+      input, head_weight, lora_a_out, lora_b, labels, blocks, num_blocks, {}, group, loss));
 }
 
 class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
-                            const at::Tensor& head_weight, const at::Tensor& low,
+                            const at::Tensor& head_weight, const at::Tensor& lora_a_out,
                             const at::Tensor& lora_b, const at::Tensor& labels,
                             at::IntArrayRef blocks, int64_t num_blocks, const Group& group,
                             const VocabLoss& loss, std::array<bool, 4> needed) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [total, grad_input, grad_head, grad_low, grad_lora_b] =
-        block_linear_cross_entropy_forward(input, head_weight, low, lora_b, labels, blocks,
+        block_linear_cross_entropy_forward(input, head_weight, lora_a_out, lora_b, labels, blocks,
                                            num_blocks, needed, group, loss);
     // Not saved variables: the backward scales them in place and returns them.
     ctx->saved_data["gradients"] =
@@ -243,15 +244,15 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
 };
 
 at::Tensor loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
-                         const at::Tensor& low, const at::Tensor& lora_b, const at::Tensor& labels,
-                         at::IntArrayRef blocks, int64_t num_blocks, const Group& group,
-                         const VocabLoss& loss) {
+                         const at::Tensor& lora_a_out, const at::Tensor& lora_b,
+                         const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
+                         const Group& group, const VocabLoss& loss) {
   const auto needs = [grad = at::GradMode::is_enabled()](const at::Tensor& each) {
     return grad && each.requires_grad();
   };
   return BlockCrossEntropy::apply(
-      input, head_weight, low, lora_b, labels, blocks, num_blocks, group, loss,
-      std::array<bool, 4>{needs(input), needs(head_weight), needs(low), needs(lora_b)});
+      input, head_weight, lora_a_out, lora_b, labels, blocks, num_blocks, group, loss,
+      std::array<bool, 4>{needs(input), needs(head_weight), needs(lora_a_out), needs(lora_b)});
 }
 
 }  // namespace

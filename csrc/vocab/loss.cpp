@@ -246,7 +246,7 @@ at::Tensor normalizer_of(const SoftmaxStats& stats, bool with_entropy, at::Scala
 }
 
 LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
-                       const Wanted& wanted, at::ScalarType dtype) {
+                       const WantedStatistics& wanted, at::ScalarType dtype) {
   const at::Tensor log_sum = log_sum_of(stats);
   // inf where a logit is inf, as in torch
   const at::Tensor log_sum_exp = stats.max + log_sum.masked_fill(stats.max == kInfinity, 0);

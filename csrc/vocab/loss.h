@@ -47,7 +47,7 @@ struct VocabLoss {
 };
 
 // Which statistics of each token the caller wants.
-struct Wanted {
+struct WantedStatistics {
   bool log_sum_exp, entropy, argmax;
 };
 
@@ -106,7 +106,7 @@ struct LossOutputs {
 };
 
 LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
-                       const Wanted& wanted, at::ScalarType dtype);
+                       const WantedStatistics& wanted, at::ScalarType dtype);
 
 // LossOutputs::normalizer alone, which the gradient needs.
 at::Tensor normalizer_of(const SoftmaxStats& stats, bool with_entropy, at::ScalarType dtype);

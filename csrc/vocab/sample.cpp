@@ -121,9 +121,8 @@ at::Tensor floor_of_top_p(const at::Tensor& top, const at::Tensor& more, const F
   return top.gather(1, place).squeeze(1);
 }
 
-// The same without top_k, of the whole vocabulary: the floor is found digit by digit, the highest
-// first. One exchange of 256 sums a row for each of the four digits, however flat the distribution
-// is.
+// The floor without top_k, of the whole vocabulary: it is found digit by digit, the highest first.
+// One exchange of 256 sums a row for each of the four digits, however flat the distribution is.
 at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& max,
                                     int64_t vocab_size, double top_p, const Group& group) {
   // The sum of V masses of at most 2^bits fits into an int64.

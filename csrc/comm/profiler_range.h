@@ -18,11 +18,11 @@ namespace parallel_ext {
 // "parallel_ext::<kind> <group> <size>", as in "parallel_ext::all_reduce tp 1.2 MB"; its one input
 // is the number of bytes, as the counts of comm.h have it. The group is shown by its description,
 // which a mesh gives its groups, or else by its name. Costs next to nothing while no profiler runs.
-class Range {
+class ProfilerRange {
  public:
-  Range(const char* kind, int64_t bytes, const c10d::ProcessGroup& group);
+  ProfilerRange(const char* kind, int64_t bytes, const c10d::ProcessGroup& group);
   // Nothing for a group of one rank. Throws if no live group has this name and size.
-  Range(const char* kind, int64_t bytes, const Group& group);
+  ProfilerRange(const char* kind, int64_t bytes, const Group& group);
 
  private:
   void begin(const char* kind, int64_t bytes, const c10d::ProcessGroup& group);

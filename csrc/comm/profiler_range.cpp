@@ -1,4 +1,4 @@
-#include "comm/range.h"
+#include "comm/profiler_range.h"
 
 #include <array>
 #include <cstdio>
@@ -21,15 +21,15 @@ std::string shown(int64_t bytes) {
 
 }  // namespace
 
-Range::Range(const char* kind, int64_t bytes, const c10d::ProcessGroup& group) {
+ProfilerRange::ProfilerRange(const char* kind, int64_t bytes, const c10d::ProcessGroup& group) {
   if (record_.isActive()) begin(kind, bytes, group);
 }
 
-Range::Range(const char* kind, int64_t bytes, const Group& group) {
+ProfilerRange::ProfilerRange(const char* kind, int64_t bytes, const Group& group) {
   if (group.size > 1 && record_.isActive()) begin(kind, bytes, *find_group(kind, group));
 }
 
-void Range::begin(const char* kind, int64_t bytes, const c10d::ProcessGroup& group) {
+void ProfilerRange::begin(const char* kind, int64_t bytes, const c10d::ProcessGroup& group) {
   const std::string& description = group.getGroupDesc();
   const bool described = !description.empty() && description != "undefined";
   const std::string& label = described ? description : group.getGroupName();
