@@ -235,10 +235,22 @@ def push_sums(nodes: list[Node], node: Node, count: int) -> None:
         is_whole = nodes[0][1] >= count
         of_values = zip(*(each for _, _, each in merged), strict=True)
         values = [
-            ops.sum_leaves(each, covered, each[-1].dtype if is_whole else wide(each[-1].dtype))
+            _sum(each, covered, each[-1].dtype if is_whole else wide(each[-1].dtype))
             for each in of_values
         ]
     nodes[-1] = (*nodes[-1][:2], values)
+
+
+def _sum(
+    values: Sequence[torch.Tensor], nodes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> torch.Tensor:
+    """Sum values of nodes that follow each other, which are not used any more."""
+    if {dtype, *(value.dtype for value in values)} != {wide(dtype)}:
+        return ops.sum_leaves(values, nodes, dtype)
+    total = values[-1]
+    for left in values[-2::-1]:  # in its memory
+        total = left.add_(total)
+    return total
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -298,7 +298,7 @@ def test_sums_of_leaves_are_those_of_the_tree(dtype: torch.dtype, aten: bool) ->
             leaves = torch.randn(count, 1031, generator=generator).to(dtype).unbind()
             nodes: list[Node] = []
             for number, leaf in enumerate(leaves):
-                push_sums(nodes, (number, 1, [leaf]), count)
+                push_sums(nodes, (number, 1, [leaf.clone()]), count)
             ((_, _, (total,)),) = nodes
             assert torch.equal(total, _tree([leaf.to(wide) for leaf in leaves]).to(dtype))
 
