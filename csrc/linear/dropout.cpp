@@ -176,23 +176,29 @@ double Dropout::scale() const {
 }
 
 void drop(const Dropout& dropout, int64_t first_row, const at::Tensor& input,
-          const at::Tensor& output) {
+          const at::Tensor& output, double factor) {
   const MaskPart part = part_of(dropout, first_row, input);
-  if (!use_own_kernel(input)) {
+  if (use_own_kernel(input)) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, input.scalar_type(), "drop", [&] {
+      const auto* in = input.const_data_ptr<scalar_t>();
+      auto* out = output.mutable_data_ptr<scalar_t>();
+      if (input.is_cpu()) {
+        const auto scale = static_cast<wide_of<scalar_t>>(factor);
+        for_rows(part, [&](int64_t first, const uint16_t* kept) {
+          if (factor == 1) {
+            drop_numbers(kept, part.size, in + first, out + first);
+          } else {
+            drop_and_scale_row(kept, part.size, in + first, scale, out + first);
+          }
+        });
+      } else if constexpr (kWithCudaKernels) {
+        drop_on_cuda(part, in, out, input.get_device());
+      }
+    });
+  } else {
     output.copy_(input.masked_fill(mask(part, input).logical_not(), 0));
-    return;
   }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, input.scalar_type(), "drop", [&] {
-    const auto* in = input.const_data_ptr<scalar_t>();
-    auto* out = output.mutable_data_ptr<scalar_t>();
-    if (input.is_cpu()) {
-      for_rows(part, [&](int64_t first, const uint16_t* kept) {
-        drop_numbers(kept, part.size, in + first, out + first);
-      });
-    } else if constexpr (kWithCudaKernels) {
-      drop_on_cuda(part, in, out, input.get_device());
-    }
-  });
+  if (factor != 1 && !use_cpu_loops(input)) output.mul_(factor);
 }
 
 void drop_and_add(const Dropout& dropout, int64_t first_row, const at::Tensor& input,
@@ -231,19 +237,7 @@ at::Tensor dropped(const char* op, const at::Tensor& input, double p, at::IntArr
   const at::Tensor rows = as_matrix(input).contiguous();
   const auto dropout = Dropout::parse(op, p, counter, rows.size(0));
   at::Tensor output = at::empty_like(rows);
-  if (!use_cpu_loops(rows)) {
-    drop(dropout, 0, rows, output);
-    return output.mul_(dropout.scale()).view(input.sizes());
-  }
-  const MaskPart part = part_of(dropout, 0, rows);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, rows.scalar_type(), "dropped", [&] {
-    const auto* in = rows.const_data_ptr<scalar_t>();
-    auto* out = output.mutable_data_ptr<scalar_t>();
-    const auto factor = static_cast<wide_of<scalar_t>>(dropout.scale());
-    for_rows(part, [&](int64_t first, const uint16_t* kept) {
-      drop_and_scale_row(kept, part.size, in + first, factor, out + first);
-    });
-  });
+  drop(dropout, 0, rows, output, dropout.scale());
   return output.view(input.sizes());
 }
 

@@ -25,12 +25,12 @@ struct Dropout {
   double scale() const;
 };
 
-// input [T, K] -> output [T, K]: 0 where dropped, else the input, not scaled. The first row uses
+// input [T, K] -> output [T, K]: 0 where dropped, else the input times `factor`. The first row uses
 // row `first_row` of the mask.
 void drop(const Dropout& dropout, int64_t first_row, const at::Tensor& input,
-          const at::Tensor& output);
+          const at::Tensor& output, double factor = 1);
 
-// As drop(), and target += factor * addend where an element is kept; all [T, K].
+// As drop() without a factor, and target += factor * addend where an element is kept; all [T, K].
 void drop_and_add(const Dropout& dropout, int64_t first_row, const at::Tensor& input,
                   const at::Tensor& output, const at::Tensor& addend, double factor,
                   const at::Tensor& target);
