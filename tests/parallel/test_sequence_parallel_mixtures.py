@@ -13,7 +13,6 @@ from ranks import pool
 from reference import (
     Tiny,
     assert_within,
-    batch,
     difference,
     gradient_differences,
     gradients_of,
@@ -29,7 +28,7 @@ from reference_mixtral import (
     TinyQwen3Moe,
     accumulated_differences,
     batches,
-    differences_of_steps,
+    few_tokens_parity,
     layouts_of,
     parity,
     spread,
@@ -70,13 +69,7 @@ def test_training_equals_the_single_process_with(case: str) -> None:
 
 
 def _few_tokens(layout: Layout) -> dict[str, float]:
-    reference, model, mesh = spread(FIVE, layout, None, **OWN)
-    of_steps = []
-    for seed in range(2):
-        one = batch(FIVE.vocab_size, tokens=4, seed=seed, left=False)
-        one = {name: value[:, :3] for name, value in one.items()}
-        of_steps.append((one, [one]))
-    return differences_of_steps(reference, model, mesh, of_steps)
+    return few_tokens_parity(FIVE, layout, **OWN)
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 4, 1), Layout(1, 4, 4)], ids=str)

@@ -33,7 +33,7 @@ from reference_lora_experts import GATE_UP, plain_experts
 from reference_mixtral import (
     Layout,
     TinyQwen2Moe,
-    differences_of_steps,
+    few_tokens_parity,
     parity,
     spread,
     training_differences,
@@ -73,14 +73,7 @@ def test_training_equals_the_single_process(
 
 
 def _few_tokens(balance: bool) -> dict[str, float]:
-    tiny = TinyQwen2Moe(inner=17, balance=balance)
-    reference, model, mesh = spread(tiny, Layout(1, 4, 2), None, **OWN)
-    of_steps = []
-    for seed in range(2):
-        one = batch(tiny.vocab_size, tokens=4, seed=seed, left=False)
-        one = {name: value[:, :3] for name, value in one.items()}
-        of_steps.append((one, [one]))
-    return differences_of_steps(reference, model, mesh, of_steps)
+    return few_tokens_parity(TinyQwen2Moe(inner=17, balance=balance), Layout(1, 4, 2), **OWN)
 
 
 @pytest.mark.parametrize("balance", [False, True], ids=["", "balance loss"])
