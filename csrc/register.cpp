@@ -193,8 +193,7 @@ TORCH_LIBRARY(parallel_ext, library) {
       "Tensor");
   def_with_loss(
       "block_linear_cross_entropy(Tensor input, Tensor head_weight, Tensor lora_a_out, "
-      "Tensor lora_b, Tensor labels, int[] blocks, int num_blocks, int group_size, "
-      "str group_name",
+      "Tensor lora_b, Tensor labels, int[] blocks, int num_blocks, int group_size, str group_name",
       "Tensor");
   def_with_loss(
       "block_linear_cross_entropy_forward(Tensor input, Tensor head_weight, Tensor lora_a_out, "

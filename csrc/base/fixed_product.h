@@ -24,7 +24,7 @@ void fixed_product(at::Tensor out, const at::Tensor& a, const at::Tensor& b, boo
 // Products of which none reads what another writes, side by side.
 void fixed_products(const std::vector<Product>& products);
 
-// The same of sizes that hardly come again, so that nothing is found out about them.
+// fixed_products of sizes that hardly come again, so that nothing is found out about them.
 void products_of_any_size(const std::vector<Product>& products);
 
 // out = a b, where `out` consists along `dim`, 0 or 1, of blocks of `sizes`: with the bits of one

@@ -22,8 +22,7 @@ void sum_rows(const c10::Half* const* rows, int64_t count, int64_t size, c10::Ha
 bool can_sum_in_rank_order(c10::ScalarType dtype);
 
 // Sums one tensor of each rank, also of integers: out[i] = parts[0][i] + parts[1][i] + ... for i in
-// [begin, end). `out` may be one of them. No torch operator, so that it may run on shared
-// memory.
+// [begin, end). `out` may be one of them. No torch operator, so that it may run on shared memory.
 void sum_in_rank_order(c10::ScalarType dtype, const std::vector<const void*>& parts, int64_t begin,
                        int64_t end, void* out);
 

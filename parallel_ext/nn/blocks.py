@@ -229,7 +229,7 @@ class UsedApart:
         parameter = getattr(self, attribute)
         if attribute in self.take_gradients:
             return _Apart.apply(parameter, self.dp_ranks, self.take_gradients[attribute])
-        if self.dp_ranks == 1:
+        if self.dp_ranks == 1:  # expand would copy its gradient to sum it over one
             return parameter.unsqueeze(0)
         return parameter.expand(self.dp_ranks, *parameter.shape)
 
