@@ -114,7 +114,7 @@ class DecoderInputs:
     def through(self, layers: nn.ModuleList, encoded: Tensor) -> Tensor:
         hidden = self.hidden
         for layer in layers:
-            hidden = layer(hidden, encoded, self.route, self.rotary, None)
+            hidden = layer(hidden, encoded, self.route, None, position_embeddings=self.rotary)
         return hidden
 
 
