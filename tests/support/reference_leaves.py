@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from ranks import pool
 from reference import Tiny, batch, mesh_of
@@ -42,6 +44,9 @@ ROWS, STEPS = 7, 3
 
 Sides = int | tuple[int, int]
 """Sizes of tp and ep; of one number both, where there are experts."""
+
+Layout = tuple[int, Sides, int]
+"""Ranks, sizes of tp and ep, and the stage of ZeRO."""
 
 Bits = tuple[list[tuple[str, str]], str, dict[str, str]]
 """Losses and norms of steps, ``px.digest``, and digests of each tensor; equal on every rank."""
@@ -155,20 +160,32 @@ def assert_bits(found: Sequence[Bits], whole: Bits) -> None:
         assert own.keys() == of_tensors.keys()
 
 
-def check_layouts(
-    kind: str, how: str, layouts: Sequence[tuple[int, Sides, int]], run: Any = train
-) -> None:
-    """Raise unless layouts of ranks, sides and stage of ZeRO have the bits of one process."""
+@lru_cache
+def of_one_process(kind: str, how: str = "") -> Bits:
     (whole,) = pool(1).run(train, kind, 1, 0, how)
+    return whole
+
+
+def check_layouts(kind: str, how: str, layouts: Sequence[Layout], run: Any = train) -> None:
+    """Raise unless ``layouts`` have the bits of one process."""
+    whole = of_one_process(kind, how)
     for ranks, sides, zero in layouts:
         assert_bits(pool(ranks).run(run, kind, sides, zero, how), whole)
 
 
-def check_resume(
-    kind: str, root: Path, moves: Sequence[Sequence[tuple[int, Sides, int]]], how: str = ""
-) -> None:
+def sweep(cases: Iterable[Any], layouts: Sequence[Layout], often: Sequence[Layout]) -> Any:
+    """Parametrize a test by each case with the layouts ``often``; the other ones are slow tests."""
+    rest = [each for each in layouts if each not in often]
+    params = [pytest.param(case, often, id=str(case)) for case in cases]
+    for case in cases if rest else ():
+        slow = pytest.param(case, rest, id=f"{case}, other layouts", marks=pytest.mark.slow)
+        params.append(slow)
+    return pytest.mark.parametrize(("case", "layouts"), params)
+
+
+def check_resume(kind: str, root: Path, moves: Sequence[Sequence[Layout]], how: str = "") -> None:
     """Raise unless runs that are resumed on another layout have the bits of one process."""
-    ((log, digest, held),) = pool(1).run(train, kind, 1, 0, how)
+    log, digest, held = of_one_process(kind, how)
     for (saving, sides, zero), (loading, other, stage) in moves:
         folder = root / f"{saving} {sides} {zero} to {loading} {other} {stage}"
         pool(saving).run(train, kind, sides, zero, how, (0, 1), folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from interplay_accelerate import processes
 from ranks import pool
 from reference import Tiny, mesh_of, parallel
-from reference_leaves import as_a_chain
+from reference_leaves import Layout, as_a_chain, sweep
 from reference_mixtral import TinyMixtral
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -28,7 +28,6 @@ MIXTURE = TinyMixtral(num_experts=5, top_k=3, dtype=torch.float32, balance=True)
 LEAVES, ROWS = 6, 2
 STEPS = 2  # of an epoch
 LAYOUTS = [(2, 1, 2), (3, 1, 3), (3, 3, 0), (4, 2, 2)]
-"""Ranks, tp and stage of ZeRO."""
 
 Found = tuple[list[str], str]
 """Losses of leaves, norms and learning rates as they come, and ``px.digest``."""
@@ -139,11 +138,13 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("options", HOW, ids=str)
-def test_any_layout_has_the_bits_of_one_process(options: dict[str, Any]) -> None:
-    (whole,) = pool(1).run(_train, 1, 0, options)
-    for ranks, tp, zero in LAYOUTS:
-        for found in pool(ranks).run(_train, tp, zero, options):
+@sweep(HOW, LAYOUTS, often=[(3, 1, 3), (4, 2, 2)])
+def test_any_layout_has_the_bits_of_one_process(
+    case: dict[str, Any], layouts: Sequence[Layout]
+) -> None:
+    (whole,) = pool(1).run(_train, 1, 0, case)
+    for ranks, tp, zero in layouts:
+        for found in pool(ranks).run(_train, tp, zero, case):
             assert found == whole
 
 

@@ -30,13 +30,16 @@ from reference_leaves import (
     KINDS,
     ROWS,
     Bits,
+    Layout,
     as_a_chain,
     assert_bits,
     check_layouts,
     check_resume,
     leaf_batch,
     leaf_mesh,
+    of_one_process,
     part_of,
+    sweep,
     train,
 )
 from reference_mixtral import TinyMixtral, TinyQwen2Moe
@@ -50,12 +53,11 @@ from parallel_ext.sharding.tree import push
 from parallel_ext.training import leaf_loop, leaf_runs
 
 LAYOUTS = [(2, 1, 0), (3, 1, 0), (4, 1, 0), (4, 2, 0), (3, 3, 0)]
-"""Ranks, tp (and ep, where there are experts), and the stage of ZeRO."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
-    check_layouts(kind, "", LAYOUTS)
+@sweep(KINDS, LAYOUTS, often=[(3, 1, 0), (4, 2, 0)])
+def test_any_layout_has_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
+    check_layouts(case, "", layouts)
 
 
 APART = [
@@ -65,9 +67,14 @@ APART = [
 """Experts over dp ranks, over all tp ranks of these, or over some of the tp ranks."""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "mixtral" in kind or "moe" in kind])
-def test_experts_on_any_ranks_have_the_bits_of_one_process(kind: str) -> None:
-    check_layouts(kind, "", APART)
+MIXTURES = [kind for kind, tiny in KINDS.items() if isinstance(tiny, TinyMixtral)]
+
+
+@sweep(MIXTURES, APART, often=[(4, (1, 2), 0), (4, (2, 4), 0)])
+def test_experts_on_any_ranks_have_the_bits_of_one_process(
+    case: str, layouts: Sequence[Layout]
+) -> None:
+    check_layouts(case, "", layouts)
 
 
 ON_EIGHT = {
@@ -90,18 +97,18 @@ WAYS = [
     *("checkpointing", "reentrant checkpointing", "autocast, checkpointing"),
     *("accumulation", "ranks without rows"),
 ]
-SIDES = {
-    "odd": [(3, 1, 0), (4, 2, 0)],
-    "mixtral": [
-        *((3, 1, 0), (4, 2, 0), (4, (1, 2), 0), (3, (1, 3), 0), (4, (2, 4), 0), (2, (2, 1), 0))
-    ],
-}
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kind", SIDES)
-def test_ways_to_train_have_the_bits_of_one_process(kind: str, how: str) -> None:
-    check_layouts(kind, how, SIDES[kind])
+@sweep(WAYS, [(3, 1, 0), (4, 2, 0)], often=[(4, 2, 0)])
+def test_ways_to_train_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
+    check_layouts("odd", case, layouts)
+
+
+@sweep(WAYS, [(3, 1, 0), (4, 2, 0), *APART], often=[(4, (1, 2), 0), (4, (2, 4), 0)])
+def test_ways_to_train_a_mixture_have_the_bits_of_one_process(
+    case: str, layouts: Sequence[Layout]
+) -> None:
+    check_layouts("mixtral", case, layouts)
 
 
 @pytest.mark.parametrize("how", ["reentrant checkpointing", "ranks without rows", "autocast"])
@@ -178,15 +185,14 @@ def test_forced_routing_has_the_bits_of_one_process(rule: str) -> None:
 @pytest.mark.parametrize("kind", ["tied", "qwen3"])
 def test_bf16_autocast_has_the_bits_of_one_process(kind: str) -> None:
     check_layouts(kind, "autocast", [(3, 1, 0), (3, 3, 0), (4, 2, 0)])
-    (whole,), (of_fp32,) = (pool(1).run(train, kind, 1, 0, how) for how in ("autocast", ""))
-    assert whole[0] != of_fp32[0]
+    assert of_one_process(kind, "autocast")[0] != of_one_process(kind)[0]
 
 
 @pytest.mark.parametrize("kind", ["odd", "mixtral", "balanced mixtral"])
 def test_a_loop_of_ones_own_has_the_bits_of_train_leaves(kind: str) -> None:
-    (whole,) = pool(1).run(train, kind, 1)
-    for ranks, sides in ((1, 1), (3, 1), (4, 2), (4, (1, 2))):
-        assert_bits(pool(ranks).run(train, kind, sides, 0, "own loop"), whole)
+    for ranks, sides in ((1, 1), (4, 2), (4, (1, 2))):
+        found = pool(ranks).run(train, kind, sides, 0, "own loop")
+        assert_bits(found, of_one_process(kind))
 
 
 MOVES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +15,15 @@ from reference_leaves import (
     KINDS,
     ROWS,
     Bits,
+    Layout,
     as_a_chain,
     assert_bits,
     check_layouts,
     check_resume,
     leaf_batch,
+    of_one_process,
     part_of,
+    sweep,
     train,
 )
 
@@ -28,12 +32,11 @@ from parallel_ext.nn import leaf_sums
 from parallel_ext.training import gradients
 
 LAYOUTS = [(2, 1, 2), (3, 1, 3), (4, 1, 3), (4, 2, 2), (4, 2, 3)]
-"""Ranks, tp and stage of ZeRO."""
 
 
-@pytest.mark.parametrize("kind", ["odd", "tied", "bf16", "qwen3", "phi3"])
-def test_any_layout_has_the_bits_of_one_process(kind: str) -> None:
-    check_layouts(kind, "", LAYOUTS)
+@sweep(["odd", "tied", "bf16", "qwen3", "phi3"], LAYOUTS, often=[(3, 1, 3), (4, 2, 2)])
+def test_any_layout_has_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
+    check_layouts(case, "", layouts)
 
 
 EXPERTS = [
@@ -43,29 +46,33 @@ EXPERTS = [
 """Experts over dp ranks, with rows over edp ranks or without; over tp ranks, or some of these."""
 
 
-@pytest.mark.parametrize(
-    "kind", ["mixtral", "bf16 mixtral", "mixtral, an idle rank", "balanced qwen3_moe", "qwen2_moe"]
-)
-def test_experts_on_any_ranks_have_the_bits_of_one_process(kind: str) -> None:
-    check_layouts(kind, "", EXPERTS)
+MIXTURES = ["mixtral", "bf16 mixtral", "mixtral, an idle rank", "balanced qwen3_moe", "qwen2_moe"]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("checkpointing", "reentrant checkpointing", "accumulation", "own loop"),
-        *("ranks without rows", "autocast, checkpointing", "adapter", "forced skewed"),
-    ],
-)
-def test_ways_to_train_experts_have_the_bits_of_one_process(how: str) -> None:
-    check_layouts("mixtral", how, [(4, (1, 2), 2), (3, (1, 3), 3), (4, (2, 2), 3)])
+@sweep(MIXTURES, EXPERTS, often=[(4, (1, 2), 3), (4, (2, 2), 2)])
+def test_experts_on_any_ranks_have_the_bits_of_one_process(
+    case: str, layouts: Sequence[Layout]
+) -> None:
+    check_layouts(case, "", layouts)
+
+
+WAYS_OF_EXPERTS = [
+    *("checkpointing", "reentrant checkpointing", "accumulation", "own loop"),
+    *("ranks without rows", "autocast, checkpointing", "adapter", "forced skewed"),
+]
+
+
+@sweep(WAYS_OF_EXPERTS, [(4, (1, 2), 2), (3, (1, 3), 3), (4, (2, 2), 3)], often=[(3, (1, 3), 3)])
+def test_ways_to_train_experts_have_the_bits_of_one_process(
+    case: str, layouts: Sequence[Layout]
+) -> None:
+    check_layouts("mixtral", case, layouts)
 
 
 def test_a_loop_of_ones_own_has_the_balance_loss_of_train_leaves() -> None:
-    (whole,) = pool(1).run(train, "balanced mixtral", 1)
     for ranks, sides, zero in ((4, (1, 2), 2), (3, (1, 3), 3)):
         found = pool(ranks).run(train, "balanced mixtral", sides, zero, "own loop")
-        assert_bits(found, whole)
+        assert_bits(found, of_one_process("balanced mixtral"))
 
 
 def test_an_adapter_on_experts_has_the_bits_of_one_process() -> None:
@@ -86,9 +93,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
-    check_layouts("odd", how, [(3, 1, 2), (4, 2, 3)])
+@sweep(WAYS, [(3, 1, 2), (4, 2, 3)], often=[(4, 2, 3)])
+def test_ways_to_train_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
+    check_layouts("odd", case, layouts)
 
 
 def test_a_run_resumes_on_other_layouts_with_the_same_bits(tmp_path: Path) -> None:
