@@ -131,6 +131,14 @@ def _check_head_dim(path: str, head_dim: int) -> None:
             f"px.Invariant serves heads of a multiple of 4 features, but those of {path} have "
             f"{head_dim}: torch's attention then has other bits on other tp"
         )
+    # MKL's kernels for AVX2 then depend on where a thread's buffer lies.
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if head_dim == 8 and torch.get_num_threads() > 1 and not has_avx512:
+        raise ValueError(
+            f"px.Invariant serves heads of 8 features, as those of {path}, with one thread a rank "
+            "on this CPU without AVX-512: torch's attention then has other bits with other numbers "
+            "of threads; set OMP_NUM_THREADS=1"
+        )
 
 
 def _check_settings(device: torch.device) -> None:

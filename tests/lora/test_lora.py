@@ -197,7 +197,7 @@ def test_gradients_over_a_bf16_base_are_as_exact_as_the_single_process(
     for found in pool(2).run(_low_precision, tmp_path, {}, autocast):
         assert found["dtypes"] == {"torch.float32" if autocast else "torch.bfloat16"}
         for name, error in found["ours"].items():
-            assert error <= max(2 * found["theirs"][name], 2e-2), name
+            assert error <= max(2.5 * found["theirs"][name], 2e-2), name
 
 
 # The step of a mask.
