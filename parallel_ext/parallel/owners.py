@@ -10,6 +10,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.state import parallel_models, state_of
+from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 
@@ -57,9 +58,15 @@ def owners_of(tensors: Iterable[torch.Tensor]) -> dict[int, Owned]:
     Returns:
         ``id`` of a tensor -> what it belongs to; tensors of no parallel model are left out.
     """
+    tensors = list(tensors)
     wanted = {id(tensor) for tensor in tensors}
+    # What FSDP has replaced by what it gathered is in no module at that time.
+    may_be_put_aside = any(hasattr(tensor, "to_local") for tensor in tensors)
     found: dict[int, Owned] = {}
     for model in parallel_models():
+        # Every initialization of a new parameter asks, of another model too.
+        if not may_be_put_aside and not holds_any(model, wanted):
+            continue
         gathered = {id(each): name for name, each, _ in named_shards(model)}
         to_shards(model)
         shards = {owned.name: owned for owned in owned_by(model)}

@@ -41,6 +41,7 @@ from torch import nn
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients
+from parallel_ext.parallel.owners import owners_of
 
 CASES = {
     "dp 2": (Tiny(), Layout(2, 1, 1)),
@@ -186,6 +187,23 @@ def test_an_optimizer_that_is_built_later_trains_the_model(what: str, zero: int)
 def test_an_optimizer_that_holds_gathered_parameters_is_refused() -> None:
     words = "AdamW was built between forward and backward"
     pool(2).assert_raises(_optimizer_after, "forward", 2, words=words)
+
+
+def _owned_while_gathered() -> tuple[int, int, int]:
+    """How many parameters a model with FSDP has, are not in it after a forward, and are owned."""
+    tiny, mesh = Tiny(), Layout(2, 1, 1).mesh()
+    model = px.data_parallel(parallel(tiny.model(), mesh), mesh, zero=2)
+    shards = [*model.parameters()]
+    model(**own_batch(tiny, mesh)[1])
+    gathered = {id(parameter) for parameter in model.parameters()}
+    away = sum(id(shard) not in gathered for shard in shards)
+    return len(shards), away, len(owners_of(shards))
+
+
+def test_shards_that_fsdp_has_put_aside_are_known() -> None:
+    for number, away, owned in pool(2).run(_owned_while_gathered):
+        assert away > 0
+        assert owned == number
 
 
 # Adapters.
