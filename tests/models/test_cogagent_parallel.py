@@ -92,6 +92,7 @@ def _on_eight_ranks() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_training_equals_the_single_process_on_eight_ranks() -> None:
     assert_within(pool(8).run(_on_eight_ranks))  # all in one call: their start takes long
 
