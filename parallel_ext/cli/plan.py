@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="each tp rank keeps its own tokens between the blocks",
+        help="each tp rank keeps its own tokens between the sublayers",
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
 

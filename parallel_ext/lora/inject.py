@@ -58,7 +58,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
 def refuse_mixture(
     model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
-    """Raise if an adapter is on a module of an MoE block, which PEFT would wrap on its own.
+    """Raise if an adapter is on a module of a mixture of experts, which PEFT would wrap on its own.
 
     Raises:
         NotImplementedError: names the first of them that ``config`` targets.

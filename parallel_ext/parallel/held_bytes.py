@@ -11,8 +11,8 @@ from functools import cached_property
 
 from torch import nn
 
-from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import named_shards
@@ -79,9 +79,9 @@ class Held:
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
         self._experts = tuple(
-            f"{path}.{block.experts}."
-            for path, block in spec.blocks(layout).items()
-            if isinstance(block, MixtureNames)
+            f"{path}.{sublayer.experts}."
+            for path, sublayer in spec.sublayers(layout).items()
+            if isinstance(sublayer, MixtureNames)
         )
         # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()

@@ -24,7 +24,7 @@ from parallel_ext.sharding.layout import (
     Part,
     TensorLayout,
     shard_along,
-    shard_blocks,
+    shard_joined,
     shard_ranges,
     split,
 )
@@ -73,7 +73,7 @@ def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
     dense = [
         shard_along("embedding", (v, h), 0, split(v, tp, sides.multiple_of)),
         shard_along("down", (h, sizes.inner), 1, split(sizes.inner, tp)),
-        shard_blocks("fused", (2 * sizes.inner, h), 0, (sizes.inner, sizes.inner), tp),
+        shard_joined("fused", (2 * sizes.inner, h), 0, (sizes.inner, sizes.inner), tp),
         shard_ranges("key", (sizes.key_value_heads, h), 0, [(piece,) for piece in heads]),
         TensorLayout("norm", (h,)),
         TensorLayout("scale", ()),
