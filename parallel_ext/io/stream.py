@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from parallel_ext.distributed.control import ControlPlane
+from parallel_ext.distributed.errors import first_few
 from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
 from parallel_ext.io.progress import progress_bar
@@ -290,8 +291,7 @@ def warn_of_non_finite(counts: Sequence[Counter[str]], op_name: str, control: Co
     """Warn on rank 0 which tensors hold how many values that are NaN or infinite."""
     found = sum(counts, Counter())
     if control.rank == 0 and found:
-        shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
-        more = f" and {len(found) - 8} more tensors" if len(found) > 8 else ""
+        shown = first_few([f"{name} ({count})" for name, count in found.most_common()], 8)
         warnings.warn(
-            f"{op_name}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=3
+            f"{op_name}: {found.total()} values are NaN or infinite: {shown}", stacklevel=3
         )

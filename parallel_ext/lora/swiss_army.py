@@ -30,14 +30,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.safetensors_writer import write_tensors
 from parallel_ext.lora.swiss_army_files import FACTOR, SavedRank, Source, read_ranks
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import CogAgentForCausalLM
 
 _FILE = "adapter_model.safetensors"
-_MOST_PROBLEMS_SHOWN = 4
 
 # In a layer: theirs -> ours, matrices joined in its rows, whether ranks shard its columns.
 _DECODER = {
@@ -52,7 +51,7 @@ _TOWER = {
     "attention.dense": ("attention.dense", 1, True),
 }
 
-# What stands beside the factors. CogAgent's published trainer trains the first in full.
+# Parameters beside the factors: those that CogAgent's published trainer trains, and others.
 _TRAINED = re.compile(
     r"mixins\.(encoder|eva\.(vit_model|linear_proj|boi|eoi)|(mlp|rotary)\.vision_\w+)\b"
     r"|transformer\.layers\.\d+\.(cross_attention|post_cross_attention_layernorm)\b"
@@ -150,11 +149,7 @@ def import_swiss_army_lora(
         )
     linears = _linears(config)
     if problems := list(_problems(ranks, linears, r)):
-        shown = "; ".join(problems[:_MOST_PROBLEMS_SHOWN])
-        more = len(problems) - _MOST_PROBLEMS_SHOWN
-        raise CheckpointError(
-            f"{first.where}: {shown}" + (f"; and {more} more" if more > 0 else "")
-        )
+        raise CheckpointError(f"{first.where}: {first_few(problems, between='; ')}")
     adapted = sorted({FACTOR.fullmatch(name)[1] for name in first.factors})
     fused = {
         linears[path].name.rpartition(".")[2]: linears[path].joined
@@ -175,7 +170,7 @@ def import_swiss_army_lora(
     lora.save_pretrained(os.fspath(folder))
 
 
-# Checks.
+# --- Checks ---
 
 
 def _check_beside(one: SavedRank, adapters_only: bool) -> None:
@@ -268,7 +263,7 @@ def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> It
                 )
 
 
-# Writing.
+# --- Writing ---
 
 
 def _adapter(

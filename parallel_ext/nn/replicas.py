@@ -171,7 +171,7 @@ class ReplicaCycle:
         if self._now is None:
             return None
         values = local_part(model.get_parameter(self._now.name).detach()).reshape(-1)
-        # A copy: what a digest looks at in place FSDP could not free any more.
+        # Cloned, since FSDP could not free a gathered weight while its digest is computed.
         own = values[self._now.part].clone()
         return ReplicaPiece(self._now.name, own, self._ranks, self._now.holders)
 

@@ -38,7 +38,7 @@ _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
 _ERF_GELU = (transformers.activations.GELUActivation,)
 _ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
-# In fp32, rounded, then times the weight; or Gemma's, in fp32 times 1 + weight, then rounded.
+# Classes of norms of heads -> whether it is Gemma's, which multiplies by 1 + weight in fp32.
 _HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm": True}
 
 

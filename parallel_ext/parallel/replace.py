@@ -195,7 +195,7 @@ class Replacer:
         old, tied = self.model.get_submodule(path), self._tied(path)
         scale = old.embed_scale if scaled else None
         if scaled and weight.is_meta:
-            # It was rounded to the dtype of the configuration, which the weights need not have.
+            # The buffer was rounded to the dtype of the configuration, which weights need not have.
             scale = torch.tensor(old.scalar_embed_scale, dtype=torch.float64)
         self.put(
             path,

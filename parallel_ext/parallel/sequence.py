@@ -100,7 +100,7 @@ class OwnTokens:
 
     def begin(self, hidden: torch.Tensor, tokens: int) -> None:
         """Say how many tokens there are in all, of which ``hidden`` has all or this rank's own."""
-        # A sequence of one token is never taken apart, so that these two differ on every rank.
+        # A sequence of one token is never divided, so all and own tokens differ on every rank.
         if hidden.size(-2) == tokens:
             self._tokens = None
         else:

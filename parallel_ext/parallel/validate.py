@@ -27,7 +27,7 @@ _MODEL_ATTRIBUTES = (
     "_get_resized_lm_head",
     "tie_weights",
 )
-# Of an nn.Embedding, by the value that means it is off: what the parallel one does not do.
+# Options of nn.Embedding that a parallel one does not serve -> the value for "off".
 _EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 _CLASSIFIERS = (
     modeling_layers.GenericForSequenceClassification,
