@@ -288,7 +288,7 @@ def misfits(
     problems += [f"it holds {name}, unknown here" for name in sorted(found.keys() - known.keys())]
     problems += [
         f"{name} has the shape {found[name]}, but that of the model, sharded over tp={tp_size}, "
-        f"has the whole shape {known[name]}"
+        f"has the full shape {known[name]}"
         for name in sorted(known.keys() & found.keys())
         if found[name] != known[name]
     ]

@@ -138,7 +138,6 @@ class Held:
         rank: int,
         *,
         sharded: bool = False,
-        root: bool = True,
         layers: bool = True,
         adapter: bool | None = None,
         trained: bool = False,
@@ -148,12 +147,11 @@ class Held:
         Args:
             rank: of the job.
             sharded: with what ZeRO divides over the replicas, where there are any dp ranks.
-            root: count what is in no layer.
-            layers: count what is in the layers.
+            layers: count what is in the layers, too.
             adapter: count only the adapter, or only what is not; None for both.
             trained: leave out what gets no gradient.
         """
-        counters = [self._root] * root + [self._layers] * layers
+        counters = [self._root] + [self._layers] * layers
         if trained:
             counters = [
                 Counter({kind: number for kind, number in counter.items() if not kind.idle})

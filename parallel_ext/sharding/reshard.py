@@ -90,11 +90,11 @@ def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int)
 
 def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
     """Return the boxes that ``sender`` alone sends to ``receiver``, which lacks them."""
-    owned = layout.primary_boxes(sender)
-    if not owned:  # as of most replicas
+    boxes = layout.primary_boxes(sender)
+    if not boxes:  # as of most replicas
         return []
     at_receiver = set(layout.boxes(receiver))
-    return [box for box in owned if box not in at_receiver]
+    return [box for box in boxes if box not in at_receiver]
 
 
 def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
@@ -170,8 +170,8 @@ class Swap:
                 self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
 
     def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
-        owners = block.layout.primary_ranks.items()
-        senders = dict.fromkeys(rank for box, rank in owners if block.overlap(box) is not None)
+        parts = block.layout.primary_ranks.items()
+        senders = dict.fromkeys(rank for box, rank in parts if block.overlap(box) is not None)
         for sender in senders:
             for box in _sent(block.layout, sender, self._control.rank):
                 if (place := _place(block, box, out)) is None:
