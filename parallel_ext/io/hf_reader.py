@@ -218,7 +218,7 @@ class HFDirectory:
             )
         return hint
 
-    def cut_vocabulary(
+    def drop_padding_rows(
         self, vocabulary: Iterable[str], vocab_size: int, filled: bool = False
     ) -> None:
         """Leave out the rows behind the true vocabulary, which must be zero.
