@@ -31,7 +31,7 @@ from parallel_ext.training.step_events import sort_events
 REPLICATED, OURS = "parallel_ext, tokens on every rank", "parallel_ext, sequence_parallel"
 TRANSFORMERS, TORCHTITAN = "transformers' tp_plan", "torchtitan's plan"
 COMPETITORS = (REPLICATED, OURS, TRANSFORMERS, TORCHTITAN)
-DIVIDED = (OURS, TORCHTITAN)  # which keep their own tokens between the blocks
+DIVIDED = (OURS, TORCHTITAN)  # which keep their own tokens between the sublayers
 
 
 def torchtitan_plan(model: nn.Module) -> dict[str, ParallelStyle]:

@@ -84,7 +84,7 @@ def _take(path: Path) -> FileIO:
             if _is_at(file, path):
                 if not holder:
                     return file
-                # An incomplete name is of a process that died before it did anything else.
+                # A name without its end is of a process that died before it did anything else.
                 if holder.endswith("\n") and not (known and machine() in holder):
                     _watch(path, holder)
                 disk.remove(path)

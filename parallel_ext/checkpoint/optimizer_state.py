@@ -18,7 +18,7 @@ from parallel_ext.checkpoint.saved_optimizer import (
 )
 from parallel_ext.checkpoint.source import Contents
 from parallel_ext.distributed.control import require_equal
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted
 from parallel_ext.io.safe_open import shown
@@ -319,7 +319,7 @@ def restore(
         check_state(optimizer, parameter, name, states[parameter], options[number])
     if keys_of:
         raise CheckpointError(
-            f"state of {', '.join(map(shown, sorted(keys_of)[:4]))} was saved, but the optimizer "
+            f"state of {first_few([*map(shown, sorted(keys_of))])} was saved, but the optimizer "
             "does not have these parameters"
         )
 

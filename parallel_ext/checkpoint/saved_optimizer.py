@@ -13,7 +13,7 @@ from parallel_ext.checkpoint.training_state import decode, differs_in_kind, enco
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safe_open import shown
 
-# How a step is computed, not what: the running optimizer's count. The parameters are written apart.
+# Options of a group that say how a step is computed, not what: the running optimizer's count.
 OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
 
 

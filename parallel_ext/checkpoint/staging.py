@@ -49,7 +49,7 @@ class _Slab:
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         cuda.lock_pages(self.memory)
-        # The process takes its pages with it.
+        # At the end of the process its pages are unlocked anyway.
         finalize(self, cuda.unlock_pages, self.memory.data_ptr()).atexit = False
 
 

@@ -29,7 +29,7 @@ _FORMATS = {  # of a source -> what can be made of it; the first by default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of ``convert``."""
     parser.add_argument(
         "source",
         type=existing,
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and print what was made; 0."""
+    """Convert a model, print what was made, and return 0."""
     source = options.source
     if source.is_dir() and complete_steps(source):
         source = latest_checkpoint(source)

@@ -37,7 +37,7 @@ class Difference:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of ``diff``."""
     for name in ("first", "second"):
         parser.add_argument(name, type=existing, help=PATHS)
     parser.add_argument("--top", type=int, default=20, metavar="N", help="tensors to print")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the largest differences; 0 where there are none beyond ``--rtol``, else 1."""
+    """Print the largest differences; return 0 where none is beyond ``--rtol``, else 1."""
     with open_saved(options.first) as first, open_saved(options.second) as second:
         found = _compare(first, second, quiet=options.json)
     found.sort(key=lambda each: (-each.relative, each.name))

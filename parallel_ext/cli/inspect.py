@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # of a layer or an expert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of ``inspect``."""
     parser.add_argument("path", type=existing, help=PATHS)
     parser.add_argument(
         "--all", action="store_true", help="each tensor on a line, not those of all layers on one"
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the contents; 0."""
+    """Print the contents of what was saved, and return 0."""
     with open_saved(options.path) as saved:
         if options.json:
             print(json.dumps(_as_json(saved), indent=2))

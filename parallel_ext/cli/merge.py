@@ -12,14 +12,14 @@ from parallel_ext.io.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of ``merge``."""
     parser.add_argument("adapter", type=existing, help="folder of the adapter, as PEFT saves it")
     parser.add_argument("base", type=existing, help="folder of the model that it was trained on")
     parser.add_argument("out", type=Path, help="folder of the merged model")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the merged model, and print what was merged; 0."""
+    """Write the merged model, print what was merged, and return 0."""
     from parallel_ext.lora.merged_files import merge_files  # PEFT takes seconds to import
 
     with HFDirectory(options.base) as base:

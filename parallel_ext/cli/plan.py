@@ -24,7 +24,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "pea
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of ``plan``."""
     parser.add_argument(
         "model", help="a directory with config.json, that file, or a name on the hub"
     )
@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="each tp rank keeps its own tokens between the blocks",
+        help="each tp rank keeps its own tokens between the sublayers",
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the layouts, those with the lowest peak first; 1 where none fits into ``--memory``."""
+    """Print the layouts, the lowest peak first; return 1 where none fits into ``--memory``."""
     import torch  # these take seconds, which the other commands need not
     import transformers
 

@@ -14,12 +14,12 @@ from parallel_ext.io.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the arguments of ``verify``."""
     parser.add_argument("path", type=existing, help=PATHS)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was checked, or what is wrong; 0 or 1."""
+    """Print what was checked, and return 0, or what is wrong, and return 1."""
     report: dict[str, Any] = {"path": str(options.path)}
     try:
         report |= _check(options.path, quiet=options.json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 
 
 class CollectiveTimeout(RuntimeError):  # noqa: N818 (the public name)
@@ -28,7 +29,19 @@ class CheckpointError(RuntimeError):
         super().__init__(text.encode("utf-8", "backslashreplace").decode())
 
 
-# Of Python's own: too wide to be caught, and those that cannot be made of a text.
+def first_few(texts: Sequence[str], most: int = 4, between: str = ", ") -> str:
+    """Return the first of several texts and the number of the others, joined for an error.
+
+    Example:
+        >>> first_few(["a", "b", "c"], most=2)
+        'a, b, and 1 more'
+    """
+    shown = texts[:most]
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return between.join([*shown, *more])
+
+
+# Python's errors that are too wide to be caught, or that cannot be made of a text.
 _NOT_SHARED = {"Exception", "ExceptionGroup"} | {
     f"Unicode{op_name}Error" for op_name in ("Decode", "Encode", "Translate")
 }

@@ -36,7 +36,7 @@ class _Known(NamedTuple):
     of: str = ""
 
 
-# By the name of their class, since transformers has an Adafactor, too.
+# Known optimizers by the name of their class, since transformers has an Adafactor, too.
 _KNOWN = {
     "Adafactor": _Known("use px.Adafactor"),
     "LBFGS": _Known("use torch's AdamW or SGD, or px.Adafactor"),

@@ -36,7 +36,7 @@ from parallel_ext.training.data_parallel import data_parallel
 from parallel_ext.training.trainer import TrainerMixin
 from parallel_ext.training.trainer_checks import check_class, check_served, refuse_model_init
 
-# Options of from_pretrained for which the mesh stands, and those that change nothing here.
+# Options of from_pretrained that the mesh replaces, and options that change nothing here.
 _PLACED = {
     *("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import shown
@@ -24,16 +24,13 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
-_MOST_PROBLEMS_SHOWN = 8
 
 
 def _raise_all(where: Path, problems: list[str], hint: str = "") -> None:
     """Raise one error for all problems, the first of them written out, with a hint; or none."""
     if problems:
-        parts = problems[:_MOST_PROBLEMS_SHOWN]
-        if len(problems) > len(parts):
-            parts.append(f"and {len(problems) - len(parts)} more")
-        raise CheckpointError(f"{where}: " + "; ".join(parts) + (hint and f". {hint}"))
+        seen = first_few(problems, 8, between="; ")
+        raise CheckpointError(f"{where}: {seen}" + (hint and f". {hint}"))
 
 
 class HFDirectory:
@@ -168,7 +165,7 @@ class HFDirectory:
             if name not in self.shapes and name not in layout.buffers:
                 problems.append(f"{name} of shape {tensor.shape} is missing")
         for name, shape in self.shapes.items():
-            # a buffer that old versions saved
+            # Old versions of transformers saved this buffer.
             if name.endswith("rotary_emb.inv_freq") and name not in layout:
                 continue
             where = f"{name} in {self.file_of[name].path.name}"
@@ -221,7 +218,7 @@ class HFDirectory:
             )
         return hint
 
-    def cut_vocabulary(
+    def drop_padding_rows(
         self, vocabulary: Iterable[str], vocab_size: int, filled: bool = False
     ) -> None:
         """Leave out the rows behind the true vocabulary, which must be zero.
@@ -259,7 +256,7 @@ class HFDirectory:
         at_once = max(1, STRIPE_BYTES // (8 * width))
         for first in range(start, num_rows, at_once):
             last = min(first + at_once, num_rows)
-            # fp64, in which no value of another dtype becomes zero
+            # Read into fp64, in which no value of another dtype becomes zero.
             rows = torch.empty((last - first, *row_shape), dtype=torch.float64, device="cpu")
             self.file_of[name].read_box(
                 name, ((first, last), *((0, size) for size in row_shape)), rows

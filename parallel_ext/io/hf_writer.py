@@ -88,7 +88,7 @@ def write_directory(
 
     Every rank must call it. The first ranks, as many as hold one copy of the model, share the
     tensors out, balanced by bytes; rows stream to the rank that writes them, so that no rank holds
-    more than a few blocks of ``STRIPE_BYTES`` beyond its shard. Everything is written beside
+    more than a few stripes of ``STRIPE_BYTES`` beyond its shard. Everything is written beside
     ``directory`` and takes its place at the end. What a previous save left there vanishes; other
     files and subdirectories stay.
     Values that are NaN or infinite are saved as they are, with a warning on rank 0 that counts

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, persistent_buffers, to_shards
@@ -50,7 +50,7 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
                 if any(".base_layer." in name or "lora_" in name for name in values)
                 else ""
             )
-            raise CheckpointError(f"the model {kind} {', '.join(sorted(names)[:8])}{hint}")
+            raise CheckpointError(f"the model {kind} {first_few(sorted(names))}{hint}")
     check_shapes(values, layout, rank)
     return {name: values[name] for name in layout.tensors}
 

@@ -16,12 +16,13 @@ import torch
 import xxhash
 
 from parallel_ext.distributed.control import ControlPlane
+from parallel_ext.distributed.errors import first_few
 from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.hf_reader import SINGLE_FILE_NAME
 from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.sharding.layout import TensorLayout
-from parallel_ext.sharding.reshard import STRIPE_BYTES, RowBlock, Swap, row_blocks
+from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap, row_stripes
 
 MAX_FILE_BYTES = 5 * 10**9
 SEVERAL_FILES_NAME = "model-{:05}-of-{:05}.safetensors"
@@ -46,7 +47,7 @@ class Turn:
     """Rows of one file that its writer gathers and writes at once."""
 
     file: PlannedFile
-    blocks: list[RowBlock] = field(default_factory=list)
+    stripes: list[RowStripe] = field(default_factory=list)
 
 
 def plan_files(
@@ -119,12 +120,12 @@ def _turns_of(files: Sequence[PlannedFile], layouts: Mapping[str, TensorLayout])
         turn, room = Turn(file), STRIPE_BYTES
         for spec in file.tensors:
             row_bytes = spec.num_bytes // max(1, spec.shape[0]) if spec.shape else spec.num_bytes
-            for block in row_blocks(layouts[spec.name], spec.dtype.itemsize):
-                num_bytes = (block.stop - block.start) * row_bytes
-                if num_bytes > room and turn.blocks:
+            for stripe in row_stripes(layouts[spec.name], spec.dtype.itemsize):
+                num_bytes = (stripe.stop - stripe.start) * row_bytes
+                if num_bytes > room and turn.stripes:
                     yield turn
                     turn, room = Turn(file), STRIPE_BYTES
-                turn.blocks.append(block)
+                turn.stripes.append(stripe)
                 room -= num_bytes
         yield turn
 
@@ -233,9 +234,9 @@ class TensorStream:
         So the ranks meet once a turn, and none begins to send before all are ready.
         """
         self._take()
-        wanted = [[] if part is None else part.blocks for part in turn]
+        wanted = [[] if part is None else part.stripes for part in turn]
         self._own = turn[self._control.rank] if self._control.rank < len(turn) else None
-        self._rows = self._room_for([] if self._own is None else self._own.blocks)
+        self._rows = self._room_for([] if self._own is None else self._own.stripes)
         self._swap = Swap(self._values, wanted, self._rows, self._control)
 
     def _take(self) -> None:
@@ -247,30 +248,30 @@ class TensorStream:
         if self._own is None:
             return
         writer = self._writers[self._own.file.name]
-        for block, values in zip(self._own.blocks, self._rows, strict=True):
-            writer.append(block.layout.name, values)
-            self._count_non_finite(block.layout.name, values)
+        for stripe, values in zip(self._own.stripes, self._rows, strict=True):
+            writer.append(stripe.layout.name, values)
+            self._count_non_finite(stripe.layout.name, values)
 
-    def _room_for(self, blocks: Sequence[RowBlock]) -> list[torch.Tensor]:
-        """Return tensors for the blocks, in memory that every turn uses again.
+    def _room_for(self, stripes: Sequence[RowStripe]) -> list[torch.Tensor]:
+        """Return tensors for the stripes, in memory that every turn uses again.
 
         Wide dtypes come first in a file, so each begins where its dtype can.
         """
-        dtypes = [self._values[block.layout.name].dtype for block in blocks]
-        sizes = [self._bytes(block) for block in blocks]
+        dtypes = [self._values[stripe.layout.name].dtype for stripe in stripes]
+        sizes = [self._bytes(stripe) for stripe in stripes]
         if sum(sizes) > self._buffer.numel():
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         parts = self._buffer[: sum(sizes)].split(sizes)
         return [
-            part.view(dtype).view(block.shape)
-            for block, dtype, part in zip(blocks, dtypes, parts, strict=True)
+            part.view(dtype).view(stripe.shape)
+            for stripe, dtype, part in zip(stripes, dtypes, parts, strict=True)
         ]
 
     def _bytes_of(self, turn: Sequence[Turn | None]) -> int:
-        return sum(self._bytes(block) for part in turn if part for block in part.blocks)
+        return sum(self._bytes(stripe) for part in turn if part for stripe in part.stripes)
 
-    def _bytes(self, block: RowBlock) -> int:
-        return math.prod(block.shape) * self._values[block.layout.name].dtype.itemsize
+    def _bytes(self, stripe: RowStripe) -> int:
+        return math.prod(stripe.shape) * self._values[stripe.layout.name].dtype.itemsize
 
     def _count_non_finite(self, name: str, values: torch.Tensor) -> None:
         if not values.is_floating_point():
@@ -290,8 +291,7 @@ def warn_of_non_finite(counts: Sequence[Counter[str]], op_name: str, control: Co
     """Warn on rank 0 which tensors hold how many values that are NaN or infinite."""
     found = sum(counts, Counter())
     if control.rank == 0 and found:
-        shown = ", ".join(f"{name} ({count})" for name, count in found.most_common(8))
-        more = f" and {len(found) - 8} more tensors" if len(found) > 8 else ""
+        shown = first_few([f"{name} ({count})" for name, count in found.most_common()], 8)
         warnings.warn(
-            f"{op_name}: {found.total()} values are NaN or infinite: {shown}{more}", stacklevel=3
+            f"{op_name}: {found.total()} values are NaN or infinite: {shown}", stacklevel=3
         )

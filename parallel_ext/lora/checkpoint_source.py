@@ -16,7 +16,7 @@ from torch import nn
 
 from parallel_ext.checkpoint.manifest import Manifest
 from parallel_ext.checkpoint.source import ADAPTER_NAME
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.hf_writer import files_that
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile
@@ -32,7 +32,7 @@ from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 
 _CONFIG_NAME = "adapter_config.json"
-# What of a configuration decides which function the factors are; names and shapes decide the rest.
+# Fields of a configuration that decide the function of the factors, beside names and shapes.
 _FUNCTION = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
@@ -86,9 +86,8 @@ class AdapterContents:
             if parameter.requires_grad and id(parameter) not in saved
         ]
         if lost:
-            more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
             raise CheckpointError(
-                f"{', '.join(lost[:4])}{more} would be trained, but a checkpoint of an adapter "
+                f"{first_few(lost)} would be trained, but a checkpoint of an adapter "
                 "holds the adapter and its modules_to_save only; freeze the others by "
                 "requires_grad_(False), or name their modules in modules_to_save"
             )
@@ -117,7 +116,7 @@ class AdapterContents:
             config.base_model_name_or_path = vars(base).get("name_or_path") or None
         found_by = None
         if config.task_type is None:
-            # fully_shard puts two classes before the model's own
+            # fully_shard puts two classes before the model's own.
             own = next(c for c in type(base).__mro__ if not c.__name__.startswith("FSDP"))
             found_by = {"base_model_class": own.__name__, "parent_library": own.__module__}
         return files_that(lambda folder: config.save_pretrained(folder, auto_mapping_dict=found_by))

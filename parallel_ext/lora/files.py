@@ -17,7 +17,7 @@ from torch import nn
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.control import require_equal
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.same_directory import check_same_directory
 from parallel_ext.io.state_dict import gather_in_step
@@ -207,7 +207,7 @@ def set_state_dict(
     _check_read(state_dict, state, op_name)
 
     def load() -> Any:
-        # PEFT does it later too: experts as transformers 4 named them become those of the model.
+        # Experts as transformers 4 named them become those of the model; PEFT does it later, too.
         tensors = convert_peft_adapter_state_dict_for_transformers(
             model, model.peft_config[adapter_name], state_dict, adapter_name
         )
@@ -288,9 +288,8 @@ def misfits(
     problems += [f"it holds {name}, unknown here" for name in sorted(found.keys() - known.keys())]
     problems += [
         f"{name} has the shape {found[name]}, but that of the model, sharded over tp={tp_size}, "
-        f"has the whole shape {known[name]}"
+        f"has the full shape {known[name]}"
         for name in sorted(known.keys() & found.keys())
         if found[name] != known[name]
     ]
-    more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
-    return "; ".join(problems[:4]) + more
+    return first_few(problems, between="; ")

@@ -18,7 +18,6 @@ from parallel_ext.distributed.control import require_equal
 from parallel_ext.lora._peft_private import register_layers
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.lora.experts import ParamWrapper
-from parallel_ext.lora.factors import seeded_by
 from parallel_ext.lora.files import parallel_state
 from parallel_ext.lora.layers import (
     AdaptedBlocks,
@@ -27,6 +26,7 @@ from parallel_ext.lora.layers import (
     LoraVocabHead,
 )
 from parallel_ext.lora.merge import Mergeable
+from parallel_ext.lora.seeds import seeded_by
 from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
@@ -58,7 +58,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
 def refuse_mixture(
     model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
-    """Raise if an adapter is on a module of an MoE block, which PEFT would wrap on its own.
+    """Raise if an adapter is on a module of a mixture of experts, which PEFT would wrap on its own.
 
     Raises:
         NotImplementedError: names the first of them that ``config`` targets.

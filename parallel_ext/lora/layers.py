@@ -13,8 +13,8 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.lora._peft_private import move_to_base
-from parallel_ext.lora.factors import EmbeddingFactors, draw_by_name, key_of
 from parallel_ext.lora.merge import Mergeable
+from parallel_ext.lora.seeds import draw_by_name, key_of
 from parallel_ext.nn.blocks import replicated_linear
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.fused_loss import current_loss_call
@@ -265,6 +265,22 @@ class LoraVocabHead(AdaptedLinear):
         else:
             x = ops.gather_tokens(x, call.tokens, base.group)
         return base.leave(self._product(x, base.weight, base.bias, active))
+
+
+class EmbeddingFactors(ShardedModule, nn.ParameterDict):
+    """One factor of an embedding for each adapter, in the place where PEFT keeps them."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__({}, group)
+
+    def add(self, adapter: str, layout: TensorLayout) -> None:
+        """Add a factor of zeros for an adapter: this rank's shard by ``layout``."""
+        self.layouts[adapter] = layout
+        self[adapter] = nn.Parameter(torch.zeros(layout.local_shape(self.group.rank)))
+
+    def __delitem__(self, adapter: str) -> None:
+        super().__delitem__(adapter)
+        del self.layouts[adapter]
 
 
 class LoraVocabEmbedding(Adapted):

@@ -125,7 +125,7 @@ class Mergeable(nn.Module, LoraLayer):
         return self.get_base_layer()
 
 
-# Merging in a whole model.
+# --- Merging in a whole model ---
 
 
 def _merging(

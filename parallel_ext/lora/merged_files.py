@@ -14,7 +14,7 @@ import torch
 from peft.utils.other import get_pattern_key
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, copy_beside, nothing, rows_of, write_again
@@ -163,7 +163,7 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
     missing = sorted({*own.factors, *own.whole} - model.shapes.keys())
     if missing:
         raise CheckpointError(
-            f"{own.file.path}: {model.path} has no {', '.join(missing[:4])}, which the adapter "
+            f"{own.file.path}: {model.path} has no {first_few(missing)}, which the adapter "
             "changes. It is of another model, or on experts or on tied weights: merge it with PEFT"
         )
     for name, there in own.whole.items():

@@ -3,13 +3,13 @@
 A checkpoint is a folder. Its file ``latest`` names a folder in it, into which each model-parallel
 rank wrote ``mp_rank_00_model_states.pt`` with its own number: a pickled dict whose ``module`` is
 the rank's state dict. An adapted layer ``L`` keeps its weight in ``L.original.weight``, and has one
-pair of factors for each block that is fused in its rows (query, key and value, or key and value):
-``L.matrix_A.j``, [r, in], and ``L.matrix_B.j``, [out / blocks, r]. To its output it adds
-``lora_alpha / r * cat_j(B_j A_j x)``. Blocks, heads and rotary pairs lie in the order of the
+pair of factors for each matrix that is joined in its rows (query, key and value, or key and value):
+``L.matrix_A.j``, [r, in], and ``L.matrix_B.j``, [out / joined, r]. To its output it adds
+``lora_alpha / r * cat_j(B_j A_j x)``. Matrices, heads and rotary pairs lie in the order of the
 weights for transformers.
 
-At a model-parallel size above 1, layers whose rows are sharded hold all of ``A_j`` and each
-block's rows of ``B_j``, sharded in order. Layers whose columns are sharded (``dense``) hold what no
+At a model-parallel size above 1, layers whose rows are sharded hold all of ``A_j`` and of each
+``B_j`` a shard of its rows, in order. Layers whose columns are sharded (``dense``) hold what no
 adapter can: every rank trained a ``B`` of its own and added only its own share, after the sum over
 the ranks.
 
@@ -30,16 +30,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.safetensors_writer import write_tensors
 from parallel_ext.lora.swiss_army_files import FACTOR, SavedRank, Source, read_ranks
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import CogAgentForCausalLM
 
 _FILE = "adapter_model.safetensors"
-_MOST_PROBLEMS_SHOWN = 4
 
-# In a layer: theirs -> ours, blocks fused in its rows, whether ranks shard its columns.
+# In a layer: theirs -> ours, matrices joined in its rows, whether ranks shard its columns.
 _DECODER = {
     "attention.query_key_value": ("self_attn.language_expert_query_key_value", 3, False),
     "attention.dense": ("self_attn.language_expert_dense", 1, True),
@@ -52,7 +51,7 @@ _TOWER = {
     "attention.dense": ("attention.dense", 1, True),
 }
 
-# What stands beside the factors. CogAgent's published trainer trains the first in full.
+# Parameters beside the factors: those that CogAgent's published trainer trains, and others.
 _TRAINED = re.compile(
     r"mixins\.(encoder|eva\.(vit_model|linear_proj|boi|eoi)|(mlp|rotary)\.vision_\w+)\b"
     r"|transformer\.layers\.\d+\.(cross_attention|post_cross_attention_layernorm)\b"
@@ -70,14 +69,14 @@ class _Linear(NamedTuple):
     Attributes:
         name: of the module.
         shape: of its weight, [out, in].
-        blocks: how many are fused in its rows.
-        columns_cut: whether the ranks of a model-parallel group shard its columns, not its rows.
+        joined: how many matrices are joined in its rows.
+        columns_sharded: whether model-parallel ranks shard its columns, not its rows.
     """
 
     name: str
     shape: tuple[int, ...]
-    blocks: int
-    columns_cut: bool
+    joined: int
+    columns_sharded: bool
 
 
 def import_swiss_army_lora(
@@ -91,7 +90,7 @@ def import_swiss_army_lora(
 ) -> None:
     """Write the LoRA of a SwissArmyTransformer checkpoint as a PEFT adapter for our CogAgent.
 
-    The adapter is exactly what was trained: of a layer with 3 fused blocks, ``lora_A`` is the
+    The adapter is exactly what was trained: of a layer of 3 joined matrices, ``lora_A`` is the
     stack of the three A, [3r, in], ``lora_B`` is block-diagonal, [out, 3r], and its alpha is three
     times ``lora_alpha``, so that the scale stays ``lora_alpha / r``. Factors keep their dtype.
 
@@ -150,16 +149,12 @@ def import_swiss_army_lora(
         )
     linears = _linears(config)
     if problems := list(_problems(ranks, linears, r)):
-        shown = "; ".join(problems[:_MOST_PROBLEMS_SHOWN])
-        more = len(problems) - _MOST_PROBLEMS_SHOWN
-        raise CheckpointError(
-            f"{first.where}: {shown}" + (f"; and {more} more" if more > 0 else "")
-        )
+        raise CheckpointError(f"{first.where}: {first_few(problems, between='; ')}")
     adapted = sorted({FACTOR.fullmatch(name)[1] for name in first.factors})
     fused = {
-        linears[path].name.rpartition(".")[2]: linears[path].blocks
+        linears[path].name.rpartition(".")[2]: linears[path].joined
         for path in adapted
-        if linears[path].blocks > 1
+        if linears[path].joined > 1
     }
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -167,15 +162,15 @@ def import_swiss_army_lora(
         r=r,
         lora_alpha=lora_alpha,
         target_modules=[linears[path].name for path in adapted],
-        rank_pattern={name: blocks * r for name, blocks in fused.items()},
-        alpha_pattern={name: blocks * lora_alpha for name, blocks in fused.items()},
+        rank_pattern={name: joined * r for name, joined in fused.items()},
+        alpha_pattern={name: joined * lora_alpha for name, joined in fused.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / _FILE, _adapter(ranks, linears, adapted))
     lora.save_pretrained(os.fspath(folder))
 
 
-# Checks.
+# --- Checks ---
 
 
 def _check_beside(one: SavedRank, adapters_only: bool) -> None:
@@ -214,10 +209,10 @@ def _linears(config: CogAgentConfig) -> dict[str, _Linear]:
     linears = {}
     for theirs, ours, layers, table in stacks:
         for layer in range(layers):
-            for path, (own, blocks, columns_cut) in table.items():
+            for path, (own, joined, columns_sharded) in table.items():
                 name = f"{ours}.{layer}.{own}"
                 shape = tuple(model.get_submodule(name).weight.shape)
-                linears[f"{theirs}.{layer}.{path}"] = _Linear(name, shape, blocks, columns_cut)
+                linears[f"{theirs}.{layer}.{path}"] = _Linear(name, shape, joined, columns_sharded)
     return linears
 
 
@@ -231,14 +226,14 @@ def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> It
             yield f"{path} has adapters, but is none of the layers that this format adapts"
             continue
         linear = linears[path]
-        if linear.columns_cut and size > 1:
+        if linear.columns_sharded and size > 1:
             apart.append(path)
-        rows = linear.shape[0] // linear.blocks
+        rows = linear.shape[0] // linear.joined
         if rows % size:
-            yield f"{path}: {size} model-parallel ranks do not divide its blocks of {rows} rows"
-        for block in range(linear.blocks):
-            shapes[f"{path}.matrix_A.{block}"] = (r, linear.shape[1])
-            shapes[f"{path}.matrix_B.{block}"] = (rows // size, r)
+            yield f"{path}: {size} model-parallel ranks do not divide its matrices of {rows} rows"
+        for number in range(linear.joined):
+            shapes[f"{path}.matrix_A.{number}"] = (r, linear.shape[1])
+            shapes[f"{path}.matrix_B.{number}"] = (rows // size, r)
     if apart:
         yield (
             f"adapters on {len(apart)} dense layers, {apart[0]} first, were trained at "
@@ -253,7 +248,7 @@ def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> It
         for name, factor in one.factors.items():
             if name not in shapes:
                 if FACTOR.fullmatch(name)[1] in linears:
-                    yield f"{name} is one more than the layer has blocks"
+                    yield f"{name} is one more than the layer joins"
             elif tuple(factor.shape) != shapes[name]:
                 yield (
                     f"{name} has the shape {tuple(factor.shape)} in {one.where}, expected "
@@ -268,7 +263,7 @@ def _problems(ranks: list[SavedRank], linears: dict[str, _Linear], r: int) -> It
                 )
 
 
-# Writing.
+# --- Writing ---
 
 
 def _adapter(
@@ -278,14 +273,14 @@ def _adapter(
     tensors = {}
     for path in adapted:
         linear = linears[path]
-        blocks = range(linear.blocks)
+        numbers = range(linear.joined)
         factors_b = (
-            torch.cat([one.factors[f"{path}.matrix_B.{block}"] for one in ranks])
-            for block in blocks
+            torch.cat([one.factors[f"{path}.matrix_B.{number}"] for one in ranks])
+            for number in numbers
         )
         saved = f"base_model.model.{linear.name}"
         tensors[f"{saved}.lora_A.weight"] = torch.cat(
-            [ranks[0].factors[f"{path}.matrix_A.{block}"] for block in blocks]
+            [ranks[0].factors[f"{path}.matrix_A.{number}"] for number in numbers]
         )
         tensors[f"{saved}.lora_B.weight"] = torch.block_diag(*factors_b)
     return tensors

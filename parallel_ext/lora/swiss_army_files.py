@@ -17,7 +17,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 
 FACTOR = re.compile(r"(.+)\.matrix_([AB])\.(\d+)")
-"""Name of a factor: the layer, which factor, of which block."""
+"""Name of a factor: the layer, which factor, of which joined matrix."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Any]
 

@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from parallel_ext.models.llama import (
     GRANITE,
@@ -26,6 +25,7 @@ from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 
 __all__ = ["SPECS", "AttentionNames", "MixtureNames", "ModelSpec", "RegionNames", "register"]
 
@@ -91,7 +91,7 @@ def register(spec: ModelSpec, *, replace: bool = False) -> None:
 
     Raises:
         TypeError: it is not a spec, or a field of it has a value of another type.
-        ValueError: a path is empty, no block says what is sharded, the ``model_type`` is that of
+        ValueError: a path is empty, no sublayer says what is sharded, the ``model_type`` is that of
             code in this package, or there is another spec for it and ``replace`` is False.
 
     Example:

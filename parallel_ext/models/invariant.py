@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parallel_ext.models.blocks import (
+from parallel_ext.models.spec import ModelSizes, ModelSpec
+from parallel_ext.models.sublayers import (
     AttentionNames,
     Layouts,
     MixtureNames,
     RegionNames,
     Shapes,
 )
-from parallel_ext.models.spec import ModelSizes, ModelSpec
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
 from parallel_ext.sharding.layout import ModelLayout, Part, Range, TensorLayout
 
@@ -32,7 +32,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
     attention, mlp = spec.attention, spec.mlp
     missing = {
         "no output head": spec.head is None,
-        "blocks beside the decoder layers": bool(spec.regions)
+        "sublayers beside the decoder layers": bool(spec.regions)
         and spec.model_type not in _SERVED_WITH_REGIONS,
         "published code": any(each.forward for each in spec.regions),
         "an MLP of another kind than gate, up and down": mlp is not None and not _is_plain(mlp),
@@ -112,32 +112,32 @@ def plan_in_blocks(
             tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
             for ranges in (heads.query, heads.key_value)
         )
-    for path, block in spec.blocks(shapes).items():
-        if isinstance(block, AttentionNames):
-            block.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
-            if block.is_joined:
-                shard_rows(f"{path}.{block.query}", query, (heads.repeats, 1, 1))
+    for path, sublayer in spec.sublayers(shapes).items():
+        if isinstance(sublayer, AttentionNames):
+            sublayer.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
+            if sublayer.is_joined:
+                shard_rows(f"{path}.{sublayer.query}", query, (heads.repeats, 1, 1))
             else:
-                shard_rows(f"{path}.{block.query}", query)
-                shard_rows(f"{path}.{block.key}", key_value)
-                shard_rows(f"{path}.{block.value}", key_value)
-            shard(f"{path}.{block.output}.weight", 1, query)
-            for norm, ranges in ((block.query_norm, query), (block.key_norm, key_value)):
+                shard_rows(f"{path}.{sublayer.query}", query)
+                shard_rows(f"{path}.{sublayer.key}", key_value)
+                shard_rows(f"{path}.{sublayer.value}", key_value)
+            shard(f"{path}.{sublayer.output}.weight", 1, query)
+            for norm, ranges in ((sublayer.query_norm, query), (sublayer.key_norm, key_value)):
                 if norm is not None:
                     shard(f"{path}.{norm}.weight", 0, ranges)
             continue
-        if isinstance(block, MixtureNames):
-            parts |= block.parts(path, shapes)
-            for name, layout in block.layouts(path, shapes, ep_size).items():
+        if isinstance(sublayer, MixtureNames):
+            parts |= sublayer.parts(path, shapes)
+            for name, layout in sublayer.layouts(path, shapes, ep_size).items():
                 each = tuple((expert, expert + 1) for expert in range(layout.shape[0]))
                 found[name] = replace(layout, blocks=each)
             continue
         num_heads = sizes.heads_of.get(path)
-        for name, joined in block.inputs.items():
+        for name, joined in sublayer.inputs.items():
             inner = shapes[f"{path}.{name}.weight"][0] // joined
             ranges = split_in_blocks(inner, blocks, inner // (num_heads or inner))
             shard_rows(f"{path}.{name}", ranges, (1,) * joined)
-        for name in block.outputs:
+        for name in sublayer.outputs:
             weight = f"{path}.{name}.weight"
             inner = shapes[weight][1]
             shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))

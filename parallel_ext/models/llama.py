@@ -5,8 +5,8 @@ Under ``model_type: llama`` there are SmolLM2, TinyLlama and more.
 
 from dataclasses import replace
 
-from parallel_ext.models.blocks import AttentionNames, RegionNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import AttentionNames, RegionNames
 
 ATTENTION = AttentionNames("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 MLP = RegionNames("mlp", inputs={"gate_proj": 1, "up_proj": 1}, outputs=("down_proj",))

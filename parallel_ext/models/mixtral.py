@@ -6,9 +6,9 @@ Files keep the names of the hub, one tensor for each matrix of each expert.
 import torch
 from torch import nn
 
-from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product
 
 

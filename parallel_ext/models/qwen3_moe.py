@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.llama import ATTENTION, MLP
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.routing import Choose, Product
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import NoneType
 
-from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames, Sublayer
 from parallel_ext.sharding.layout import (
     ModelLayout,
     Part,
@@ -27,10 +27,10 @@ class ModelSpec:
         embedding, head: paths from the model; sharded by vocabulary. A model that classifies has no
             such head: :meth:`without_head`.
         layers: path of the list of decoder layers.
-        attention: the first block of each decoder layer; None where ``regions`` say it.
+        attention: the first sublayer of each decoder layer; None where ``regions`` say it.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
             has it.
-        regions: further blocks, by their paths from the model.
+        regions: further sublayers, by their paths from the model.
         shared: paths of modules whose output is read by several regions, as the image that all
             layers look at; it is copied to the ranks there.
         towers: paths of further lists of layers, which data parallelism shards one by one.
@@ -71,7 +71,7 @@ class ModelSpec:
 
         Raises:
             TypeError: a field has a value of another type.
-            ValueError: a path is empty, or no block says what is sharded.
+            ValueError: a path is empty, or no sublayer says what is sharded.
         """
         kinds = {
             **dict.fromkeys(("model_type", "embedding", "head", "layers"), str),
@@ -108,28 +108,30 @@ class ModelSpec:
         """Return the spec of the architecture's classes that put classes of their own on it."""
         return replace(self, head=None, logits_divisor=None, logits_softcap=None)
 
-    def blocks(self, names: Collection[str]) -> dict[str, Block]:
-        """Map the path of every block of a model to the names of its modules.
+    def sublayers(self, names: Collection[str]) -> dict[str, Sublayer]:
+        """Map the path of every sublayer of a model to the names of its modules.
 
         Args:
             names: of the model's parameters.
         """
-        found: dict[str, Block] = {}
+        found: dict[str, Sublayer] = {}
         for layer in _numbered(f"{self.layers}.*", names):
             if self.attention is not None:
                 found[f"{layer}.{self.attention.name}"] = self.attention
-            block = self.mlp
+            sublayer = self.mlp
             if self.mixture is not None:
                 experts = f"{layer}.{self.mixture.name}.{self.mixture.experts}"
                 if self.mlp is None or f"{experts}.{self.mixture.down}" in names:
-                    block = self.mixture
-            if block is not None:
-                found[f"{layer}.{block.name}"] = block
-            if isinstance(block, MixtureNames) and block.shared is not None:
-                found[f"{layer}.{block.name}.{block.shared.name}"] = block.shared
+                    sublayer = self.mixture
+            if sublayer is not None:
+                found[f"{layer}.{sublayer.name}"] = sublayer
+            if isinstance(sublayer, MixtureNames) and sublayer.shared is not None:
+                found[f"{layer}.{sublayer.name}.{sublayer.shared.name}"] = sublayer.shared
         for region in self.regions:
             found |= dict.fromkeys(_numbered(region.name, names), region)
         return found
+
+    blocks = sublayers  # as it was called before
 
     def modules(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the paths of all modules that are replaced or given a hook.
@@ -137,12 +139,12 @@ class ModelSpec:
         Args:
             names: of the model's parameters.
         """
-        in_blocks = (
+        in_sublayers = (
             path
-            for block, kind in self.blocks(names).items()
-            for path in (block, *(f"{block}.{name}" for name in kind.modules()))
+            for root, sublayer in self.sublayers(names).items()
+            for path in (root, *(f"{root}.{name}" for name in sublayer.modules()))
         )
-        return (*self.ends, *self.shared, *in_blocks)
+        return (*self.ends, *self.shared, *in_sublayers)
 
 
 def _numbered(path: str, names: Collection[str]) -> list[str]:
@@ -213,15 +215,15 @@ def plan(
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
             if name in shapes:
                 found[name] = shard_along(name, shapes[name], 0, rows)
-    for path, block in spec.blocks(shapes).items():
-        if isinstance(block, AttentionNames):
+    for path, sublayer in spec.sublayers(shapes).items():
+        if isinstance(sublayer, AttentionNames):
             heads = split_heads(sizes.num_heads, sizes.num_key_value_heads, tp_size)
-            found |= block.layouts(path, shapes, heads, sizes.head_dim)
-        elif isinstance(block, RegionNames):
-            found |= block.layouts(path, shapes, tp_size, sizes.heads_of.get(path))
+            found |= sublayer.layouts(path, shapes, heads, sizes.head_dim)
+        elif isinstance(sublayer, RegionNames):
+            found |= sublayer.layouts(path, shapes, tp_size, sizes.heads_of.get(path))
         else:
-            found |= block.layouts(path, shapes, ep_size)
-            parts |= block.parts(path, shapes)
+            found |= sublayer.layouts(path, shapes, ep_size)
+            parts |= sublayer.parts(path, shapes)
     tensors = {
         name: found.get(name, TensorLayout(name, shape))
         for name, shape in shapes.items()

@@ -96,7 +96,7 @@ class BlockColumnLinear(ShardedModule):
         """
         weights, blocks = [*self.parts_of(weight)], [*self.blocks]
         if self.copies > 1:
-            # Only of the second weight may consecutive blocks share rows: the first one is empty.
+            # Blocks may share rows of the second weight only, so the first weight is empty.
             own, count = blocks[0]
             weights.insert(0, weight[:0])
             blocks.insert(0, Blocks(((0, 0),) * len(own), count))
@@ -373,7 +373,7 @@ class BlockNorm(ShardedModule):
             ones = wide.new_ones(1, wide.size(-1))
             total = ops.block_row_linear(wide.square(), ones, self.blocks, None, self.group)
             scale = torch.rsqrt(total / self.layouts["weight"].shape[0] + self.eps)
-            # To each feature, by a product of each block with ones.
+            # The scale of a token is brought to each feature by a product of each block with ones.
             (scale,) = ops.block_linears(scale, [ones.T], [self.blocks], 1, self.group)
             weight = self.weight.to(wide.dtype)
             weight = ops.block_bias(torch.zeros_like(wide), weight, self.blocks, 1, self.group)

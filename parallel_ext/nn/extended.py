@@ -17,7 +17,7 @@ _extended: dict[str, tuple[FunctionType, CodeType, FunctionType, Callable[..., A
 
 
 def _code_of_extended(*args: Any, **kwargs: Any) -> Any:
-    # The globals are those of the extended function.
+    # Runs with the globals of the extended function, which may not have `call`.
     from parallel_ext.nn.extended import call
 
     return call("key of the extended function", args, kwargs)

@@ -200,7 +200,7 @@ class ExpertParallelExperts(ShardedModule):
         rows, weights, origins = ops.moe_dispatch(tokens, weights, route, plan, self.group)
         rows = self._gated(self._linear(rows, "gate_up_proj", route, plan, adapters), weights)
         rows = self._linear(rows, "down_proj", route, plan, adapters)
-        # Under autocast the experts compute in its dtype; the choices are summed in the tokens'.
+        # Under autocast experts compute in its dtype, and choices are summed in the tokens'.
         return ops.moe_combine(rows.to(tokens.dtype), origins, route, plan, self.group)
 
     def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -29,19 +29,19 @@ CAUSES = (
 
 
 @lru_cache(maxsize=256)
-def _first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
-    """Return for each rank of a job the lowest rank that holds the same shard."""
+def _primaries(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
+    """Return for each rank of a job the primary rank of its shard, by the layout as it is."""
     return tuple(layout.replicas(rank)[0] for rank in range(world_size))
 
 
-def first_holders(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
-    """Return for each rank of a job the lowest rank that must hold the same shard.
+def primaries(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
+    """Return for each rank of a job the primary rank of its shard: the lowest that holds it.
 
     Example:
-        >>> first_holders(TensorLayout("norm.weight", (5,)), 3)
+        >>> primaries(TensorLayout("norm.weight", (5,)), 3)
         (0, 0, 0)
     """
-    return _first_holders(replace(layout, name=""), world_size)  # most layouts differ by name only
+    return _primaries(replace(layout, name=""), world_size)  # most layouts differ by name only
 
 
 def compare(
@@ -61,15 +61,15 @@ def compare(
     digests: dict[str, str] = {}
     of_classes: dict[tuple[int, ...], xxhash.xxh3_128] = {}  # by who holds the same
     for name, (shard, layout) in shards.items():
-        holders = first_holders(layout, mesh.world_size)
-        if len(set(holders)) < mesh.world_size:
+        of_ranks = primaries(layout, mesh.world_size)
+        if len(set(of_ranks)) < mesh.world_size:
             digests[name] = content_digest(shard)
-            of_classes.setdefault(holders, xxhash.xxh3_128()).update(digests[name].encode())
+            of_classes.setdefault(of_ranks, xxhash.xxh3_128()).update(digests[name].encode())
     own = {str(number): each.hexdigest() for number, each in enumerate(of_classes.values())}
     everyone = mesh.control.all_gather_object(own)
-    for number, holders in enumerate(of_classes):
+    for number, of_ranks in enumerate(of_classes):
         found = [each[str(number)] for each in everyone]
-        if any(found[rank] != found[first] for rank, first in enumerate(holders)):
+        if any(found[rank] != found[first] for rank, first in enumerate(of_ranks)):
             _raise(mesh.control.all_gather_object(digests), shards, mesh, op_name)
 
 
@@ -82,7 +82,7 @@ def _raise(
     differing = [
         (name, first, rank)
         for name in everyone[0]
-        for rank, first in enumerate(first_holders(shards[name][1], mesh.world_size))
+        for rank, first in enumerate(primaries(shards[name][1], mesh.world_size))
         if everyone[rank][name] != everyone[first][name]
     ]
     names = list(dict.fromkeys(name for name, _, _ in differing))
@@ -106,13 +106,13 @@ class ReplicaPiece(NamedTuple):
         name: of the parameter.
         values: its elements here, in one dimension.
         ranks: of the job, those of the group.
-        holders: for each of them the place of the first that must hold the same.
+        primaries: for each of them the place of the first that must hold the same values.
     """
 
     name: str
     values: torch.Tensor
     ranks: tuple[int, ...]
-    holders: tuple[int, ...]
+    primaries: tuple[int, ...]
 
     def number(self) -> int:
         """Return a number of 64 bits that changes with the values; it waits for a device."""
@@ -128,7 +128,7 @@ class ReplicaPiece(NamedTuple):
         Raises:
             DisagreementError: the values of two such ranks differ.
         """
-        for place, first in enumerate(self.holders):
+        for place, first in enumerate(self.primaries):
             if numbers[place] != numbers[first]:
                 ranks = self.ranks[first], self.ranks[place]
                 raise DisagreementError(f"{op_name}: {drift(self.name, *ranks)}")
@@ -139,7 +139,7 @@ class _Place(NamedTuple):
 
     name: str
     part: slice
-    holders: tuple[int, ...]
+    primaries: tuple[int, ...]
 
 
 class ReplicaCycle:
@@ -171,9 +171,9 @@ class ReplicaCycle:
         if self._now is None:
             return None
         values = local_part(model.get_parameter(self._now.name).detach()).reshape(-1)
-        # A copy: what a digest looks at in place FSDP could not free any more.
+        # Cloned, since FSDP could not free a gathered weight while its digest is computed.
         own = values[self._now.part].clone()
-        return ReplicaPiece(self._now.name, own, self._ranks, self._now.holders)
+        return ReplicaPiece(self._now.name, own, self._ranks, self._now.primaries)
 
     def done(self) -> None:
         """Move to the next piece; all ranks of the group call it, when they have compared."""
@@ -181,15 +181,15 @@ class ReplicaCycle:
 
     def _pass_over(self, model: nn.Module) -> Iterator[_Place]:
         for name, parameter, layout in list(named_shards(model)):
-            same = first_holders(layout, self._world_size)
+            same = primaries(layout, self._world_size)
             places = [same[rank] for rank in self._ranks]
-            holders = tuple(map(places.index, places))
-            if len(set(holders)) == len(holders):
+            firsts = tuple(map(places.index, places))
+            if len(set(firsts)) == len(firsts):
                 continue
             elements = max(math.prod(layout.local_shape(rank)) for rank in self._ranks)
             at_once = PIECE_BYTES // parameter.element_size()
             for start in range(0, elements, at_once):
-                yield _Place(name, slice(start, start + at_once), holders)
+                yield _Place(name, slice(start, start + at_once), firsts)
 
 
 def _has(model: nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from parallel_ext import _C
 from parallel_ext.sharding._torch_private import running_backward
 
-# What brings rows of a mixture to other ranks.
+# The ops that bring rows of a mixture to other ranks.
 _EXCHANGES = (
     *("moe_dispatch", "moe_dispatch_backward"),
     *("moe_combine", "moe_combine_backward"),

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from parallel_ext.distributed.errors import first_few
+
 # A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -43,9 +45,8 @@ def refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if parameter in _stale
     ]
     if found:
-        names = [name for name, _ in found]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        names = first_few([name for name, _ in found])
         raise RuntimeError(
-            f"{type(optimizer).__name__} {found[0][1]}: {shown}; build the optimizer from the "
+            f"{type(optimizer).__name__} {found[0][1]}: {names}; build the optimizer from the "
             "parallel model"
         )

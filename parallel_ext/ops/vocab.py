@@ -36,14 +36,14 @@ def vocab_embedding(
 
     Returns:
         [..., H] in the dtype of ``weight``, replicated, the bits of the rows. One exchange in
-        forward: on the CPU each row that is looked up travels once, from its owner to the other
+        forward: on the CPU each row that is looked up travels once, from its rank to the other
         p - 1 ranks, unless some rank owns more than 2 T / p of the different ids; then, and on
         other devices, where the ids are not read, one all-reduce. In backward each rank sums the
         gradients of its own rows in token order, in fp32, and communicates nothing.
 
         With ``tokens`` [..., tokens[group.rank], H], the rows of this rank's tokens. On the CPU a
         row goes once to each rank that looks it up, and in backward the gradient of a token to the
-        owner of its row; on other devices there is a reduce-scatter, and an all-gather in backward.
+        rank of its row; on other devices there is a reduce-scatter, and an all-gather in backward.
 
     Raises:
         IndexError: an id is outside the vocabulary (on the CPU; see the agreement check for GPUs).

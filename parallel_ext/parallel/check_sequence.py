@@ -1,4 +1,4 @@
-"""What sequence parallelism asks of a model, whose tokens between the blocks are divided."""
+"""What sequence parallelism asks of a model, whose tokens between the sublayers are divided."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ import inspect
 
 from torch import nn
 
-from parallel_ext.models.blocks import AttentionNames, Block, MixtureNames, RegionNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames, Sublayer
 
 POSITIONS = "position_embeddings"
 """The argument of a decoder layer and its attention that has a place for each token."""
 
 
 def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
-    """Raise unless the tokens between the blocks of a model can be divided over the ranks.
+    """Raise unless the tokens between the sublayers of a model can be divided over the ranks.
 
     Raises:
         ValueError: names what cannot.
     """
     refused = "parallelize: sequence_parallel=True "
-    for path, block in blocks_of_layers(model, spec).items():
+    for path, sublayer in sublayers_of_layers(model, spec).items():
         module = model.get_submodule(path)
-        for name in beside_experts(module, block) if isinstance(block, MixtureNames) else []:
-            if name != block.router and type(each := module.get_submodule(name)) is not nn.Linear:
+        for name in beside_experts(module, sublayer) if isinstance(sublayer, MixtureNames) else []:
+            linear = type(each := module.get_submodule(name)) is nn.Linear
+            if name != sublayer.router and not linear:
                 raise ValueError(
                     f"{refused}gives a mixture this rank's tokens, of which beside router and "
                     f"experts only linears are right; {path}.{name} is a {type(each).__name__}"
                 )
         if (
-            isinstance(block, MixtureNames)
-            and block.jitter_of(model.config) > 0
-            and block.block_jitter is None
+            isinstance(sublayer, MixtureNames)
+            and sublayer.jitter_of(model.config) > 0
+            and sublayer.block_jitter is None
         ):
             raise ValueError(
-                f"{refused}needs the attribute of {path} with the noise of {block.jitter}; name it "
-                "by block_jitter in the spec"
+                f"{refused}needs the attribute of {path} with the noise of {sublayer.jitter}; name "
+                "it by block_jitter in the spec"
             )
-        if isinstance(block, RegionNames) and block.entry is not None:
+        if isinstance(sublayer, RegionNames) and sublayer.entry is not None:
             raise ValueError(f"{refused}does not serve the entry of {path}; leave it out")
-        if isinstance(block, AttentionNames) and (
+        if isinstance(sublayer, AttentionNames) and (
             POSITIONS not in inspect.signature(type(module).forward).parameters
         ):
             raise ValueError(
@@ -61,7 +62,7 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
     for path in norms:
         if "Norm" not in type(module := model.get_submodule(path)).__name__:
             raise ValueError(
-                f"{refused}divides the tokens of what stands between the blocks, which must be "
+                f"{refused}divides the tokens of what stands between the sublayers, which must be "
                 f"norms; {path} is a {type(module).__name__}"
             )
     behind = [path for path in norms if not path.startswith(f"{spec.layers}.")]
@@ -73,24 +74,24 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
     for path, module in model.get_submodule(spec.layers).named_modules():
         if type(module) is nn.Dropout and module.p > 0:
             raise ValueError(
-                f"{refused}does not serve dropout between the blocks, whose masks would depend on "
-                f"the layout; set that of {spec.layers}.{path}, {module.p}, to 0"
+                f"{refused}does not serve dropout between the sublayers, whose masks would depend "
+                f"on the layout; set that of {spec.layers}.{path}, {module.p}, to 0"
             )
 
 
-def blocks_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Block]:
-    """Return the blocks of the decoder layers, between which the tokens are divided."""
-    blocks = spec.blocks({name for name, _ in model.named_parameters()})
-    return {path: block for path, block in blocks.items() if path.startswith(f"{spec.layers}.")}
+def sublayers_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Sublayer]:
+    """Return the sublayers of the decoder layers, between which the tokens are divided."""
+    found = spec.sublayers({name for name, _ in model.named_parameters()})
+    return {path: each for path, each in found.items() if path.startswith(f"{spec.layers}.")}
 
 
 def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
-    """Return the paths of the parts of the decoder, beside its layers, that have blocks or towers.
+    """Return the paths of what has sublayers or towers in the decoder, beside its layers.
 
-    As those that put images into the embedding, of whose tokens every rank has all.
+    As modules that put images into the embedding, of whose tokens every rank has all.
     """
     decoder = f"{decoder_of(spec)}."
-    paths = (*spec.towers, *spec.shared, *spec.blocks({n for n, _ in model.named_parameters()}))
+    paths = (*spec.towers, *spec.shared, *spec.sublayers({n for n, _ in model.named_parameters()}))
     return {
         f"{decoder}{path.removeprefix(decoder).partition('.')[0]}"
         for path in paths
@@ -99,8 +100,8 @@ def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
 
 
 def norms_of(model: nn.Module, spec: ModelSpec) -> list[str]:
-    """Return the paths of the modules with parameters between the blocks, and last behind them."""
-    others = (*blocks_of_layers(model, spec), *beside_layers(model, spec), spec.embedding)
+    """Return the paths of modules with parameters between the sublayers, and behind the last."""
+    others = (*sublayers_of_layers(model, spec), *beside_layers(model, spec), spec.embedding)
     decoder = decoder_of(spec)
     found = [
         path

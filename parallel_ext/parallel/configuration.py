@@ -29,7 +29,7 @@ _AT_LEAST_ONE = {
     *("num_attention_heads", "num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
 }
 _LABELS = ("num_labels", "id2label", "label2id")
-# transformers loads compiled code of hub repositories for values with a slash.
+# Fields for whose values with a slash transformers loads compiled code from the hub.
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _REFUSED = {
     "quantization_config": "quantized models are not served; save the model dequantized",

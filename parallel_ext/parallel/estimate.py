@@ -140,7 +140,7 @@ class Planner:
         self._spec = spec_for(self._plain)
         self._layers = self._plain.get_submodule(self._spec.layers)
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
-        self._alike = len(shapes) == 1 and len(self._layers) > _FEW
+        self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
         self._known: KnownOps = {}
 
     @classmethod
@@ -171,7 +171,7 @@ class Planner:
             ValueError: the model cannot be sharded so.
         """
         mesh, total = _Rank(world, tp, ep), len(self._layers)
-        few = _FEW if self._alike else total
+        few = _FEW if self._equal_layers else total
         with self._only(few):  # all that is decided below is the same for all layers
             check_servable(self._plain, mesh, allow_different_dropout=True)
             check_mixture(self._plain, self._spec, mesh, agreement=True)

@@ -54,7 +54,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     logits and keeps its labels.
     """
     state: ParallelState = getattr(model, STATE_NAME)
-    # Not for the class, whose attention may know an option by the same name.
+    # Options of the loss are kept from the class, whose attention may know one by their name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
     inputs = arguments_of(model, "forward", args, kwargs)
     arguments = inputs | options

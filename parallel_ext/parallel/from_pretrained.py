@@ -141,7 +141,7 @@ def _check(
     spec = spec_for(model)
     vocabulary = [f"{path}.{n}" for path in spec.ends for n in ("weight", "bias")]
     if vocab_size is not None:
-        directory.cut_vocabulary(vocabulary, vocab_size)
+        directory.drop_padding_rows(vocabulary, vocab_size)
     directory.check(state_of(model).layout.in_files(), vocabulary)
 
 

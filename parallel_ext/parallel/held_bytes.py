@@ -11,8 +11,8 @@ from functools import cached_property
 
 from torch import nn
 
-from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import named_shards
@@ -79,9 +79,9 @@ class Held:
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
         self._experts = tuple(
-            f"{path}.{block.experts}."
-            for path, block in spec.blocks(layout).items()
-            if isinstance(block, MixtureNames)
+            f"{path}.{sublayer.experts}."
+            for path, sublayer in spec.sublayers(layout).items()
+            if isinstance(sublayer, MixtureNames)
         )
         # Each kind of tensor is looked at once, however many layers have it.
         self._root: Counter[_Kind] = Counter()
@@ -138,7 +138,6 @@ class Held:
         rank: int,
         *,
         sharded: bool = False,
-        root: bool = True,
         layers: bool = True,
         adapter: bool | None = None,
         trained: bool = False,
@@ -148,12 +147,11 @@ class Held:
         Args:
             rank: of the job.
             sharded: with what ZeRO divides over the replicas, where there are any dp ranks.
-            root: count what is in no layer.
-            layers: count what is in the layers.
+            layers: count what is in the layers, too.
             adapter: count only the adapter, or only what is not; None for both.
             trained: leave out what gets no gradient.
         """
-        counters = [self._root] * root + [self._layers] * layers
+        counters = [self._root] + [self._layers] * layers
         if trained:
             counters = [
                 Counter({kind: number for kind, number in counter.items() if not kind.idle})

@@ -21,7 +21,7 @@ from parallel_ext.sharding._torch_private import disable_compiler
 from parallel_ext.sharding.digests import content_digest, content_number
 
 _ID_ARGUMENTS = ("input_ids", "labels", "shift_labels")
-# Keys and values of the rank's own heads: tuples in CogAgent's published class, else an object.
+# Arguments with keys and values of a rank's own heads, which no other rank has.
 _OF_THE_RANK = ("past_key_values", "cache")
 
 
@@ -181,7 +181,7 @@ class _DeviceContents:
             numbers.append(bad.sum())
         if piece is not None:
             numbers.append(content_number(piece.values))
-        # Some may be on the host, as a mask that was left there.
+        # Numbers of a tensor that was left on the host, such as a mask, are there already.
         self.numbers = [number.to("cpu", non_blocking=True) for number in numbers]
         self.arrived = None
         if any(number.is_cuda for number in numbers):

@@ -11,9 +11,9 @@ import transformers.activations
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.models.invariant import attention_blocks
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.blocks import (
     BlockColumnLinear,
     BlockExperts,
@@ -38,7 +38,7 @@ _GELU = (type(transformers.activations.ACT2FN["gelu_pytorch_tanh"]),)
 _ERF_GELU = (transformers.activations.GELUActivation,)
 _ACTIVATIONS = (nn.modules.activation.__name__, transformers.activations.__name__)
 _TOKENS_OF_A_GATE = 32768  # torch's grain: of so many elements one thread computes a sigmoid
-# In fp32, rounded, then times the weight; or Gemma's, in fp32 times 1 + weight, then rounded.
+# Classes of norms of heads -> whether it is Gemma's, which multiplies by 1 + weight in fp32.
 _HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm": True}
 
 
@@ -66,18 +66,18 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             "it to 0"
         )
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for path, block in spec.blocks(names).items():
+    for path, sublayer in spec.sublayers(names).items():
         module = model.get_submodule(path)
-        if isinstance(block, AttentionNames):
+        if isinstance(sublayer, AttentionNames):
             _check_head_dim(path, module.head_dim)
             heads = model.config.num_attention_heads
-            if block.full_norms and heads != model.config.num_key_value_heads:
+            if sublayer.full_norms and heads != model.config.num_key_value_heads:
                 raise ValueError(
-                    f"px.Invariant serves norms over all heads, as {path}.{block.full_norms[0]}, "
-                    f"with as many key-value heads as query heads, but the model has "
-                    f"{model.config.num_key_value_heads} and {heads}"
+                    f"px.Invariant serves norms over all heads, as {path}."
+                    f"{sublayer.full_norms[0]}, with as many key-value heads as query heads, but "
+                    f"the model has {model.config.num_key_value_heads} and {heads}"
                 )
-            for norm in block.head_norms:
+            for norm in sublayer.head_norms:
                 kind = type(module.get_submodule(norm)).__name__
                 if kind not in _HEAD_NORMS:
                     raise ValueError(
@@ -85,14 +85,14 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
                         f"{' or '.join(_HEAD_NORMS)}, but {path}.{norm} is a {kind}"
                     )
             continue
-        if isinstance(block, MixtureNames):
-            _check_mixture(model, path, block, mesh)
+        if isinstance(sublayer, MixtureNames):
+            _check_mixture(model, path, sublayer, mesh)
             continue
-        if block in spec.regions:
-            _check_region(module, path, block)
+        if sublayer in spec.regions:
+            _check_region(module, path, sublayer)
             continue
         for name, child in module.named_children():
-            if name not in block.modules() and _fixed(child) is None:
+            if name not in sublayer.modules() and _fixed(child) is None:
                 raise _of_unknown_activation(f"{path}.{name}", child)
     if spec.regions:
         for name, child in model.named_modules():
@@ -203,15 +203,15 @@ def replace_in_blocks(model: nn.Module, plan: Plan) -> list[Routing]:
     if spec.attention is not None:
         numbers = config.num_attention_heads, config.num_key_value_heads
         heads = attention_blocks(spec.attention, *numbers, plan.options.invariant.blocks)
-    for path, block in spec.blocks(plan.layout).items():
-        if block in spec.regions:
-            _replace_region(put, path, block)
-        elif isinstance(block, AttentionNames):
-            _replace_attention(put, path, block, heads)
-        elif isinstance(block, MixtureNames):
-            _replace_mixture(put, path, block)
+    for path, sublayer in spec.sublayers(plan.layout).items():
+        if sublayer in spec.regions:
+            _replace_region(put, path, sublayer)
+        elif isinstance(sublayer, AttentionNames):
+            _replace_attention(put, path, sublayer, heads)
+        elif isinstance(sublayer, MixtureNames):
+            _replace_mixture(put, path, sublayer)
         else:
-            _replace_mlp(put, path, block)
+            _replace_mlp(put, path, sublayer)
     if spec.regions:
         _replace_activations(model)
         fix_replicated(model)

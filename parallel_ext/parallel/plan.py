@@ -9,9 +9,9 @@ from typing import Literal
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.blocks import RegionNames
 from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
+from parallel_ext.models.sublayers import RegionNames
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Return whether each tp rank keeps its own tokens between the blocks."""
+        """Return whether each tp rank keeps its own tokens between the sublayers."""
         return self.options.sequence_parallel and self.mesh.tp_size > 1
 
     @property
@@ -176,15 +176,15 @@ def layout_of(
 
 
 def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:
-    config, blocks = model.config, spec.blocks(shapes)
+    config, sublayers = model.config, spec.sublayers(shapes)
     heads_of = {
-        path: getattr(model.get_submodule(path), block.heads)
-        for path, block in blocks.items()
-        if isinstance(block, RegionNames) and block.heads is not None
+        path: getattr(model.get_submodule(path), sublayer.heads)
+        for path, sublayer in sublayers.items()
+        if isinstance(sublayer, RegionNames) and sublayer.heads is not None
     }
     if spec.attention is None:
         return ModelSizes(config.vocab_size, heads_of=heads_of)
-    attention = next((path for path, block in blocks.items() if block is spec.attention), None)
+    attention = next((path for path, each in sublayers.items() if each is spec.attention), None)
     return ModelSizes(
         config.vocab_size,
         config.num_attention_heads,

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.blocks import AttentionNames, MixtureNames, RegionNames
+from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
@@ -75,15 +75,15 @@ def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | No
     unsummed = (f"{spec.layers}.",) if plan.sequence_parallel else ()
     replace = Replacer(model, plan.layout, plan.mesh, partials, unsummed)
     replace.embedding(spec.embedding, spec.scaled_embedding is not None)
-    for path, block in spec.blocks(plan.layout).items():
-        if isinstance(block, AttentionNames) and block.is_joined:
-            replace.joined_attention(path, block)
-        elif isinstance(block, AttentionNames):
-            replace.attention(path, block)
-        elif isinstance(block, RegionNames):
-            replace.region(path, block)
+    for path, sublayer in spec.sublayers(plan.layout).items():
+        if isinstance(sublayer, AttentionNames) and sublayer.is_joined:
+            replace.joined_attention(path, sublayer)
+        elif isinstance(sublayer, AttentionNames):
+            replace.attention(path, sublayer)
+        elif isinstance(sublayer, RegionNames):
+            replace.region(path, sublayer)
         else:
-            replace.mixture(path, block)
+            replace.mixture(path, sublayer)
     if spec.head is not None:
         replace.head(spec.head)
     return partials, replace.routings
@@ -100,17 +100,17 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
     copy_input, copy_output = CopyInput(tp), CopyOutput(tp)
     for path in spec.shared:
         model.get_submodule(path).register_forward_hook(copy_output)
-    for path, block in spec.blocks(plan.layout).items():
+    for path, sublayer in spec.sublayers(plan.layout).items():
         # A mixture takes its slice of the tokens itself; its router sees all on every rank.
         own = plan.sequence_parallel and path.startswith(f"{spec.layers}.")
-        if own or isinstance(block, MixtureNames):
+        if own or isinstance(sublayer, MixtureNames):
             continue
         module = model.get_submodule(path)
-        if isinstance(block, RegionNames) and block.entry is not None:
-            module.get_submodule(block.entry).register_forward_hook(copy_output)
+        if isinstance(sublayer, RegionNames) and sublayer.entry is not None:
+            module.get_submodule(sublayer.entry).register_forward_hook(copy_output)
         else:
             module.register_forward_pre_hook(copy_input, with_kwargs=True)
-        if isinstance(block, RegionNames) and block.merges:
+        if isinstance(sublayer, RegionNames) and sublayer.merges:
             module.register_forward_hook(SumOutput(tp))
 
 
@@ -195,7 +195,7 @@ class Replacer:
         old, tied = self.model.get_submodule(path), self._tied(path)
         scale = old.embed_scale if scaled else None
         if scaled and weight.is_meta:
-            # It was rounded to the dtype of the configuration, which the weights need not have.
+            # The buffer was rounded to the dtype of the configuration, which weights need not have.
             scale = torch.tensor(old.scalar_embed_scale, dtype=torch.float64)
         self.put(
             path,

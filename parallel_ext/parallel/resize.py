@@ -22,7 +22,7 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding.layout import TensorLayout, box_shape, shard_along, split
-from parallel_ext.sharding.reshard import STRIPE_BYTES, RowBlock, Swap
+from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
 
 _OP_NAME = "resize_token_embeddings"
 
@@ -310,12 +310,12 @@ def _fetch(
     row_bytes = math.prod(layout.shape[1:]) * shard.element_size()
     at_once = max(1, STRIPE_BYTES // row_bytes)
     for first in range(0, max(stop - start for start, stop in wanted), at_once):
-        blocks = [
-            RowBlock(layout, min(start + first, stop), min(start + first + at_once, stop))
+        stripes = [
+            RowStripe(layout, min(start + first, stop), min(start + first + at_once, stop))
             for start, stop in wanted
         ]
         piece = out[first : first + at_once]
-        Swap({layout.name: shard}, [[block] for block in blocks], [piece], mesh.control).run()
+        Swap({layout.name: shard}, [[stripe] for stripe in stripes], [piece], mesh.control).run()
 
 
 def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Range]) -> None:

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between the blocks each tp rank keeps its own tokens only.
+"""Sequence parallelism: between the sublayers each tp rank keeps its own tokens only.
 
 What hooks make of the hidden states of a decoder layer in training::
 
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.models.blocks import MixtureNames
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.recomputation import once, watch_checkpoints
@@ -36,9 +36,9 @@ from parallel_ext.parallel.check_sequence import (
     POSITIONS,
     beside_experts,
     beside_layers,
-    blocks_of_layers,
     decoder_of,
     norms_of,
+    sublayers_of_layers,
 )
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding._torch_private import running_backward
@@ -58,7 +58,7 @@ class _Tokens(NamedTuple):
 
 
 class OwnTokens:
-    """How many tokens of each sequence the ranks hold between the blocks of the layer that runs.
+    """How many tokens of each sequence the ranks hold between the sublayers of a running layer.
 
     One object serves one model. A layer says it, what is in it and the last norm ask.
 
@@ -100,7 +100,7 @@ class OwnTokens:
 
     def begin(self, hidden: torch.Tensor, tokens: int) -> None:
         """Say how many tokens there are in all, of which ``hidden`` has all or this rank's own."""
-        # A sequence of one token is never taken apart, so that these two differ on every rank.
+        # A sequence of one token is never divided, so all and own tokens differ on every rank.
         if hidden.size(-2) == tokens:
             self._tokens = None
         else:
@@ -326,10 +326,10 @@ class GatherAll:
 
 
 def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) -> None:
-    """Let each rank keep its own tokens between the blocks of a model that was checked.
+    """Let each rank keep its own tokens between the sublayers of a model that was checked.
 
     Args:
-        model: its row-parallel layers leave the sum to the hooks of their blocks.
+        model: its row-parallel layers leave the sum to the hooks of their sublayers.
         plan: of several tp ranks.
         partials: sums the gradients of the norms, of which each rank computes those of its tokens.
     """
@@ -340,12 +340,12 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
         layer.register_forward_pre_hook(BeginLayer(own), with_kwargs=True)
     norms = norms_of(model, spec)
     in_parts, mixtures = [*norms], []
-    for path, block in blocks_of_layers(model, spec).items():
+    for path, sublayer in sublayers_of_layers(model, spec).items():
         module = model.get_submodule(path)
-        if isinstance(block, MixtureNames):
+        if isinstance(sublayer, MixtureNames):
             mixtures.append(path)
-            in_parts += [f"{path}.{name}" for name in beside_experts(module, block)]
-            _give_own_tokens(module, block, own)
+            in_parts += [f"{path}.{name}" for name in beside_experts(module, sublayer)]
+            _give_own_tokens(module, sublayer, own)
         else:
             module.register_forward_pre_hook(EnterBlock(own), with_kwargs=True)
             module.register_forward_hook(LeaveBlock(own))

@@ -46,7 +46,7 @@ class ParallelState(nn.Module):
         training_logits: whether training with labels returns logits.
         fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
             logits.
-        sequence_parallel: whether in training a tp rank keeps its own tokens between the blocks.
+        sequence_parallel: whether in training a tp rank keeps its own tokens between the sublayers.
         partials: sums the partial gradients of replicated parameters; None with one rank.
         routings: those of the layers with a mixture of experts.
         routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.

@@ -88,7 +88,7 @@ def unpad_files(
                 f"{source}: rows that are not zero are dropped only where a tokenizer shows that "
                 "no id reaches them, and there is none in the folder"
             )
-        model.cut_vocabulary(vocabulary, true, filled=filled_padding)
+        model.drop_padding_rows(vocabulary, true, filled=filled_padding)
         model.check(*_expected(model, true))
         with Publication(out) as temporary:
             written = write_again(

@@ -12,8 +12,8 @@ from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
 from parallel_ext.models._transformers_private import is_sharded_by_transformers
-from parallel_ext.models.blocks import MixtureNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
@@ -27,7 +27,7 @@ _MODEL_ATTRIBUTES = (
     "_get_resized_lm_head",
     "tie_weights",
 )
-# Of an nn.Embedding, by the value that means it is off: what the parallel one does not do.
+# Options of nn.Embedding that a parallel one does not serve -> the value for "off".
 _EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 _CLASSIFIERS = (
     modeling_layers.GenericForSequenceClassification,
@@ -156,10 +156,10 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
         owner, _, method = spec.skips.rpartition(".")
         if not hasattr(model.get_submodule(owner), method):
             missing.append(spec.skips)
-    for path, block in spec.blocks(names).items():
+    for path, sublayer in spec.sublayers(names).items():
         if path not in missing:
             owner = model.get_submodule(path)
-            missing += [f"{path}.{n}" for n in block.attributes() if not hasattr(owner, n)]
+            missing += [f"{path}.{n}" for n in sublayer.attributes() if not hasattr(owner, n)]
     if missing:
         raise ValueError(
             f"parallelize: {cls} of transformers {transformers.__version__} "
@@ -209,8 +209,8 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
 
 def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool) -> None:
     """Raise unless mesh and options fit the model's mixture of experts, or its lack of one."""
-    mixture, blocks = spec.mixture, spec.blocks(_parameter_names(model))
-    paths = [path for path, block in blocks.items() if isinstance(block, MixtureNames)]
+    mixture, sublayers = spec.mixture, spec.sublayers(_parameter_names(model))
+    paths = [path for path, sublayer in sublayers.items() if isinstance(sublayer, MixtureNames)]
     if mixture is None or not paths:
         if mesh.ep_size > 1:
             raise ValueError(

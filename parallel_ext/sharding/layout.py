@@ -233,40 +233,42 @@ def shard_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> Tensor
     return replace(layout, blocks=other.blocks, parts=other.parts)
 
 
-def shard_blocks(
+def shard_joined(
     name: str,
     shape: tuple[int, ...],
     dim: int,
-    blocks: Sequence[int],
+    sizes: Sequence[int],
     tp: int,
     multiple_of: int = 1,
 ) -> TensorLayout:
-    """Return the layout of a tensor joined of blocks along ``dim``, each split over all ranks.
+    """Return the layout of a tensor joined of several along ``dim``, each split over all ranks.
 
     Args:
         name: of the tensor, for example a fused query, key and value.
         shape: of the tensor.
         dim: along which it was joined.
-        blocks: sizes of the joined tensors; they may differ, as with fewer key-value heads.
+        sizes: of the joined tensors along ``dim``; they may differ, as with fewer key-value
+            heads.
         tp: number of ranks.
-        multiple_of: boundaries inside a block are multiples of this, for example of the head size.
+        multiple_of: boundaries inside a joined tensor are multiples of this, for example of the
+            head size.
 
     Raises:
-        ValueError: the blocks do not add up to the tensor.
+        ValueError: the sizes do not add up to that of the tensor.
 
     Example:
-        >>> shard_blocks("qkv", (12, 5), 0, (8, 2, 2), 2).ranges(1)
+        >>> shard_joined("qkv", (12, 5), 0, (8, 2, 2), 2).ranges(1)
         ((4, 8), (9, 10), (11, 12))
     """
-    if sum(blocks) != shape[dim]:
+    if sum(sizes) != shape[dim]:
         raise ValueError(
-            f"{name}: blocks {tuple(blocks)} add up to {sum(blocks)}, but dimension {dim} of "
+            f"{name}: sizes {tuple(sizes)} add up to {sum(sizes)}, but dimension {dim} of "
             f"{shape} is {shape[dim]}"
         )
-    starts = accumulate(blocks, initial=0)
+    starts = accumulate(sizes, initial=0)
     ranges = [
         tuple((start + a, start + b) for a, b in split(size, tp, multiple_of))
-        for start, size in zip(starts, blocks, strict=False)
+        for start, size in zip(starts, sizes, strict=False)
     ]
     return shard_ranges(name, shape, dim, zip(*ranges, strict=True))
 

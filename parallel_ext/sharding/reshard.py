@@ -22,7 +22,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
-class RowBlock(NamedTuple):
+class RowStripe(NamedTuple):
     """Consecutive rows (indices of dimension 0) of a logical tensor; a scalar is one row.
 
     Attributes:
@@ -36,33 +36,33 @@ class RowBlock(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the block's rows as a tensor."""
+        """Return the shape of the stripe's rows as a tensor."""
         return (self.stop - self.start, *self.layout.shape[1:]) if self.layout.shape else ()
 
     def overlap(self, box: Box) -> Range | None:
-        """Return the rows that the block and a box share; None where they share no element."""
+        """Return the rows that the stripe and a box share; None where they share no element."""
         first, last = box[0] if box else (0, 1)
         rows = max(self.start, first), min(self.stop, last)
         empty = rows[0] >= rows[1] or any(start == stop for start, stop in box[1:])
         return None if empty else rows
 
 
-def row_blocks(layout: TensorLayout, itemsize: int) -> list[RowBlock]:
-    """Split all rows of a tensor into blocks of at most ``STRIPE_BYTES``, or of one row.
+def row_stripes(layout: TensorLayout, itemsize: int) -> list[RowStripe]:
+    """Split all rows of a tensor into stripes of at most ``STRIPE_BYTES``, or of one row.
 
     Args:
         layout: of the tensor.
         itemsize: bytes of an element.
 
     Returns:
-        Blocks in order; none for a tensor without elements.
+        Stripes in order; none for a tensor without elements.
     """
     if layout.numel == 0:
         return []
     num_rows = layout.shape[0] if layout.shape else 1
     at_once = max(1, STRIPE_BYTES // (layout.numel // num_rows * itemsize))
     return [
-        RowBlock(layout, start, min(start + at_once, num_rows))
+        RowStripe(layout, start, min(start + at_once, num_rows))
         for start in range(0, num_rows, at_once)
     ]
 
@@ -90,11 +90,11 @@ def part_value(shard: torch.Tensor, layout: TensorLayout, part: Part, rank: int)
 
 def _sent(layout: TensorLayout, sender: int, receiver: int) -> list[Box]:
     """Return the boxes that ``sender`` alone sends to ``receiver``, which lacks them."""
-    owned = layout.primary_boxes(sender)
-    if not owned:  # as of most replicas
+    boxes = layout.primary_boxes(sender)
+    if not boxes:  # as of most replicas
         return []
     at_receiver = set(layout.boxes(receiver))
-    return [box for box in owned if box not in at_receiver]
+    return [box for box in boxes if box not in at_receiver]
 
 
 def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
@@ -102,19 +102,19 @@ def is_needed(layout: TensorLayout, rank: int, receiver: int) -> bool:
     return rank == receiver or bool(_sent(layout, rank, receiver))
 
 
-def _place(block: RowBlock, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
-    """Return the part of the block's ``rows`` that ``box`` fills; None if there is none."""
-    if (overlap := block.overlap(box)) is None:
+def _place(stripe: RowStripe, box: Box, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the part of the stripe's ``rows`` that ``box`` fills; None if there is none."""
+    if (overlap := stripe.overlap(box)) is None:
         return None
     if not box:  # a scalar
         return rows
     columns = (slice(start, stop) for start, stop in box[1:])
-    return rows[(slice(overlap[0] - block.start, overlap[1] - block.start), *columns)]
+    return rows[(slice(overlap[0] - stripe.start, overlap[1] - stripe.start), *columns)]
 
 
-def _rows_in(block: RowBlock, box: Box, view: torch.Tensor) -> torch.Tensor | None:
-    """Return the block's rows of a box, out of the ``view`` of the box; None if there are none."""
-    if (overlap := block.overlap(box)) is None:
+def _rows_in(stripe: RowStripe, box: Box, view: torch.Tensor) -> torch.Tensor | None:
+    """Return the stripe's rows of a box, out of the ``view`` of the box; None if there are none."""
+    if (overlap := stripe.overlap(box)) is None:
         return None
     return view[overlap[0] - box[0][0] : overlap[1] - box[0][0]] if box else view
 
@@ -131,15 +131,15 @@ class Swap:
 
     Args:
         values: this rank's shard of every tensor that is wanted, by name; any device.
-        wanted: for each rank its blocks; ranks behind the last want nothing.
-        out: contiguous CPU tensors of the shapes of this rank's blocks, to be filled.
+        wanted: for each rank its stripes; ranks behind the last want nothing.
+        out: contiguous CPU tensors of the shapes of this rank's stripes, to be filled.
         control: of the ranks.
     """
 
     def __init__(
         self,
         values: Mapping[str, torch.Tensor],
-        wanted: Sequence[Sequence[RowBlock]],
+        wanted: Sequence[Sequence[RowStripe]],
         out: Sequence[torch.Tensor],
         control: ControlPlane,
     ) -> None:
@@ -147,34 +147,34 @@ class Swap:
         self._outgoing: list[tuple[int, memoryview]] = []
         self._incoming: list[tuple[int, memoryview]] = []
         self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for receiver, blocks in enumerate(wanted):
-            for index, block in enumerate(blocks):
-                shard = values[block.layout.name]
+        for receiver, stripes in enumerate(wanted):
+            for index, stripe in enumerate(stripes):
+                shard = values[stripe.layout.name]
                 if receiver == control.rank:
-                    self._take_own(block, shard, out[index])
-                    self._expect(block, out[index])
+                    self._take_own(stripe, shard, out[index])
+                    self._expect(stripe, out[index])
                 else:
-                    self._send(block, shard, receiver)
+                    self._send(stripe, shard, receiver)
 
-    def _take_own(self, block: RowBlock, shard: torch.Tensor, out: torch.Tensor) -> None:
-        for box, view in shard_views(shard, block.layout, self._control.rank):
-            if (rows := _rows_in(block, box, view)) is not None:
-                _place(block, box, out).copy_(rows)
+    def _take_own(self, stripe: RowStripe, shard: torch.Tensor, out: torch.Tensor) -> None:
+        for box, view in shard_views(shard, stripe.layout, self._control.rank):
+            if (rows := _rows_in(stripe, box, view)) is not None:
+                _place(stripe, box, out).copy_(rows)
 
-    def _send(self, block: RowBlock, shard: torch.Tensor, receiver: int) -> None:
-        boxes = _sent(block.layout, self._control.rank, receiver)
+    def _send(self, stripe: RowStripe, shard: torch.Tensor, receiver: int) -> None:
+        boxes = _sent(stripe.layout, self._control.rank, receiver)
         if not boxes:
             return
-        for box, view in shard_views(shard, block.layout, self._control.rank):
-            if box in boxes and (rows := _rows_in(block, box, view)) is not None:
+        for box, view in shard_views(shard, stripe.layout, self._control.rank):
+            if box in boxes and (rows := _rows_in(stripe, box, view)) is not None:
                 self._outgoing.append((receiver, bytes_of(rows.cpu().contiguous())))
 
-    def _expect(self, block: RowBlock, out: torch.Tensor) -> None:
-        owners = block.layout.primary_ranks.items()
-        senders = dict.fromkeys(rank for box, rank in owners if block.overlap(box) is not None)
+    def _expect(self, stripe: RowStripe, out: torch.Tensor) -> None:
+        parts = stripe.layout.primary_ranks.items()
+        senders = dict.fromkeys(rank for box, rank in parts if stripe.overlap(box) is not None)
         for sender in senders:
-            for box in _sent(block.layout, sender, self._control.rank):
-                if (place := _place(block, box, out)) is None:
+            for box in _sent(stripe.layout, sender, self._control.rank):
+                if (place := _place(stripe, box, out)) is None:
                     continue
                 received = place if place.is_contiguous() else place.new_empty(place.shape)
                 self._incoming.append((sender, bytes_of(received)))
@@ -219,8 +219,8 @@ def gather_tensor(
     shard, full = value.detach(), None
     if mesh.rank in receivers:
         full = torch.empty(layout.shape, dtype=shard.dtype, device="cpu") if out is None else out
-    for block in row_blocks(layout, shard.element_size()):
-        wanted = [[block] if rank in receivers else [] for rank in range(mesh.world_size)]
-        rows = [] if full is None else [full[block.start : block.stop] if layout.shape else full]
+    for stripe in row_stripes(layout, shard.element_size()):
+        wanted = [[stripe] if rank in receivers else [] for rank in range(mesh.world_size)]
+        rows = [] if full is None else [full[stripe.start : stripe.stop] if layout.shape else full]
         Swap({layout.name: shard}, wanted, rows, mesh.control).run()
     return full

@@ -24,7 +24,7 @@ def shard_views(
         start += size
 
 
-# What these return lies where their arguments lie; of other results nothing is known.
+# Functions whose result is sharded like their argument; of other results nothing is known.
 _COPIES = {
     *(torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory),
     *(torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.contiguous, torch.clone),
@@ -111,7 +111,7 @@ class LocalShard(_InStateDict):
         views = shard_views(self.plain(), self.place, self.rank)
         return [(box, view) for box, view in views if view.numel() > 0]
 
-    # As torch.distributed._checkpointable asks for.
+    # What torch.distributed._checkpointable asks of a tensor.
 
     def __create_chunk_list__(self) -> list[Any]:
         return [_chunk(box) for box, _ in self._boxes()]

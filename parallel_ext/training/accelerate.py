@@ -147,7 +147,7 @@ def save_state(
                 location = plain(self, *args, **kwargs)
         finally:
             hook.remove()
-        # The checkpoint holds those of all ranks, and gives other layouts others.
+        # The checkpoint holds the random numbers of all ranks, so accelerate's file is removed.
         Path(location, f"{RNG_STATE_NAME}_{self.process_index}.pkl").unlink(missing_ok=True)
         return location
 

@@ -158,7 +158,7 @@ def end_leaves(
             'Accelerator.backward: mixed_precision="fp16" is not served under px.Invariant; '
             'use "bf16"'
         )
-    # At once: a number over 3 and over 3 again may have other bits than over 9.
+    # Divided once: a number over 3 and over 3 again may have other bits than over 9.
     loss = loss / running[0].count
     loss.backward(**options)
     for steps in running:

@@ -181,7 +181,7 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     for path in (state.spec.layers, *state.spec.towers):
         for layer in model.get_submodule(path):
             for module in layer.modules():
-                # Also where edp_size is 1: no optimizer takes plain tensors and DTensors at once.
+                # Also with edp_size 1: no optimizer takes plain tensors and DTensors at once.
                 if isinstance(module, ExpertParallelExperts):
                     fully_shard(module, mesh=of_experts, **options)
             fully_shard(layer, mesh=dense, **options)
@@ -266,7 +266,7 @@ class _AfterForward:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
-        # First: what is refused next must leave FSDP mendable.
+        # FSDP comes first, so that it can be mended after a refusal by the next.
         self._state.fsdp_gradients.begin_backward()
         if self._state.partials is not None:
             self._state.partials.open()
@@ -319,7 +319,7 @@ def _record(
             continue
         further = whole.shard_rows_further(mesh.columns(copy_sizes[id(old)]))
         path, _, attribute = name.rpartition(".")
-        # Kept by the module, since ``model.to`` loses what the parameter itself carries.
+        # The module keeps the layout, since ``model.to`` loses what a parameter itself carries.
         vars(model.get_submodule(path)).setdefault("fsdp_layouts", {})[attribute] = further
         logical = layout.tied.get(further.name, further.name)
         if logical in tensors:

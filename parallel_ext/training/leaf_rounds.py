@@ -80,7 +80,7 @@ class LeafRounds(LeafLoop):
                 if parameter.requires_grad:
                     module.take_gradients[name] = partial(self._sum_experts, (module, name))
         try:
-            # Also under px.no_sync.
+            # Gradients that FSDP holds back are put aside under px.no_sync, too.
             with super()._aside(), nullcontext() if of_fsdp is None else of_fsdp.aside():
                 yield
         finally:
@@ -112,7 +112,7 @@ class LeafRounds(LeafLoop):
             received, group = torch.empty_like(sent), mesh.process_group(mesh.edp)
             exchange = Collective(dist.all_to_all_single, "all_to_all", mesh, mesh.edp)
             exchange(received, sent, group=group)
-        # With fewer ep than tp ranks several of them have computed each leaf.
+        # With fewer ep than tp ranks, several tp ranks have computed each leaf.
         copies = max(1, mesh.tp_size // mesh.ep_size)
         own = torch.empty_like(received[0, 0])
         sums.add(key, received.flatten(0, 1)[::copies], own)

@@ -75,7 +75,7 @@ class StepProfile:
 
 def print_profile(found: StepProfile) -> None:
     """Print a profile as a table of its times and one of its memory."""
-    # Here, since importing them draws from Python's random numbers.
+    # Imported when called, since importing rich draws from Python's random numbers.
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table

@@ -137,7 +137,7 @@ class TrainerMixin:
         items = super()._get_num_items_in_batch(*args, **kwargs)
         if not torch.is_tensor(items):
             return items
-        # By which it was divided, as if all had been asked.
+        # The trainer divides by the number of tp ranks, as if it had asked each of them.
         items = (items * self.get_tp_size()).round()
         if not self.args.average_tokens_across_devices and self._mesh.dp_size > 1:
             items = self.accelerator.gather(items).sum()

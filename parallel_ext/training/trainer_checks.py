@@ -14,7 +14,7 @@ OLDEST = (5, 23)
 # The classes of trl whose losses and metrics are those of one process.
 _SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
 
-# Arguments that are refused, unless they are None, False or 0.
+# Arguments of a trainer that are refused, unless they are None, False or 0 -> what to do.
 _WHY_NOT = {
     "auto_find_batch_size": "one rank would try another batch size than the others",
     "deepspeed": "px.data_parallel(model, mesh, zero=3) shards gradients and optimizer",

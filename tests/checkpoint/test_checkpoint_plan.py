@@ -24,7 +24,7 @@ from parallel_ext.sharding.layout import (
     Part,
     TensorLayout,
     shard_along,
-    shard_blocks,
+    shard_joined,
     shard_ranges,
     split,
 )
@@ -66,14 +66,14 @@ class Sizes:
 
 
 def _layout(sizes: Sizes, sides: Sides) -> ModelLayout:
-    """Tensors cut by rows, by columns, by blocks, over heads that may be shared, and whole ones."""
+    """Tensors sharded by rows, by columns, joined, over heads that may be shared, and others."""
     v, h, tp = sizes.vocab, sizes.hidden, sides.tp
     owners = split(sizes.key_value_heads, min(tp, sizes.key_value_heads))
     heads = [owners[rank * len(owners) // tp] for rank in range(tp)]
     dense = [
         shard_along("embedding", (v, h), 0, split(v, tp, sides.multiple_of)),
         shard_along("down", (h, sizes.inner), 1, split(sizes.inner, tp)),
-        shard_blocks("fused", (2 * sizes.inner, h), 0, (sizes.inner, sizes.inner), tp),
+        shard_joined("fused", (2 * sizes.inner, h), 0, (sizes.inner, sizes.inner), tp),
         shard_ranges("key", (sizes.key_value_heads, h), 0, [(piece,) for piece in heads]),
         TensorLayout("norm", (h,)),
         TensorLayout("scale", ()),
@@ -152,19 +152,19 @@ def _save(shards: Shards, sizes: Sizes, sides: Sides) -> dict[str, bytes]:
     written = {spec.name: b"" for spec in specs}
     sent = 0
     for turn in plan_turns(files, in_files, sides.world):
-        wanted = [[] if own is None else own.blocks for own in turn]
+        wanted = [[] if own is None else own.stripes for own in turn]
         rooms = [
-            [torch.full(block.shape, -1, dtype=torch.int32) for block in blocks]
-            for blocks in wanted
+            [torch.full(stripe.shape, -1, dtype=torch.int32) for stripe in stripes]
+            for stripes in wanted
         ]
         swaps = [
             Swap(values[rank], wanted, rooms[rank], SimpleNamespace(rank=rank))
             for rank in range(sides.world)
         ]
         sent += _deliver(swaps)
-        for blocks, room in zip(wanted, rooms, strict=True):
-            for block, rows in zip(blocks, room, strict=True):
-                written[block.layout.name] += rows.contiguous().numpy().tobytes()
+        for stripes, room in zip(wanted, rooms, strict=True):
+            for stripe, rows in zip(stripes, room, strict=True):
+                written[stripe.layout.name] += rows.contiguous().numpy().tobytes()
     total = sum(spec.num_bytes for spec in specs)
     assert sum(map(len, written.values())) == total, "every byte once"
     assert sent <= total, "no byte is sent twice"

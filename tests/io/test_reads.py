@@ -68,11 +68,6 @@ def _whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def _range_of(size: int, dice: random.Random) -> tuple[int, int]:
-    first, last = sorted((dice.randint(0, size), dice.randint(0, size)))
-    return dice.choice([(0, size), (first, last)])
-
-
 @pytest.mark.parametrize(
     ("hashed", "gap"), [(False, 1 << 20), (False, 1), (True, 1)], ids=["plain", "gaps", "hashed"]
 )

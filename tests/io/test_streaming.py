@@ -233,18 +233,18 @@ def test_the_turns_of_a_save_hold_every_row_once_and_in_file_order(plan: Any) ->
         mine = [file for file in files if file.writer == writer]
         assert list(dict.fromkeys(turn.file.name for turn in own)) == [file.name for file in mine]
         for file in mine:
-            blocks = [block for turn in own if turn.file is file for block in turn.blocks]
+            stripes = [stripe for turn in own if turn.file is file for stripe in turn.stripes]
             expected = [
                 (spec.name, row)
                 for spec in file.tensors
                 if spec.num_bytes
                 for row in range(spec.shape[0] if spec.shape else 1)
             ]
-            rows = [(b.layout.name, row) for b in blocks for row in range(b.start, b.stop)]
+            rows = [(s.layout.name, row) for s in stripes for row in range(s.start, s.stop)]
             assert rows == expected
         for turn in own:
-            sizes = [itemsize[b.layout.name] * torch.Size(b.shape).numel() for b in turn.blocks]
-            assert sum(sizes) <= STRIPE_BYTES or len(turn.blocks) == 1
+            sizes = [itemsize[s.layout.name] * torch.Size(s.shape).numel() for s in turn.stripes]
+            assert sum(sizes) <= STRIPE_BYTES or len(turn.stripes) == 1
 
 
 # What is said of a save, and what is found before it begins.

@@ -287,5 +287,5 @@ def test_is_refused(case: str) -> None:
 
 def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
     _by_peft(tmp_path)
-    words = ("experts.base_layer.lora_A.weight has the shape (25, 32)", "whole shape (30, 32)")
+    words = ("experts.base_layer.lora_A.weight has the shape (25, 32)", "full shape (30, 32)")
     pool(2).assert_raises(_load_mismatched, tmp_path, words=words)

@@ -286,7 +286,7 @@ def _load_other_base(directory: Path) -> None:
 
 
 def test_an_adapter_of_another_base_is_refused(saved: Path) -> None:
-    words = (f"{DOWN_A} has the shape (5, 97)", "whole shape (5, 96)")
+    words = (f"{DOWN_A} has the shape (5, 97)", "full shape (5, 96)")
     pool(2).assert_raises(_load_other_base, saved, words=words)
 
 

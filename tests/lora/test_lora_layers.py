@@ -1,4 +1,4 @@
-"""Single adapted layers: fused bases of several blocks, and sizes of the whole layer at any tp."""
+"""Single adapted layers: fused bases, and sizes of the whole layer at any tp."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from parallel_ext.ops import Group, copy_to_region
 from parallel_ext.sharding.layout import (
     TensorLayout,
     shard_along,
-    shard_blocks,
+    shard_joined,
     shard_ranges,
     split,
 )
 from parallel_ext.sharding.slices import take
 
-BLOCKS = {
+JOINED = {
     "one": (31,),
     "fused query, key, value": (12, 12, 12),
     "fewer key-value heads": (40, 8, 8),
@@ -38,13 +38,13 @@ BLOCKS = {
 IN, R = 11, 3
 
 
-def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, Any]:
+def _column(joined: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, Any]:
     """An adapted fused base, and PEFT's around the whole one, with the same factors."""
     torch.manual_seed(5)
-    whole = nn.Linear(IN, sum(blocks), dtype=torch.float64)
+    whole = nn.Linear(IN, sum(joined), dtype=torch.float64)
     layouts = {
-        "weight": shard_blocks("fused.weight", (sum(blocks), IN), 0, blocks, group.size),
-        "bias": shard_blocks("fused.bias", (sum(blocks),), 0, blocks, group.size),
+        "weight": shard_joined("fused.weight", (sum(joined), IN), 0, joined, group.size),
+        "bias": shard_joined("fused.bias", (sum(joined),), 0, joined, group.size),
     }
     weight, bias = (
         nn.Parameter(take(getattr(whole, name).data, layout, group.rank), requires_grad=False)
@@ -59,8 +59,8 @@ def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, 
     factor = ours.lora_B["default"]
     with torch.no_grad():
         # PEFT's B is drawn elsewhere; give it ours, piece by piece at the global places.
-        full_b = torch.zeros(sum(blocks), R, dtype=torch.float64)
-        full_bias = torch.zeros(sum(blocks), dtype=torch.float64)
+        full_b = torch.zeros(sum(joined), R, dtype=torch.float64)
+        full_bias = torch.zeros(sum(joined), dtype=torch.float64)
         row = 0
         for start, stop in reversed(held) if reverse else held:
             full_b[start:stop] = factor.weight[row : row + stop - start]
@@ -75,15 +75,15 @@ def _column(blocks: tuple[int, ...], group: Group, reverse: bool) -> tuple[Any, 
     return ours, theirs
 
 
-def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
+def _fused(joined: tuple[int, ...], reverse: bool = False) -> float:
     """The largest difference of outputs and gradients."""
     group = Group.of(dist.group.WORLD)
-    ours, theirs = _column(blocks, group, reverse)
+    ours, theirs = _column(joined, group, reverse)
     layout = ours.get_base_layer().layouts["weight"]
     x = torch.randn(2, 4, IN, dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(2, 4, sum(blocks), dtype=torch.float64)
+    grad = torch.randn(2, 4, sum(joined), dtype=torch.float64)
     columns = shard_ranges(
-        "output", (2, 4, sum(blocks)), 2, map(layout.ranges, range(layout.copy_size))
+        "output", (2, 4, sum(joined)), 2, map(layout.ranges, range(layout.copy_size))
     )
     output = ours(copy_to_region(x, group))
     output.backward(take(grad, columns, group.rank))
@@ -102,18 +102,18 @@ def _fused(blocks: tuple[int, ...], reverse: bool = False) -> float:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_an_adapter_on_a_fused_base_is_that_of_peft(blocks: str, tp: int) -> None:
-    assert max(pool(tp).run(_fused, BLOCKS[blocks])) < 1e-10
+@pytest.mark.parametrize("joined", JOINED)
+def test_an_adapter_on_a_fused_base_is_that_of_peft(joined: str, tp: int) -> None:
+    assert max(pool(tp).run(_fused, JOINED[joined])) < 1e-10
 
 
 def test_the_comparison_notices_swapped_blocks() -> None:
-    assert max(pool(2).run(_fused, BLOCKS["fewer key-value heads"], True)) > 1e-2
+    assert max(pool(2).run(_fused, JOINED["fewer key-value heads"], True)) > 1e-2
 
 
-def test_blocks_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"qkv: blocks \(8, 2\) add up to 10, but dimension 0"):
-        shard_blocks("qkv", (12, 5), 0, (8, 2), 2)
+def test_sizes_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"qkv: sizes \(8, 2\) add up to 10, but dimension 0"):
+        shard_joined("qkv", (12, 5), 0, (8, 2), 2)
 
 
 # CogVLM #268: adapters of CogAgent's cross attention were sized 16 by 128 under model parallelism.
@@ -133,7 +133,7 @@ def _cross_attention(tp: int, rank: int) -> dict[str, tuple[int, ...]]:
 
     query = shard_along("query.weight", (CROSS_HIDDEN, HIDDEN), 0, split(CROSS_HIDDEN, tp, 32))
     fused = (2 * CROSS_HIDDEN, CROSS_HIDDEN)
-    key_value = shard_blocks("key_value.weight", fused, 0, (CROSS_HIDDEN,) * 2, tp, 32)
+    key_value = shard_joined("key_value.weight", fused, 0, (CROSS_HIDDEN,) * 2, tp, 32)
     dense = shard_along("dense.weight", (HIDDEN, CROSS_HIDDEN), 1, split(CROSS_HIDDEN, tp, 32))
     return {
         "query": built(ColumnParallelLinear, AdaptedLinear, query),

@@ -201,6 +201,18 @@ def test_own_tokens_save_a_mixture_what_was_planned(ep: int, checkpointing: bool
     assert planned[0] - planned[1] == pytest.approx(saved, rel=0.01)
 
 
+def assert_few_layers_tell_of_many(
+    config: transformers.PreTrainedConfig,
+    step: Step,
+    layouts: tuple[tuple[int, int, int], ...] = ((1, 1, 1), (2, 2, 1), (4, 2, 1)),
+) -> None:
+    few, all_of_them = Planner(config), Planner(config)
+    assert few._equal_layers
+    all_of_them._equal_layers = False
+    for world, tp, ep in layouts:
+        assert few.estimate(world, tp, ep, step) == all_of_them.estimate(world, tp, ep, step)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("r", [None, 4])
@@ -211,11 +223,7 @@ def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None, 
     adapt = r and partial(adapt_all_linears, r=r)
     options = {"checkpointing": checkpointing, "sequence_parallel": own}
     step = Step(rows=2, tokens=64, adapt=adapt, **options)
-    few, all_of_them = Planner(config), Planner(config)
-    all_of_them._alike = False
-    for world, tp in ((1, 1), (2, 2), (4, 2)):
-        ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
-        assert ours == expected
+    assert_few_layers_tell_of_many(config, step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,11 +235,7 @@ def test_few_layers_tell_how_gradients_are_summed_in_buckets(
     config = config_of("mixtral")
     config.num_hidden_layers = 9
     step = Step(rows=2, tokens=64, dtype=dtype)
-    few, all_of_them = Planner(config), Planner(config)
-    all_of_them._alike = False
-    for tp, ep in ((2, 1), (4, 2)):
-        ours, expected = (one.estimate(tp, tp, ep, step) for one in (few, all_of_them))
-        assert ours == expected
+    assert_few_layers_tell_of_many(config, step, ((2, 2, 1), (4, 4, 2)))
 
 
 LARGE = pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import transformers
 from ranks import pool
 from step_memory import config_of
+from test_estimate import assert_few_layers_tell_of_many
 
 import parallel_ext as px
 from parallel_ext.lora import adapt_all_linears
@@ -94,11 +95,7 @@ def test_few_layers_tell_of_many_under_autocast(
         checkpointing=checkpointing,
         adapt=r and partial(adapt_all_linears, r=r),
     )
-    few, all_of_them = Planner(config), Planner(config)
-    all_of_them._alike = False
-    for world, tp in ((1, 1), (2, 2), (4, 2)):
-        ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
-        assert ours == expected
+    assert_few_layers_tell_of_many(config, step)
 
 
 def test_every_op_that_autocast_casts_is_imitated() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import pool
 from reference_cogagent import tiny_config
+from test_estimate import assert_few_layers_tell_of_many
 from test_planned_traffic import counted, planned
 
 import parallel_ext as px
@@ -102,12 +103,7 @@ def test_few_layers_tell_of_many(checkpointing: bool, r: int | None) -> None:
         adapt=r and partial(adapt_all_linears, r=r),
     )
     config = tiny_config(num_hidden_layers=9)
-    few, all_of_them = Planner(config), Planner(config)
-    assert few._alike
-    all_of_them._alike = False
-    for world, tp in ((1, 1), (2, 2), (4, 2)):
-        ours, expected = (one.estimate(world, tp, 1, step) for one in (few, all_of_them))
-        assert ours == expected
+    assert_few_layers_tell_of_many(config, step)
 
 
 def test_what_is_not_planned_is_refused() -> None:

@@ -537,7 +537,7 @@ REFUSALS = {
     "unnamed noise": "name it by block_jitter in the spec",
     "invariant": "leave out sequence_parallel or invariant",
     "no option": "sequence_parallel must be True or False, got 'yes'",
-    "dropout": "does not serve dropout between the blocks",
+    "dropout": "does not serve dropout between the sublayers",
     "two norms": "needs one norm behind the decoder layers, but there are",
     "embedding elsewhere": "beside the decoder layers in 'model', but it is embed_tokens",
     "an entry": "does not serve the entry of model.layers.0.mlp",

@@ -76,7 +76,7 @@ def expert_query_key_value(
         attention.vision_expert_query_key_value(vision),
         attention.language_expert_query_key_value(language),
     )
-    # Three blocks, query, key and value, each of whole heads.
+    # Query, key and value, one after the other, each of whole heads.
     fused = fused.view(*route.shape, 3, attention.num_heads, attention.head_dim)
     query, key, value = fused.permute(2, 0, 3, 1, 4)
     return query, key, value
@@ -157,7 +157,7 @@ class CrossAttention(nn.Module):
         if encoded is None:
             layer = cache.cross_attention_cache.layers[self.layer_index]
             return layer.keys, layer.values
-        # Two blocks, key and value, each of whole heads.
+        # Key and value, one after the other, each of whole heads.
         fused = self.key_value(encoded)
         fused = fused.view(*fused.shape[:2], 2, self.num_heads, self.cross_head_dim)
         key, value = fused.permute(2, 0, 3, 1, 4)

@@ -88,7 +88,7 @@ class CogAgentProcessor:
         self.template_version = template_version or config.template_version
         self.padding_side = padding_side
         self.max_length = max_length
-        # An unknown one is refused here, before the first batch.
+        # Raises for an unknown template before the first batch.
         prompt_of("", (), self.template_version)
         _check(
             padding_side in ("left", "right"),
@@ -101,7 +101,7 @@ class CogAgentProcessor:
                 f"{name} is {own} in the tokenizer, {of_model} in the config; take the tokenizer "
                 "that the model was trained with",
             )
-        # The tokenizer may have none, or one behind the last row of the embedding.
+        # The padding id is that of the configuration: the tokenizer may have none, or one behind V.
         _check(config.pad_token_id is not None, "config.pad_token_id is None; set it, say to 0")
         # SentencePiece, which the model was trained with, puts a space before every text.
         # LlamaTokenizer of transformers 5 does not where the text begins with one, as " [INST] ".
@@ -192,7 +192,7 @@ class CogAgentProcessor:
         # What stands at the tokens of an image is not read, but must be in the vocabulary.
         image = [self.config.pad_token_id] * image_tokens
         prompt = self._encode(prompt_of(one.query, one.history, self.template_version))
-        # Apart from the prompt: a token that spans both would have no label of its own.
+        # Encoded apart from the prompt: a token that spans both would have no label of its own.
         answer = [] if one.answer is None else self._encode(one.answer)
         end = [] if one.answer is None else [self.tokenizer.eos_token_id]
         ids = [self.tokenizer.bos_token_id, *image, *prompt, *answer, *end]

@@ -6,8 +6,8 @@ norms lie between linears that would be sharded, and go over what would be shard
 the published model.
 """
 
-from parallel_ext.models.blocks import RegionNames
 from parallel_ext.models.spec import ModelSpec
+from parallel_ext.models.sublayers import RegionNames
 
 LAYER = "model.layers.*"
 LOW_LAYER = "model.vision.transformer.layers.*"

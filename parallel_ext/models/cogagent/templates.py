@@ -53,7 +53,7 @@ def prompt_of(
             f"CogAgent: template_version is {template_version!r}; known are {list(TEMPLATES)}"
         )
     template = TEMPLATES[template_version]
-    # The published code drops it without a word.
+    # The published code drops such a history without a word.
     if history and template.to_answer is None:
         raise ValueError(
             f"CogAgent: template {template_version!r} holds one question, but history has "

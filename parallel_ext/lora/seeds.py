@@ -1,7 +1,4 @@
-"""The factors of PEFT's adapters: each rank holds its shard of values that no layout changes.
-
-``nn/lora.py`` says how the factors of a linear layer are sharded.
-"""
+"""Random numbers of adapters, which depend on a seed and a name alone, and so on no layout."""
 
 from __future__ import annotations
 
@@ -15,27 +12,9 @@ import xxhash
 from torch import nn
 
 from parallel_ext.nn.initial_values import draw
-from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout
 
 _seed: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
-
-
-class EmbeddingFactors(ShardedModule, nn.ParameterDict):
-    """One factor of an embedding for each adapter, in the place where PEFT keeps them."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__({}, group)
-
-    def add(self, adapter: str, layout: TensorLayout) -> None:
-        """Add a factor of zeros for an adapter: this rank's shard by ``layout``."""
-        self.layouts[adapter] = layout
-        self[adapter] = nn.Parameter(torch.zeros(layout.local_shape(self.group.rank)))
-
-    def __delitem__(self, adapter: str) -> None:
-        super().__delitem__(adapter)
-        del self.layouts[adapter]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The blocks that models are made of: the names of their modules, and how they are sharded."""
+"""The sublayers of models: the names of their modules, and how they are sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel_ext.sharding.layout import (
     Range,
     TensorLayout,
     shard_along,
-    shard_blocks,
+    shard_joined,
     shard_like,
     shard_ranges,
     split,
@@ -52,7 +52,7 @@ class AttentionNames:
     norm_class: str | None = None
 
     def modules(self) -> tuple[str, ...]:
-        """Return the names, in the block, of all modules that are replaced or given a hook."""
+        """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
         inputs = dict.fromkeys((self.query, self.key, self.value))
         return (*inputs, self.output, *self.head_norms, *self.full_norms)
 
@@ -67,7 +67,7 @@ class AttentionNames:
         return self.query == self.key == self.value
 
     def attributes(self) -> tuple[str, ...]:
-        """Return the names of the block's attributes that are read or changed."""
+        """Return the names of the sublayer's attributes that are read or changed."""
         of_joined = ("config", "num_key_value_heads") if self.is_joined else ()
         return ("head_dim", "num_key_value_groups", *of_joined)
 
@@ -155,11 +155,11 @@ class RegionNames:
     merges: bool = False
 
     def modules(self) -> tuple[str, ...]:
-        """Return the names, in the block, of all modules that are replaced or given a hook."""
+        """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
         return (*self.inputs, *self.outputs, *([self.entry] if self.entry else []))
 
     def attributes(self) -> tuple[str, ...]:
-        """Return the names of the block's attributes that are read or changed."""
+        """Return the names of the sublayer's attributes that are read or changed."""
         return self.widths if self.heads is None else (self.heads, *self.widths)
 
     def layouts(self, path: str, shapes: Shapes, tp_size: int, num_heads: int | None) -> Layouts:
@@ -176,9 +176,9 @@ class RegionNames:
         found: Layouts = {}
         for name, joined in self.inputs.items():
             weight = f"{path}.{name}.weight"
-            block = shapes[weight][0] // joined
-            unit = block // (num_heads or block)
-            found[weight] = shard_blocks(weight, shapes[weight], 0, [block] * joined, tp_size, unit)
+            rows = shapes[weight][0] // joined
+            unit = rows // (num_heads or rows)
+            found[weight] = shard_joined(weight, shapes[weight], 0, [rows] * joined, tp_size, unit)
             found |= _bias_beside(found[weight], shapes)
         for name in self.outputs:
             if self.merges and f"{path}.{name}.bias" in shapes:
@@ -194,20 +194,20 @@ class MixtureNames:
     """The names of a mixture of experts in a decoder layer, in memory and in files.
 
     Attributes:
-        name: of the block in the layer.
-        router, router_class: in the block; replicated.
+        name: of the sublayer in the layer.
+        router, router_class: in the sublayer; replicated.
         route: what the class computes: logits, weights and expert ids.
-        experts, experts_class: in the block; its two parameters are sharded over the ep ranks.
+        experts, experts_class: in the sublayer; its two parameters are sharded over the ep ranks.
         gate_up, down: parameters of the experts, [E, 2 I, H] and [E, H, I].
         num_experts: attribute of the configuration.
-        in_files: name of the block in files.
+        in_files: name of the sublayer in files.
         gate_up_in_files, down_in_files: of the tensors of one expert in files, ``experts.3.w1``;
             the first two lie one above the other in ``gate_up``.
         jitter: attribute of the configuration, the noise of the router; None where it has none.
-        block_jitter: attribute of the block, the same.
-        shared: in the block, an expert of all tokens, which is sharded over the tp ranks as an MLP;
-            its input are tokens [T, H]. None where there is none.
-        shared_gate: in the block, the linear whose output it is multiplied by; replicated.
+        block_jitter: attribute of the module, the same.
+        shared: in the sublayer, an expert of all tokens, sharded over the tp ranks as an MLP; its
+            input are tokens [T, H]. None where there is none.
+        shared_gate: in the sublayer, the linear whose output it is multiplied by; replicated.
     """
 
     name: str
@@ -232,15 +232,15 @@ class MixtureNames:
         return 0.0 if self.jitter is None else getattr(config, self.jitter)
 
     def modules(self) -> tuple[str, ...]:
-        """Return the names, in the block, of all modules that are replaced or given a hook."""
+        """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
         return (self.router, self.experts)
 
     def attributes(self) -> tuple[str, ...]:
-        """Return the names of the block's attributes that are read or changed."""
+        """Return the names of the sublayer's attributes that are read or changed."""
         return () if self.block_jitter is None else (self.block_jitter,)
 
     def layouts(self, path: str, shapes: Shapes, ep_size: int) -> Layouts:
-        """Return the layouts of the experts of the block at ``path``.
+        """Return the layouts of the experts of the sublayer at ``path``.
 
         Raises:
             ValueError: a rank would hold no expert.
@@ -258,7 +258,7 @@ class MixtureNames:
         return found
 
     def parts(self, path: str, shapes: Shapes) -> dict[str, tuple[Part, ...]]:
-        """Map each parameter of the block at ``path`` to the tensors of files that it joins."""
+        """Map each parameter of the sublayer at ``path`` to the tensors of files that it joins."""
         files = f"{path.removesuffix(self.name)}{self.in_files}"
         router = f"{path}.{self.router}.weight"
         box = tuple((0, size) for size in shapes[router])
@@ -282,7 +282,8 @@ class MixtureNames:
         return found
 
 
-Block = AttentionNames | RegionNames | MixtureNames
+Sublayer = AttentionNames | RegionNames | MixtureNames
+"""A part of a layer that is sharded as one: an attention, an MLP, a mixture of experts."""
 
 
 def shard_rows(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
