@@ -61,6 +61,25 @@ PARALLEL_EXT_OP(column_linear_backward,
                            const at::Tensor& weight, std::array<bool, 3> needed,
                            const Group& group));
 
+// replicated input [..., K], rows of this rank of up to three weights [F, K] (F = 0 for none) and
+// their biases [F] -> sharded [..., F] of each. Backward: the products of all weights are added,
+// from the last one to the first, and summed over the group while the weights' gradients are
+// computed.
+PARALLEL_EXT_OP(column_linears,
+                Tensors<3>(const at::Tensor& input, const at::Tensor& weight,
+                           const at::Tensor& second, const at::Tensor& third,
+                           const std::optional<at::Tensor>& bias,
+                           const std::optional<at::Tensor>& second_bias,
+                           const std::optional<at::Tensor>& third_bias, const Group& group));
+
+// -> gradients of input, the weights and the biases.
+PARALLEL_EXT_OP(column_linears_backward,
+                Tensors<7>(const at::Tensor& grad_output, const at::Tensor& grad_second,
+                           const at::Tensor& grad_third, const at::Tensor& input,
+                           const at::Tensor& weight, const at::Tensor& second,
+                           const at::Tensor& third, std::array<bool, 7> needed,
+                           const Group& group));
+
 // sharded input [..., K], weight columns [F, K] of this rank -> replicated [..., F]: the partial
 // products are summed over the group, then the replicated bias [F] is added once. Backward: local.
 PARALLEL_EXT_OP(row_linear, at::Tensor(const at::Tensor& input, const at::Tensor& weight,

@@ -103,6 +103,12 @@ TORCH_LIBRARY(parallel_ext, library) {
       "str group_name) -> Tensor");
   def("column_linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] needed, "
       "int group_size, str group_name) -> (Tensor, Tensor, Tensor)");
+  def("column_linears(Tensor input, Tensor weight, Tensor second, Tensor third, Tensor? bias, "
+      "Tensor? second_bias, Tensor? third_bias, int group_size, str group_name) -> "
+      "(Tensor, Tensor, Tensor)");
+  def("column_linears_backward(Tensor grad_output, Tensor grad_second, Tensor grad_third, "
+      "Tensor input, Tensor weight, Tensor second, Tensor third, bool[7] needed, int group_size, "
+      "str group_name) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("row_linear(Tensor input, Tensor weight, Tensor? bias, int group_size, str group_name) -> "
       "Tensor");
   def("block_linears(Tensor input, Tensor weight, Tensor second, Tensor third, int[] blocks, "

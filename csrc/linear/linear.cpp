@@ -1,5 +1,6 @@
 // Linear layers whose weight is sharded over the ranks: by rows (column_linear, after Megatron's
-// name, which is that of the transposed matrix) or by columns (row_linear).
+// name, which is that of the transposed matrix; and column_linears, several on one input) or by
+// columns (row_linear).
 #include "linear/linear.h"
 
 #include <ATen/ops/addmm.h>
@@ -8,6 +9,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm.h>
 
+#include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
 #include "ops.h"
@@ -54,35 +56,121 @@ at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
   return at::empty_strided_symint(shape, strides, input.options());
 }
 
-Tensors<3> column_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
-                                         const at::Tensor& weight, std::array<bool, 3> needed,
-                                         const Group& group) {
-  check_grad_output("column_linear_backward", grad_output, input, weight);
-  const at::Tensor grad_rows = as_matrix(grad_output);
-  at::Tensor grad_input = at::empty({0}, input.options()), grad_weight = at::empty_like(grad_input),
-             grad_bias = at::empty_like(grad_input);
+// The sum of grads[i] weights[i], in the order and with the rounding of autograd, whose engine
+// takes separate layers from the last one to the first.
+at::Tensor sum_of_products(at::TensorList grads, at::TensorList weights) {
+  at::Tensor sum, room;
+  for (size_t i = weights.size(); i-- > 0;) {
+    if (weights[i].size(0) == 0 && (i > 0 || sum.defined())) continue;  // adds nothing
+    if (!sum.defined()) {
+      sum = at::mm(grads[i], weights[i]);
+      continue;
+    }
+    if (!room.defined()) room = pooled_empty(sum.sizes(), sum.options());
+    sum.add_(at::mm_out(room, grads[i], weights[i]));
+  }
+  return sum;
+}
+
+// -> what is `needed` of the gradients of the input that all weights read, summed over the group;
+// of each weight; and of each bias.
+variable_list column_gradients(const char* op, at::TensorList grad_outputs, const at::Tensor& input,
+                               at::TensorList weights, at::ArrayRef<bool> needed,
+                               const Group& group) {
+  const size_t count = weights.size();
+  std::vector<at::Tensor> grads;
+  for (size_t i = 0; i < count; ++i) {
+    check_grad_output(op, grad_outputs[i], input, weights[i]);
+    grads.push_back(as_matrix(grad_outputs[i]));
+  }
+  variable_list gradients(needed.size());
+  for (at::Tensor& gradient : gradients) gradient = at::empty({0}, input.options());
   std::function<void()> wait = [] {};
   if (needed[0]) {
-    grad_input = at::mm(grad_rows, weight);
-    // numel(input) elements, every rank; the GEMM of the weight's gradient runs meanwhile.
-    wait = start_all_reduce_sum("column_linear_backward", grad_input, group);
+    gradients[0] = sum_of_products(grads, weights);
+    // numel(input) elements, every rank; the GEMMs of the weights' gradients run meanwhile.
+    wait = start_all_reduce_sum(op, gradients[0], group);
   }
   try {
-    if (needed[1]) grad_weight = at::mm(grad_rows.t(), as_matrix(input));
-    if (needed[2]) grad_bias = grad_rows.sum(0);
+    const at::Tensor rows = as_matrix(input);
+    for (size_t i = 0; i < count; ++i) {
+      if (needed[1 + i]) gradients[1 + i] = at::mm(grads[i].t(), rows);
+      if (needed[1 + count + i]) gradients[1 + count + i] = grads[i].sum(0);
+    }
   } catch (...) {  // such as out of memory: finish the sum, or the group could not be used again
     wait();
     throw;
   }
   wait();
-  if (needed[0]) grad_input = grad_input.view(input.sizes());
-  return {grad_input, grad_weight, grad_bias};
+  if (needed[0]) gradients[0] = gradients[0].view(input.sizes());
+  return gradients;
+}
+
+Tensors<3> column_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
+                                         const at::Tensor& weight, std::array<bool, 3> needed,
+                                         const Group& group) {
+  return from_list<Tensors<3>>(
+      column_gradients("column_linear_backward", grad_output, input, weight, needed, group));
 }
 
 Tensors<3> column_linear_backward_meta(const at::Tensor&, const at::Tensor& input,
                                        const at::Tensor& weight, std::array<bool, 3> needed) {
   return {empty_like_if(needed[0], input), empty_like_if(needed[1], weight),
           empty_if(needed[2], weight.sym_sizes().slice(0, 1), weight.options())};
+}
+
+Tensors<3> column_linears_kernel(const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& second, const at::Tensor& third,
+                                 const std::optional<at::Tensor>& bias,
+                                 const std::optional<at::Tensor>& second_bias,
+                                 const std::optional<at::Tensor>& third_bias) {
+  const char* op = "column_linears";
+  check_linear(op, input, weight, bias);
+  check_linear(op, input, second, second_bias, "second");
+  check_linear(op, input, third, third_bias, "third");
+  const at::Tensor rows = as_matrix(input);
+  const auto output = [&](const at::Tensor& of_weight, const std::optional<at::Tensor>& of_bias) {
+    std::vector<int64_t> shape = input.sizes().vec();
+    shape.back() = of_weight.size(0);
+    if (shape.back() == 0) return at::empty(shape, input.options());
+    return (of_bias ? at::addmm(*of_bias, rows, of_weight.t()) : at::mm(rows, of_weight.t()))
+        .view(shape);
+  };
+  return {output(weight, bias), output(second, second_bias), output(third, third_bias)};
+}
+
+Tensors<3> column_linears_meta(const at::Tensor& input, const at::Tensor& weight,
+                               const at::Tensor& second, const at::Tensor& third) {
+  const auto output = [&](const at::Tensor& of_weight) {
+    auto shape = input.sym_sizes().vec();
+    shape.back() = of_weight.sym_size(0);
+    return at::empty_symint(shape, input.options());
+  };
+  return {output(weight), output(second), output(third)};
+}
+
+Tensors<7> column_linears_backward_kernel(const at::Tensor& grad_output,
+                                          const at::Tensor& grad_second,
+                                          const at::Tensor& grad_third, const at::Tensor& input,
+                                          const at::Tensor& weight, const at::Tensor& second,
+                                          const at::Tensor& third, std::array<bool, 7> needed,
+                                          const Group& group) {
+  return from_list<Tensors<7>>(column_gradients("column_linears_backward",
+                                                {grad_output, grad_second, grad_third}, input,
+                                                {weight, second, third}, needed, group));
+}
+
+Tensors<7> column_linears_backward_meta(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                        const at::Tensor& input, const at::Tensor& weight,
+                                        const at::Tensor& second, const at::Tensor& third,
+                                        std::array<bool, 7> needed) {
+  const auto of_bias = [&](bool is_needed, const at::Tensor& of_weight) {
+    return empty_if(is_needed, of_weight.sym_sizes().slice(0, 1), of_weight.options());
+  };
+  return {empty_like_if(needed[0], input),  empty_like_if(needed[1], weight),
+          empty_like_if(needed[2], second), empty_like_if(needed[3], third),
+          of_bias(needed[4], weight),       of_bias(needed[5], second),
+          of_bias(needed[6], third)};
 }
 
 at::Tensor row_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
@@ -110,6 +198,16 @@ struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
   }
 };
 
+struct ColumnLinears : Gradient<ColumnLinears, column_linears, Saved<0, 1, 2, 3>> {
+  static variable_list rule(const ForwardCall<column_linears>& forward,
+                            const variable_list& grads) {
+    const auto [input, weight, second, third, bias, second_bias, third_bias, group] =
+        forward.arguments();
+    return forward.gradients(column_linears_backward(grads[0], grads[1], grads[2], input, weight,
+                                                     second, third, forward.needed<7>(), group));
+  }
+};
+
 // The output is replicated and so is its gradient: the local product is this rank's own shard of
 // the input's gradient, which is what column_linear_backward computes in a group of one.
 struct RowLinear : Gradient<RowLinear, row_linear, Saved<0, 1>> {
@@ -132,6 +230,14 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<column_linear_backward>(library)
       .kernel<column_linear_backward_kernel>()
       .meta<column_linear_backward_meta>();
+  implement<column_linears>(library)
+      .kernel<column_linears_kernel>()
+      .meta<column_linears_meta>()
+      .gradient<ColumnLinears>()
+      .autocast<0, 1, 2, 3, 4, 5, 6>();
+  implement<column_linears_backward>(library)
+      .kernel<column_linears_backward_kernel>()
+      .meta<column_linears_backward_meta>();
   implement<row_linear>(library)
       .kernel<row_linear_kernel>()
       .meta<row_linear_meta>()

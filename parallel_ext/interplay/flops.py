@@ -32,6 +32,18 @@ def _linear_backward(
     return _product(input, weight) * sum(needed[:2])
 
 
+def _linears(input: Shape, weight: Shape, second: Shape, third: Shape, *_: Any, **__: Any) -> int:
+    return sum(_product(input, each) for each in (weight, second, third))
+
+
+def _linears_backward(
+    grad: Shape, grad_second: Shape, grad_third: Shape, input: Shape, *rest: Any, **__: Any
+) -> int:
+    *weights, needed = rest[:4]
+    of_each = zip(weights, needed[1:], strict=False)
+    return sum(_product(input, weight) * (needed[0] + trained) for weight, trained in of_each)
+
+
 def _moe_linear_backward(
     grad: Shape, rows: Shape, weight: Shape, counts: Any, needed: Sequence[bool], *_: Any, **__: Any
 ) -> int:
@@ -67,6 +79,8 @@ def register_flops() -> None:
     linears = [ops.column_linear, ops.row_linear, ops.moe_linear, ops.moe_linear_on_device]
     register_flop_formula(linears)(_linear)
     register_flop_formula(ops.column_linear_backward)(_linear_backward)
+    register_flop_formula(ops.column_linears)(_linears)
+    register_flop_formula(ops.column_linears_backward)(_linears_backward)
     backwards = [ops.moe_linear_backward, ops.moe_linear_on_device_backward]
     register_flop_formula(backwards)(_moe_linear_backward)
     register_flop_formula([ops.lora_linear_forward, ops.moe_lora_linear_forward])(_lora)

@@ -53,8 +53,12 @@ class AttentionNames:
 
     def modules(self) -> tuple[str, ...]:
         """Return the names, in the sublayer, of all modules that are replaced or given a hook."""
-        inputs = dict.fromkeys((self.query, self.key, self.value))
-        return (*inputs, self.output, *self.head_norms, *self.full_norms)
+        return (*self.inputs, self.output, *self.head_norms, *self.full_norms)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the projections that read the input of the attention."""
+        return tuple(dict.fromkeys((self.query, self.key, self.value)))
 
     @property
     def full_norms(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn.linear import ComputedAhead
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedModule
@@ -20,7 +21,7 @@ from parallel_ext.sharding.slices import split_parts
 TakeGradients = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
-class BlockColumnLinear(ShardedModule):
+class BlockColumnLinear(ComputedAhead, ShardedModule):
     """``nn.Linear`` of which each rank holds blocks of output features (rows of the weight).
 
     Args:
@@ -61,29 +62,21 @@ class BlockColumnLinear(ShardedModule):
         ]
         self.copies, self.head_dim = copies, head_dim
         self.repeats = repeats or (1,) * len(layout.parts)
-        self.computed: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.alone:
             return self.like_weight(input, self.weight, self.bias)
-        computed, self.computed = self.computed, None
-        if computed is None or computed[0] is not input:
+        products = self.take_computed(input)
+        if products is None:
             raise RuntimeError(
                 "under px.Invariant a layer is computed together with those that read the same "
                 "input, which must be that of the attention or MLP around it, unchanged"
             )
-        return self._finished(computed[1], self.bias)
+        return self._finished(products, self.bias)
 
     def parts_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split rows as those of the weight, or of its bias, into the parts that these join."""
         return split_parts(rows, self.layouts["weight"])
-
-    def computed_as(self, input: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
-        """Let the next forward, of ``input``, return these products of the parts.
-
-        A wrapper around the layer hands the call on.
-        """
-        self.computed = input, products
 
     def like_weight(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

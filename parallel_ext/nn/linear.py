@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,10 +14,36 @@ from parallel_ext.nn.grad_sync import PartialGradients, for_use
 from parallel_ext.nn.initial_values import drawn_linear
 from parallel_ext.nn.sharded_module import ShardedModule, group_of_shards, row_layouts, shard_of
 from parallel_ext.ops import Group
+from parallel_ext.sharding._torch_private import input_hooks, output_hooks, version_of
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
 
-class ColumnParallelLinear(ShardedModule):
+class ComputedAhead:
+    """A layer of whose next forward the result can be there before, from an op of several layers.
+
+    A wrapper around the layer hands the call on.
+    """
+
+    computed: tuple[torch.Tensor, int, Any] | None = None
+
+    def computed_as(self, input: torch.Tensor, result: Any) -> None:
+        """Let the next forward, if it is of ``input`` itself, unchanged, find this result."""
+        self.computed = input, _writes(input), result
+
+    def take_computed(self, input: torch.Tensor) -> Any:
+        """Return the result for ``input``, None if there is none; it is found once."""
+        if self.computed is None:
+            return None
+        (of_input, writes, result), self.computed = self.computed, None
+        return result if of_input is input and writes == _writes(input) else None
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 while ``torch.compile`` traces."""
+    return 0 if torch.compiler.is_compiling() else version_of(tensor)
+
+
+class ColumnParallelLinear(ComputedAhead, ShardedModule):
     """``nn.Linear`` of which each rank holds some output features (rows of the weight).
 
     Args:
@@ -28,7 +57,8 @@ class ColumnParallelLinear(ShardedModule):
 
     ``in_features`` and ``out_features`` are those of the whole layer. Called with a replicated
     [..., K] it returns this rank's [..., F]. The gradient of the input is partial: the input must
-    have come through :func:`parallel_ext.ops.copy_to_region`, once for all layers that read it.
+    have come through :func:`parallel_ext.ops.copy_to_region`, once for all layers that read it;
+    :func:`parallel_ext.ops.column_linears` is several such layers in one op.
     """
 
     summed_over = ops.ALONE  # each rank has features of its own
@@ -108,7 +138,28 @@ class ColumnParallelLinear(ShardedModule):
         return self._for_use("weight"), self._for_use("bias")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.column_linear(input, *self.for_use())
+        computed = self.take_computed(input)
+        return ops.column_linear(input, *self.for_use()) if computed is None else computed
+
+
+def can_be_computed_together(layers: Sequence[nn.Module], input: torch.Tensor) -> bool:
+    """Return whether one op can stand for calls of all ``layers``, and saves time.
+
+    It does where ``input`` needs a gradient. It cannot with a wrapper, an adapter, a hook or
+    another forward around one of them, nor with a weight of another class; nor under autocast,
+    where the gradient of ``input`` is summed in its own dtype.
+    """
+    if not (1 <= len(layers) <= 3 and input.requires_grad and torch.is_grad_enabled()):
+        return False
+    device = input.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return False
+    return all(
+        type(layer) is ColumnParallelLinear  # FSDP and parametrizations change the class
+        and type(layer.weight) in (torch.Tensor, nn.Parameter)
+        and not (input_hooks(layer) or output_hooks(layer) or "forward" in vars(layer))
+        for layer in layers
+    )
 
 
 class RowParallelLinear(ShardedModule):

@@ -22,6 +22,7 @@ from parallel_ext.ops.group import ALONE, Group
 from parallel_ext.ops.linear import (
     Dropout,
     column_linear,
+    column_linears,
     lora_linear,
     row_linear,
     seeded_dropout,
@@ -72,6 +73,7 @@ __all__ = [
     "block_row_linear",
     "block_scale",
     "column_linear",
+    "column_linears",
     "copy_to_region",
     "fixed_gelu",
     "fixed_silu",

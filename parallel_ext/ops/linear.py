@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,53 @@ def column_linear(
     check_tensors("column_linear", input=input, weight=weight)
     stride = weight.size(0) if row_stride is None else row_stride
     return torch.ops.parallel_ext.column_linear(input, weight, bias, stride, group.size, group.name)
+
+
+def column_linears(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
+    *,
+    group: Group = ALONE,
+) -> list[torch.Tensor]:
+    """Apply up to three linear layers that read one input, sharded by output features.
+
+    Args:
+        input: [..., K], replicated.
+        weights: [F, K] of each layer, this rank's rows, same dtype.
+        biases: [F] of each layer, this rank's part, or None; None for no biases at all.
+        group: the tensor-parallel group. The gradient of ``input`` is summed over it while the
+            gradients of the weights are computed. Nothing is summed with ALONE.
+
+    Returns:
+        Of each layer [..., F], sharded: what :func:`column_linear` returns. The gradients have its
+        bits too, where the layers were called in this order on a result of :func:`copy_to_region`.
+        Under autocast in its lower precision, that of ``input`` as well.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit, or there are more than three weights.
+
+    Source: Megatron-LM (arXiv 1909.08053), section 3.
+
+    Example:
+        >>> column_linears(torch.ones(1, 2), [torch.ones(3, 2), torch.ones(1, 2)])
+        [tensor([[2., 2., 2.]]), tensor([[2.]])]
+    """
+    check_group("column_linears", group)
+    count, given = len(weights), [None] * len(weights) if biases is None else [*biases]
+    if not 1 <= count <= 3 or len(given) != count:
+        raise ValueError(
+            f"column_linears: needs one to three weights, with as many biases if any, got {count} "
+            f"weights and {len(given)} biases"
+        )
+    names = ("weight", "second", "third")
+    check_tensors("column_linears", input=input, **dict(zip(names, weights, strict=False)))
+    absent = [weights[0].new_empty(0, weights[0].size(-1)) for _ in range(3 - count)]
+    given += [None] * len(absent)
+    outputs = torch.ops.parallel_ext.column_linears(
+        input, *weights, *absent, *given, group.size, group.name
+    )
+    return list(outputs[:count])
 
 
 def row_linear(

@@ -11,8 +11,8 @@ _LOWER = frozenset(
     [
         *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm"),
         *("einsum", "conv1d", "conv2d", "scaled_dot_product_attention"),
-        *("column_linear", "row_linear", "lora_linear", "linear_vocab_cross_entropy"),
-        *("moe_linear", "moe_linear_on_device", "moe_lora_linear"),
+        *("column_linear", "column_linears", "row_linear", "lora_linear"),
+        *("linear_vocab_cross_entropy", "moe_linear", "moe_linear_on_device", "moe_lora_linear"),
     ]
 )
 """Functions of torch, and ops of this package, that run in the lower precision."""

@@ -20,9 +20,15 @@ from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.parallel.meta_autocast import MetaAutocast
 from parallel_ext.parallel.meta_zero import MetaZero
+from parallel_ext.parallel.replace import CopyInput
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
-from parallel_ext.sharding._torch_private import TorchDispatchMode, running_backward, schema_of
+from parallel_ext.sharding._torch_private import (
+    TorchDispatchMode,
+    input_hooks,
+    running_backward,
+    schema_of,
+)
 from parallel_ext.sharding.layout import split
 from parallel_ext.sharding.named_shards import named_shards
 
@@ -253,6 +259,9 @@ def run_step(
     for module in model.modules():
         if isinstance(module, ExpertParallelExperts):
             module._route = partial(_balanced_route, module, rows, tokens)
+        for hook in input_hooks(module) if autocast is not None else ():
+            if isinstance(hook, CopyInput):  # which cannot see that there is autocast on meta
+                hook.layers = ()
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,7 +14,11 @@ from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
-from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    can_be_computed_together,
+)
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.routing import Product, Routing
@@ -27,18 +31,32 @@ from parallel_ext.sharding.slices import take
 
 
 class CopyInput:
-    """A forward pre-hook: the hidden states enter a tensor-parallel region here."""
+    """A forward pre-hook: the hidden states enter a tensor-parallel region here.
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    Where one op can stand for the calls of the layers that read them, it computes these here: its
+    backward sums the gradient of the hidden states while it computes those of the weights. What
+    else reads the hidden states, or reads others, is as without it.
+
+    Args:
+        group: the ranks of the region.
+        layers: names in the module of those that read its input, in the order of their calls.
+    """
+
+    def __init__(self, group: Group, layers: Sequence[str] = ()) -> None:
+        self.group, self.layers = group, tuple(layers)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        copied = ops.copy_to_region(hidden, self.group)
+        layers = [module.get_submodule(name) for name in self.layers]
+        if can_be_computed_together(layers, hidden):
+            weights, biases = zip(*(layer.for_use() for layer in layers), strict=True)
+            products = ops.column_linears(hidden, weights, biases, group=self.group)
+            for layer, product in zip(layers, products, strict=True):
+                layer.computed_as(copied, product)
         if args:
-            return (ops.copy_to_region(args[0], self.group), *args[1:]), kwargs
-        return args, {
-            **kwargs,
-            "hidden_states": ops.copy_to_region(kwargs["hidden_states"], self.group),
-        }
+            return (copied, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copied}
 
 
 class CopyOutput:
@@ -97,7 +115,7 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
     spec, tp = plan.spec, plan.mesh.tp
     if tp.size == 1:
         return
-    copy_input, copy_output = CopyInput(tp), CopyOutput(tp)
+    copy_output = CopyOutput(tp)
     for path in spec.shared:
         model.get_submodule(path).register_forward_hook(copy_output)
     for path, sublayer in spec.sublayers(plan.layout).items():
@@ -109,7 +127,8 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
         if isinstance(sublayer, RegionNames) and sublayer.entry is not None:
             module.get_submodule(sublayer.entry).register_forward_hook(copy_output)
         else:
-            module.register_forward_pre_hook(copy_input, with_kwargs=True)
+            readers = () if sublayer in spec.regions else sublayer.inputs  # those may read other inputs
+            module.register_forward_pre_hook(CopyInput(tp, tuple(readers)), with_kwargs=True)
         if isinstance(sublayer, RegionNames) and sublayer.merges:
             module.register_forward_hook(SumOutput(tp))
 

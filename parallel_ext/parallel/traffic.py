@@ -151,6 +151,7 @@ _RULES: dict[str, Callable[[dict[str, Any], Any], Sent]] = {
     "vocab_embedding_of_tokens": _embedding_of_tokens,
     "vocab_embedding_of_tokens_backward": _embedding_of_tokens_backward,
     "column_linear_backward": _column_linear_backward,
+    "column_linears_backward": _column_linear_backward,
     "gather_from_region": _gather_from_region,
     "gather_tokens": _gather_tokens,
     "sum_tokens": _sum_tokens,

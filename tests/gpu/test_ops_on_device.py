@@ -73,6 +73,10 @@ LARGER: dict[str, tuple[Callable[..., Any], Callable[[], tuple]]] = {
         lambda: (_rows(201, 24), _rows(201, 2), torch.rand(201, 7).topk(2)[1], _rows(8, 26, 24)),
     ),
     "column linear": (ops.column_linear, lambda: (_rows(5, 67, 33), _rows(129, 33), _rows(129))),
+    "column linears": (
+        lambda rows, *weights: tuple(ops.column_linears(rows, weights)),
+        lambda: (_rows(5, 67, 33), _rows(129, 33), _rows(65, 33), _rows(65, 33)),
+    ),
     "row linear": (ops.row_linear, lambda: (_rows(5, 67, 33), _rows(129, 33), _rows(129))),
     "adapter": (_adapted, lambda: (_rows(9, 129), _rows(31, 129), _rows(4, 129), _rows(31, 4))),
 }

@@ -25,6 +25,7 @@ from parallel_ext.ops import (
     ExchangePlan,
     Group,
     column_linear,
+    column_linears,
     moe_dispatch,
     moe_route_plan,
     row_linear,
@@ -162,6 +163,37 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(3, own), _plain(3, 4), _plain(own, 4), [True, True, True], *of_group),
             (_plain(2, 3, 8)[..., :own], _plain(2, 3, 4), _plain(own, 4), [1, 0, 0], *of_group),
             (_plain(0, own), _plain(0, 4), _plain(own, 4), [False, True, False], *of_group),
+        ],
+        "column_linears": [
+            (
+                *(_values(3, 4), _values(own, 4), _values(2, 4), _values(0, 4)),
+                *(_values(own), None, None, *of_group),
+            ),
+            (
+                *(_values(2, 3, 4, dtype=bf16), _plain(own, 4, dtype=bf16)),
+                *(_values(3, 4, dtype=bf16), _values(own, 4, dtype=bf16)),
+                *(None, _values(3, dtype=bf16), _plain(own, dtype=bf16), *of_group),
+            ),
+            (
+                *(_plain(0, 4), _values(own, 4), _values(0, 4), _values(2, 4)),
+                *(None, None, None, *of_group),
+            ),
+            (_values(4), *(_values(2, 4) for _ in range(3)), None, None, None, *of_group),
+        ],
+        "column_linears_backward": [
+            (
+                *(_plain(3, own), _plain(3, 2), _plain(3, 0), _plain(3, 4), _plain(own, 4)),
+                *(_plain(2, 4), _plain(0, 4), [1, 1, 1, 0, 1, 0, 0], *of_group),
+            ),
+            (
+                *(_plain(2, 3, 8)[..., :own], _plain(2).expand(2, 3, 2), _plain(2, 3, 1)),
+                *(_plain(2, 3, 4), _plain(own, 4), _plain(2, 4), _plain(1, 4)),
+                *([False, False, True, True, False, True, True], *of_group),
+            ),
+            (
+                *(_plain(0, own), _plain(0, 2), _plain(0, 3), _plain(0, 4), _plain(own, 4)),
+                *(_plain(2, 4), _plain(3, 4), [True] * 7, *of_group),
+            ),
         ],
         "row_linear": [
             (_values(3, own), _values(4, own), _values(4), *of_group),
@@ -462,6 +494,7 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
     "copy_to_region": (None, ("all_reduce", 3 * 4 * 4)),
     "gather_from_region": (("all_gather", 3 * 3 * 4), None),
     "column_linear": (None, ("all_reduce", 3 * 4 * 4)),
+    "column_linears": (None, ("all_reduce", 3 * 4 * 4)),
     "row_linear": (("all_reduce", 3 * 4 * 4), None),
     "lora_linear": (("all_reduce", 3 * 4 * 4), None),
     "vocab_cross_entropy": (("all_gather", (4 * 3 + 2) * 4), None),
@@ -526,6 +559,10 @@ def test_a_compiled_model_equals_eager_and_torch(aten):
 # Functions of one tensor x [3, 4]: ours, and torch's.
 TWICE_DIFFERENTIABLE: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "column_linear": (lambda x: column_linear(x, x.sin()), lambda x: x @ x.sin().T),
+    "column_linears": (
+        lambda x: torch.cat(column_linears(x, [x.sin(), x.cos()])),
+        lambda x: torch.cat([x @ x.sin().T, x @ x.cos().T]),
+    ),
     "row_linear": (lambda x: row_linear(x, x.sin()), lambda x: x @ x.sin().T),
     "vocab_embedding": (
         lambda x: vocab_embedding(torch.tensor([1, 2]), x, 3, 0),

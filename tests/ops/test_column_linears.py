@@ -1,0 +1,404 @@
+"""Several linear layers on one input, cut by output features, in one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from reference_ops import (
+    ALL_DTYPES,
+    ALL_SIZES,
+    MUTATIONS,
+    NOTICED,
+    TOLERANCE,
+    assert_refused,
+    assert_within,
+    counted,
+    doubles,
+    on_ranks,
+    own_range,
+    relative_error,
+    share_of,
+    sizes_of,
+    worst,
+)
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from parallel_ext.ops import (
+    Group,
+    column_linear,
+    column_linears,
+    copy_to_region,
+    gather_from_region,
+)
+
+FP64 = torch.float64
+FEATURES = [(13,), (13, 29), (13, 7, 7), (3, 0, 5), (0, 0)]  # of one to three layers
+TOKENS = [(), (2,), (2, 3), (0,), (2, 0)]  # leading dimensions of the input
+Tensors = Sequence[torch.Tensor | None]
+Layers = Callable[[torch.Tensor, Tensors, Tensors], Sequence[torch.Tensor]]
+
+
+def _separate(group: Group) -> Layers:
+    """The layers called one after the other, in a region."""
+
+    def layers(input: torch.Tensor, weights: Tensors, biases: Tensors) -> list[torch.Tensor]:
+        entered = copy_to_region(input, group)
+        return [column_linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
+
+    return layers
+
+
+def _of_torch(input: torch.Tensor, weights: Tensors, biases: Tensors) -> list[torch.Tensor]:
+    return [functional.linear(input, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _together(group: Group) -> Layers:
+    return lambda *tensors: column_linears(*tensors, group=group)
+
+
+def _tensors(
+    tokens: tuple[int, ...], in_features: int, features: Sequence[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Input, weights and biases; an input of three dimensions is not contiguous."""
+    if len(tokens) == 2:
+        input = torch.randn(tokens[1], tokens[0], in_features, dtype=dtype).transpose(0, 1)
+    else:
+        input = torch.randn(*tokens, in_features, dtype=dtype)
+    weights = [torch.randn(size, in_features, dtype=dtype) for size in features]
+    return input, weights, [torch.randn(size, dtype=dtype) for size in features]
+
+
+def _with_gradients(
+    layers: Layers, input: torch.Tensor, weights: Tensors, biases: Tensors, grads: Tensors
+) -> dict[str, torch.Tensor]:
+    """Outputs and gradients by name."""
+    input, *rest = (
+        each if each is None else each.detach().requires_grad_()
+        for each in (input, *weights, *biases)
+    )
+    count = len(weights)
+    outputs = layers(input, rest[:count], rest[count:])
+    leaves = {"input": input}
+    leaves |= {f"weight {i}": each for i, each in enumerate(rest[:count])}
+    leaves |= {f"bias {i}": each for i, each in enumerate(rest[count:]) if each is not None}
+    found = torch.autograd.grad(
+        list(outputs),
+        list(leaves.values()),
+        [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)],
+    )
+    named = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    return named | dict(zip(leaves, found, strict=True))
+
+
+def _compared(
+    group: Group, features: Sequence[int], dtype: torch.dtype, in_features: int, num_tokens: int
+) -> dict[str, bool]:
+    """Whether each output and gradient has the bits of separate layers."""
+    found = {}
+    for with_bias in (True, False):
+        input, weights, biases = _tensors((num_tokens,), in_features, features, dtype)
+        given = biases if with_bias else [None] * len(biases)
+        grads = [torch.randn(num_tokens, size, dtype=dtype) for size in features]
+        ours = _with_gradients(_together(group), input, weights, given, grads)
+        theirs = _with_gradients(_separate(group), input, weights, given, grads)
+        assert ours.keys() == theirs.keys()
+        found |= {f"{name}, {with_bias}": torch.equal(ours[name], theirs[name]) for name in ours}
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@ALL_DTYPES
+def test_the_bits_are_those_of_separate_layers(dtype: torch.dtype, size: int) -> None:
+    for features in (*FEATURES, (640, 257, 257)):
+        for found in on_ranks(size, _compared, features, dtype, 193, 130):
+            assert all(found.values()), [name for name, same in found.items() if not same]
+
+
+def _bits_of_another_order(group: Group) -> bool:
+    input, weights, _ = _tensors((130,), 193, (640, 257, 257), torch.float32)
+    grads = [torch.randn(130, len(weight)) for weight in weights]
+    none = [None] * 3
+    ours = _with_gradients(_together(group), input, weights, none, grads)
+    backwards = _with_gradients(_together(group), input, weights[::-1], none, grads[::-1])
+    return torch.equal(ours["input"], backwards["input"])
+
+
+def test_the_bits_depend_on_the_order_of_the_layers() -> None:
+    assert on_ranks(1, _bits_of_another_order) == [False]
+
+
+def _errors(
+    group: Group, features: Sequence[int], dtype: torch.dtype, mutation: str = "none"
+) -> dict[str, float]:
+    """Outputs and gradients of this rank's shards against those of torch's unsharded layers."""
+    op_group, rank = MUTATIONS[mutation](group)
+    errors = {}
+    for tokens in TOKENS if mutation == "none" else [(5,)]:
+        input, weights, biases = _tensors(tokens, 7, features, dtype)
+        for with_bias in (True, False):
+            grads = [torch.randn(*tokens, size, 2, dtype=dtype)[..., 0] for size in features]
+            wide = (input.double(), doubles(weights), doubles(biases))
+            given = biases if with_bias else [None] * len(biases)
+            expected = _with_gradients(
+                _of_torch, *wide[:2], wide[2] if with_bias else given, doubles(grads)
+            )
+            held = [slice(*own_range(size, group._replace(rank=rank))) for size in features]
+            local = (
+                input,
+                [weight[own] for weight, own in zip(weights, held, strict=True)],
+                [b if b is None else b[own] for b, own in zip(given, held, strict=True)],
+                [grad[..., own] for grad, own in zip(grads, held, strict=True)],
+            )
+            actual = _with_gradients(_together(op_group), *local)
+            for name, value in actual.items():
+                share: Any = ...
+                if name != "input":
+                    own = slice(*own_range(features[int(name[-1])], group))
+                    share = (..., own) if name.startswith("output") else own
+                where = f"tokens {tokens}, bias {with_bias}: {name}"
+                errors[where] = relative_error(value, expected[name], share)
+    return errors
+
+
+@ALL_SIZES
+def test_layers_equal_unsharded_ones_when_features_are_not_divisible(size: int) -> None:
+    for features in FEATURES:
+        assert_within(on_ranks(size, _errors, features, FP64))
+
+
+@ALL_DTYPES
+def test_layers_are_as_accurate_as_their_dtype(dtype: torch.dtype) -> None:
+    assert_within(on_ranks(2, _errors, (13, 7, 7), dtype), TOLERANCE[dtype])
+
+
+def test_the_comparison_notices_broken_layers() -> None:
+    assert worst(on_ranks(2, _errors, (8, 4, 4), FP64, "none"))[0] <= TOLERANCE[FP64]
+    for mutation in ("no exchange", "swapped shards"):
+        assert worst(on_ranks(2, _errors, (8, 4, 4), FP64, mutation))[0] > NOTICED, mutation
+
+
+def _gradcheck(group: Group) -> None:
+    """Replicated input, weights and bias of which each rank takes its share."""
+
+    def layers(x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, bias = (share_of(each, 0, group) for each in rest)
+        outputs = column_linears(x, [first, second], [None, bias], group=group)
+        sizes = (sizes_of(len(each), group) for each in (rest[0], rest[1]))
+        return tuple(map(gather_from_region, outputs, sizes, [group] * 2))
+
+    shapes = ((2, 2, 3), (3, 3), (5, 3), (5,))
+    assert torch.autograd.gradcheck(
+        layers, [torch.randn(*shape, dtype=FP64, requires_grad=True) for shape in shapes]
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_pass_gradcheck(size: int) -> None:
+    on_ranks(size, _gradcheck)
+
+
+def _events_of(function: Callable[[], object]) -> list[str]:
+    """Products, additions and exchanges that a profiler shows, in order."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    wanted = ("aten::mm", "aten::add_", "aten::sum", "parallel_ext::start", "parallel_ext::finish")
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [e.name.split(" ")[0] for e in events if e.name.startswith(wanted)]
+
+
+PRODUCT, ADDITION, BIAS = "aten::mm", "aten::add_", "aten::sum"
+START, FINISH = "parallel_ext::start_all_reduce", "parallel_ext::finish_all_reduce"
+ALL = ["input", "weight 0", "weight 1", "weight 2", "bias 0", "bias 1", "bias 2"]
+
+
+def _backward_of(group: Group, frozen: Sequence[str]) -> list[str]:
+    """What a backward does beside frozen tensors, whose other gradients stay the same."""
+    input, weights, biases = _tensors((3,), 4, (4, 2, 2), FP64)
+    grads = [torch.ones(3, len(weight), dtype=FP64) for weight in weights]
+    expected = _with_gradients(_together(group), input, weights, biases, grads)
+    leaves = dict(zip(ALL, (input, *weights, *biases), strict=True))
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name not in frozen)
+    outputs = column_linears(input, weights, biases, group=group)
+    events = _events_of(lambda: torch.autograd.backward(outputs, grads))
+    for name, leaf in leaves.items():
+        assert (leaf.grad is None) == (name in frozen)
+        assert leaf.grad is None or torch.equal(leaf.grad, expected[name])
+    return events
+
+
+_GRADIENT_OF_INPUT = [PRODUCT, PRODUCT, ADDITION, PRODUCT, ADDITION, START]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "events"),
+    [
+        ((), [*_GRADIENT_OF_INPUT, *[PRODUCT, BIAS] * 3, FINISH]),
+        (ALL[1:], [*_GRADIENT_OF_INPUT, FINISH]),
+        (ALL[:1], [PRODUCT, BIAS] * 3),
+        (("weight 1", *ALL[4:]), [*_GRADIENT_OF_INPUT, PRODUCT, PRODUCT, FINISH]),
+        (("weight 0", "weight 2", "bias 0"), [*_GRADIENT_OF_INPUT, PRODUCT, BIAS, BIAS, FINISH]),
+    ],
+    ids=["none", "layers", "input", "a weight and all biases", "two weights and a bias"],
+)
+def test_the_sum_starts_before_the_first_gradient_of_a_weight(
+    frozen: Sequence[str], events: list[str]
+) -> None:
+    assert on_ranks(2, _backward_of, frozen) == [events] * 2
+
+
+def test_a_group_of_one_sums_nothing() -> None:
+    (events,) = on_ranks(1, _backward_of, ())
+    assert START not in events
+    assert events.count(PRODUCT) == 6
+
+
+def _sent(group: Group) -> list[dict[str, int]]:
+    input, weights, _ = _tensors((3,), 4, (4, 2, 2), torch.float32)
+    input.requires_grad_()
+    outputs, forward = counted(lambda: column_linears(input, weights, group=group))
+    _, backward = counted(torch.cat(outputs, -1).sum().backward)
+    return [forward, {kind: backward[kind] for kind in ("all_reduce", "all_reduce_bytes")}]
+
+
+def test_the_layers_share_one_sum() -> None:
+    assert on_ranks(2, _sent) == [[{}, {"all_reduce": 1, "all_reduce_bytes": 3 * 4 * 4}]] * 2
+
+
+def _unused(group: Group) -> bool:
+    """A product that nothing reads has gradients of zero, and changes no other gradient."""
+    input, weights, _ = _tensors((3,), 4, (4, 2), FP64)
+    for each in (input, *weights):
+        each.requires_grad_()
+    first, _ = column_linears(input, weights, group=group)
+    first.square().sum().backward()
+    entered = copy_to_region(input, group)
+    alone = torch.autograd.grad(column_linear(entered, weights[0]).square().sum(), input)
+    return torch.equal(alone[0], input.grad) and not weights[1].grad.any()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_product_that_is_not_read_adds_nothing(size: int) -> None:
+    assert on_ranks(size, _unused) == [True] * size
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, FP64], ids=str)
+def test_autocast_gives_the_dtypes_of_torchs_linear(dtype: torch.dtype, lower: torch.dtype) -> None:
+    tensors = _tensors((2, 3), 7, (5, 3), dtype)
+    grads = [torch.ones(2, 3, size, dtype=dtype) for size in (5, 3)]
+    with torch.autocast("cpu", dtype=lower):
+        expected = _with_gradients(_of_torch, *tensors, grads)
+        actual = _with_gradients(column_linears, *tensors, grads)
+    for name, value in actual.items():
+        assert value.dtype == expected[name].dtype, name
+        assert relative_error(value, expected[name]) <= TOLERANCE[lower], name
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    tensors, twos = _tensors((3,), 7, (5, 2), FP64), [torch.full((3, n), 2.0) for n in (5, 2)]
+
+    def doubled(*args: Any) -> list[torch.Tensor]:
+        return [output.mul_(2) for output in column_linears(*args)]
+
+    twice = _with_gradients(doubled, *tensors, [torch.ones(3, n) for n in (5, 2)])
+    once = _with_gradients(column_linears, *tensors, twos)
+    assert all(torch.equal(twice[n], once[n]) for n in once if not n.startswith("output"))
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    input, weights, _ = _tensors((3,), 4, (4, 2), FP64)
+    input.requires_grad_()
+    output = column_linears(input, weights)[0].square().sum()
+    with pytest.raises(NotImplementedError, match="column_linears: second derivatives"):
+        torch.autograd.grad(output, input, create_graph=True)
+
+
+def _compiled(group: Group) -> bool:
+    input, weights, biases = _tensors((2, 3), 7, (5, 2), FP64)
+    grads = [torch.randn(2, 3, n, dtype=FP64) for n in (5, 2)]
+    results = []
+    for layers in (
+        _together(group),
+        torch.compile(_together(group), fullgraph=True, backend="aot_eager"),
+    ):
+        results.append(_with_gradients(layers, input, weights, biases, grads))
+    torch._dynamo.reset()
+    eager, from_graph = results
+    return all(torch.equal(from_graph[name], value) for name, value in eager.items())
+
+
+def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
+    assert on_ranks(2, _compiled) == [True] * 2
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+REFUSALS = {
+    "width": (
+        lambda group: column_linears(_ones(2, 3), [_ones(4, 5)], group=group),
+        "ValueError: column_linears: input of shape [2, 3] does not fit the local weight of shape "
+        "[4, 5]; the last dimension must be 5",
+    ),
+    "width of the second": (
+        lambda group: column_linears(_ones(2, 3), [_ones(4, 3), _ones(4, 5)], group=group),
+        "ValueError: column_linears: input of shape [2, 3] does not fit the local second of shape "
+        "[4, 5]",
+    ),
+    "dtype of the third": (
+        lambda group: column_linears(
+            _ones(2, 3), [_ones(4, 3), _ones(4, 3), _ones(4, 3, dtype=FP64)], group=group
+        ),
+        "TypeError: column_linears: third is Double but input is Float; cast one of them",
+    ),
+    "bias length": (
+        lambda group: column_linears(
+            _ones(2, 3), [_ones(4, 3), _ones(4, 3)], [None, _ones(3)], group=group
+        ),
+        "ValueError: column_linears: bias of shape [3] does not fit the local second of shape "
+        "[4, 3]",
+    ),
+    "four weights": (
+        lambda group: column_linears(_ones(2, 3), [_ones(4, 3)] * 4, group=group),
+        "ValueError: column_linears: needs one to three weights, with as many biases if any, got 4 "
+        "weights and 4 biases",
+    ),
+    "no weight": (
+        lambda group: column_linears(_ones(2, 3), [], group=group),
+        "ValueError: column_linears: needs one to three weights",
+    ),
+    "fewer biases": (
+        lambda group: column_linears(_ones(2, 3), [_ones(4, 3)] * 2, [None], group=group),
+        "ValueError: column_linears: needs one to three weights, with as many biases if any, got 2 "
+        "weights and 1 biases",
+    ),
+    "no tensor": (
+        lambda group: column_linears(_ones(2, 3), [_ones(4, 3), None], group=group),
+        "TypeError: column_linears: second must be a tensor, got None",
+    ),
+    "integer input": (
+        lambda group: column_linears(_ones(2, 3, dtype=torch.int64), [_ones(4, 3)], group=group),
+        "TypeError: column_linears: input must be floating point, got Long",
+    ),
+    "group size": (
+        lambda group: (
+            column_linears(
+                _ones(2, 3).requires_grad_(), [_ones(4, 3)], group=group._replace(size=4)
+            )[0]
+            .sum()
+            .backward()
+        ),
+        "ValueError: column_linears_backward: group '",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_every_rank_refuses(case: str) -> None:
+    assert_refused(__name__, case)

@@ -1,0 +1,337 @@
+"""The layers that read the hidden states of an attention or MLP are computed in one op."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import peft
+import pytest
+import torch
+from ranks import pool
+from reference import (
+    Tiny,
+    assert_within,
+    batch,
+    difference,
+    gradient_differences,
+    mesh_of,
+    parallel,
+)
+from reference_mixtral import TinyMixtral, TinyQwen3Moe
+from test_specs import OfSpec, in_fp64
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from parallel_ext.nn.linear import ColumnParallelLinear
+from parallel_ext.parallel.replace import CopyInput
+
+TOGETHER, BACKWARD, ALONE = "column_linears", "column_linears_backward", "column_linear"
+
+
+def _calls(function: Callable[[], object]) -> Counter[str]:
+    """How often ops of this package run."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    names = (event.name.partition("parallel_ext::")[2] for event in profiler.events())
+    return Counter(name for name in names if name and " " not in name)
+
+
+def _of_step(model: nn.Module, data: dict[str, Any]) -> Counter[str]:
+    model.zero_grad()
+    return _calls(lambda: model(**data).loss.backward())
+
+
+def _as_before(model: nn.Module) -> None:
+    """Let each layer be computed by itself."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, CopyInput):
+                hook.layers = ()
+
+
+def _local(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _has_bits_of_before(model: nn.Module, data: dict[str, Any]) -> bool:
+    """Whether loss and gradients are, bit for bit, those of layers that are computed one by one."""
+    results = []
+    for prepare in (lambda _: None, _as_before):
+        prepare(model)
+        model.zero_grad()
+        loss = model(**data).loss
+        loss.backward()
+        results.append({"loss": loss.detach(), **_local(model)})
+    ours, before = results
+    return ours.keys() == before.keys() and all(torch.equal(ours[n], before[n]) for n in ours)
+
+
+# A small model; how many ops there are in a step, and how many layers are computed by themselves.
+MODELS: dict[str, tuple[Any, int, int]] = {
+    "llama": (Tiny(), 4, 0),
+    "llama with biases": (Tiny(bias=True), 4, 0),
+    "llama, one key-value head": (Tiny(key_value_heads=1), 4, 0),
+    "mixtral": (TinyMixtral(), 2, 0),
+    "qwen2": (OfSpec("qwen2"), 4, 0),
+    "qwen3": (OfSpec("qwen3", key_value_heads=1), 4, 0),
+    "qwen3 mixture": (TinyQwen3Moe(), 3, 0),
+    "qwen2 mixture": (OfSpec("qwen2_moe"), 4, 0),
+    "olmo2": (OfSpec("olmo2"), 4, 0),
+    "joined": (OfSpec("phi3"), 4, 0),
+    "gemma3": (OfSpec("gemma3_text"), 4, 0),
+}
+
+
+@in_fp64()
+def _model(name: str) -> tuple[dict[str, float], dict[str, int], bool]:
+    tiny = MODELS[name][0]
+    reference = tiny.model()
+    model = parallel(reference, mesh_of())
+    data = batch(tiny.vocab_size)
+    differences = gradient_differences(reference, model, data)
+    return differences, _of_step(model, data), _has_bits_of_before(model, data)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_one_process_and_have_the_bits_of_before(name: str) -> None:
+    _, together, alone = MODELS[name]
+    for differences, calls, same in pool(2).run(_model, name):
+        assert_within([differences])
+        assert (calls[TOGETHER], calls[BACKWARD]) == (together, together)
+        assert calls[ALONE] == alone
+        assert same
+
+
+@pytest.mark.parametrize("name", ["llama, one key-value head", "qwen2 mixture"])
+def test_so_they_are_on_three_ranks(name: str) -> None:
+    for differences, calls, same in pool(3).run(_model, name):
+        assert_within([differences])
+        assert calls[TOGETHER] == MODELS[name][1]
+        assert same
+
+
+def _in_dtype(dtype: torch.dtype) -> dict[str, bool]:
+    """Whether the bits are those of before, by what is frozen."""
+    tiny, same = Tiny(dtype=dtype, bias=True), {}
+    model, data = parallel(tiny.model(), mesh_of()), batch(tiny.vocab_size)
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    layers = {hook: hook.layers for hook in hooks if isinstance(hook, CopyInput)}
+    for frozen in ("nothing", "q_proj", "mlp", "embed", "_proj"):
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen not in path)
+        same[frozen] = _has_bits_of_before(model, data)
+        for hook, of_hook in layers.items():
+            hook.layers = of_hook
+    return same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_bits_are_those_of_before_in_any_dtype(dtype: torch.dtype) -> None:
+    for same in pool(2).run(_in_dtype, dtype):
+        assert all(same.values()), same
+
+
+def _checkpointed(reentrant: bool) -> tuple[dict[str, float], Counter[str]]:
+    reference = Tiny().model()
+    model, data = parallel(reference, mesh_of()), batch(101)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return gradient_differences(reference, model, data), _of_step(model, data)
+
+
+@pytest.mark.parametrize(("reentrant", "alone"), [(True, 10), (False, 0)])
+def test_checkpointing_computes_them_together_where_there_is_a_graph(
+    reentrant: bool, alone: int
+) -> None:
+    """The first forward of a reentrant one has none."""
+    for differences, calls in pool(2).run(_checkpointed, reentrant):
+        assert_within([differences])
+        assert (calls[BACKWARD], calls[ALONE]) == (4, alone)
+
+
+def _compiled() -> tuple[dict[str, float], Counter[str]]:
+    reference = Tiny().model()
+    model, data = parallel(reference, mesh_of()), batch(101)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    found = gradient_differences(reference, model, data), _of_step(model, data)
+    torch._dynamo.reset()
+    return found
+
+
+def test_compiled_layers_compute_them_together_without_a_graph_break() -> None:
+    for differences, calls in pool(2).run(_compiled):
+        assert_within([differences])
+        assert (calls[TOGETHER], calls[BACKWARD], calls[ALONE]) == (4, 4, 0)
+
+
+# What keeps layers as they were: changes of the first MLP, of which each is computed by itself.
+
+
+def _hook(model: nn.Module) -> None:
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, output: output)
+
+
+def _pre_hook(model: nn.Module) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda module, args: args)
+
+
+def _backward_hook(model: nn.Module) -> None:
+    model.model.layers[0].mlp.up_proj.register_full_backward_hook(lambda module, grads, _: grads)
+
+
+def _other_forward(model: nn.Module) -> None:
+    layer = model.model.layers[0].mlp.gate_proj
+    layer.forward = MethodType(ColumnParallelLinear.forward, layer)
+
+
+class _Weight(torch.Tensor):
+    """As of a quantised weight."""
+
+
+def _weight_of_another_class(model: nn.Module) -> None:
+    layer = model.model.layers[0].mlp.gate_proj
+    weight = layer.weight.detach().as_subclass(_Weight)
+    layer.weight = nn.Parameter(weight)
+    assert type(layer.weight) is not nn.Parameter
+
+
+CHANGES = {
+    "hook": _hook,
+    "pre-hook": _pre_hook,
+    "backward hook": _backward_hook,
+    "another forward": _other_forward,
+    "weight of another class": _weight_of_another_class,
+}
+
+
+def _changed(name: str) -> tuple[Counter[str], bool]:
+    model, data = parallel(Tiny(dtype=torch.float32).model(), mesh_of()), batch(101)
+    CHANGES[name](model)
+    return _of_step(model, data), _has_bits_of_before(model, data)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_that_something_stands_around_are_computed_by_themselves(name: str) -> None:
+    for calls, same in pool(2).run(_changed, name):
+        assert (calls[TOGETHER], calls[ALONE]) == (3, 2)
+        assert same
+
+
+def _under_autocast() -> Counter[str]:
+    model, data = parallel(Tiny(dtype=torch.float32).model(), mesh_of()), batch(101)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**data).loss
+        loss.backward()
+
+    return _calls(step)
+
+
+def test_under_autocast_layers_are_computed_by_themselves() -> None:
+    for calls in pool(2).run(_under_autocast):
+        assert calls[TOGETHER] == 0
+
+
+def _adapted(targets: list[str]) -> tuple[Counter[str], bool]:
+    model, data = parallel(Tiny().model(), mesh_of()), batch(101)
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    return _of_step(model, data), _has_bits_of_before(model, data)
+
+
+@pytest.mark.parametrize(
+    ("targets", "together"), [(["q_proj", "v_proj"], 2), (["down_proj"], 2), (["up_proj"], 1)]
+)
+def test_layers_beside_an_adapted_one_are_computed_by_themselves(
+    targets: list[str], together: int
+) -> None:
+    """The first layer's input needs no gradient: all below its adapters is frozen."""
+    for calls, same in pool(2).run(_adapted, targets):
+        assert calls[TOGETHER] == together
+        assert same
+
+
+# What reads other hidden states, or changes them, is as in one process.
+
+
+def _doubled(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """An MLP whose first layer reads something else than the second."""
+    gate = module.act_fn(module.gate_proj(2 * hidden))
+    return module.down_proj(gate * module.up_proj(hidden))
+
+
+def _reads_other(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(_doubled, layer.mlp)
+
+
+def _replaces(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def _changes_in_place(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
+
+
+READERS = {"other input": _reads_other, "replaced": _replaces, "in place": _changes_in_place}
+
+
+def _with_reader(name: str) -> tuple[dict[str, float], float]:
+    reference, data = Tiny().model(), batch(101)
+    model = parallel(reference, mesh_of())
+    for each in (reference, model):
+        READERS[name](each)
+    differences = gradient_differences(reference, model, data)
+    with torch.inference_mode():
+        ours, theirs = (each.eval()(data["input_ids"]).logits for each in (model, reference))
+    return differences, difference(ours, theirs)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_layer_that_reads_something_else_computes_that(name: str) -> None:
+    for differences, of_logits in pool(2).run(_with_reader, name):
+        assert_within([{**differences, "logits": of_logits}])
+
+
+def _evaluated(mode: str) -> tuple[float, Counter[str]]:
+    reference, ids = Tiny().model().eval(), batch(101)["input_ids"]
+    model = parallel(reference, mesh_of()).eval()
+    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": nullcontext}
+    found: list[torch.Tensor] = []
+    with context[mode]():
+        calls = _calls(lambda: found.append(model(ids).logits))
+        expected = reference(ids).logits
+    return difference(found[0], expected), calls
+
+
+@pytest.mark.parametrize(("mode", "together"), [("no_grad", 0), ("inference", 0), ("grad", 4)])
+def test_only_what_may_have_a_backward_is_computed_together(mode: str, together: int) -> None:
+    for of_logits, calls in pool(2).run(_evaluated, mode):
+        assert of_logits <= 1e-10
+        assert calls[TOGETHER] == together
+
+
+def _sequence_parallel() -> Counter[str]:
+    model = parallel(Tiny().model(), mesh_of(), sequence_parallel=True)
+    return _of_step(model, batch(101))
+
+
+def test_with_sequence_parallelism_layers_are_computed_by_themselves() -> None:
+    for calls in pool(2).run(_sequence_parallel):
+        assert (calls[TOGETHER], calls[ALONE]) == (0, 10)
+
+
+def _alone_on_one_rank() -> Counter[str]:
+    return _of_step(parallel(Tiny().model(), mesh_of(1)), batch(101))
+
+
+def test_one_rank_computes_layers_as_before() -> None:
+    for calls in pool(1).run(_alone_on_one_rank):
+        assert (calls[TOGETHER], calls[ALONE]) == (0, 10)
