@@ -127,7 +127,8 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
         if isinstance(sublayer, RegionNames) and sublayer.entry is not None:
             module.get_submodule(sublayer.entry).register_forward_hook(copy_output)
         else:
-            readers = () if sublayer in spec.regions else sublayer.inputs  # those may read other inputs
+            # The layers of a region may read other inputs.
+            readers = () if sublayer in spec.regions else sublayer.inputs
             module.register_forward_pre_hook(CopyInput(tp, tuple(readers)), with_kwargs=True)
         if isinstance(sublayer, RegionNames) and sublayer.merges:
             module.register_forward_hook(SumOutput(tp))
