@@ -21,7 +21,7 @@ import parallel_ext as px
 from parallel_ext import _C, ops
 
 RANGE = re.compile(r"parallel_ext::(\w+) (.+) ([\d.e+]+ [kMGT]?B)")
-COUNTED = {"exchange_bytes": "all_gather"}
+COUNTED = {"exchange_bytes": "all_gather", "start_all_reduce": "all_reduce"}
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 Shown = list[tuple[str, str, int]]
 
@@ -73,7 +73,12 @@ def test_the_ranges_of_a_step_are_the_collectives_that_were_counted(
 ) -> None:
     for shown, counts in pool(2).run(_of_a_step, layout, shared, aten):
         number, num_bytes = Counter[str](), Counter[str]()
+        kinds = Counter(kind for kind, _, _ in shown)
+        assert kinds["finish_all_reduce"] == kinds["start_all_reduce"]
+        assert (kinds["start_all_reduce"] > 0) == (layout.tp > 1)
         for kind, _, size in shown:
+            if kind == "finish_all_reduce":  # of a sum that was counted where it started
+                continue
             number[COUNTED.get(kind, kind)] += 1
             num_bytes[COUNTED.get(kind, kind)] += size
         by_fsdp = {"reduce_scatter"} if layout.dp > 1 else set()
