@@ -25,7 +25,7 @@ from parallel_ext.checkpoint.manifest import (
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.source import Contents
-from parallel_ext.checkpoint.steps import latest_checkpoint, manifest_of_step, name_of_step
+from parallel_ext.checkpoint.steps import latest_save, manifest_of_step, name_of_step
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
@@ -115,10 +115,13 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
         return None
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"load_checkpoint: step must be a whole number from 0 on, got {step!r}")
-    path = latest_checkpoint(root) if step is None else root / name_of_step(step)
-    if path is None:
+    if step is not None:
+        path = root / name_of_step(step)
+        return str(path), manifest_of_step(path).save_id
+    found = latest_save(root)
+    if found is None:
         raise CheckpointError(f"{root} holds no training checkpoint")
-    return str(path), manifest_of_step(path).save_id
+    return str(found[0]), found[1]
 
 
 class _Opened:

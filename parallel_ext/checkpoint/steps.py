@@ -106,10 +106,18 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         >>> latest_checkpoint("a/directory/that/is/not/there") is None
         True
     """
-    root = Path(root)
+    found = latest_save(Path(root))
+    return None if found is None else found[0]
+
+
+latest = latest_checkpoint  # an alias
+
+
+def latest_save(root: Path) -> tuple[Path, str] | None:
+    """Return the directory of :func:`latest_checkpoint` and the id of its save, if there is one."""
     while (named := _named_by_latest(root)) is not None:
         try:
-            return _found(root, *named)
+            return _found(root, *named), named[1]
         except CheckpointError:
             if _named_by_latest(root) == named:
                 raise
@@ -118,11 +126,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     if not steps:
         return None
     path = steps[_last_saved(steps)]
-    manifest_of_step(path)
-    return path
-
-
-latest = latest_checkpoint  # an alias
+    return path, manifest_of_step(path).save_id
 
 
 def _found(root: Path, name: str, save_id: str) -> Path:
