@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 
 import torch
 import xxhash
@@ -46,8 +45,12 @@ def draw_by_name(
     """
     generator = torch.Generator().manual_seed(key_of(layout.name))
     distribution, size = spread
-    if distribution == "uniform":
-        init = partial(nn.init.uniform_, a=-size, b=size, generator=generator)
-    else:
-        init = partial(nn.init.normal_, std=size, generator=generator)
+
+    # Not by torch.nn.init, which asks all parallel models whether it fills a shard of theirs.
+    def init(block: torch.Tensor) -> None:
+        if distribution == "uniform":
+            block.uniform_(-size, size, generator=generator)
+        else:
+            block.normal_(std=size, generator=generator)
+
     draw(parameter, layout, rank, init)

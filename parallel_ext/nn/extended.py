@@ -12,15 +12,29 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-_KEY = "key of the extended function"
 _extended: dict[str, tuple[FunctionType, CodeType, FunctionType, Callable[..., Any]]] = {}
 
+# The globals are those of the extended function. It uses as many variables of a function around it,
+# in a line that never runs: a code object that has such and does not use them crashes the
+# interpreter when a debugger reads the locals of its frame.
+_SOURCE = """
+def around({names}):
+    def extended(*args, **kwargs):
+        from parallel_ext.nn.extended import call
+        return call({key!r}, args, kwargs)
+        ({names})
+    return extended
+"""
 
-def _code_of_extended(*args: Any, **kwargs: Any) -> Any:
-    # Runs with the globals of the extended function, which may not have `call`.
-    from parallel_ext.nn.extended import call
 
-    return call("key of the extended function", args, kwargs)
+def _code_of_extended(key: str, code: CodeType) -> CodeType:
+    """Return the code of a function that calls :func:`call`, for a function with this code."""
+    names = "".join(f"free_{number}, " for number in range(len(code.co_freevars)))
+    found: dict[str, Any] = {}
+    exec(_SOURCE.format(names=names, key=key), found)
+    return found["around"](*code.co_freevars).__code__.replace(
+        co_name=code.co_name, co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+    )
 
 
 def call(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,14 +76,7 @@ def extend(function: Callable[..., Any], extension: Callable[..., Any]) -> None:
     plain.__dict__.update(function.__dict__)
     signature = inspect.signature(function)
     _extended[key] = (function, code, plain, extension)
-    own = _code_of_extended.__code__
-    function.__code__ = own.replace(
-        co_consts=tuple(key if each == _KEY else each for each in own.co_consts),
-        co_freevars=code.co_freevars,  # which a code object for this function must have
-        co_name=code.co_name,
-        co_filename=code.co_filename,
-        co_firstlineno=code.co_firstlineno,
-    )
+    function.__code__ = _code_of_extended(key, code)
     function.__signature__ = signature
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -10,15 +11,17 @@ import torch
 import torch.distributed as dist
 from peft.tuners.lora.layer import Linear as PeftLinear
 from ranks import pool
-from reference import difference
+from reference import Tiny, difference, parallel
 from reference_lora import config
 from reference_ops import counted
 from torch import nn
 
+import parallel_ext as px
 from parallel_ext.lora.layers import AdaptedLinear
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.ops import Group, copy_to_region
+from parallel_ext.parallel import owners
 from parallel_ext.sharding.layout import (
     TensorLayout,
     shard_along,
@@ -183,3 +186,14 @@ def test_a_backward_sums_the_replicated_factor_once_in_fp64() -> None:
     for counts in pool(2).run(_sums, (4, 4)):
         assert counts["all_reduce"] == 1
         assert counts["all_reduce_bytes"] == R * IN * 8
+
+
+def test_factors_are_drawn_without_a_search_through_the_model() -> None:
+    """One search a factor took 6 s of a Llama of 80 layers."""
+    model = parallel(Tiny().model(), px.init_mesh())
+    with mock.patch.object(owners, "holds_any", side_effect=AssertionError("searched")):
+        for init in (True, "gaussian", False):
+            config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=init)
+            model = peft.get_peft_model(model, config).unload()
+        with pytest.raises(AssertionError, match="searched"):
+            nn.Linear(2, 2)

@@ -88,9 +88,10 @@ def test_a_step_holds_and_sends_what_was_planned(
     without = Step(**{**vars(step), "optimizer": "sgd"})
     peak = Planner(config).estimate(tp * dp, tp, 1, without).peak
     tolerance = 0.05 if dtype == torch.float32 else 0.1  # the CPU's products in bf16 take room
+    if zero == 3:  # gloo frees what was gathered at any time, so that peaks differ by 20 %
+        tolerance = 0.25
     print(f"{peak} bytes planned, {found[0][3]} measured")
-    if zero == 2:  # gloo frees what ZeRO-3 gathers at any time, so that its peaks differ by 20 %
-        assert peak == pytest.approx(found[0][3], rel=tolerance)
+    assert peak == pytest.approx(found[0][3], rel=tolerance)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
