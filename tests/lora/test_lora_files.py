@@ -244,12 +244,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another rank": (
         lambda d: _configure(d, r=6),
-        f"{DOWN_A} has the shape (5, 97), but that of the model, sharded over tp=2, has the whole "
+        f"{DOWN_A} has the shape (5, 97), but that of the model, sharded over tp=2, has the full "
         "shape (6, 97)",
     ),
     "A of a shard": (
         lambda d: _edit(d, lambda t: t.update({DOWN_A: t[DOWN_A][:, :49]})),
-        f"{DOWN_A} has the shape (5, 49), but that of the model, sharded over tp=2, has the whole "
+        f"{DOWN_A} has the shape (5, 49), but that of the model, sharded over tp=2, has the full "
         "shape (5, 97)",
     ),
     "another target": (
