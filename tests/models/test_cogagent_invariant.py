@@ -256,6 +256,6 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "self_attn have 2",
         "act_fn is a ReLU",
         "'cogagent' models with published code",
-        "'another' models with blocks beside the decoder layers",
+        "'another' models with sublayers beside the decoder layers",
     ]
     pool(2).assert_says(_refusals, words=words)
