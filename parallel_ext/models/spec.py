@@ -131,8 +131,6 @@ class ModelSpec:
             found |= dict.fromkeys(_numbered(region.name, names), region)
         return found
 
-    blocks = sublayers  # as it was called before
-
     def modules(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the paths of all modules that are replaced or given a hook.
 
