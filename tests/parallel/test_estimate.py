@@ -135,7 +135,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = ("llama", "llama tp=2", "mixtral tp=2 ep=2")  # the others are slow where memory is
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in OFTEN)) for each in CASES]
+)
 def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> None:
     changes, world = CASES[name]
     case = {"tp": 1, "ep": 1, "zero": 2, "rows": 4, "tokens": 512, "dtype": "float32"}
@@ -145,7 +150,7 @@ def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> N
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--standalone", str(SCRIPT), json.dumps(case)],
-        **{"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240},
+        **{"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 900},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT"))
