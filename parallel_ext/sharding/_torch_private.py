@@ -57,7 +57,7 @@ def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
 def holds_any(model: nn.Module, ids: set[int]) -> bool:
     """Return whether the modules of a model hold parameters with one of these ``id``, or gradients.
 
-    ``model.parameters()`` says so too, and takes ten times as long.
+    ``model.parameters()`` says so too, and takes twice as long.
     """
     modules = [model]
     for module in modules:  # which grow in the loop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def check_layouts(kind: str, how: str, layouts: Sequence[Layout], run: Any = tra
         assert_bits(pool(ranks).run(run, kind, sides, zero, how), whole)
 
 
-def sweep(cases: Iterable[Any], layouts: Sequence[Layout], often: Sequence[Layout]) -> Any:
+def sweep(cases: Collection[Any], layouts: Sequence[Layout], often: Sequence[Layout]) -> Any:
     """Parametrize a test by each case with the layouts ``often``; the other ones are slow tests."""
     rest = [each for each in layouts if each not in often]
     params = [pytest.param(case, often, id=str(case)) for case in cases]
