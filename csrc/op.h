@@ -1,5 +1,5 @@
 // The templates that spare an op its frame: the call through the dispatcher, the registration, the
-// autograd node and the autocast kernels all follow from the op's signature in ops.h.
+// autograd node and the autocast kernels all follow from the op's signature in <room>/ops.h.
 #pragma once
 
 #include <ATen/autocast_mode.h>

@@ -26,7 +26,8 @@ namespace {
 
 constexpr int64_t kSlotBytes = int64_t{2} << 20;
 constexpr int64_t kPage = 4096;
-// Some 50 us: longer than the usual lag between ranks, and short enough where ranks share a core.
+// Some 50 to 100 us: longer than the usual lag between ranks, and short enough where ranks share a
+// core.
 constexpr int kSpins = 4000;
 
 void pause_briefly() {

@@ -12,7 +12,7 @@
 #include "comm/tree_reduce.h"
 #include "linear/block_linear.h"
 #include "linear/linear.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -16,7 +16,7 @@
 #include "check.h"
 #include "comm/tree_reduce.h"
 #include "linear/linear.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -20,7 +20,7 @@
 #include "check.h"
 #include "linear/dropout_cuda.h"
 #include "linear/linear.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {

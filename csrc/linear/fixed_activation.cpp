@@ -12,8 +12,8 @@
 #include "base/kernel_choice.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "linear/ops.h"
 #include "moe/gated_silu.h"
-#include "ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -2,7 +2,7 @@
 #include "base/layout.h"
 #include "base/tree.h"
 #include "check.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -12,18 +12,15 @@
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {
 
-at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
-                                const std::optional<at::Tensor>& bias, int64_t row_stride) {
-  const char* op = "column_linear";
-  check_linear(op, input, weight, bias);
+// input [..., K] times weight [F, K], plus bias [F] -> [..., F], in rows of `row_stride` elements.
+at::Tensor columns(const at::Tensor& input, const at::Tensor& weight,
+                   const std::optional<at::Tensor>& bias, int64_t row_stride) {
   const int64_t features = weight.size(0);
-  TORCH_CHECK_VALUE(row_stride >= features, op, ": row_stride ", row_stride,
-                    " is smaller than the ", features, " features of a row");
   const at::Tensor rows = as_matrix(input);
   at::Tensor output = at::empty_strided({rows.size(0), features}, {row_stride, 1}, input.options());
   fill_gaps(output);
@@ -43,8 +40,8 @@ at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weigh
   return output.as_strided(shape, strides);
 }
 
-at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
-                              const std::optional<at::Tensor>&, int64_t row_stride) {
+at::Tensor columns_meta(const at::Tensor& input, const at::Tensor& weight,
+                        const c10::SymInt& row_stride) {
   auto shape = input.sym_sizes().vec(), strides = shape;
   shape.back() = weight.sym_size(0);
   c10::SymInt stride = row_stride;
@@ -54,6 +51,20 @@ at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
     stride = stride * shape[dim].max(1);
   }
   return at::empty_strided_symint(shape, strides, input.options());
+}
+
+at::Tensor column_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
+                                const std::optional<at::Tensor>& bias, int64_t row_stride) {
+  const char* op = "column_linear";
+  check_linear(op, input, weight, bias);
+  TORCH_CHECK_VALUE(row_stride >= weight.size(0), op, ": row_stride ", row_stride,
+                    " is smaller than the ", weight.size(0), " features of a row");
+  return columns(input, weight, bias, row_stride);
+}
+
+at::Tensor column_linear_meta(const at::Tensor& input, const at::Tensor& weight,
+                              const std::optional<at::Tensor>&, int64_t row_stride) {
+  return columns_meta(input, weight, row_stride);
 }
 
 // The sum of grads[i] weights[i], in the order and with the rounding of autograd, whose engine
@@ -128,25 +139,16 @@ Tensors<3> column_linears_kernel(const at::Tensor& input, const at::Tensor& weig
   check_linear(op, input, weight, bias);
   check_linear(op, input, second, second_bias, "second");
   check_linear(op, input, third, third_bias, "third");
-  const at::Tensor rows = as_matrix(input);
-  const auto output = [&](const at::Tensor& of_weight, const std::optional<at::Tensor>& of_bias) {
-    std::vector<int64_t> shape = input.sizes().vec();
-    shape.back() = of_weight.size(0);
-    if (shape.back() == 0) return at::empty(shape, input.options());
-    return (of_bias ? at::addmm(*of_bias, rows, of_weight.t()) : at::mm(rows, of_weight.t()))
-        .view(shape);
-  };
-  return {output(weight, bias), output(second, second_bias), output(third, third_bias)};
+  return {columns(input, weight, bias, weight.size(0)),
+          columns(input, second, second_bias, second.size(0)),
+          columns(input, third, third_bias, third.size(0))};
 }
 
 Tensors<3> column_linears_meta(const at::Tensor& input, const at::Tensor& weight,
                                const at::Tensor& second, const at::Tensor& third) {
-  const auto output = [&](const at::Tensor& of_weight) {
-    auto shape = input.sym_sizes().vec();
-    shape.back() = of_weight.sym_size(0);
-    return at::empty_symint(shape, input.options());
-  };
-  return {output(weight), output(second), output(third)};
+  return {columns_meta(input, weight, weight.sym_size(0)),
+          columns_meta(input, second, second.sym_size(0)),
+          columns_meta(input, third, third.sym_size(0))};
 }
 
 Tensors<7> column_linears_backward_kernel(const at::Tensor& grad_output,

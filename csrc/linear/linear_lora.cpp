@@ -12,7 +12,7 @@
 #include "comm/comm.h"
 #include "linear/dropout.h"
 #include "linear/linear.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {

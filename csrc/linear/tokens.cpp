@@ -14,7 +14,7 @@
 #include "base/sum_rows.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
+#include "linear/ops.h"
 
 namespace parallel_ext {
 namespace {

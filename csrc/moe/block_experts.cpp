@@ -6,7 +6,7 @@
 #include "base/workspace.h"
 #include "check.h"
 #include "moe/linear.h"
-#include "ops.h"
+#include "moe/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "check.h"
 #include "moe/exchange.h"
-#include "ops.h"
+#include "moe/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -13,8 +13,8 @@
 #include "base/kernel_choice.h"
 #include "base/workspace.h"
 #include "check.h"
+#include "moe/ops.h"
 #include "moe/rows_cuda.h"
-#include "ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -12,7 +12,7 @@
 #include "base/workspace.h"
 #include "check.h"
 #include "moe/grouped.h"
-#include "ops.h"
+#include "moe/ops.h"
 
 namespace parallel_ext {
 namespace {

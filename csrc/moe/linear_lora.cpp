@@ -7,7 +7,7 @@
 #include "check.h"
 #include "linear/linear.h"
 #include "moe/linear.h"
-#include "ops.h"
+#include "moe/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -18,8 +18,8 @@
 
 #include "base/kernel_choice.h"
 #include "check.h"
+#include "moe/ops.h"
 #include "moe/rows_cuda.h"
-#include "ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -9,7 +9,7 @@
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
+#include "moe/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -18,8 +18,8 @@
 #include "comm/tree_reduce.h"
 #include "linear/block_linear.h"
 #include "linear/linear.h"
-#include "ops.h"
 #include "vocab/linear_cross_entropy.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 namespace {

@@ -8,9 +8,9 @@
 #include "check.h"
 #include "comm/comm.h"
 #include "linear/linear.h"
-#include "ops.h"
 #include "vocab/loss.h"
 #include "vocab/loss_autograd.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 namespace {

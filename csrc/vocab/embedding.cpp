@@ -17,8 +17,8 @@
 #include "base/layout.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
 #include "vocab/embedding_cuda.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 

@@ -9,8 +9,9 @@
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
+#include "linear/ops.h"
 #include "vocab/embedding.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 namespace {

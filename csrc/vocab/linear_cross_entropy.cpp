@@ -20,7 +20,7 @@
 #include "base/workspace.h"
 #include "comm/comm.h"
 #include "linear/linear.h"
-#include "ops.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 namespace {

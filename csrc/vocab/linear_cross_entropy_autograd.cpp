@@ -4,9 +4,10 @@
 
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
+#include "linear/ops.h"
 #include "vocab/linear_cross_entropy.h"
 #include "vocab/loss_autograd.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 namespace {

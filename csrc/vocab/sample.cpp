@@ -26,7 +26,7 @@
 #include "base/kernel_choice.h"
 #include "check.h"
 #include "comm/comm.h"
-#include "ops.h"
+#include "vocab/ops.h"
 
 namespace parallel_ext {
 
