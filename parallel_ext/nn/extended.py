@@ -15,14 +15,13 @@ from typing import Any
 _extended: dict[str, tuple[FunctionType, CodeType, FunctionType, Callable[..., Any]]] = {}
 
 # The globals are those of the extended function. It uses as many variables of a function around it,
-# in a line that never runs: a code object that has such and does not use them crashes the
-# interpreter when a debugger reads the locals of its frame.
-_SOURCE = """
-def around({names}):
-    def extended(*args, **kwargs):
-        from parallel_ext.nn.extended import call
-        return call({key!r}, args, kwargs)
-        ({names})
+# in a statement that never runs: a code object that has such and does not use them crashes the
+# interpreter when a debugger reads the locals of its frame. All is in one line, for which
+# tracebacks show the first one of the function.
+_BODY = "from parallel_ext.nn.extended import call; return call({key!r}, args, kwargs); ({names})"
+_SOURCE = f"""
+def around({{names}}):
+    def extended(*args, **kwargs): {_BODY}
     return extended
 """
 
@@ -82,9 +81,10 @@ def extend(function: Callable[..., Any], extension: Callable[..., Any]) -> None:
 
 def restore(function: Callable[..., Any]) -> None:
     """Undo :func:`extend`; a function that is not extended stays as it is."""
-    entry = _extended.pop(_key_of(function), None)
+    entry = _extended.get(key := _key_of(function))
     if entry is not None:
         function.__code__ = entry[1]
+        del _extended[key]  # which other threads may have called until here
         if "__signature__" in entry[2].__dict__:
             function.__signature__ = entry[2].__signature__
         else:

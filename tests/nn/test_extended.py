@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import pickle
+import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -101,6 +103,22 @@ def test_a_debugger_reads_the_locals_of_its_frames(kind: str) -> None:
     assert extended[0] == FUNCTIONS[kind][0].__code__.co_name
     assert extended[1] >= {"args", "kwargs"}
     assert call[0] == "call"
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_its_tracebacks_show_its_first_line(kind: str) -> None:
+    """They showed some line of the function that was not run."""
+    function, call = FUNCTIONS[kind]
+    first = function.__code__.co_firstlineno
+    extend(function, lambda as_it_was, *args: as_it_was(*args))
+    try:
+        with pytest.raises(ZeroDivisionError) as raised:
+            call(1, 0)
+    finally:
+        restore(function)
+    frames = traceback.extract_tb(raised.tb)
+    assert (frames[1].name, frames[1].lineno) == (function.__code__.co_name, first)
+    assert frames[1].line == linecache.getline(__file__, first).strip()
 
 
 def test_what_is_not_written_in_python_is_refused() -> None:
