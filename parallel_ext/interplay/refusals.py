@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.extending import is_called_by_this_package
-from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.owners import owner_of_memory, owners_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.shards import LocalShard
 
@@ -186,7 +186,13 @@ def refuse(refusal: Refusal, *values: Any) -> None:
     for tensor in tensors:
         if isinstance(tensor, LocalShard):
             raise _refused(refusal, tensor.place)
-    for owned in owners_of(tensors).values():
+    owners = owners_of(tensors)
+    for tensor in tensors:
+        # A new parameter shares no memory, and many are made.
+        of_memory = type(tensor) is torch.Tensor and id(tensor) not in owners
+        if of_memory and (owned := owner_of_memory(tensor)) is not None:
+            owners[id(tensor)] = owned
+    for owned in owners.values():
         several = refusal.where is Where.RANKS and owned.mesh.world_size > 1
         if owned.is_sharded or several or refusal.where is Where.ALWAYS:
             raise _refused(refusal, owned.layout)

@@ -13,6 +13,7 @@ from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.sharding.slices import local_part
 
 
 class Owned(NamedTuple):
@@ -75,3 +76,24 @@ def owners_of(tensors: Iterable[torch.Tensor]) -> dict[int, Owned]:
             found |= {id(tensor): owned for tensor in own if tensor is not None}
         found |= {key: shards[name] for key, name in gathered.items()}
     return {key: owned for key, owned in found.items() if key in wanted}
+
+
+def owner_of_memory(tensor: torch.Tensor) -> Owned | None:
+    """Find the parameter of a parallel model of whose memory a plain tensor is a part.
+
+    Such as a view of it, rows of it, or its ``.data``. Gradients are not looked at.
+    """
+    address = _address(tensor)
+    for model in parallel_models() if address else ():
+        for owned in owned_by(model):
+            if _address(local_part(owned.parameter)) == address:
+                return owned
+    return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory, of which it may be a part; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # such as a sparse one
+        return 0

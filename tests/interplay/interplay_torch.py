@@ -180,11 +180,16 @@ def drawn(trial: Trial) -> None:
     each_refused(
         *(lambda n=n: getattr(nn.init, f"{n}_")(trial.model.lm_head.weight) for n in DRAWS),
         lambda: nn.init.sparse_(trial.model.lm_head.weight, 0.5),
+        *(lambda part=part: nn.init.normal_(part(trial.model.lm_head.weight)) for part in PARTS),
     )
 
 
 DRAWS = ("uniform", "normal", "trunc_normal", "eye", "dirac", "orthogonal", "xavier_uniform")
 DRAWS += ("xavier_normal", "kaiming_uniform", "kaiming_normal")
+PARTS = (
+    *(lambda weight: weight.data, lambda weight: weight[-2:], lambda weight: weight.data[-2:]),
+    lambda weight: weight.detach().t(),
+)
 
 
 @exact("torch.nn.init.zeros_", "torch.nn.init.ones_", "torch.nn.init.constant_")
