@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_ext import ops
-from parallel_ext.nn.linear import ComputedAhead
+from parallel_ext.nn.linear import ComputedAhead, ComputesAhead
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import ExpertParallelExperts, LowRank
 from parallel_ext.nn.sharded_module import ShardedModule
@@ -113,15 +114,12 @@ class BlockColumnLinear(ComputedAhead, ShardedModule):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-class ComputedTogether:
+class ComputedTogether(ComputesAhead):
     """A forward pre-hook of an attention or MLP: computes all layers that read its input.
 
     Args:
         layers: :class:`BlockColumnLinear` inside the module, of at most three parts in all.
     """
-
-    def __init__(self, layers: Sequence[str]) -> None:
-        self.layers = tuple(layers)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         input = args[0] if args else kwargs["hidden_states"]
@@ -134,9 +132,8 @@ class ComputedTogether:
             layers[-1].copies,
             layers[0].group,
         )
-        for layer in layers:
-            own, products = products[: len(layer.blocks)], products[len(layer.blocks) :]
-            layer.computed_as(input, own)
+        products = iter(products)
+        self.serve(layers, input, [[*islice(products, len(layer.blocks))] for layer in layers])
 
 
 class BlockRowLinear(ShardedModule):

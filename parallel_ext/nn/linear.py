@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,23 +24,62 @@ class ComputedAhead:
     A wrapper around the layer hands the call on.
     """
 
-    computed: tuple[torch.Tensor, int, Any] | None = None
+    computed: tuple[torch.Tensor, tuple[int, bool], Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "computed": None}  # a result is part of a graph, which is not copied
 
     def computed_as(self, input: torch.Tensor, result: Any) -> None:
         """Let the next forward, if it is of ``input`` itself, unchanged, find this result."""
-        self.computed = input, _writes(input), result
+        self.computed = input, _state_of(input), result
 
     def take_computed(self, input: torch.Tensor) -> Any:
         """Return the result for ``input``, None if there is none; it is found once."""
         if self.computed is None:
             return None
-        (of_input, writes, result), self.computed = self.computed, None
-        return result if of_input is input and writes == _writes(input) else None
+        (of_input, state, result), self.computed = self.computed, None
+        return result if of_input is input and state == _state_of(input) else None
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 while ``torch.compile`` traces."""
-    return 0 if torch.compiler.is_compiling() else version_of(tensor)
+def _state_of(input: torch.Tensor) -> tuple[int, bool]:
+    """Return how often ``input`` was changed in place, and whether there is a graph of its use.
+
+    The former is 0 while ``torch.compile`` traces.
+    """
+    writes = 0 if torch.compiler.is_compiling() else version_of(input)
+    return writes, torch.is_grad_enabled()
+
+
+class ComputesAhead:
+    """The base of forward pre-hooks that compute results of layers in a module ahead.
+
+    Args:
+        layers: names in the module of those that read its input, in the order of their calls.
+    """
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = tuple(layers)
+        self._served: Sequence[nn.Module] = ()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def attach(self, module: nn.Module) -> None:
+        """Let every forward of ``module`` begin with this hook."""
+        module.register_forward_pre_hook(self, with_kwargs=True)
+        module.register_forward_hook(self._drop, always_call=True)
+
+    def serve(self, layers: Sequence[nn.Module], input: torch.Tensor, results: Iterable) -> None:
+        """Let the calls of ``layers`` on ``input``, in this forward, find their results."""
+        self._served = layers
+        for layer, result in zip(layers, results, strict=True):
+            layer.computed_as(input, result)
+
+    def _drop(self, *_: Any) -> None:
+        """Free results that were not taken, as after an exception, and the graph behind them."""
+        for layer in self._served:
+            layer.computed = None
+        self._served = ()
 
 
 class ColumnParallelLinear(ComputedAhead, ShardedModule):

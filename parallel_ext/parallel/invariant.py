@@ -307,5 +307,4 @@ def _replace_inputs(put: Replacer, path: str, layers: Mapping[str, tuple]) -> No
     for name, of_heads in layers.items():
         shards = put.shards(f"{path}.{name}")
         put.put(f"{path}.{name}", BlockColumnLinear(*shards, put.mesh.tp, *of_heads))
-    module = put.model.get_submodule(path)
-    module.register_forward_pre_hook(ComputedTogether([*layers]), with_kwargs=True)
+    ComputedTogether([*layers]).attach(put.model.get_submodule(path))

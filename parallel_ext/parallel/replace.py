@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNa
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.linear import (
     ColumnParallelLinear,
+    ComputesAhead,
     RowParallelLinear,
     can_be_computed_together,
 )
@@ -26,11 +27,12 @@ from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
+from parallel_ext.sharding._torch_private import input_hooks
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.slices import take
 
 
-class CopyInput:
+class CopyInput(ComputesAhead):
     """A forward pre-hook: the hidden states enter a tensor-parallel region here.
 
     Where one op can stand for the calls of the layers that read them, it computes these here: its
@@ -43,20 +45,40 @@ class CopyInput:
     """
 
     def __init__(self, group: Group, layers: Sequence[str] = ()) -> None:
-        self.group, self.layers = group, tuple(layers)
+        super().__init__(layers)
+        self.group = group
+        self._known: Callable[..., Any] | None = None
+
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        forward: Any = type(module).forward
+        if getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            self._known = forward  # it calls each layer once, on what it is given
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         hidden = args[0] if args else kwargs["hidden_states"]
         copied = ops.copy_to_region(hidden, self.group)
+        if self.layers and self._is_followed_by_its_forward(module):
+            self._compute(module, hidden, copied)
+        if args:
+            return (copied, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copied}
+
+    def _is_followed_by_its_forward(self, module: nn.Module) -> bool:
+        """Return whether nothing changes what the layers read, nor the way in which they do.
+
+        Such as a hook behind this one, or a forward put in the place of the model's own, which may
+        recompute layers, detach what they return, or call only some.
+        """
+        own = "forward" not in vars(module) and type(module).forward is self._known
+        return own and input_hooks(module)[-1] is self
+
+    def _compute(self, module: nn.Module, hidden: torch.Tensor, copied: torch.Tensor) -> None:
         layers = [module.get_submodule(name) for name in self.layers]
         if can_be_computed_together(layers, hidden):
             weights, biases = zip(*(layer.for_use() for layer in layers), strict=True)
             products = ops.column_linears(hidden, weights, biases, group=self.group)
-            for layer, product in zip(layers, products, strict=True):
-                layer.computed_as(copied, product)
-        if args:
-            return (copied, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copied}
+            self.serve(layers, copied, products)
 
 
 class CopyOutput:
@@ -129,7 +151,7 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
         else:
             # The layers of a region may read other inputs.
             readers = () if sublayer in spec.regions else sublayer.inputs
-            module.register_forward_pre_hook(CopyInput(tp, tuple(readers)), with_kwargs=True)
+            CopyInput(tp, tuple(readers)).attach(module)
         if isinstance(sublayer, RegionNames) and sublayer.merges:
             module.register_forward_hook(SumOutput(tp))
 

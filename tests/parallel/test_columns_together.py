@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -24,8 +28,12 @@ from reference import (
 from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from test_specs import OfSpec, in_fp64
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+import parallel_ext as px
 from parallel_ext.nn.linear import ColumnParallelLinear
 from parallel_ext.parallel.replace import CopyInput
 
@@ -280,7 +288,77 @@ def _changes_in_place(model: nn.Module) -> None:
         layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
 
 
-READERS = {"other input": _reads_other, "replaced": _replaces, "in place": _changes_in_place}
+def _changes_data(model: nn.Module) -> None:
+    """Autograd does not count this change."""
+
+    def double(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        args[0].data.mul_(2)
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(double)
+
+
+def _changes_weights(model: nn.Module) -> None:
+    def halve(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        module.gate_proj.weight.data.mul_(0.5)
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(halve)
+
+
+def _recomputed(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+
+
+def _recomputed_by_class(model: nn.Module) -> None:
+    """In another class, since those of transformers are those of other tests too."""
+
+    class Recomputed(LlamaMLP):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, hidden, use_reentrant=False)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Recomputed
+
+
+def _without_graph(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        gate = module.gate_proj(hidden)
+    return module.down_proj(module.act_fn(gate) * module.up_proj(hidden))
+
+
+def _reads_without_graph(model: nn.Module) -> None:
+    """The weight then has no gradient, not even one of zeros, with which it would decay."""
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(_without_graph, layer.mlp)
+
+
+def _joined(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = nn.functional.linear(hidden, module.joined).chunk(2, -1)
+    return module.down_proj(module.act_fn(gate) * up)
+
+
+def _joins(model: nn.Module) -> None:
+    """Layers that are no longer there, nor trained."""
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.joined = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()
+        mlp.forward = MethodType(_joined, mlp)
+        del mlp.gate_proj, mlp.up_proj
+
+
+READERS = {
+    "other input": _reads_other,
+    "replaced": _replaces,
+    "in place": _changes_in_place,
+    "data": _changes_data,
+    "weights": _changes_weights,
+    "recomputed": _recomputed,
+    "recomputed by its class": _recomputed_by_class,
+    "without a graph": _reads_without_graph,
+    "joined": _joins,
+}
 
 
 def _with_reader(name: str) -> tuple[dict[str, float], float]:
@@ -298,6 +376,74 @@ def _with_reader(name: str) -> tuple[dict[str, float], float]:
 def test_a_layer_that_reads_something_else_computes_that(name: str) -> None:
     for differences, of_logits in pool(2).run(_with_reader, name):
         assert_within([{**differences, "logits": of_logits}])
+
+
+def _compiled_with_reader() -> dict[str, float]:
+    reference, data = Tiny().model(), batch(101)
+    model = parallel(reference, mesh_of())
+    for each in (reference, model):
+        _changes_in_place(each)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    try:
+        return gradient_differences(reference, model, data)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_so_does_a_compiled_one() -> None:
+    """The compiler does not say how often a tensor was changed in place."""
+    for differences in pool(2).run(_compiled_with_reader):
+        assert_within([differences])
+
+
+# What a forward that raises leaves behind.
+
+
+class _Saved:
+    """A tensor that a graph keeps for backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # a graph that holds itself would stay
+
+
+def _interrupted(error: type[BaseException], invariant: bool) -> tuple[int, int, dict[str, float]]:
+    """How much a forward that raises between the layers of an MLP has saved, and what is left."""
+    reference = Tiny(inner=145, dtype=torch.float32).model()
+    options = {"invariant": px.Invariant(8)} if invariant else {}
+    model, data = parallel(reference, mesh_of(), **options), batch(101)
+    saved: list[weakref.ref[_Saved]] = []
+
+    def save(tensor: torch.Tensor) -> _Saved:
+        packed = _Saved(tensor)
+        saved.append(weakref.ref(packed))
+        return packed
+
+    def interrupt(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        raise error
+
+    hook = model.model.layers[1].mlp.act_fn.register_forward_pre_hook(interrupt)
+    with saved_tensors_hooks(save, lambda packed: packed.tensor), suppress(error):
+        model(**data)
+    hook.remove()
+    gc.collect()
+    left = sum(each() is not None for each in saved)
+    return len(saved), left, gradient_differences(reference, copy.deepcopy(model), data)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_forward_that_raises_keeps_no_graph(invariant: bool) -> None:
+    """As one that runs out of memory, so that a smaller batch has all of it."""
+    for saved, left, differences in pool(2).run(_interrupted, RuntimeError, invariant):
+        assert saved > 0
+        assert left == 0
+        assert_within([differences], 1e-4)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_model_that_was_interrupted_can_be_copied(invariant: bool) -> None:
+    for _, _, differences in pool(2).run(_interrupted, KeyboardInterrupt, invariant):
+        assert_within([differences], 1e-4)
 
 
 def _evaluated(mode: str) -> tuple[float, Counter[str]]:
