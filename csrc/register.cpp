@@ -211,6 +211,10 @@ TORCH_LIBRARY(parallel_ext, library) {
   def("vocab_sample(Tensor logits, int vocab_size, int vocab_start, int vocab_stop, "
       "float temperature, int top_k, float top_p, float min_p, int seed, int step, "
       "int group_size, str group_name) -> Tensor");
+  def("moe_router(Tensor logits, Tensor? expert_ids, int top_k, bool normalized) -> "
+      "(Tensor, Tensor)");
+  def("moe_router_backward(Tensor grad_weights, Tensor logits, Tensor expert_ids, "
+      "bool normalized) -> Tensor");
   def("moe_route_plan(Tensor expert_ids, int[] experts_per_rank, int row_bytes, int rank) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   def("moe_dispatch(Tensor input, Tensor weights, Tensor rows_of_choices, Tensor sources, "

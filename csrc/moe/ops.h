@@ -4,12 +4,27 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 
 #include "comm/comm.h"
 #include "moe/exchange.h"
 #include "op.h"
 
 namespace parallel_ext {
+
+// --- router.cpp: E experts, of which each of T tokens gets top_k ---
+
+// logits [T, E] -> weights [T, top_k] in fp32 or wider: the largest probabilities, the largest
+// first, divided by their sum where `normalized`; and expert_ids [T, top_k], int64, of equal
+// probabilities the lower first. Given expert_ids are kept, and their probabilities are weighted.
+PARALLEL_EXT_OP(moe_router,
+                Tensors<2>(const at::Tensor& logits, const std::optional<at::Tensor>& expert_ids,
+                           int64_t top_k, bool normalized));
+
+// grad_weights [T, top_k] -> gradient of the logits.
+PARALLEL_EXT_OP(moe_router_backward,
+                at::Tensor(const at::Tensor& grad_weights, const at::Tensor& logits,
+                           const at::Tensor& expert_ids, bool normalized));
 
 // --- route.cpp: E experts, each of T tokens chooses top_k of them ---
 

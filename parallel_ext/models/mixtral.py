@@ -9,7 +9,7 @@ from torch import nn
 from parallel_ext.models.llama import ATTENTION
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
-from parallel_ext.nn.routing import Choose, Product
+from parallel_ext.nn.routing import Choose, Product, in_fp32
 
 
 def _route(
@@ -17,10 +17,7 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what ``MixtralTopKRouter`` does; a token's weights are in fp32 and have the sum 1."""
     logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    probabilities = nn.functional.softmax(logits.float(), dim=-1)
-    expert_ids = choose(probabilities, router.top_k)
-    weights = probabilities.gather(-1, expert_ids)
-    return logits, weights / weights.sum(dim=-1, keepdim=True), expert_ids
+    return logits, *choose(in_fp32(logits), router.top_k, True)
 
 
 MIXTRAL = ModelSpec(

@@ -11,7 +11,7 @@ from torch import nn
 from parallel_ext.models.llama import ATTENTION, MLP
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
-from parallel_ext.nn.routing import Choose, Product
+from parallel_ext.nn.routing import Choose, Product, in_fp32
 
 
 def _route(
@@ -19,11 +19,7 @@ def _route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do what ``Qwen3MoeTopKRouter`` does; a token's weights have the dtype of its logits."""
     logits = product(hidden_states.reshape(-1, router.hidden_dim), router.weight)
-    probabilities = nn.functional.softmax(logits, dim=-1, dtype=torch.float32)
-    expert_ids = choose(probabilities, router.top_k)
-    weights = probabilities.gather(-1, expert_ids)
-    if router.norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+    weights, expert_ids = choose(in_fp32(logits), router.top_k, router.norm_topk_prob)
     return logits, weights.to(logits.dtype), expert_ids
 
 

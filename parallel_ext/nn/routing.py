@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from parallel_ext.nn.recomputation import once, watch_checkpoints
-from parallel_ext.ops import ExchangePlan
+from parallel_ext.ops import ExchangePlan, moe_router
 
-Choose = Callable[[torch.Tensor, int], torch.Tensor]
-"""(scores [T, E], top_k) -> ids of the chosen experts [T, top_k], int64."""
+Choose = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
+"""(logits [T, E], top_k, normalized) -> weights and expert ids [T, top_k]: ``ops.moe_router``."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input [..., K], weight [F, K]) -> [..., F], as ``nn.functional.linear``."""
@@ -22,6 +22,9 @@ Route = Callable[
 ]
 """(router, hidden states [..., H], choose, product) -> logits [T, E], weights and expert ids
 [T, top_k]."""
+
+Rule = Callable[..., torch.Tensor]
+"""(tensor [T, E], top_k, part=0) -> ids of the chosen experts [T, top_k], int64, by shape alone."""
 
 
 class OfAllTokens(Protocol):
@@ -38,9 +41,9 @@ class OfAllTokens(Protocol):
 
 
 class _Choice:
-    """The experts that one forward has chosen."""
+    """The experts that one forward has chosen; None until it has."""
 
-    def __init__(self, expert_ids: torch.Tensor) -> None:
+    def __init__(self, expert_ids: torch.Tensor | None) -> None:
         self.expert_ids = expert_ids
         self.plan: ExchangePlan | None = None  # of the same forward, once it is known
 
@@ -54,7 +57,7 @@ class Routing:
 
     Attributes:
         choice: that of the forward that is running, until its rows have a plan.
-        select: chooses by the scores; ``force_routing`` puts another rule here.
+        rule: what ``force_routing`` lets choose; None where the logits do.
         leaf: number of the leaf that is running, in its batch; None outside of leaves.
         observer: gets the choices for each expert, as numbers or as a tensor on a GPU, and the
             number of rows of this rank's own experts.
@@ -65,20 +68,20 @@ class Routing:
         self.route, self.product = route, product
         watch_checkpoints()
         self.choice: _Choice | None = None
-        self.select: Choose = top_k_lowest
+        self.rule: Rule | None = None
         self.leaf: int | None = None
         self.observer: Callable[[Sequence[int] | torch.Tensor, int], None] | None = None
         self.own: OfAllTokens | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
         copy = Routing(self.route, self.product)
-        copy.select, copy.own = self.select, self.own
+        copy.rule, copy.own = self.rule, self.own
         return copy
 
     @property
     def forced(self) -> bool:
-        """Return whether something else than the scores chooses the experts."""
-        return self.select is not top_k_lowest
+        """Return whether something else than the logits chooses the experts."""
+        return self.rule is not None
 
     def forward(
         self, router: nn.Module, hidden_states: torch.Tensor
@@ -86,18 +89,22 @@ class Routing:
         """Stand for the router's own forward."""
         return self.route(router, hidden_states, self._choose, self.product)
 
-    def _choose(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
-        self.choice = once(self, lambda: _Choice(self._selected(scores, top_k)))
-        return self.choice.expert_ids
+    def _choose(
+        self, logits: torch.Tensor, top_k: int, normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.choice = choice = once(self, lambda: _Choice(self._forced_ids(logits, top_k)))
+        weights, ids = moe_router(logits, top_k, normalized, choice.expert_ids)
+        choice.expert_ids = ids
+        return weights, ids
 
-    def _selected(self, scores: torch.Tensor, top_k: int) -> torch.Tensor:
-        if not self.forced:
-            return self.select(scores, top_k)
+    def _forced_ids(self, logits: torch.Tensor, top_k: int) -> torch.Tensor | None:
+        if self.rule is None:
+            return None
         part = {} if self.leaf is None else {"part": self.leaf}  # whichever dp rank runs it
         if self.own is None or not self.own.divided():
-            return self.select(scores, top_k, **part)
-        rows, tokens = self.own.shape_of_all()  # a rule looks at their number alone
-        of_all = self.select(scores.new_zeros(rows * tokens, scores.size(-1)), top_k, **part)
+            return self.rule(logits, top_k, **part)
+        rows, tokens = self.own.shape_of_all()
+        of_all = self.rule(logits.new_empty(rows * tokens, logits.size(-1)), top_k, **part)
         return self.own.part(of_all.view(rows, tokens, top_k)).reshape(-1, top_k)
 
     def known_plan(self) -> ExchangePlan | None:
@@ -123,23 +130,6 @@ class Routing:
             self.observer(choices_per_expert, rows)
 
 
-def top_k_lowest(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the indices of the largest scores, largest first; of equal ones the lower first.
-
-    Args:
-        scores: [T, E].
-        top_k: how many.
-
-    Returns:
-        [T, top_k], int64.
-
-    Example:
-        >>> top_k_lowest(torch.tensor([[0.2, 0.3, 0.3, 0.2]]), 3)
-        tensor([[1, 2, 0]])
-    """
-    left, chosen = scores.detach().clone(), []
-    for _ in range(top_k):
-        if chosen:
-            left.scatter_(-1, chosen[-1], float("-inf"))
-        chosen.append(left.argmax(-1, keepdim=True))  # the first of equal ones
-    return torch.cat(chosen, -1)
+def in_fp32(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits from which the weights are computed in fp32, as HuggingFace's routers do."""
+    return logits.float() if logits.dtype == torch.float64 else logits

@@ -37,6 +37,7 @@ from parallel_ext.ops.moe import (
     moe_linear,
     moe_lora_linear,
     moe_route_plan,
+    moe_router,
     moe_take_tokens,
 )
 from parallel_ext.ops.region import (
@@ -89,6 +90,7 @@ __all__ = [
     "moe_linear",
     "moe_lora_linear",
     "moe_route_plan",
+    "moe_router",
     "moe_take_tokens",
     "reduce_from_region",
     "repeat_heads",

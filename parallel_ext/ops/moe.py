@@ -11,6 +11,39 @@ from parallel_ext.ops.arguments import check_group, check_tensors
 from parallel_ext.ops.group import ALONE, Group
 
 
+def moe_router(
+    logits: torch.Tensor,
+    top_k: int,
+    normalized: bool = True,
+    expert_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token by a softmax over all of them, and weight these.
+
+    Args:
+        logits: [T, E], floating point.
+        top_k: experts a token gets, at most E.
+        normalized: whether its weights are divided by their sum.
+        expert_ids: [T, top_k], int64, in ``[0, E)``: what else has chosen. Such choices are
+            weighted by the same probabilities.
+
+    Returns:
+        The weights [T, top_k], in fp32 (fp64 for fp64), and the ids of the experts [T, top_k],
+        int64: the largest probabilities, the largest first, of equal ones the lower id. Gradients
+        flow through the weights. On the CPU the bits are those of torch's own operations.
+
+    Raises:
+        IndexError: an id is outside of ``[0, E)`` (on the CPU).
+        TypeError, ValueError: dtypes or shapes do not fit.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 3.0, 3.0, 2.0]]).log()
+        >>> moe_router(logits, 3, normalized=False)
+        (tensor([[0.3000, 0.3000, 0.2000]]), tensor([[1, 2, 0]]))
+    """
+    check_tensors("moe_router", logits=logits)
+    return torch.ops.parallel_ext.moe_router(logits, expert_ids, top_k, normalized)
+
+
 class RoutePlan(NamedTuple):
     """The slots and rows in which the choices of T tokens, top_k each, travel; int64.
 

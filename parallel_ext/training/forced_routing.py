@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from parallel_ext.nn.routing import top_k_lowest
 from parallel_ext.parallel.state import state_of
 
 
@@ -96,6 +95,5 @@ def force_routing(model: nn.Module, rule: str | None) -> None:
         raise ValueError(f"force_routing: {type(model).__name__} has no experts")
     if rule is not None and rule not in _RULES:
         raise ValueError(f"force_routing: rule is {rule!r}; pass one of {[*_RULES]} or None")
-    select = top_k_lowest if rule is None else partial(_RULES[rule], part=state.mesh.dp_rank)
     for routing in state.routings:
-        routing.select = select
+        routing.rule = None if rule is None else partial(_RULES[rule], part=state.mesh.dp_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference_ops import ALL_DTYPES
 from torch import nn
 from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -13,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from parallel_ext.models.mixtral import MIXTRAL
 from parallel_ext.models.qwen2_moe import QWEN2_MOE
 from parallel_ext.models.qwen3_moe import QWEN3_MOE
-from parallel_ext.nn.routing import Routing, top_k_lowest
+from parallel_ext.nn.routing import Routing
 
 _QWEN = {"hidden_size": 24, "num_experts": 7, "num_experts_per_tok": 3}
 ROUTERS = {
@@ -41,7 +42,7 @@ def _router(kind: str, dtype: torch.dtype) -> nn.Module:
     return router.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@ALL_DTYPES
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_outputs_and_gradients_are_those_of_the_class(kind: str, dtype: torch.dtype) -> None:
     results = []
@@ -66,8 +67,3 @@ def test_of_equal_scores_the_lower_ids_are_chosen(kind: str) -> None:
     router.weight.data[:] = router.weight.data[0]
     ids = Routing(_ROUTES[type(router)]).forward(router, torch.randn(5, 24))[2]
     assert ids.tolist() == [[0, 1, 2]] * 5
-
-
-def test_without_equal_scores_the_choice_is_that_of_torch() -> None:
-    scores = torch.randn(50, 7)
-    assert torch.equal(top_k_lowest(scores, 3), scores.topk(3).indices)

@@ -307,6 +307,16 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(0, own), 5, start, stop, 1.0, 0, 0.5, 0.1, 7, 0, *of_group),
             (_plain(4, width_of_whole), *whole_on_one_rank[:3], 1.0, 4, 1.0, 0.2, 7, 0, *of_group),
         ],
+        "moe_router": [
+            (_values(5, 6), None, 2, True),
+            (_values(6, 4, dtype=bf16).T, None, 3, False),
+            (_values(4, 5), choices, 2, True),
+            (_values(0, 6), None, 6, True),
+        ],
+        "moe_router_backward": [
+            (_plain(4, 2), _plain(4, 5), choices, True),
+            (_plain(1).expand(4, 2), _plain(5, 4, dtype=bf16).T, choices, False),
+        ],
         "moe_route_plan": [
             (choices, sizes, 4096, group.rank),
             (choices[:0], [1], 0, 0),

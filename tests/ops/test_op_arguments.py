@@ -332,6 +332,7 @@ def test_the_ops_without_a_group_are_those_of_one_rank():
         "moe_linear",
         "moe_lora_linear",
         "moe_route_plan",
+        "moe_router",
         "repeat_heads",
         "seeded_dropout",
         "sum_leaves",

@@ -79,6 +79,17 @@ static void run_thread() {
 }
 static void __syncthreads() { swapcontext(&running->context, &block_context); }
 
+template <typename Number>
+static Number __shfl_xor_sync(unsigned, Number value, int mask) {
+  static Number of_thread_number[1024];
+  const unsigned own = threadIdx.y * blockDim.x + threadIdx.x;
+  of_thread_number[own] = value;
+  __syncthreads();
+  const Number other = of_thread_number[own ^ mask];
+  __syncthreads();
+  return other;
+}
+
 static void run_block(std::vector<Thread>& threads) {
   for (Thread& thread : threads) {
     getcontext(&thread.context);

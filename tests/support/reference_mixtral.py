@@ -99,22 +99,24 @@ def _route(
     hidden = hidden.reshape(-1, router.hidden_dim)
     logits = product(hidden, router.weight)
     logits = logits + getattr(router, "skew", 0.0)
+    mixtral = not hasattr(router, "norm_topk_prob")
+    weights, ids = choose(logits, router.top_k, mixtral or router.norm_topk_prob)
+    return logits, weights if mixtral else weights.to(logits.dtype), ids
+
+
+def _choose(
+    logits: torch.Tensor, top_k: int, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    probabilities = logits.to(wide).softmax(-1)
-    indices = choose(probabilities, router.top_k)
-    values = probabilities.gather(-1, indices)
-    if not hasattr(router, "norm_topk_prob"):  # Mixtral's
-        return logits, values / values.sum(-1, keepdim=True), indices
-    if router.norm_topk_prob:
-        values = values / values.sum(-1, keepdim=True)
-    return logits, values.to(logits.dtype), indices
+    weights, ids = logits.to(wide).softmax(-1).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True) if normalized else weights, ids
 
 
 def _in_fp64(router: nn.Module, model_type: str) -> None:
     """Let a router's class, and ours in its place, compute by ``_route``."""
 
     def forward(self: nn.Module, hidden: torch.Tensor) -> Any:
-        return _route(self, hidden, lambda scores, top_k: scores.topk(top_k).indices)
+        return _route(self, hidden, _choose)
 
     cls = type(router)
     forward.__module__ = cls.__module__  # else refused
