@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/sort.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "base/kernel_choice.h"
@@ -84,23 +85,7 @@ Tensors<2> chosen_by_loop(const at::Tensor& probabilities, int64_t top_k) {
 Tensors<2> chosen_by_calls(const at::Tensor& probabilities, int64_t top_k) {
   const auto [sorted, ids] = at::sort(probabilities, /*stable=*/true, /*dim=*/1,
                                       /*descending=*/true);
-  return {sorted.narrow(1, 0, top_k).contiguous(), ids.narrow(1, 0, top_k).contiguous()};
-}
-
-// In place of the gradient, on the CPU: torch's loop finishes a row before it writes it. It rounds
-// otherwise where one thread runs it than where several do, for 9 to 63 experts that are not a
-// multiple of 8 (torch 2.13, AVX2); called by each thread for rows of its own, it takes itself for
-// the only one.
-at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& probabilities) {
-  const auto dtype = probabilities.scalar_type();
-  if (!use_cpu_loops(grad)) return at::_softmax_backward_data(grad, probabilities, 1, dtype);
-  at::parallel_for(0, grad.size(0), 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // in this thread
-    at::Tensor rows = grad.narrow(0, begin, end - begin);
-    at::_softmax_backward_data_out(rows, rows, probabilities.narrow(0, begin, end - begin), 1,
-                                   dtype);
-  });
-  return grad;
+  return {sorted.narrow(1, 0, top_k), ids.narrow(1, 0, top_k)};
 }
 
 at::Tensor probabilities_of(const at::Tensor& logits) {
@@ -112,19 +97,30 @@ Tensors<2> moe_router_calls(const at::Tensor& logits, const std::optional<at::Te
   const at::Tensor probabilities = probabilities_of(logits);
   Tensors<2> chosen;
   if (expert_ids) {
-    chosen = {probabilities.gather(1, *expert_ids),
-              expert_ids->clone(at::MemoryFormat::Contiguous)};
+    chosen = {probabilities.gather(1, *expert_ids), expert_ids->clone()};
   } else {
     chosen = (use_cpu_loops(logits) ? chosen_by_loop : chosen_by_calls)(probabilities, top_k);
   }
-  const at::Tensor& weights = std::get<0>(chosen);
-  if (normalized) weights.div_(weights.sum(1, /*keepdim=*/true));
-  return chosen;
+  auto& [weights, ids] = chosen;
+  if (normalized) weights = weights / weights.sum(1, /*keepdim=*/true);
+  return {weights.contiguous(), ids.contiguous()};
 }
 
-// The order of the calls, and of the terms, is that of autograd.
-at::Tensor moe_router_backward_calls(const at::Tensor& grad_weights, const at::Tensor& logits,
-                                     const at::Tensor& ids, bool normalized) {
+// torch's loop for the CPU rounds otherwise where one thread runs it than where several do, for 9
+// to 63 experts that are not a multiple of 8 (torch 2.13, AVX2). Called by each thread for rows of
+// its own, it takes itself for the only one. It finishes a row before it writes it.
+void softmax_backward_(const at::Tensor& grad, const at::Tensor& probabilities) {
+  at::parallel_for(0, grad.size(0), 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // in this thread
+    at::Tensor rows = grad.narrow(0, begin, end - begin);
+    at::_softmax_backward_data_out(rows, rows, probabilities.narrow(0, begin, end - begin), 1,
+                                   probabilities.scalar_type());
+  });
+}
+
+// The calls and the order of terms are autograd's.
+at::Tensor moe_router_backward_loop(const at::Tensor& grad_weights, const at::Tensor& logits,
+                                    const at::Tensor& ids, bool normalized) {
   const at::Tensor probabilities = probabilities_of(logits);
   at::Tensor grad = grad_weights;
   if (normalized) {
@@ -133,7 +129,23 @@ at::Tensor moe_router_backward_calls(const at::Tensor& grad_weights, const at::T
     grad = (grad / total).add_(grad_total);
   }
   grad = at::zeros_like(probabilities).scatter_add_(1, ids, grad);
-  return softmax_backward(grad, probabilities).to(logits.scalar_type());
+  softmax_backward_(grad, probabilities);
+  return grad.to(logits.scalar_type());
+}
+
+// Normalized weights are a softmax over the chosen logits alone.
+at::Tensor moe_router_backward_calls(const at::Tensor& grad_weights, const at::Tensor& logits,
+                                     const at::Tensor& ids, bool normalized) {
+  const at::Tensor scored = normalized ? logits.gather(1, ids) : logits;
+  const at::Tensor probabilities = probabilities_of(scored);
+  at::Tensor grad = grad_weights;
+  const auto scatter = [&] {
+    grad = at::zeros(logits.sizes(), grad.options()).scatter_add_(1, ids, grad);
+  };
+  if (!normalized) scatter();
+  grad = at::_softmax_backward_data(grad, probabilities, 1, probabilities.scalar_type());
+  if (normalized) scatter();
+  return grad.to(logits.scalar_type());
 }
 
 Tensors<2> moe_router_cuda(const at::Tensor& logits_in, const std::optional<at::Tensor>& given,
@@ -193,8 +205,10 @@ at::Tensor moe_router_backward_kernel(const at::Tensor& grad_weights, const at::
   TORCH_CHECK_TYPE(grad_weights.scalar_type() == wide_type(logits), op, ": grad_weights must be ",
                    wide_type(logits), " for logits in ", logits.scalar_type(), ", got ",
                    grad_weights.scalar_type());
-  return (use_cuda_kernel(logits) ? moe_router_backward_cuda : moe_router_backward_calls)(
-      grad_weights, logits, expert_ids, normalized);
+  const auto kernel = use_cuda_kernel(logits) ? moe_router_backward_cuda
+                      : use_cpu_loops(logits) ? moe_router_backward_loop
+                                              : moe_router_backward_calls;
+  return kernel(grad_weights, logits, expert_ids, normalized);
 }
 
 Tensors<2> moe_router_meta(const at::Tensor& logits, const std::optional<at::Tensor>&,

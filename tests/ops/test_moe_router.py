@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -91,36 +93,51 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.dtype == theirs.dtype and data_bytes(ours) == data_bytes(theirs)
 
 
-def _differences(function: Callable[..., Weighted], dtype: torch.dtype) -> list[str]:
+def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether finite rows are equal but for the last bits."""
+    rows = theirs.isfinite().all(1)
+    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(ours.dtype, TOLERANCE[ours.dtype])
+    return torch.allclose(ours[rows], theirs[rows], rtol=bound, atol=bound)  # some are zeros
+
+
+def _differences(
+    function: Callable[..., Weighted], dtype: torch.dtype, same_gradient: Any = _same_bits
+) -> list[str]:
     """The calls with other bits than the plain formula's."""
     torch.manual_seed(0)
     found = []
     for tokens, num_experts, top_k in SIZES:
         logits = _logits(tokens, num_experts, dtype)
         forced = torch.randint(num_experts, (top_k, tokens)).T  # some twice
-        for normalized in (True, False):
-            for ids in (None, forced):
-                for name, grad in grad_outputs((tokens, top_k), dtype).items():
-                    expected = _with_gradient(_plain, logits, grad, normalized, ids)
-                    actual = _with_gradient(function, logits, grad, normalized, ids)
-                    same = [*map(_same_bits, actual, expected)]
-                    if not all(same):
-                        given = "chosen" if ids is None else "given"
-                        sizes = f"{tokens} x {num_experts}, {top_k} {given}"
-                        found.append(f"{sizes}, normalized {normalized}, {name}: {same}")
+        for normalized, ids in product((True, False), (None, forced)):
+            for name, grad in grad_outputs((tokens, top_k), dtype).items():
+                expected = _with_gradient(_plain, logits, grad, normalized, ids)
+                actual = _with_gradient(function, logits, grad, normalized, ids)
+                same = [*map(_same_bits, actual[:2], expected[:2])]
+                same += [same_gradient(actual[2], expected[2])]
+                if not all(same):
+                    given = "chosen" if ids is None else "given"
+                    sizes = f"{tokens} x {num_experts}, {top_k} {given}"
+                    found.append(f"{sizes}, normalized {normalized}, {name}: {same}")
     return found
 
 
-@BOTH_PATHS
 @ALL_DTYPES
-def test_the_bits_are_those_of_the_plain_formula(dtype, aten):
-    with aten_path(aten), threads(1):
+def test_the_bits_are_those_of_the_plain_formula(dtype):
+    with threads(1):
         assert _differences(moe_router, dtype) == []
+
+
+@ALL_DTYPES
+def test_without_our_loops_gradients_may_differ_in_their_last_bits(dtype):
+    with aten_path(True):
+        assert _differences(moe_router, dtype, _near) == []
 
 
 @pytest.mark.parametrize("broken", [_last_of_equals, _in_ascending_order, _sum_as_a_constant])
 def test_the_comparison_notices_another_formula(broken):
     assert _differences(broken, torch.float32) != []
+    assert _differences(broken, torch.float32, _near) != []
 
 
 @BOTH_PATHS
@@ -154,7 +171,9 @@ def test_strided_logits_and_ids(aten):
         expected = _with_gradient(_plain, logits, grad, True, given)
         with aten_path(aten):
             actual = _with_gradient(moe_router, logits, grad, True, given)
-        assert all(map(torch.equal, actual, expected))
+        assert torch.equal(actual[1], expected[1])
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert relative_error(ours, theirs) <= TOLERANCE[torch.float32]
 
 
 def test_given_ids_are_copied():
