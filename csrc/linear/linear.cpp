@@ -24,10 +24,8 @@ at::Tensor columns(const at::Tensor& input, const at::Tensor& weight,
   const at::Tensor rows = as_matrix(input);
   at::Tensor output = at::empty_strided({rows.size(0), features}, {row_stride, 1}, input.options());
   fill_gaps(output);
-  if (bias) {
-    at::addmm_out(output, *bias, rows, weight.t());
-  } else {
-    at::mm_out(output, rows, weight.t());
+  if (features > 0) {  // else there is nothing to launch
+    bias ? at::addmm_out(output, *bias, rows, weight.t()) : at::mm_out(output, rows, weight.t());
   }
   std::vector<int64_t> shape = input.sizes().vec(), strides(shape.size());
   shape.back() = features;
