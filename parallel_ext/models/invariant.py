@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from parallel_ext.models._transformers_private import attention_of
 from parallel_ext.models.spec import ModelSizes, ModelSpec
 from parallel_ext.models.sublayers import (
     AttentionNames,
@@ -17,6 +19,22 @@ from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split
 from parallel_ext.sharding.layout import ModelLayout, Part, Range, TensorLayout
 
 _SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
+
+
+def check_attention(config: Any) -> None:
+    """Raise unless a model of ``config`` computes torch's own attention.
+
+    The softmax of ``"eager"`` has, in fp32 on a CPU, other gradients with other numbers of threads
+    (torch 2.13); of others nobody knows.
+
+    Raises:
+        ValueError: names the attention.
+    """
+    if attention_of(config) != "sdpa":
+        raise ValueError(
+            f"px.Invariant serves the attention 'sdpa', not {attention_of(config)!r}, whose bits "
+            'may depend on threads and ranks; pass attn_implementation="sdpa"'
+        )
 
 
 def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:

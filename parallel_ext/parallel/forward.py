@@ -14,6 +14,7 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
+from parallel_ext.models.invariant import check_attention
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
 from parallel_ext.nn.replicas import ReplicaPiece
@@ -74,6 +75,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     _check_ends(model, state)
+    if state.invariant is not None:
+        check_attention(model.config)  # which set_attn_implementation may have changed
     call = None if labels is None else _loss_call(model, state, options, arguments)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)

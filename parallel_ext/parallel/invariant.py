@@ -11,7 +11,7 @@ import transformers.activations
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.models.invariant import attention_blocks
+from parallel_ext.models.invariant import attention_blocks, check_attention
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames
 from parallel_ext.nn.blocks import (
@@ -60,6 +60,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             f"{mesh.dp_size} ranks; leaves= must be at least dp, and equal where runs are compared"
         )
     _check_settings(mesh.device)
+    check_attention(model.config)
     if getattr(model.config, "attention_dropout", 0.0):
         raise ValueError(
             "px.Invariant does not serve attention_dropout, whose masks depend on the layout; set "
