@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from parallel_ext.models._transformers_private import attention_of
 from parallel_ext.models.spec import ModelSizes, ModelSpec
 from parallel_ext.models.sublayers import (
@@ -21,19 +23,22 @@ from parallel_ext.sharding.layout import ModelLayout, Part, Range, TensorLayout
 _SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
 
 
-def check_attention(config: Any) -> None:
-    """Raise unless a model of ``config`` computes torch's own attention.
+def check_attention(config: Any, device: torch.device) -> None:
+    """Raise unless the attention of a model of ``config`` has the same bits on any layout.
 
-    The softmax of ``"eager"`` has, in fp32 on a CPU, other gradients with other numbers of threads
-    (torch 2.13); of others nobody knows.
+    The gradients of torch's softmax in fp32, which is that of ``"eager"``, depend on the number of
+    threads (torch 2.13, a CPU with AVX2).
 
     Raises:
         ValueError: names the attention.
     """
-    if attention_of(config) != "sdpa":
+    attention = attention_of(config)
+    by_one_thread = attention == "eager" and device.type == "cpu" and torch.get_num_threads() == 1
+    if attention != "sdpa" and not by_one_thread:
         raise ValueError(
-            f"px.Invariant serves the attention 'sdpa', not {attention_of(config)!r}, whose bits "
-            'may depend on threads and ranks; pass attn_implementation="sdpa"'
+            "px.Invariant serves attention 'sdpa', and 'eager' on a CPU with one thread a rank; "
+            f"the model has {attention!r}, whose bits may depend on threads and ranks: pass "
+            'attn_implementation="sdpa"'
         )
 
 

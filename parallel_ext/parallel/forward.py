@@ -75,8 +75,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     _check_ends(model, state)
-    if state.invariant is not None:
-        check_attention(model.config)  # which set_attn_implementation may have changed
+    if state.invariant is not None:  # set_attn_implementation may have changed it
+        check_attention(model.config, state.mesh.device)
     call = None if labels is None else _loss_call(model, state, options, arguments)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)

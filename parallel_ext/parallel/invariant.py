@@ -60,7 +60,7 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
             f"{mesh.dp_size} ranks; leaves= must be at least dp, and equal where runs are compared"
         )
     _check_settings(mesh.device)
-    check_attention(model.config)
+    check_attention(model.config, mesh.device)
     if getattr(model.config, "attention_dropout", 0.0):
         raise ValueError(
             "px.Invariant does not serve attention_dropout, whose masks depend on the layout; set "
