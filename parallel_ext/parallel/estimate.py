@@ -130,7 +130,7 @@ class Planner:
         config: of a causal language model that :func:`parallelize` serves.
 
     Raises:
-        ValueError: the architecture is not served.
+        ValueError: the architecture is not served, or there are no layers.
     """
 
     def __init__(self, config: transformers.PreTrainedConfig) -> None:
@@ -139,6 +139,8 @@ class Planner:
         self._plain.tie_weights()
         self._spec = spec_for(self._plain)
         self._layers = self._plain.get_submodule(self._spec.layers)
+        if len(self._layers) == 0:
+            raise ValueError("a model without layers cannot be planned")
         shapes = {tuple(p.shape for p in layer.parameters()) for layer in self._layers}
         self._equal_layers = len(shapes) == 1 and len(self._layers) > _FEW
         self._known: KnownOps = {}
@@ -157,6 +159,9 @@ class Planner:
             return cls(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{source}: {error}") from error
+        except Exception as error:  # transformers' own, for values that it has not checked
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{source}: no model can be built from it: {why}") from error
 
     def layouts(self, world: int) -> Iterator[tuple[int, int]]:
         """Yield every (tp, ep) of a number of ranks; without experts those of ep = 1."""

@@ -245,6 +245,9 @@ def test_plan_says_whether_a_layout_fits(
     [
         ('{"model_type": "bert"}', [], "no spec for model_type 'bert'"),
         ("{}", [], "Unrecognized model"),
+        ("[]", [], "no model can be built from it: AttributeError"),
+        ('{"model_type": "llama", "hidden_size": "big"}', [], "'hidden_size' expected int"),
+        ('{"model_type": "llama", "num_hidden_layers": -1}', [], "without layers"),
         ('{"model_type": "llama"}', ["--ep", "2"], "a model without experts has ep=1"),
         ('{"model_type": "llama"}', ["--tp", "3"], "must divide --world 4"),
     ],
