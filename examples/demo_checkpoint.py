@@ -66,7 +66,12 @@ class Job:
         sizes = ["--steps", STEPS, "--rows", ROWS, "--tokens", TOKENS, "--learning-rate", RATE]
         saves = ["--save-every", SAVE_EVERY, *options]
         command = [*launch, "--nproc_per_node", ranks, *script, *sizes, *saves]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # s to save in after a SIGTERM; 30 by default
+        }
         self.process = subprocess.Popen(
             [*map(str, command)],
             env=environment,
@@ -125,6 +130,8 @@ def main() -> None:
     first.until(2)
     first.process.send_signal(signal.SIGTERM)
     runs = [("tp = 2", *first.finish())]
+    if px.latest_checkpoint(root) is None:
+        first.fail()
     step = px.verify_checkpoint(px.latest_checkpoint(root))
     print(f"it saved step {step} and left")
 
