@@ -40,7 +40,12 @@ CONFIGS = {
     "tied": lambda: transformers.LlamaConfig(tie_word_embeddings=True, **LLAMA),
     "mixtral": lambda: transformers.MixtralConfig(num_local_experts=5, **LLAMA),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        num_experts=5, moe_intermediate_size=7, mlp_only_layers=[0], head_dim=8, **LLAMA
+        num_experts=5,
+        num_experts_per_tok=4,
+        moe_intermediate_size=7,
+        mlp_only_layers=[0],
+        head_dim=8,
+        **LLAMA,
     ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         num_experts=5,
