@@ -130,9 +130,10 @@ def main() -> None:
     first.until(2)
     first.process.send_signal(signal.SIGTERM)
     runs = [("tp = 2", *first.finish())]
-    if px.latest_checkpoint(root) is None:
+    latest = px.latest_checkpoint(root)
+    if latest is None:
         first.fail()
-    step = px.verify_checkpoint(px.latest_checkpoint(root))
+    step = px.verify_checkpoint(latest)
     print(f"it saved step {step} and left")
 
     torn = (step // SAVE_EVERY + 1) * SAVE_EVERY

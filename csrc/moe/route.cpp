@@ -18,6 +18,7 @@
 
 #include "base/kernel_choice.h"
 #include "check.h"
+#include "moe/expert_ids.h"
 #include "moe/ops.h"
 #include "moe/rows_cuda.h"
 
@@ -46,12 +47,6 @@ int64_t check_plan(const at::Tensor& expert_ids, at::IntArrayRef experts_per_ran
   return num_experts_of(op, experts_per_rank);
 }
 
-void check_id(int64_t id, int64_t position, int64_t top_k, int64_t num_experts) {
-  TORCH_CHECK_INDEX(0 <= id && id < num_experts, "moe_route_plan: choice ", position % top_k,
-                    " of token ", position / top_k, " is expert ", id, ", outside of [0, ",
-                    num_experts, ")");
-}
-
 // CPU: a few passes over the ids, no comparison sort and no [T, E] map.
 Tensors<5> moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_per_rank,
                               int64_t row_bytes, int64_t rank) {
@@ -71,7 +66,7 @@ Tensors<5> moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_
   auto* source = sources.mutable_data_ptr<int64_t>();
   auto* token = tokens.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < size; ++i) {
-    check_id(id[i], i, top_k, num_experts);
+    check_expert_id("moe_route_plan", id[i], i, top_k, num_experts);
     ++count[id[i]];
   }
   std::vector<int64_t> next(num_experts, 0);

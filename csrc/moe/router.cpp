@@ -14,6 +14,7 @@
 
 #include "base/kernel_choice.h"
 #include "check.h"
+#include "moe/expert_ids.h"
 #include "moe/ops.h"
 #include "moe/router_cuda.h"
 
@@ -29,19 +30,14 @@ void check_logits(const char* op, const at::Tensor& logits, int64_t top_k) {
                     logits.size(1), "] for logits of ", logits.size(1), " experts, got ", top_k);
 }
 
-// On a GPU the kernels check the range, elsewhere ATen does.
+// On the CPU the range too, which on a GPU the kernels check.
 void check_ids(const char* op, const at::Tensor& ids, const at::Tensor& logits, int64_t top_k) {
   check_int64(op, "expert_ids", ids);
   check_shape(op, "expert_ids", ids, {logits.size(0), top_k});
   if (!ids.is_cpu()) return;
-  const int64_t num_experts = logits.size(1);
   const auto id = ids.accessor<int64_t, 2>();
-  for (int64_t token = 0; token < ids.size(0); ++token) {
-    for (int64_t i = 0; i < top_k; ++i) {
-      TORCH_CHECK_INDEX(0 <= id[token][i] && id[token][i] < num_experts, op, ": choice ", i,
-                        " of token ", token, " is expert ", id[token][i], ", outside of [0, ",
-                        num_experts, ")");
-    }
+  for (int64_t i = 0; i < ids.numel(); ++i) {
+    check_expert_id(op, id[i / top_k][i % top_k], i, top_k, logits.size(1));
   }
 }
 
