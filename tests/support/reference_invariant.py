@@ -30,7 +30,7 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
                 ("moment", optimizer.state[parameter]["exp_avg_sq"]),
             ):
                 block = take_block(tensor.detach(), layout, (start, stop))
-                data = block.flatten().view(torch.uint8).numpy()
+                data = block.flatten().cpu().view(torch.uint8).numpy()
                 found[f"{kind} of {name} at {first + start}"] = hashlib.sha256(data).hexdigest()
     return found
 
