@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "base/grid_thread.h"
 #include "base/number.h"
@@ -34,64 +35,139 @@ PARALLEL_EXT_INLINE bool is_kept(const MaskStream& stream, uint32_t word, int ha
   return ((word >> (16 * half)) & 0xffffu) >= stream.threshold;
 }
 
+// A thread serves 8 lanes of a block, half of it, so that it reads and writes 8 adjacent elements at
+// once.
+inline constexpr int64_t kMaskRun = 8;
+
 // A part [rows, size] of the mask, which begins at a token and a feature.
 struct MaskPart {
   MaskStream stream;
   uint32_t token;
   int64_t feature, rows, size;
 
-  // A thread draws one lane of one block; adjacent threads read adjacent elements.
+  PARALLEL_EXT_INLINE int64_t inside() const { return feature % kMaskBlock; }  // its first block
+  PARALLEL_EXT_INLINE int64_t blocks_per_row() const {
+    return (inside() + size + kMaskBlock - 1) / kMaskBlock;
+  }
   PARALLEL_EXT_INLINE int64_t threads_per_row() const {
-    return (feature % kMaskBlock + size + kMaskBlock - 1) / kMaskBlock * kMaskLanes;
+    return blocks_per_row() * (kMaskLanes / kMaskRun);
   }
 };
 
-// Calls use(i, kept) for the elements that the thread serves, where i counts row by row.
+// Calls use(row, column, kept) for the runs that the thread serves: 8 elements of a row from
+// `column` on, of which the first or the last may lie outside of the part.
 template <typename Use>
-PARALLEL_EXT_INLINE void for_elements(const MaskPart& part, const GridThread& thread,
-                                      const Use& use) {
-  const int64_t threads = part.threads_per_row(), inside = part.feature % kMaskBlock;
+PARALLEL_EXT_INLINE void for_runs(const MaskPart& part, const GridThread& thread, const Use& use) {
+  const int64_t threads = part.threads_per_row(), runs = kMaskLanes / kMaskRun;
   for (int64_t row = thread.y; row < part.rows; row += thread.num_y) {
     for (int64_t x = thread.x; x < threads; x += thread.num_x) {
-      const int64_t block = x / kMaskLanes, lane = x % kMaskLanes;
-      const Philox bits = draw_lane(part.stream, part.token + static_cast<uint32_t>(row),
-                                    static_cast<uint32_t>(part.feature / kMaskBlock + block),
-                                    static_cast<uint32_t>(lane));
+      const int64_t block = x / runs, lane = x % runs * kMaskRun;
+      Philox bits[kMaskRun];
+      PARALLEL_EXT_UNROLL
+      for (int j = 0; j < kMaskRun; ++j) {
+        bits[j] = draw_lane(part.stream, part.token + static_cast<uint32_t>(row),
+                            static_cast<uint32_t>(part.feature / kMaskBlock + block),
+                            static_cast<uint32_t>(lane + j));
+      }
       PARALLEL_EXT_UNROLL
       for (int s = 0; s < kMaskHalves; ++s) {
-        const int64_t column = block * kMaskBlock + s * kMaskLanes + lane - inside;
-        if (0 <= column && column < part.size) {
-          use(row * part.size + column, is_kept(part.stream, bits.word[s / 2], s % 2));
+        const int64_t column = block * kMaskBlock + s * kMaskLanes + lane - part.inside();
+        if (column <= -kMaskRun || column >= part.size) continue;
+        bool kept[kMaskRun];
+        PARALLEL_EXT_UNROLL
+        for (int j = 0; j < kMaskRun; ++j) {
+          kept[j] = is_kept(part.stream, bits[j].word[s / 2], s % 2);
         }
+        use(row, column, kept);
       }
     }
   }
 }
 
+// Calls copy(i, j) for each element j of a run that lies in the part.
+template <typename Copy>
+PARALLEL_EXT_INLINE void for_elements(const MaskPart& part, int64_t row, int64_t column,
+                                      const Copy& copy) {
+  PARALLEL_EXT_UNROLL
+  for (int j = 0; j < kMaskRun; ++j) {
+    const bool in_part = 0 <= column + j && column + j < part.size;
+    if (in_part) copy(row * part.size + column + j, j);
+  }
+}
+
+// A run in memory, which starts at a multiple of 16 bytes: as wide as a thread can load and store.
+template <typename scalar_t>
+struct alignas(16) RunWords {
+  uint32_t word[kMaskRun * sizeof(scalar_t) / sizeof(uint32_t)];
+};
+
+// Whether all runs that lie in the part as a whole start there. `addresses`: of all data, or-ed.
+template <typename scalar_t>
+bool has_whole_runs(const MaskPart& part, uint64_t addresses) {
+  return ((part.size | part.inside()) * sizeof(scalar_t) | addresses) % 16 == 0;
+}
+
+template <bool whole_runs, typename scalar_t>
+PARALLEL_EXT_INLINE void load_run(const MaskPart& part, int64_t row, int64_t column,
+                                  const scalar_t* data, scalar_t (&run)[kMaskRun]) {
+  if (whole_runs && 0 <= column && column + kMaskRun <= part.size) {
+    const auto words =
+        *reinterpret_cast<const RunWords<scalar_t>*>(data + row * part.size + column);
+    std::memcpy(run, &words, sizeof(run));
+  } else {
+    for_elements(part, row, column, [&](int64_t i, int j) { run[j] = data[i]; });
+  }
+}
+
+template <bool whole_runs, typename scalar_t>
+PARALLEL_EXT_INLINE void store_run(const MaskPart& part, int64_t row, int64_t column,
+                                   const scalar_t (&run)[kMaskRun], scalar_t* data) {
+  if (whole_runs && 0 <= column && column + kMaskRun <= part.size) {
+    RunWords<scalar_t> words;
+    std::memcpy(&words, run, sizeof(words));
+    *reinterpret_cast<RunWords<scalar_t>*>(data + row * part.size + column) = words;
+  } else {
+    for_elements(part, row, column, [&](int64_t i, int j) { data[i] = run[j]; });
+  }
+}
+
 // The work of one thread of the kernels in linear/dropout_cuda.h.
 
-template <typename scalar_t>
+template <bool whole_runs, typename scalar_t>
 PARALLEL_EXT_INLINE void drop_in_thread(const MaskPart& part, const GridThread& thread,
-                                        const scalar_t* __restrict__ input,
+                                        const scalar_t* __restrict__ input, double factor,
                                         scalar_t* __restrict__ output) {
-  for_elements(part, thread, [&](int64_t i, bool kept) {
-    const scalar_t value = input[i];
-    output[i] = kept ? value : scalar_t(0);
+  const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
+  for_runs(part, thread, [&](int64_t row, int64_t column, const bool(&kept)[kMaskRun]) {
+    scalar_t run[kMaskRun] = {};
+    load_run<whole_runs>(part, row, column, input, run);
+    PARALLEL_EXT_UNROLL
+    for (int j = 0; j < kMaskRun; ++j) {
+      store(kept[j] ? widen(run[j]) * wide_factor : 0, run + j);
+    }
+    store_run<whole_runs>(part, row, column, run, output);
   });
 }
 
-template <typename scalar_t>
+template <bool whole_runs, typename scalar_t>
 PARALLEL_EXT_INLINE void drop_and_add_in_thread(const MaskPart& part, const GridThread& thread,
                                                 const scalar_t* __restrict__ input,
                                                 scalar_t* __restrict__ output,
                                                 const scalar_t* __restrict__ addend, double factor,
                                                 scalar_t* __restrict__ target) {
-  using wide_t = wide_of<scalar_t>;
-  const auto wide_factor = static_cast<wide_t>(factor);
-  for_elements(part, thread, [&](int64_t i, bool kept) {
-    const scalar_t value = input[i];
-    output[i] = kept ? value : scalar_t(0);
-    if (kept) store(widen(target[i]) + wide_factor * widen(addend[i]), target + i);
+  const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
+  for_runs(part, thread, [&](int64_t row, int64_t column, const bool(&kept)[kMaskRun]) {
+    scalar_t run[kMaskRun] = {}, more[kMaskRun] = {}, sum[kMaskRun] = {};
+    load_run<whole_runs>(part, row, column, input, run);
+    load_run<whole_runs>(part, row, column, addend, more);
+    load_run<whole_runs>(part, row, column, target, sum);
+    PARALLEL_EXT_UNROLL
+    for (int j = 0; j < kMaskRun; ++j) {
+      run[j] = kept[j] ? run[j] : scalar_t(0);
+      if (kept[j]) store(widen(sum[j]) + wide_factor * widen(more[j]), sum + j);
+    }
+    store_run<whole_runs>(part, row, column, run, output);
+    store_run<whole_runs>(part, row, column, sum, target);
   });
 }
 

@@ -130,7 +130,7 @@ void for_rows(const MaskPart& part, const Use& use) {
 at::Tensor mask(const MaskPart& part, const at::Tensor& like) {
   const auto counted = like.options().dtype(at::kLong);
   const int64_t first = part.feature / kMaskBlock, inside = part.feature % kMaskBlock;
-  const int64_t blocks = part.threads_per_row() / kMaskLanes;
+  const int64_t blocks = part.blocks_per_row();
   const at::Tensor zero = at::zeros({part.rows, blocks * kMaskLanes}, counted);
   const int64_t first_token = part.token;
   const at::Tensor token = at::arange(first_token, first_token + part.rows, counted);
@@ -192,13 +192,13 @@ void drop(const Dropout& dropout, int64_t first_row, const at::Tensor& input,
           }
         });
       } else if constexpr (kWithCudaKernels) {
-        drop_on_cuda(part, in, out, input.get_device());
+        drop_on_cuda(part, in, factor, out, input.get_device());
       }
     });
   } else {
     output.copy_(input.masked_fill(mask(part, input).logical_not(), 0));
+    if (factor != 1) output.mul_(factor);
   }
-  if (factor != 1 && !use_cpu_loops(input)) output.mul_(factor);
 }
 
 void drop_and_add(const Dropout& dropout, int64_t first_row, const at::Tensor& input,

@@ -1,24 +1,23 @@
-// No GPU has run these kernels yet: the tests compile them, and run the work of each thread
-// (base/dropout_mask.h) on the CPU.
+// The tests run the work of each thread (base/dropout_mask.h) on the CPU too.
 #include "base/cuda_grid.h"
 #include "linear/dropout_cuda.h"
 
 namespace parallel_ext {
 namespace {
 
-template <typename scalar_t>
+template <bool whole_runs, typename scalar_t>
 __global__ void __launch_bounds__(kBlockThreads)
-    drop_kernel(const MaskPart part, const scalar_t* __restrict__ input,
+    drop_kernel(const MaskPart part, const scalar_t* __restrict__ input, double factor,
                 scalar_t* __restrict__ output) {
-  drop_in_thread(part, this_thread(), input, output);
+  drop_in_thread<whole_runs>(part, this_thread(), input, factor, output);
 }
 
-template <typename scalar_t>
+template <bool whole_runs, typename scalar_t>
 __global__ void __launch_bounds__(kBlockThreads)
     drop_and_add_kernel(const MaskPart part, const scalar_t* __restrict__ input,
                         scalar_t* __restrict__ output, const scalar_t* __restrict__ addend,
                         double factor, scalar_t* __restrict__ target) {
-  drop_and_add_in_thread(part, this_thread(), input, output, addend, factor, target);
+  drop_and_add_in_thread<whole_runs>(part, this_thread(), input, output, addend, factor, target);
 }
 
 template <typename Kernel, typename... Args>
@@ -30,18 +29,25 @@ void launch_on(const MaskPart& part, int device, const Kernel& kernel, Args... a
 }  // namespace
 
 template <typename scalar_t>
-void drop_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output, int device) {
-  launch_on(part, device, drop_kernel<scalar_t>, input, output);
+void drop_on_cuda(const MaskPart& part, const scalar_t* input, double factor, scalar_t* output,
+                  int device) {
+  const bool whole_runs = has_whole_runs<scalar_t>(part, address(input) | address(output));
+  launch_on(part, device, whole_runs ? drop_kernel<true, scalar_t> : drop_kernel<false, scalar_t>,
+            input, factor, output);
 }
 
 template <typename scalar_t>
 void drop_and_add_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output,
                           const scalar_t* addend, double factor, scalar_t* target, int device) {
-  launch_on(part, device, drop_and_add_kernel<scalar_t>, input, output, addend, factor, target);
+  const bool whole_runs = has_whole_runs<scalar_t>(
+      part, address(input) | address(output) | address(addend) | address(target));
+  launch_on(part, device,
+            whole_runs ? drop_and_add_kernel<true, scalar_t> : drop_and_add_kernel<false, scalar_t>,
+            input, output, addend, factor, target);
 }
 
 #define PARALLEL_EXT_INSTANTIATE(scalar_t)                                                         \
-  template void drop_on_cuda(const MaskPart&, const scalar_t*, scalar_t*, int);                    \
+  template void drop_on_cuda(const MaskPart&, const scalar_t*, double, scalar_t*, int);            \
   template void drop_and_add_on_cuda(const MaskPart&, const scalar_t*, scalar_t*, const scalar_t*, \
                                      double, scalar_t*, int);
 

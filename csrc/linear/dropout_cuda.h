@@ -10,7 +10,8 @@ namespace parallel_ext {
 // All pointers are to [part.rows, part.size] on the device, contiguous and without overlap.
 // The kernels run on the current stream of the device.
 template <typename scalar_t>
-void drop_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output, int device);
+void drop_on_cuda(const MaskPart& part, const scalar_t* input, double factor, scalar_t* output,
+                  int device);
 
 template <typename scalar_t>
 void drop_and_add_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t* output,

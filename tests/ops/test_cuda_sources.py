@@ -151,14 +151,20 @@ GRID = """
   extern "C" void name(const parallel_ext::MaskPart* part, int64_t num_x, int64_t num_y,    \\
                        const scalar_t* input, scalar_t* output, const scalar_t* addend,     \\
                        double factor, scalar_t* target) {                                   \\
+    const auto at = [](const scalar_t* data) { return reinterpret_cast<uintptr_t>(data); };  \\
+    const bool whole = parallel_ext::has_whole_runs<scalar_t>(                              \\
+        *part, at(input) | at(output) | at(addend) | at(target));                           \\
+    const auto drop = whole ? parallel_ext::drop_in_thread<true, scalar_t>                  \\
+                            : parallel_ext::drop_in_thread<false, scalar_t>;                \\
+    const auto add = whole ? parallel_ext::drop_and_add_in_thread<true, scalar_t>           \\
+                           : parallel_ext::drop_and_add_in_thread<false, scalar_t>;         \\
     for (int64_t x = 0; x < num_x; ++x) {                                                   \\
       for (int64_t y = 0; y < num_y; ++y) {                                                 \\
         const parallel_ext::GridThread thread{x, y, num_x, num_y};                          \\
         if (target == nullptr) {                                                            \\
-          parallel_ext::drop_in_thread(*part, thread, input, output);                       \\
+          drop(*part, thread, input, factor, output);                                       \\
         } else {                                                                            \\
-          parallel_ext::drop_and_add_in_thread(*part, thread, input, output, addend, factor, \\
-                                               target);                                     \\
+          add(*part, thread, input, output, addend, factor, target);                        \\
         }                                                                                   \\
       }                                                                                     \\
     }                                                                                       \\
@@ -179,7 +185,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 FP64 = torch.float64
 ROWS, FACTOR = 5, 0.5  # a factor whose products are exact: only the sum rounds, fused or not
 DROPOUT = Dropout(p=0.3, key=0x123456789ABCDEF, step=7, token=2**32 - ROWS, feature=37)
-GRIDS = [(16, 1), (48, 2), (512, 8)]  # fewer threads than there is work, and more
+GRIDS = [(2, 1), (6, 2), (512, 8)]  # fewer threads than there is work, and more
 
 
 def _mask(size: int, dropout: Dropout) -> torch.Tensor:
@@ -212,7 +218,8 @@ def _wrong_elements(
         *(ctypes.c_double(FACTOR), tensors[3] if add else None),
     )
     kept = _mask(size, dropout)
-    wrong = output != values.masked_fill(~kept, 0)
+    scaled = values if add else (FACTOR * values.to(torch.promote_types(dtype, torch.float32)))
+    wrong = output != scaled.to(dtype).masked_fill(~kept, 0)
     wide = torch.promote_types(dtype, torch.float32)
     total = (before.to(wide) + FACTOR * addend.to(wide)).to(dtype)
     expected = torch.where(kept, total, before) if add else before
@@ -224,7 +231,7 @@ def _wrong_elements(
 @pytest.mark.parametrize("dtype", [FP64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_threads_of_any_grid_make_what_the_cpu_makes(grid, dtype, feature, add):
     dropout = DROPOUT._replace(feature=feature)
-    for size in (1, 16, 129, 300):
+    for size in (1, 16, 128, 129, 300):
         for threads in GRIDS:
             wrong = _wrong_elements(grid, dtype, size, dropout, threads, add)
             assert wrong == 0, f"{size} features, {threads} threads"
@@ -237,11 +244,16 @@ def test_threads_keep_and_drop_everything_as_the_cpu_does(grid, p):
 
 MUTATIONS = {
     "another lane": ("{{first, token", "{{first ^ 1, token"),
+    "one lane for all": ("lane + j)", "lane)"),
+    "a run that is not scaled": ("widen(run[j]) * wide_factor", "widen(run[j])"),
     "another token": ("part.token +", "part.token + 1 +"),
-    "the other half of a word": ("s % 2));", "1 - s % 2));"),
-    "another word": ("bits.word[s / 2]", "bits.word[3 - s / 2]"),
-    "neighbours that are not neighbours": ("s * kMaskLanes + lane", "lane * kMaskHalves + s"),
-    "a part that starts with its block": ("lane - inside", "lane"),
+    "the other half of a word": ("s % 2);", "1 - s % 2);"),
+    "another word": ("bits[j].word[s / 2]", "bits[j].word[3 - s / 2]"),
+    "neighbours that are not neighbours": (
+        "s * kMaskLanes + lane",
+        "lane * kMaskHalves / 8 + s * 8",
+    ),
+    "a part that starts with its block": ("lane - part.inside();", "lane;"),
     "a row too few": ("row < part.rows", "row < part.rows - 1"),
     "work done twice": ("x += thread.num_x", "x += thread.num_x / 2"),
 }
@@ -255,7 +267,7 @@ def test_the_comparison_notices_broken_threads(mutation, tmp_path):
     assert text.count(MUTATIONS[mutation][0]) == 1
     header.write_text(text.replace(*MUTATIONS[mutation]))
     broken = compiled(GRID, tmp_path, tmp_path / "csrc")
-    assert _wrong_elements(broken, FP64, 300, DROPOUT, GRIDS[1], True) > 0
+    assert any(_wrong_elements(broken, FP64, 300, DROPOUT, GRIDS[0], add) for add in (False, True))
 
 
 # The choice of setup.py, with torches and toolkits that are not there.
