@@ -35,8 +35,8 @@ PARALLEL_EXT_INLINE bool is_kept(const MaskStream& stream, uint32_t word, int ha
   return ((word >> (16 * half)) & 0xffffu) >= stream.threshold;
 }
 
-// A thread serves 8 lanes of a block, half of it, so that it reads and writes 8 adjacent elements at
-// once.
+// A thread serves 8 lanes of a block, half of it, so that it reads and writes 8 adjacent elements
+// at once.
 inline constexpr int64_t kMaskRun = 8;
 
 // A part [rows, size] of the mask, which begins at a token and a feature.
@@ -138,7 +138,7 @@ PARALLEL_EXT_INLINE void drop_in_thread(const MaskPart& part, const GridThread& 
                                         const scalar_t* __restrict__ input, double factor,
                                         scalar_t* __restrict__ output) {
   const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
-  for_runs(part, thread, [&](int64_t row, int64_t column, const bool(&kept)[kMaskRun]) {
+  for_runs(part, thread, [&](int64_t row, int64_t column, const bool (&kept)[kMaskRun]) {
     scalar_t run[kMaskRun] = {};
     load_run<whole_runs>(part, row, column, input, run);
     PARALLEL_EXT_UNROLL
@@ -156,7 +156,7 @@ PARALLEL_EXT_INLINE void drop_and_add_in_thread(const MaskPart& part, const Grid
                                                 const scalar_t* __restrict__ addend, double factor,
                                                 scalar_t* __restrict__ target) {
   const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
-  for_runs(part, thread, [&](int64_t row, int64_t column, const bool(&kept)[kMaskRun]) {
+  for_runs(part, thread, [&](int64_t row, int64_t column, const bool (&kept)[kMaskRun]) {
     scalar_t run[kMaskRun] = {}, more[kMaskRun] = {}, sum[kMaskRun] = {};
     load_run<whole_runs>(part, row, column, input, run);
     load_run<whole_runs>(part, row, column, addend, more);

@@ -7,6 +7,7 @@
 
 #include "base/kernel_choice.h"
 #include "moe/grouped_cuda.h"
+#include "moe/rows_cuda.h"
 
 namespace parallel_ext {
 namespace {
@@ -61,7 +62,15 @@ at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const
 
 at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const at::Tensor& ends,
                            const at::Tensor& counts) {
-  return at::_grouped_mm(grad.t(), rows, ends).masked_fill_(counts.eq(0).view({-1, 1, 1}), 0);
+  at::Tensor out = at::_grouped_mm(grad.t(), rows, ends);
+  if constexpr (kWithCudaKernels) {
+    if (out.is_cuda() && out.is_contiguous()) {  // what masked_fill_ takes as long as a product for
+      zero_unused_on_cuda(counts.const_data_ptr<int64_t>(), out.size(0), out.nbytes() / out.size(0),
+                          out.mutable_data_ptr(), out.get_device());
+      return out;
+    }
+  }
+  return out.masked_fill_(counts.eq(0).view({-1, 1, 1}), 0);
 }
 
 }  // namespace parallel_ext

@@ -102,6 +102,15 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+template <typename piece_t>
+__global__ void __launch_bounds__(kBlockThreads)
+    zero_unused_kernel(const int64_t* __restrict__ counts, int64_t num_experts, int64_t columns,
+                       piece_t* __restrict__ out) {
+  for_work(num_experts, columns, [&](int64_t expert, int64_t column) {
+    if (counts[expert] == 0) out[expert * columns + column] = piece_t{};
+  });
+}
+
 // A block finds the ids of one expert; its sources follow those of all earlier experts. Each thread
 // reads a contiguous range of ids, so its sources follow those of the threads before it.
 __global__ void __launch_bounds__(kBlockThreads)
@@ -183,6 +192,19 @@ void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* gra
     launch(gate_backward_kernel<scalar_t, pack>, grid_of_blocks(rows), device, rows, inner / pack,
            packs<pack>(grad), packs<pack>(gate_up), weights, packs<pack>(grad_gate_up),
            grad_weights);
+  });
+}
+
+void zero_unused_on_cuda(const int64_t* counts, int64_t num_experts, int64_t bytes, void* out,
+                         int device) {
+  if (num_experts == 0 || bytes == 0) return;
+  with_piece(bytes | address(out), [&](auto piece) {
+    using piece_t = decltype(piece);
+    const int64_t columns = bytes / static_cast<int64_t>(sizeof(piece_t));
+    // Few threads, which go on to the next columns: most experts are used, and have nothing to do.
+    const int64_t threads = std::min<int64_t>(columns, 16 * kBlockThreads);
+    launch(zero_unused_kernel<piece_t>, grid_of_rows(num_experts, threads), device, counts,
+           num_experts, columns, static_cast<piece_t*>(out));
   });
 }
 

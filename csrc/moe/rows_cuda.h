@@ -39,6 +39,11 @@ void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* gra
                                 scalar_t* grad_gate_up, wide_of<scalar_t>* grad_weights,
                                 int device);
 
+// Fills the part [bytes] of out [num_experts, bytes] of each expert whose count is 0 with zeros,
+// and touches no other.
+void zero_unused_on_cuda(const int64_t* counts, int64_t num_experts, int64_t bytes, void* out,
+                         int device);
+
 // A stable counting sort: ids [size] -> counts [num_experts] and sources [size], the positions of
 // expert 0's ids, then of expert 1's, and so on. Ids outside of [0, num_experts) are left out, and
 // as many sources at the end are not written.

@@ -29,6 +29,9 @@ extern "C" void sort(const int64_t* ids, int64_t size, int64_t num_experts, int6
                      int64_t* sources) {
   parallel_ext::sort_ids_on_cuda(ids, size, num_experts, counts, sources, 0);
 }
+extern "C" void zero_unused(const int64_t* counts, int64_t num_experts, int64_t bytes, void* out) {
+  parallel_ext::zero_unused_on_cuda(counts, num_experts, bytes, out, 0);
+}
 #define EXPORT(name, scalar_t, wide_t)                                                          \\
   extern "C" void sum_##name(const int64_t* rows, int64_t num_out, int64_t most, int64_t num_in, \\
                              int64_t size, const scalar_t* in, scalar_t* out) {                 \\
@@ -132,11 +135,20 @@ def _sorts(kernels: ctypes.CDLL, num_experts: int = 7) -> Compared:
             yield f"sort {size} ids, {wrong} wrong", right
 
 
+def _zeros(kernels: ctypes.CDLL) -> Compared:
+    for experts, width, offset in [(5, 3, 0), (5, 256, 0), (5, 5000, 1), (3, 0, 0), (0, 7, 0)]:
+        counts = torch.tensor([0, 4, 0, 1, 0][:experts])
+        out = placed(offset, torch.randn(experts, width))
+        expected = out.masked_fill((counts == 0).unsqueeze(1), 0)
+        call(kernels.zero_unused, counts, experts, 4 * width, out)
+        yield f"zeros in {experts} x {width} + {offset}", torch.equal(out, expected)
+
+
 def _failures(kernels: ctypes.CDLL, dtype: torch.dtype) -> list[str]:
     torch.manual_seed(0)
     made = [*_gathers(kernels, dtype), *_sums(kernels, dtype), *_gates(kernels, dtype)]
     if dtype == FP64:
-        made += _sorts(kernels)
+        made += [*_sorts(kernels), *_zeros(kernels)]
     return [name for name, right in made if not right]
 
 
@@ -173,6 +185,7 @@ MUTATIONS = {
     "work forgotten": ("column += kBlockThreads", "column += 2 * kBlockThreads"),
     "a row of blocks forgotten": ("row += thread.num_y", "row += 2 * thread.num_y"),
     "not behind the threads before": ("other < thread ?", "other <= thread ?"),
+    "an expert that is used": ("counts[expert] == 0", "counts[expert] >= 0"),
     "ids below zero": ("0 <= ids[i] && ", ""),
 }
 
