@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
@@ -178,7 +179,11 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         computed = self.take_computed(input)
-        return ops.column_linear(input, *self.for_use()) if computed is None else computed
+        if computed is not None:
+            return computed
+        if not torch.is_grad_enabled():  # as in decoding: torch's own op, which has less to do
+            return functional.linear(input, self.weight, self.bias)
+        return ops.column_linear(input, *self.for_use())
 
 
 def can_be_computed_together(layers: Sequence[nn.Module], input: torch.Tensor) -> bool:
@@ -279,4 +284,7 @@ class RowParallelLinear(ShardedModule):
         return self.weight, bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ops.row_linear(input, *self.for_use(), group=self.summed_over)
+        weight, bias = self.for_use()
+        if bias is None and self.summed_over.size == 1 and not torch.is_grad_enabled():
+            return functional.linear(input, weight)
+        return ops.row_linear(input, weight, bias, group=self.summed_over)
