@@ -6,12 +6,11 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "base/kernel_choice.h"
 #include "base/layout.h"
@@ -125,22 +124,29 @@ at::Tensor vocab_embedding_meta(const at::Tensor& ids, const at::Tensor& weight)
   return at::empty_symint(shape, weight.options());
 }
 
-// rows [T] in [0, num_rows], where num_rows stands for the rows of other ranks. The tokens of a row
-// are summed in their order, as in the CPU's loops.
-at::Tensor sums_on_cuda(const at::Tensor& grad_output, const at::Tensor& rows, int64_t num_rows) {
-  const auto sorted = rows.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-  const at::Tensor& order = std::get<1>(sorted);
-  const at::Tensor first =
-      at::searchsorted(std::get<0>(sorted), at::arange(num_rows + 1, rows.options()));
+at::Tensor sums_on_cuda(const at::Tensor& grad_output, const at::Tensor& ids, int64_t num_rows,
+                        int64_t vocab_start, std::optional<int64_t> padding_idx) {
   const int64_t hidden = grad_output.size(-1);
-  at::Tensor sums = at::empty({num_rows, hidden}, grad_output.options());
+  at::Tensor sums = at::zeros({num_rows, hidden}, grad_output.options());
   if constexpr (kWithCudaKernels) {
+    TORCH_CHECK_VALUE(num_rows < std::numeric_limits<int32_t>::max(),
+                      "vocab_embedding_backward: too many rows for a GPU: ", num_rows);
+    const int device = sums.get_device();
+    at::Tensor rows = at::empty({ids.numel()}, ids.options().dtype(at::kInt));
+    find_rows_on_cuda({ids.const_data_ptr<int64_t>(), ids.numel(), vocab_start, num_rows},
+                      padding_idx, rows.mutable_data_ptr<int32_t>(), device);
+    const auto [in_order, order] = rows.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+    const SortedRows sorted{in_order.const_data_ptr<int32_t>(), order.const_data_ptr<int64_t>(),
+                            ids.numel(), num_rows};
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kHalf, at::kBFloat16, sums.scalar_type(), "vocab_embedding_backward", [&] {
-          sum_segments_on_cuda(
-              {order.const_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(), num_rows}, hidden,
-              grad_output.const_data_ptr<scalar_t>(), sums.mutable_data_ptr<scalar_t>(),
-              sums.get_device());
+          using wide_t = wide_of<scalar_t>;
+          at::Tensor parts =
+              at::empty({sorted.num_parts(), hidden},
+                        sums.options().dtype(c10::CppTypeToScalarType<wide_t>::value));
+          sum_rows_of_ids_on_cuda(sorted, hidden, grad_output.const_data_ptr<scalar_t>(),
+                                  parts.mutable_data_ptr<wide_t>(),
+                                  sums.mutable_data_ptr<scalar_t>(), device);
         });
   }
   return sums;
@@ -162,11 +168,14 @@ at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at
                                          std::optional<int64_t> padding_idx) {
   const int64_t num_rows = num_rows_in.expect_int();
   check_backward(grad_output, ids, num_rows);
+  if (use_cuda_kernel(grad_output)) {
+    return sums_on_cuda(grad_output.contiguous(), ids.contiguous(), num_rows, vocab_start,
+                        padding_idx);
+  }
   at::Tensor row = ids.flatten() - vocab_start;
   // One more row takes the tokens of other ranks' rows, so that no size depends on the ids.
   row = row.masked_fill((row < 0).logical_or(row >= num_rows), num_rows);
   if (padding_idx) row = row.masked_fill(row == *padding_idx - vocab_start, num_rows);
-  if (use_cuda_kernel(grad_output)) return sums_on_cuda(grad_output.contiguous(), row, num_rows);
   const int64_t hidden = grad_output.size(-1);
   const auto sum_type = grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor sum = at::zeros({num_rows + 1, hidden}, grad_output.options().dtype(sum_type));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "base/number.h"
 
@@ -20,15 +21,26 @@ struct RowLookup {
 void lookup_rows_on_cuda(const RowLookup& lookup, int64_t row_bytes, const void* rows, void* out,
                          int device);
 
-// in [M, size] -> out [num_sums, size], the sums of the rows order[first[i]] to
-// order[first[i + 1] - 1]: one after the other, in fp32 or wider, rounded once.
-struct RowSegments {
-  const int64_t* order;  // at least first[num_sums], each in [0, M)
-  const int64_t* first;  // [num_sums + 1], ascending
-  int64_t num_sums;
+// -> rows [num_ids]: the row of each id, and num_rows for an id that has none or is the padding.
+void find_rows_on_cuda(const RowLookup& lookup, std::optional<int64_t> padding_idx, int32_t* rows,
+                       int device);
+
+// in [num_ids, size] -> out [num_rows, size]: to each row of `out` that `rows` names, the sum of
+// the rows of `in` at the same places, in fp32 or wider, rounded once; it leaves the other rows of
+// `out` alone. Summed are kChunk at a time, one after the other, and then the chunks. The tokens of
+// one id are chunked by themselves, so that the sum does not depend on which rows a rank has.
+struct SortedRows {
+  static constexpr int64_t kChunk = 64;
+
+  const int32_t* rows;   // [num_ids], ascending; num_rows stands for no row
+  const int64_t* order;  // [num_ids], where each is in `in`
+  int64_t num_ids, num_rows;
+
+  // Of `parts`, [num_parts, size], which hold the sums of chunks.
+  int64_t num_parts() const { return 2 * (num_ids / kChunk + 1); }
 };
 template <typename scalar_t>
-void sum_segments_on_cuda(const RowSegments& segments, int64_t size, const scalar_t* in,
-                          scalar_t* out, int device);
+void sum_rows_of_ids_on_cuda(const SortedRows& sorted, int64_t size, const scalar_t* in,
+                             wide_of<scalar_t>* parts, scalar_t* out, int device);
 
 }  // namespace parallel_ext
