@@ -79,6 +79,11 @@ def input_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of ``module`` itself by the names of its attributes."""
+    return module._parameters
+
+
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Return whether a buffer of ``module`` stands in its ``state_dict()``."""
     return buffer not in module._non_persistent_buffers_set

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from parallel_ext.sharding._torch_private import is_persistent, without_wrappers
+from parallel_ext.sharding._torch_private import is_persistent, own_parameters, without_wrappers
 from parallel_ext.sharding.layout import TensorLayout
 
 
@@ -20,18 +20,36 @@ def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorLa
     this rank has; its name is the logical one.
     """
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in _named_modules(model):
+        parameters = own_parameters(module)
+        if not parameters:
+            continue
         layouts = vars(module).get("fsdp_layouts", {})
         if hasattr(type(module), "places"):  # of the class: wrappers forward attributes
             layouts = module.places()
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
+        for attribute, parameter in parameters.items():
+            if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             name = f"{path}.{attribute}" if path else attribute
             layout = layouts.get(attribute)
             layout = layout or TensorLayout(without_wrappers(name), tuple(parameter.shape))
             yield name, parameter, layout
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``model.named_modules()`` does, which passes each through all levels above it."""
+    seen, todo = set(), [("", model)]
+    while todo:
+        path, module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path, module
+        children = [
+            (f"{path}.{name}" if path else name, each) for name, each in module.named_children()
+        ]
+        todo += reversed(children)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,6 +62,6 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def to_shards(model: nn.Module) -> None:
     """Free what FSDP has gathered, so that the parameters of ``model`` are this rank's shards."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
+    for _, module in _named_modules(model):
+        if hasattr(type(module), "reshard"):
             module.reshard()

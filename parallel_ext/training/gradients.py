@@ -187,7 +187,9 @@ def _sum_of_squares(
         if pieces:
             of_pieces = _norms(chain.from_iterable(pieces), 2.0)
             norms += map(torch.linalg.vector_norm, of_pieces.split([*map(len, pieces)]))
-    squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=mesh.device)])[:-1].square()
+    squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=mesh.device)])[
+        :-1
+    ].square()
     everyone = ops.gather_from_region(squares, counts, group)
     return torch.tensor(math.fsum(everyone.tolist()), dtype=torch.float64, device=mesh.device)
 
