@@ -12,6 +12,9 @@ from on_device import device_path, placed
 from ranks import pool
 from reference import Tiny, batch
 from reference_invariant import BITS, assert_bits, digests
+from reference_leaves import KINDS as LEAF_KINDS
+from reference_leaves import leaf_batch
+from reference_mixtral import TinyMixtral
 from torch.utils._pytree import tree_map
 
 import parallel_ext as px
@@ -73,6 +76,33 @@ def _train(tiny: Tiny, device: torch.device, invariant: bool = True) -> BITS:
 def test_two_ranks_have_the_bits_of_one_process(kind: str, device: torch.device) -> None:
     (whole,) = pool(1).run(_train, KINDS[kind], device)
     assert_bits(pool(2).run(_train, KINDS[kind], device), whole)
+
+
+def _train_leaves(kind: str, tp: int, device: torch.device) -> tuple[list[str], str]:
+    """Losses of steps, and ``px.digest`` after them."""
+    with device_path(device), _kernels_that_do_not_go_by_the_heads(device):
+        tiny = LEAF_KINDS[kind]
+        ep = tp if isinstance(tiny, TinyMixtral) else 1
+        mesh = px.init_mesh(tp=tp, ep=ep, device=device)
+        model = px.parallelize(tiny.model().to(device), mesh, invariant=px.Invariant(8, leaves=5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(3):
+            data = tree_map(lambda each: placed(each, device), leaf_batch(tiny.vocab_size, step))
+            losses.append(px.train_leaves(model, data).item().hex())
+            px.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, px.digest(model)
+
+
+@pytest.mark.parametrize("tp", [2, 1], ids=["tp 2", "dp 2"])
+@pytest.mark.parametrize("kind", ["odd", "bf16", "mixtral", "bf16 mixtral", "balanced qwen3_moe"])
+def test_leaves_of_two_ranks_have_the_bits_of_one_process(
+    kind: str, tp: int, device: torch.device
+) -> None:
+    (whole,) = pool(1).run(_train_leaves, kind, 1, device)
+    assert pool(2).run(_train_leaves, kind, tp, device) == [whole, whole]
 
 
 def test_the_comparison_notices_the_ordinary_sums(device: torch.device) -> None:
