@@ -34,6 +34,10 @@ at::Tensor candidates_of(const at::Tensor& score, const at::Tensor& id) {
   return at::stack({score.view(at::kLong), id}, 1);
 }
 
+double mass_scale(int64_t vocab_size) {
+  return std::ldexp(1.0, 61 - static_cast<int>(std::ceil(std::log2(vocab_size))));
+}
+
 namespace {
 
 constexpr const char* kSample = "vocab_sample";
@@ -44,12 +48,6 @@ constexpr int64_t kLastId = std::numeric_limits<int64_t>::max();
 // 2^-149 apart, and divided by 1e-200 even that is beyond all noise and exp(). The quotients stay
 // finite; divided by the smallest doubles they would overflow.
 constexpr double kLeastTemperature = 1e-200;
-
-struct Filters {
-  double temperature;
-  int64_t top_k;
-  double top_p, min_p;
-};
 
 void check_logits(const char* op, const at::Tensor& logits, int64_t vocab_size, int64_t vocab_start,
                   int64_t vocab_stop) {
@@ -68,6 +66,10 @@ void check_filters(const char* op, const Filters& filters) {
                     filters.top_p);
   TORCH_CHECK_VALUE(0 <= filters.min_p && filters.min_p <= 1, op, ": min_p must be in [0, 1], got ",
                     filters.min_p);
+}
+
+at::Tensor with_adjacent_columns(const at::Tensor& logits) {
+  return logits.stride(1) == 1 ? logits : logits.contiguous();
 }
 
 // Candidates [ranks, B, 2] -> the largest score [B], or NaN, and the lowest id [B] that has it.
@@ -125,9 +127,7 @@ at::Tensor floor_of_top_p(const at::Tensor& top, const at::Tensor& more, const F
 // One exchange of 256 sums a row for each of the four digits, however flat the distribution is.
 at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& max,
                                     int64_t vocab_size, double top_p, const Group& group) {
-  // The sum of V masses of at most 2^bits fits into an int64.
-  const int bits = 61 - static_cast<int>(std::ceil(std::log2(static_cast<double>(vocab_size))));
-  const double scale = std::ldexp(1.0, bits);
+  const double scale = mass_scale(vocab_size);
   const auto mass_of = use_cpu_loops(shard.logits) ? vocab_shard_mass_cpu : vocab_shard_mass_aten;
   at::Tensor order = at::zeros_like(max, at::kLong), needed;
   for (int64_t shift = kLogitBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
@@ -149,7 +149,7 @@ at::Tensor floor_of_top_p_by_digits(const SampleShard& shard, const at::Tensor& 
 // The lowest logit [B] that the filters leave, fp64. Those equal to it all stay.
 at::Tensor floor_of(const SampleShard& shard, int64_t vocab_size, const Filters& filters,
                     const Group& group) {
-  const bool with_top_k = 0 < filters.top_k && filters.top_k < vocab_size;
+  const bool with_top_k = filters.with_top_k(vocab_size);
   at::Tensor floor =
       at::full({shard.logits.size(0)}, -kInfinity, shard.logits.options().dtype(at::kDouble));
   if (!with_top_k && filters.top_p >= 1 && filters.min_p <= 0) return floor;
@@ -175,6 +175,11 @@ at::Tensor vocab_argmax_kernel(const at::Tensor& logits, int64_t vocab_size, int
                                int64_t vocab_stop, const Group& group) {
   const char* op = "vocab_argmax";
   check_logits(op, logits, vocab_size, vocab_start, vocab_stop);
+  if constexpr (kWithCudaKernels) {
+    if (use_cuda_kernel(logits)) {
+      return vocab_argmax_by_kernels(with_adjacent_columns(logits), vocab_start, group);
+    }
+  }
   const auto wide = logits.options().dtype(at::kDouble);
   at::Tensor score = at::full({logits.size(0)}, -kInfinity, wide);
   at::Tensor id = at::full_like(score, kLastId, wide.dtype(at::kLong));
@@ -193,9 +198,13 @@ at::Tensor vocab_sample_kernel(const at::Tensor& logits_in, int64_t vocab_size, 
   check_logits(kSample, logits_in, vocab_size, vocab_start, vocab_stop);
   check_filters(kSample, filters);
   filters.temperature = std::max(temperature, kLeastTemperature);
-  at::Tensor logits = logits_in.to(at::kFloat);
-  if (logits.stride(1) != 1) logits = logits.contiguous();
+  const at::Tensor logits = with_adjacent_columns(logits_in.to(at::kFloat));
   const SampleShard shard{logits, vocab_start, filters.temperature};
+  if constexpr (kWithCudaKernels) {
+    if (use_cuda_kernel(logits)) {
+      return vocab_sample_by_kernels(shard, vocab_size, filters, seed, step, group);
+    }
+  }
   const at::Tensor floor = floor_of(shard, vocab_size, filters, group);
   const at::Tensor candidates =
       (use_cpu_loops(logits) ? vocab_shard_draw_cpu : vocab_shard_draw_aten)(shard, floor, seed,

@@ -1,13 +1,13 @@
-// The two passes of sampling over a shard of the logits that have a CPU loop; vocab/sample.cpp does
-// what lies between them.
+// The two passes of sampling over a shard of the logits that have a CPU loop, with vocab/sample.cpp
+// for what lies between them; and all of it by CUDA kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <cstring>
 
-#include "base/number.h"
+#include "comm/comm.h"
+#include "vocab/sample_numbers.h"
 
 namespace parallel_ext {
 
@@ -17,15 +17,16 @@ struct SampleShard {
   double temperature;
 };
 
-// A logit has four digits: the bits of its fp32 value, changed so that they grow with the logit.
-inline constexpr int64_t kDigitBits = 8, kDigits = int64_t{1} << kDigitBits, kLogitBits = 32;
+struct Filters {
+  double temperature;
+  int64_t top_k;
+  double top_p, min_p;
 
-PARALLEL_EXT_INLINE uint32_t order_of(float logit) {
-  const float one_zero = logit + 0.0f;  // -0 is 0
-  uint32_t bits;
-  std::memcpy(&bits, &one_zero, sizeof(bits));
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
+  bool with_top_k(int64_t vocab_size) const { return 0 < top_k && top_k < vocab_size; }
+};
+
+// What one logit's mass is multiplied with: the sum of V masses then fits into an int64.
+double mass_scale(int64_t vocab_size);
 
 // order_of for fp32 tensors, as int64, and its inverse.
 at::Tensor orders_of(const at::Tensor& logits);
@@ -40,12 +41,6 @@ at::Tensor vocab_shard_mass_cpu(const SampleShard& shard, const at::Tensor& max,
 at::Tensor vocab_shard_mass_aten(const SampleShard& shard, const at::Tensor& max,
                                  const at::Tensor& prefix, int64_t shift, double scale);
 
-// The 64 random bits for an id of a row are words 2 * (id mod 2) and the next of the Philox block
-// with the counter (id / 2, row, step, kDraw) and the seed as key; dropout has 0 in the place of
-// kDraw. The noise is -log(-log(1 - u)), u = (the upper 52 bits + 1/2) / 2^52.
-inline constexpr uint32_t kDraw = 1;
-inline constexpr int kNoiseBits = 52;
-
 // -> candidates [B, 2], int64, of each row the best of the shard: its score, the bits of the fp64
 // logit / temperature + noise, the largest among the logits not below floor [B] fp64; and its id,
 // the lowest of equal ones. The score is NaN where the shard holds a NaN or +inf, and -inf where it
@@ -57,5 +52,12 @@ at::Tensor vocab_shard_draw_aten(const SampleShard& shard, const at::Tensor& flo
 
 // fp64 scores [B] and int64 ids [B] -> candidates [B, 2].
 at::Tensor candidates_of(const at::Tensor& score, const at::Tensor& id);
+
+// The ops by CUDA kernels, in builds that have them; the logits' columns are one apart.
+at::Tensor vocab_argmax_by_kernels(const at::Tensor& logits, int64_t vocab_start,
+                                   const Group& group);
+at::Tensor vocab_sample_by_kernels(const SampleShard& shard, int64_t vocab_size,
+                                   const Filters& filters, int64_t seed, int64_t step,
+                                   const Group& group);
 
 }  // namespace parallel_ext

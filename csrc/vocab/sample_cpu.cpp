@@ -8,7 +8,6 @@
 #include <limits>
 #include <vector>
 
-#include "base/philox.h"
 #include "vocab/sample.h"
 
 namespace parallel_ext {
@@ -35,22 +34,6 @@ struct Row {
   uint32_t number, step;
 };
 
-uint64_t bits_of(const Philox& block, int64_t id) {
-  const int64_t first = 2 * (id % 2);
-  return uint64_t{block.word[first]} << 32 | block.word[first + 1];
-}
-
-double noise_of(uint64_t bits) {
-  const double u = std::ldexp(static_cast<double>(bits >> (64 - kNoiseBits)) + 0.5, -kNoiseBits);
-  return -std::log(-std::log1p(-u));
-}
-
-// An upper bound of the noise for these bits: u > 2^-(zeros + 1), and -log(1 - u) > u.
-double noise_below(uint64_t bits) {
-  const int zeros = bits == 0 ? 64 : __builtin_clzll(bits);
-  return (zeros + 1) * M_LN2;
-}
-
 Best draw(const Row& row, int64_t begin, int64_t end) {
   Best best;
   Philox block{};
@@ -65,9 +48,9 @@ Best draw(const Row& row, int64_t begin, int64_t end) {
                      static_cast<uint32_t>(row.seed), static_cast<uint32_t>(row.seed >> 32));
     }
     const double scaled = logit / row.temperature;
-    const uint64_t bits = bits_of(block, id);
+    const double u = uniform_of(block, static_cast<int>(id % 2));
     // The noise takes two logarithms: only for the few ids that can still win.
-    if (scaled + noise_below(bits) >= best.score) best.take(scaled + noise_of(bits), id);
+    if (scaled + noise_below(u) >= best.score) best.take(scaled + noise_of(u), id);
   }
   return best;
 }

@@ -80,6 +80,13 @@ static void run_thread() {
 static void __syncthreads() { swapcontext(&running->context, &block_context); }
 
 template <typename Number>
+static Number atomicAdd(Number* sum, Number number) {
+  const Number before = *sum;
+  *sum += number;
+  return before;
+}
+
+template <typename Number>
 static Number __shfl_xor_sync(unsigned, Number value, int mask) {
   static Number of_thread_number[1024];
   const unsigned own = threadIdx.y * blockDim.x + threadIdx.x;
