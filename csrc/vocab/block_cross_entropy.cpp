@@ -163,8 +163,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
     }
     all_stats.push_back(stats_of_all(stats, num_blocks, stats.front(), group));
     if (std::none_of(needed.begin(), needed.end(), [](bool each) { return each; })) continue;
-    const at::Tensor normalizer =
-        normalizer_of(merge(all_stats.back(), rows), /*with_entropy=*/false, wide);
+    const at::Tensor normalizer = normalizer_of(all_stats.back(), rows);
     const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
                                           tokens.narrow(tile.start, tile.size), normalizer);
     for (const VocabShard& shard : shards) {
@@ -177,8 +176,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const at::Tensor total_stats =
       all_stats.empty() ? at::zeros({num_blocks, rows.count, 0}, input.options().dtype(wide))
                         : at::cat(all_stats, 2);
-  const LossOutputs outputs =
-      outputs_of(loss, tokens, merge(total_stats, rows), {false, false, false}, wide);
+  const LossOutputs outputs = outputs_of(loss, tokens, total_stats, rows, {false, false, false});
   return {outputs.loss, of_head.grad_input, of_head.grad_weight, of_adapter.grad_input,
           of_adapter.grad_weight};
 }

@@ -30,10 +30,9 @@ Tensors<5> forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
   const StatsRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const at::Tensor partial_stats =
       vocab_shard_stats(loss.shard(with_adjacent_columns(logits), labels, loss.vocab_start), rows);
-  const SoftmaxStats stats = merge(gather_stats(kOp, loss, partial_stats, group), rows);
+  const at::Tensor all_stats = gather_stats(kOp, loss, partial_stats, group);
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
-      outputs_of(loss, tokens_of(loss, labels), stats, {wanted[0], wanted[1], wanted[2]},
-                 partial_stats.scalar_type());
+      outputs_of(loss, tokens_of(loss, labels), all_stats, rows, {wanted[0], wanted[1], wanted[2]});
   return {total, log_sum_exp, entropy, argmax, normalizer};
 }
 

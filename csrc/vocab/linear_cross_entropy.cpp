@@ -29,7 +29,10 @@ constexpr const char* kOp = "linear_vocab_cross_entropy";
 constexpr double kLowest = -std::numeric_limits<double>::infinity();
 using MaybeTensor = std::optional<at::Tensor>;
 
-constexpr int64_t kIds = 8192;         // in a tile that need not hold all of the rank's ids
+// The ids of a tile that need not hold all of the rank's: on the CPU, so many that its logits stay
+// in the cache; on a GPU, so many that the products are at their full speed.
+int64_t ids_of_tile(const at::Tensor& input) { return input.is_cpu() ? 8192 : 65536; }
+
 constexpr int64_t kRowAlignment = 64;  // elements
 
 // The tensors of a call in the dtype of its GEMMs. On the CPU, fp16 is computed in fp32: few CPUs
@@ -88,11 +91,12 @@ at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(
 class ExpectedRows {
  public:
   explicit ExpectedRows(const Operands& operands)
-      : sum_(at::zeros({operands.input.size(0), operands.input.size(1)},
+      : sum_(at::empty({operands.input.size(0), operands.input.size(1)},
                        operands.input.options().dtype(wide_type(operands.input)))),
         max_(at::full({operands.input.size(0)}, kLowest, sum_.options())) {}
 
-  // Adds a tile, whose partial statistics are known, and overwrites its logits.
+  // Adds a tile, whose partial statistics are known, and overwrites its logits. The tiles of some
+  // tokens begin with that of the ids from 0 on.
   void add(const Operands& operands, const VocabShard& shard, const at::Tensor& partial_stats,
            Range tokens, Range ids) {
     const auto own = [&tokens](const at::Tensor& tensor) {
@@ -104,8 +108,9 @@ class ExpectedRows {
     at::Tensor factors = at::zeros({GradientRows::kCount, tokens.size}, max.options());
     factors[GradientRows::kProbability].fill_(1);
     vocab_shard_gradient(shard, at::stack({base, at::zeros_like(base)}), factors, logits);
-    sum.mul_(in_columns((max - base).exp_()));
-    add_product(sum, logits, operands.head.narrow(0, ids.start, ids.size), /*first=*/false);
+    const bool first = ids.start == 0;
+    if (!first) sum.mul_(in_columns((max - base).exp_()));
+    add_product(sum, logits, operands.head.narrow(0, ids.start, ids.size), first);
     max.copy_(raised);
   }
 
@@ -155,8 +160,9 @@ struct Gradients {
 // The partial statistics of all tokens; in the same pass the expected rows, if wanted.
 at::Tensor stats_of_tiles(const VocabLoss& loss, const Operands& operands, const StatsRows& rows,
                           ExpectedRows* expected) {
-  const auto ids = ranges_of(std::max<int64_t>(operands.head.size(0), 1), kIds);
-  const Tile tile(operands, std::min(kIds, operands.head.size(0)));
+  const int64_t most_ids = ids_of_tile(operands.input);
+  const auto ids = ranges_of(std::max<int64_t>(operands.head.size(0), 1), most_ids);
+  const Tile tile(operands, std::min(most_ids, operands.head.size(0)));
   const auto wide = wide_type(operands.input);
   at::Tensor all_stats =
       at::empty({rows.count, operands.input.size(0)}, operands.input.options().dtype(wide));
@@ -171,7 +177,7 @@ at::Tensor stats_of_tiles(const VocabLoss& loss, const Operands& operands, const
       if (expected != nullptr) expected->add(operands, shard, parts.back(), tokens, part);
     }
     const at::Tensor partial_stats =
-        parts.size() == 1 ? parts[0] : to_partial_stats(merge(at::stack(parts), rows), rows, wide);
+        parts.size() == 1 ? parts[0] : merged_stats(at::stack(parts), rows);
     all_stats.narrow(1, tokens.start, tokens.size).copy_(partial_stats);
   }
   return all_stats;
@@ -184,23 +190,22 @@ template <typename Exchange>
 at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
                               const StatsRows& rows, const Tokens& tokens, const Exchange& exchange,
                               Gradients& gradients) {
-  const auto wide = wide_type(operands.input);
   const Range ids{0, operands.head.size(0)};
   const Tile tile(operands, ids.size);
+  const at::Tensor one = at::ones({}, operands.input.options().dtype(wide_type(operands.input)));
   std::vector<at::Tensor> all_stats;
   for (const Range part : operands.tokens) {
     const VocabShard shard =
         loss.shard(tile.logits(operands, part, ids), operands.labels_of(part), loss.vocab_start);
     all_stats.push_back(exchange(vocab_shard_stats(shard, rows)));
-    const at::Tensor normalizer =
-        normalizer_of(merge(all_stats.back(), rows), /*with_entropy=*/false, wide);
-    const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
-                                          tokens.narrow(part.start, part.size), normalizer);
+    const at::Tensor normalizer = normalizer_of(all_stats.back(), rows);
+    const at::Tensor factors =
+        factors_of(loss, {one, {}, {}}, tokens.narrow(part.start, part.size), normalizer);
     at::Tensor logits = shard.logits;
     vocab_shard_gradient(shard, normalizer, factors, logits);
     gradients.add(operands, logits, part, ids, /*first_ids=*/true, part.start == 0);
   }
-  return at::cat(all_stats, 2);
+  return all_stats.size() == 1 ? all_stats[0] : at::cat(all_stats, 2);
 }
 
 Tensors<9> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight,
@@ -214,7 +219,6 @@ Tensors<9> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   const Operands operands(input, head_weight, head_bias, labels);
   const StatsRows rows(loss.label_smoothing > 0, wanted[1], wanted[2]);
   const Tokens tokens = tokens_of(loss, operands.labels);
-  const auto wide = wide_type(operands.input);
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
   const auto exchange = [&](const at::Tensor& partial_stats) {
     return gather_stats(kOp, loss, partial_stats, group);
@@ -228,7 +232,7 @@ Tensors<9> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       all ? gradients_of_tiles(loss, operands, rows, tokens, exchange, gradients)
           : exchange(stats_of_tiles(loss, operands, rows, expected ? &*expected : nullptr));
   const auto [total, log_sum_exp, entropy, argmax, normalizer] =
-      outputs_of(loss, tokens, merge(all_stats, rows), {wanted[0], wanted[1], wanted[2]}, wide);
+      outputs_of(loss, tokens, all_stats, rows, {wanted[0], wanted[1], wanted[2]});
   const auto given = [&](const at::Tensor& tensor) {
     return tensor.defined() ? tensor : at::empty({0}, all_stats.options());
   };
@@ -264,8 +268,9 @@ Tensors<3> backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad
                                         tokens_of(loss, operands.labels), normalizer);
   Gradients gradients(operands, wide_type(input), needed);
   if (needed[0] && head_weight.size(0) == 0) gradients.input.zero_();
-  const Tile tile(operands, std::min(kIds, head_weight.size(0)));
-  for (const Range ids : ranges_of(head_weight.size(0), kIds)) {
+  const int64_t most_ids = ids_of_tile(input);
+  const Tile tile(operands, std::min(most_ids, head_weight.size(0)));
+  for (const Range ids : ranges_of(head_weight.size(0), most_ids)) {
     for (const Range part : operands.tokens) {
       at::Tensor logits = tile.logits(operands, part, ids);
       const VocabShard shard =
@@ -284,7 +289,7 @@ Tensors<3> backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad
 // The sum of weight * row over this rank's ids, [H], in `wide`.
 at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at::ScalarType wide) {
   at::Tensor sum = at::zeros({head_weight.size(1)}, head_weight.options().dtype(wide));
-  for (const Range ids : ranges_of(head_weight.size(0), kIds)) {
+  for (const Range ids : ranges_of(head_weight.size(0), ids_of_tile(head_weight))) {
     at::Tensor rows = head_weight.narrow(0, ids.start, ids.size).to(wide);
     if (loss.weight) {
       rows = rows *

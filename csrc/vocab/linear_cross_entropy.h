@@ -31,8 +31,9 @@ inline Ahead ahead_of(const VocabLoss& loss, c10::ScalarType dtype, std::array<b
 }
 
 // Tiles of few tokens cost time, since every GEMM packs the head again (5 % at 512); tiles of many
-// tokens cost memory.
-inline int64_t tokens_of_tile(const at::Tensor& input) { return input.is_cpu() ? 1024 : 4096; }
+// tokens cost memory. On a GPU a second tile costs most, a sum over tiles in fp32: as much memory
+// as the logits of 2 H more tokens, and more passes over memory than the loss itself.
+inline int64_t tokens_of_tile(const at::Tensor& input) { return input.is_cpu() ? 1024 : 8192; }
 
 // The dtype of the gradients that the forward computes: fp32 or fp64 for sums over tiles. So too
 // for a single tile in fp16, whose gradients may overflow fp16 until the loss scale is lowered.

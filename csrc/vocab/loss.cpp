@@ -1,5 +1,6 @@
 #include "vocab/loss.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -11,8 +12,10 @@
 #include <limits>
 #include <numeric>
 
+#include "base/kernel_choice.h"
 #include "check.h"
 #include "comm/comm.h"
+#include "vocab/loss_cuda.h"
 
 namespace parallel_ext {
 namespace {
@@ -95,95 +98,16 @@ void check_ranges(const char* op, const at::Tensor& ranges, int64_t vocab_size) 
                     " ids twice, or not at all; pass each rank's own");
 }
 
-at::Tensor log_sum_of(const SoftmaxStats& stats) { return stats.sum.log(); }
+// --- By ATen calls ---
 
-at::Tensor entropy_of(const SoftmaxStats& stats) {
-  return log_sum_of(stats) - stats.moment / stats.sum;
-}
-
-at::Tensor reduced(const VocabLoss& loss, const Tokens& tokens, at::Tensor per_token,
-                   const at::Tensor& divisor) {
-  per_token.masked_fill_(tokens.ignored, 0);
-  if (loss.reduction == "none") return per_token;
-  const at::Tensor sum = sum_in_order(per_token);
-  return loss.reduction == "mean" ? sum / divisor : sum;
-}
-
-}  // namespace
-
-VocabShard VocabLoss::shard(const at::Tensor& logits, const at::Tensor& labels,
-                            int64_t start) const {
-  at::Tensor own_weight;
-  if (weight) own_weight = weight->narrow(0, start, logits.size(1)).to(wide_type(logits));
-  return {logits, labels.contiguous(), own_weight.defined() ? own_weight.contiguous() : own_weight,
-          start,  logit_scale,         softcap.value_or(0)};
-}
-
-void check_vocab_loss_shapes(const char* op, const VocabLoss& loss, const char* name,
-                             int64_t shard_size, int64_t num_tokens, const at::Tensor& labels) {
-  check_int64(op, "labels", labels);
-  check_vocab_range(op, name, shard_size, loss.vocab_size, loss.vocab_start, loss.vocab_stop);
-  TORCH_CHECK_VALUE(labels.dim() == 1 && labels.size(0) == num_tokens, op, ": labels of shape ",
-                    labels.sizes(), " do not fit the ", num_tokens,
-                    " tokens; one label for each is expected");
-  if (loss.weight) check_weight(op, *loss.weight, loss.vocab_size);
-}
-
-void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
-                      int64_t num_tokens, const at::Tensor& labels, bool want_argmax) {
-  check_options(op, loss);
-  TORCH_CHECK_VALUE(!want_argmax || loss.vocab_size <= kLastId, op, ": argmax is for at most ",
-                    kLastId, " ids, got ", loss.vocab_size);
-  check_vocab_loss_shapes(op, loss, name, shard_size, num_tokens, labels);
-  if (loss.weight) check_weight_values(op, *loss.weight);
-  check_labels(op, loss, labels);
-}
-
-void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_tokens,
-                      bool with_entropy) {
-  TORCH_CHECK_VALUE(
-      normalizer.dim() == 2 && normalizer.size(1) == num_tokens &&
-          normalizer.size(0) >= (with_entropy ? kRowsWithEntropy : kRowsWithoutEntropy) &&
-          normalizer.size(0) <= kRowsWithEntropy,
-      op, ": the normalizer of ", num_tokens, " tokens has shape [2, ", num_tokens, "], or [3, ",
-      num_tokens, "] with the entropy, got ", normalizer.sizes());
-}
-
-Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels) {
-  Tokens tokens;
-  tokens.ignored = labels == loss.ignore_index;
-  if (loss.weight) {
-    const at::Tensor ids = labels.masked_fill(tokens.ignored, 0);
-    tokens.weight = loss.weight->index_select(0, ids).to(at::kDouble);
-    tokens.weight.masked_fill_(tokens.ignored, 0);
-  }
-  if (loss.reduction == "mean") {
-    tokens.count = tokens.ignored.logical_not().sum();
-    tokens.total_weight = loss.weight ? sum_in_order(tokens.weight) : tokens.count;
-    if (loss.weight) tokens.total_weight.masked_fill_(tokens.total_weight == 0, std::nan(""));
-  }
-  return tokens;
-}
-
-Tokens Tokens::narrow(int64_t start, int64_t size) const {
-  return {ignored.narrow(0, start, size), weight.defined() ? weight.narrow(0, start, size) : weight,
-          total_weight, count};
-}
-
-at::Tensor gather_stats(const char* op, const VocabLoss& loss, const at::Tensor& partial_stats,
-                        const Group& group) {
-  if (group.size == 1 || !partial_stats.is_cpu() || loss.vocab_size > kLastId) {
-    return all_gather(op, partial_stats, group);
-  }
-  const int64_t size = partial_stats.numel();
-  at::Tensor message = at::empty({size + 2}, partial_stats.options());
-  message.narrow(0, 0, size).view(partial_stats.sizes()).copy_(partial_stats);
-  at::Tensor range = view_as_ids(message.narrow(0, size, 2));
-  range[0].fill_(loss.vocab_start), range[1].fill_(loss.vocab_stop);
-  const at::Tensor all = all_gather(op, message, group);
-  check_ranges(op, view_as_ids(all.narrow(1, size, 2)), loss.vocab_size);
-  return all.narrow(1, 0, size).unflatten(1, partial_stats.sizes());
-}
+// The statistics of each token over several ranges of ids, in fp64.
+struct SoftmaxStats {
+  at::Tensor max;                     // of z; -inf where nothing is above it
+  at::Tensor sum;                     // of exp(z - max)
+  at::Tensor target;                  // z of the label
+  at::Tensor smooth, weight, moment;  // as in StatsRows; undefined where not asked for
+  at::Tensor id;                      // int64
+};
 
 SoftmaxStats merge(const at::Tensor& all_stats, const StatsRows& rows) {
   const at::Tensor all = all_stats.to(at::kDouble);
@@ -239,14 +163,28 @@ at::Tensor to_partial_stats(const SoftmaxStats& stats, const StatsRows& rows,
   return partial_stats;
 }
 
-at::Tensor normalizer_of(const SoftmaxStats& stats, bool with_entropy, at::ScalarType dtype) {
+at::Tensor log_sum_of(const SoftmaxStats& stats) { return stats.sum.log(); }
+
+at::Tensor entropy_of(const SoftmaxStats& stats) {
+  return log_sum_of(stats) - stats.moment / stats.sum;
+}
+
+at::Tensor reduced(const VocabLoss& loss, const Tokens& tokens, at::Tensor per_token,
+                   const at::Tensor& divisor) {
+  per_token.masked_fill_(tokens.ignored, 0);
+  if (loss.reduction == "none") return per_token;
+  const at::Tensor sum = sum_in_order(per_token);
+  return loss.reduction == "mean" ? sum / divisor : sum;
+}
+
+at::Tensor normalizer_by_aten(const SoftmaxStats& stats, bool with_entropy, at::ScalarType dtype) {
   std::vector<at::Tensor> normalizer{stats.max, log_sum_of(stats)};
   if (with_entropy) normalizer.push_back(entropy_of(stats));
   return at::stack(normalizer).to(dtype);
 }
 
-LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
-                       const WantedStatistics& wanted, at::ScalarType dtype) {
+LossOutputs outputs_by_aten(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
+                            const WantedStatistics& wanted, at::ScalarType dtype) {
   const at::Tensor log_sum = log_sum_of(stats);
   // inf where a logit is inf, as in torch
   const at::Tensor log_sum_exp = stats.max + log_sum.masked_fill(stats.max == kInfinity, 0);
@@ -270,11 +208,27 @@ LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const Softma
   const at::Tensor entropy = wanted.entropy ? entropy_of(stats) : at::Tensor();
   return {total.to(dtype), if_wanted(wanted.log_sum_exp, log_sum_exp, dtype),
           if_wanted(wanted.entropy, entropy, dtype), if_wanted(wanted.argmax, stats.id, at::kLong),
-          normalizer_of(stats, wanted.entropy, dtype)};
+          normalizer_by_aten(stats, wanted.entropy, dtype)};
 }
 
-at::Tensor factors_of(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,
-                      const at::Tensor& normalizer) {
+Tokens tokens_by_aten(const VocabLoss& loss, const at::Tensor& labels) {
+  Tokens tokens;
+  tokens.ignored = labels == loss.ignore_index;
+  if (loss.weight) {
+    const at::Tensor ids = labels.masked_fill(tokens.ignored, 0);
+    tokens.weight = loss.weight->index_select(0, ids).to(at::kDouble);
+    tokens.weight.masked_fill_(tokens.ignored, 0);
+  }
+  if (loss.reduction == "mean") {
+    tokens.count = tokens.ignored.logical_not().sum();
+    tokens.total_weight = loss.weight ? sum_in_order(tokens.weight) : tokens.count;
+    if (loss.weight) tokens.total_weight.masked_fill_(tokens.total_weight == 0, std::nan(""));
+  }
+  return tokens;
+}
+
+at::Tensor factors_by_aten(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,
+                           const at::Tensor& normalizer) {
   const at::Tensor normal = normalizer.to(at::kDouble);
   const auto zeros = [&normal] { return at::zeros_like(normal[0]); };
   at::Tensor probability = zeros(), column = zeros(), label = zeros(), of_entropy = zeros();
@@ -309,6 +263,219 @@ at::Tensor factors_of(const VocabLoss& loss, const LossGradients& grads, const T
     probability = probability + more.masked_fill(of_entropy == 0, 0);
   }
   return at::stack({probability, column, label, of_entropy}).to(normalizer.scalar_type());
+}
+
+// --- By CUDA kernels ---
+
+template <typename number_t>
+number_t* data_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<number_t>() : nullptr;
+}
+
+// What the kernels read of the tokens, which the caller holds on to.
+LossOnCuda on_cuda(const VocabLoss& loss, const Tokens& tokens) {
+  return {tokens.labels.const_data_ptr<int64_t>(),
+          data_or_null<double>(tokens.weight_of_class),
+          data_or_null<double>(tokens.totals),
+          tokens.labels.size(0),
+          loss.vocab_size,
+          loss.ignore_index,
+          loss.label_smoothing,
+          loss.z_loss,
+          loss.reduction != "none",
+          loss.reduction == "mean"};
+}
+
+Tokens tokens_on_cuda(const VocabLoss& loss, const at::Tensor& labels) {
+  Tokens tokens;
+  tokens.labels = labels.contiguous();
+  const auto options = labels.options().dtype(at::kDouble);
+  if (loss.weight) tokens.weight_of_class = loss.weight->to(options).contiguous();
+  if (loss.reduction == "mean" || (loss.weight && loss.label_smoothing > 0)) {
+    tokens.totals = at::empty({LossTotals::kCount}, options);
+    if constexpr (kWithCudaKernels) {
+      loss_totals_on_cuda(on_cuda(loss, tokens), data_or_null<double>(tokens.totals),
+                          labels.get_device());
+    }
+  }
+  return tokens;
+}
+
+at::Tensor merged_on_cuda(const at::Tensor& all_stats_in, const StatsRows& rows) {
+  const at::Tensor all_stats = all_stats_in.contiguous();
+  at::Tensor stats = at::empty({rows.count, all_stats.size(2)}, all_stats.options());
+  if constexpr (kWithCudaKernels) {
+    AT_DISPATCH_FLOATING_TYPES(all_stats.scalar_type(), "vocab_cross_entropy_forward", [&] {
+      merge_stats_on_cuda(all_stats.size(0), all_stats.size(2), rows,
+                          all_stats.const_data_ptr<scalar_t>(), stats.mutable_data_ptr<scalar_t>(),
+                          all_stats.get_device());
+    });
+  }
+  return stats;
+}
+
+// Fills those of the outputs that are defined; the normalizer always is.
+void fill_on_cuda(const LossOnCuda& loss, const at::Tensor& all_stats_in, const StatsRows& rows,
+                  const LossOutputs& outputs, const at::Tensor& scratch) {
+  const at::Tensor all_stats = all_stats_in.contiguous();
+  if constexpr (kWithCudaKernels) {
+    AT_DISPATCH_FLOATING_TYPES(all_stats.scalar_type(), "vocab_cross_entropy_forward", [&] {
+      const LossResults<scalar_t> results{
+          data_or_null<scalar_t>(outputs.loss),       data_or_null<scalar_t>(outputs.log_sum_exp),
+          data_or_null<scalar_t>(outputs.entropy),    data_or_null<int64_t>(outputs.argmax),
+          data_or_null<scalar_t>(outputs.normalizer), data_or_null<double>(scratch)};
+      loss_results_on_cuda(loss, all_stats.size(0), rows, all_stats.const_data_ptr<scalar_t>(),
+                           results, all_stats.get_device());
+    });
+  }
+}
+
+at::Tensor normalizer_on_cuda(const at::Tensor& all_stats, const StatsRows& rows) {
+  LossOnCuda nothing_of_labels{};
+  nothing_of_labels.num_tokens = all_stats.size(2);
+  LossOutputs outputs;
+  outputs.normalizer = at::empty({kRowsWithoutEntropy, all_stats.size(2)}, all_stats.options());
+  fill_on_cuda(nothing_of_labels, all_stats, rows, outputs, {});
+  return outputs.normalizer;
+}
+
+LossOutputs outputs_on_cuda(const VocabLoss& loss, const Tokens& tokens,
+                            const at::Tensor& all_stats, const StatsRows& rows,
+                            const WantedStatistics& wanted) {
+  const int64_t num_tokens = all_stats.size(2);
+  const auto options = all_stats.options();
+  const bool is_sum = loss.reduction != "none";
+  const auto if_wanted = [&](bool is_wanted, const at::TensorOptions& of_output) {
+    return is_wanted ? at::empty({num_tokens}, of_output) : at::Tensor();
+  };
+  LossOutputs outputs{
+      is_sum ? at::empty({}, options) : at::empty({num_tokens}, options),
+      if_wanted(wanted.log_sum_exp, options), if_wanted(wanted.entropy, options),
+      if_wanted(wanted.argmax, options.dtype(at::kLong)),
+      at::empty({wanted.entropy ? kRowsWithEntropy : kRowsWithoutEntropy, num_tokens}, options)};
+  const at::Tensor scratch =
+      is_sum ? at::empty({2, num_tokens}, options.dtype(at::kDouble)) : at::Tensor();
+  fill_on_cuda(on_cuda(loss, tokens), all_stats, rows, outputs, scratch);
+  for (at::Tensor* each : {&outputs.log_sum_exp, &outputs.entropy}) {
+    if (!each->defined()) *each = at::empty({0}, options);
+  }
+  if (!wanted.argmax) outputs.argmax = at::empty({0}, options.dtype(at::kLong));
+  return outputs;
+}
+
+at::Tensor factors_on_cuda(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,
+                           const at::Tensor& normalizer_in) {
+  const at::Tensor normalizer = normalizer_in.contiguous();
+  const int64_t num_tokens = normalizer.size(1);
+  at::Tensor factors = at::empty({GradientRows::kCount, num_tokens}, normalizer.options());
+  const auto of_tokens = [&](const std::optional<at::Tensor>& grad) {
+    return grad ? grad->to(normalizer.options()).expand({num_tokens}) : at::Tensor();
+  };
+  const at::Tensor of_loss = of_tokens(grads.loss), of_entropy = of_tokens(grads.entropy),
+                   of_log_sum_exp = of_tokens(grads.log_sum_exp);
+  if constexpr (kWithCudaKernels) {
+    AT_DISPATCH_FLOATING_TYPES(normalizer.scalar_type(), "vocab_cross_entropy_backward", [&] {
+      const auto per_token = [](const at::Tensor& grad) {
+        return grad.defined() ? PerToken<scalar_t>{grad.const_data_ptr<scalar_t>(), grad.stride(0)}
+                              : PerToken<scalar_t>{};
+      };
+      loss_factors_on_cuda<scalar_t>(
+          on_cuda(loss, tokens),
+          {per_token(of_loss), per_token(of_log_sum_exp), per_token(of_entropy)},
+          normalizer.const_data_ptr<scalar_t>(), factors.mutable_data_ptr<scalar_t>(),
+          normalizer.get_device());
+    });
+  }
+  return factors;
+}
+
+}  // namespace
+
+VocabShard VocabLoss::shard(const at::Tensor& logits, const at::Tensor& labels,
+                            int64_t start) const {
+  at::Tensor own_weight;
+  if (weight) own_weight = weight->narrow(0, start, logits.size(1)).to(wide_type(logits));
+  return {logits, labels.contiguous(), own_weight.defined() ? own_weight.contiguous() : own_weight,
+          start,  logit_scale,         softcap.value_or(0)};
+}
+
+void check_vocab_loss_shapes(const char* op, const VocabLoss& loss, const char* name,
+                             int64_t shard_size, int64_t num_tokens, const at::Tensor& labels) {
+  check_int64(op, "labels", labels);
+  check_vocab_range(op, name, shard_size, loss.vocab_size, loss.vocab_start, loss.vocab_stop);
+  TORCH_CHECK_VALUE(labels.dim() == 1 && labels.size(0) == num_tokens, op, ": labels of shape ",
+                    labels.sizes(), " do not fit the ", num_tokens,
+                    " tokens; one label for each is expected");
+  if (loss.weight) check_weight(op, *loss.weight, loss.vocab_size);
+}
+
+void check_vocab_loss(const char* op, const VocabLoss& loss, const char* name, int64_t shard_size,
+                      int64_t num_tokens, const at::Tensor& labels, bool want_argmax) {
+  check_options(op, loss);
+  TORCH_CHECK_VALUE(!want_argmax || loss.vocab_size <= kLastId, op, ": argmax is for at most ",
+                    kLastId, " ids, got ", loss.vocab_size);
+  check_vocab_loss_shapes(op, loss, name, shard_size, num_tokens, labels);
+  if (loss.weight) check_weight_values(op, *loss.weight);
+  check_labels(op, loss, labels);
+}
+
+void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_tokens,
+                      bool with_entropy) {
+  TORCH_CHECK_VALUE(
+      normalizer.dim() == 2 && normalizer.size(1) == num_tokens &&
+          normalizer.size(0) >= (with_entropy ? kRowsWithEntropy : kRowsWithoutEntropy) &&
+          normalizer.size(0) <= kRowsWithEntropy,
+      op, ": the normalizer of ", num_tokens, " tokens has shape [2, ", num_tokens, "], or [3, ",
+      num_tokens, "] with the entropy, got ", normalizer.sizes());
+}
+
+Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels) {
+  return use_cuda_kernel(labels) ? tokens_on_cuda(loss, labels) : tokens_by_aten(loss, labels);
+}
+
+Tokens Tokens::narrow(int64_t start, int64_t size) const {
+  const auto own = [&](const at::Tensor& each) {
+    return each.defined() ? each.narrow(0, start, size) : each;
+  };
+  return {own(labels), weight_of_class, totals, own(ignored), own(weight), total_weight, count};
+}
+
+at::Tensor gather_stats(const char* op, const VocabLoss& loss, const at::Tensor& partial_stats,
+                        const Group& group) {
+  if (group.size == 1 || !partial_stats.is_cpu() || loss.vocab_size > kLastId) {
+    return all_gather(op, partial_stats, group);
+  }
+  const int64_t size = partial_stats.numel();
+  at::Tensor message = at::empty({size + 2}, partial_stats.options());
+  message.narrow(0, 0, size).view(partial_stats.sizes()).copy_(partial_stats);
+  at::Tensor range = view_as_ids(message.narrow(0, size, 2));
+  range[0].fill_(loss.vocab_start), range[1].fill_(loss.vocab_stop);
+  const at::Tensor all = all_gather(op, message, group);
+  check_ranges(op, view_as_ids(all.narrow(1, size, 2)), loss.vocab_size);
+  return all.narrow(1, 0, size).unflatten(1, partial_stats.sizes());
+}
+
+at::Tensor merged_stats(const at::Tensor& all_stats, const StatsRows& rows) {
+  if (use_cuda_kernel(all_stats)) return merged_on_cuda(all_stats, rows);
+  return to_partial_stats(merge(all_stats, rows), rows, all_stats.scalar_type());
+}
+
+at::Tensor normalizer_of(const at::Tensor& all_stats, const StatsRows& rows) {
+  if (use_cuda_kernel(all_stats)) return normalizer_on_cuda(all_stats, rows);
+  return normalizer_by_aten(merge(all_stats, rows), /*with_entropy=*/false,
+                            all_stats.scalar_type());
+}
+
+LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const at::Tensor& all_stats,
+                       const StatsRows& rows, const WantedStatistics& wanted) {
+  if (use_cuda_kernel(all_stats)) return outputs_on_cuda(loss, tokens, all_stats, rows, wanted);
+  return outputs_by_aten(loss, tokens, merge(all_stats, rows), wanted, all_stats.scalar_type());
+}
+
+at::Tensor factors_of(const VocabLoss& loss, const LossGradients& grads, const Tokens& tokens,
+                      const at::Tensor& normalizer) {
+  if (use_cuda_kernel(normalizer)) return factors_on_cuda(loss, grads, tokens, normalizer);
+  return factors_by_aten(loss, grads, tokens, normalizer);
 }
 
 }  // namespace parallel_ext

@@ -1,5 +1,6 @@
 // From the statistics of all ranks to the loss and to the factors of its gradient, and the options
-// of the loss. Arithmetic on [T] numbers in fp64, whatever the dtype of the logits.
+// of the loss. Arithmetic on [T] numbers in fp64, whatever the dtype of the logits: a kernel or two
+// where CUDA kernels serve (vocab/loss_cuda.h), else ATen calls.
 //
 // Partial statistics [rows.count, T] describe each token's softmax over one range of ids, that of a
 // rank or of a tile of its logits; StatsRows (vocab/shard_rows.h) names their rows.
@@ -65,6 +66,11 @@ void check_normalizer(const char* op, const at::Tensor& normalizer, int64_t num_
 
 // What follows from labels and class weights for each token, in fp64.
 struct Tokens {
+  // What the CUDA kernels read, which find out the rest themselves.
+  at::Tensor labels;                   // [T]
+  at::Tensor weight_of_class, totals;  // [V], LossTotals; undefined where not needed
+
+  // What the ATen calls read.
   at::Tensor ignored;       // [T]
   at::Tensor weight;        // [T], that of the label's class, 0 where ignored; undefined: 1
   at::Tensor total_weight;  // [], their sum, for "mean"; NaN for 0, as in torch
@@ -82,34 +88,24 @@ Tokens tokens_of(const VocabLoss& loss, const at::Tensor& labels);
 at::Tensor gather_stats(const char* op, const VocabLoss& loss, const at::Tensor& partial_stats,
                         const Group& group);
 
-// The statistics of each token over several ranges of ids: the tiles of a shard, or the shards of
-// all ranks. Every rank does the same arithmetic on the same numbers, so that the bits are equal;
-// in fp64, so that its rounding is far below that of the partial statistics.
-struct SoftmaxStats {
-  at::Tensor max;                     // of z; -inf where nothing is above it
-  at::Tensor sum;                     // of exp(z - max)
-  at::Tensor target;                  // z of the label
-  at::Tensor smooth, weight, moment;  // as in StatsRows; undefined where not asked for
-  at::Tensor id;                      // int64
-};
+// all_stats [count, rows.count, T], the partial statistics of consecutive ranges of ids: the tiles
+// of a shard, or the shards of all ranks -> those [rows.count, T] of all of them. This and what
+// follows merges in fp64, so that its rounding is far below that of the partial statistics; every
+// rank does the same arithmetic on the same numbers, so that the bits are equal.
+at::Tensor merged_stats(const at::Tensor& all_stats, const StatsRows& rows);
 
-// all_stats [count, rows.count, T]: the partial statistics of consecutive ranges of ids.
-SoftmaxStats merge(const at::Tensor& all_stats, const StatsRows& rows);
-
-// -> the partial statistics [rows.count, T] of the merged range.
-at::Tensor to_partial_stats(const SoftmaxStats& stats, const StatsRows& rows, at::ScalarType dtype);
-
-// The outputs of the ops of the loss, in `dtype`; a statistic that is not wanted is [0].
+// The outputs of the ops of the loss, in the dtype of all_stats; a statistic that is not wanted is
+// [0].
 struct LossOutputs {
   at::Tensor loss, log_sum_exp, entropy, argmax;
   at::Tensor normalizer;  // [kRowsWithoutEntropy or kRowsWithEntropy, T]
 };
 
-LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const SoftmaxStats& stats,
-                       const WantedStatistics& wanted, at::ScalarType dtype);
+LossOutputs outputs_of(const VocabLoss& loss, const Tokens& tokens, const at::Tensor& all_stats,
+                       const StatsRows& rows, const WantedStatistics& wanted);
 
-// LossOutputs::normalizer alone, which the gradient needs.
-at::Tensor normalizer_of(const SoftmaxStats& stats, bool with_entropy, at::ScalarType dtype);
+// LossOutputs::normalizer alone, without the entropy.
+at::Tensor normalizer_of(const at::Tensor& all_stats, const StatsRows& rows);
 
 // The gradients that a backward gets, of the loss ([T] or []), log-sum-exp and entropy ([T]).
 struct LossGradients {
