@@ -54,35 +54,44 @@ struct MaskPart {
   }
 };
 
-// Calls use(row, column, kept) for the runs that the thread serves: 8 elements of a row from
-// `column` on, of which the first or the last may lie outside of the part.
+// The runs of a thread in one block of a row: run s begins at `column` + 16 * s. Any element of
+// them may lie outside of the part.
+struct MaskRuns {
+  MaskStream stream;
+  int64_t row, column;
+  Philox bits[kMaskRun];
+
+  PARALLEL_EXT_INLINE int64_t column_of(int s) const { return column + s * kMaskLanes; }
+  PARALLEL_EXT_INLINE bool kept(int s, int j) const {
+    return is_kept(stream, bits[j].word[s / 2], s % 2);
+  }
+};
+
+// Calls use(runs) for the work of a thread.
 template <typename Use>
 PARALLEL_EXT_INLINE void for_runs(const MaskPart& part, const GridThread& thread, const Use& use) {
-  const int64_t threads = part.threads_per_row(), runs = kMaskLanes / kMaskRun;
+  const int64_t threads = part.threads_per_row(), halves = kMaskLanes / kMaskRun;
   for (int64_t row = thread.y; row < part.rows; row += thread.num_y) {
     for (int64_t x = thread.x; x < threads; x += thread.num_x) {
-      const int64_t block = x / runs, lane = x % runs * kMaskRun;
-      Philox bits[kMaskRun];
+      const int64_t block = x / halves, lane = x % halves * kMaskRun;
+      MaskRuns runs{part.stream, row, block * kMaskBlock + lane - part.inside(), {}};
       PARALLEL_EXT_UNROLL
       for (int j = 0; j < kMaskRun; ++j) {
-        bits[j] = draw_lane(part.stream, part.token + static_cast<uint32_t>(row),
-                            static_cast<uint32_t>(part.feature / kMaskBlock + block),
-                            static_cast<uint32_t>(lane + j));
+        runs.bits[j] = draw_lane(part.stream, part.token + static_cast<uint32_t>(row),
+                                 static_cast<uint32_t>(part.feature / kMaskBlock + block),
+                                 static_cast<uint32_t>(lane + j));
       }
-      PARALLEL_EXT_UNROLL
-      for (int s = 0; s < kMaskHalves; ++s) {
-        const int64_t column = block * kMaskBlock + s * kMaskLanes + lane - part.inside();
-        if (column <= -kMaskRun || column >= part.size) continue;
-        bool kept[kMaskRun];
-        PARALLEL_EXT_UNROLL
-        for (int j = 0; j < kMaskRun; ++j) {
-          kept[j] = is_kept(part.stream, bits[j].word[s / 2], s % 2);
-        }
-        use(row, column, kept);
-      }
+      use(runs);
     }
   }
 }
+
+// Of so many runs all data is loaded before the first is used, since memory answers late: no more
+// than the registers hold.
+template <typename scalar_t, int arrays>
+constexpr int kRunsAtOnce = arrays == 1             ? 8 / sizeof(scalar_t)
+                            : sizeof(scalar_t) == 2 ? 2
+                                                    : 1;
 
 // Calls copy(i, j) for each element j of a run that lies in the part.
 template <typename Copy>
@@ -137,15 +146,25 @@ template <bool whole_runs, typename scalar_t>
 PARALLEL_EXT_INLINE void drop_in_thread(const MaskPart& part, const GridThread& thread,
                                         const scalar_t* __restrict__ input, double factor,
                                         scalar_t* __restrict__ output) {
+  constexpr int kAtOnce = kRunsAtOnce<scalar_t, 1>;
   const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
-  for_runs(part, thread, [&](int64_t row, int64_t column, const bool (&kept)[kMaskRun]) {
-    scalar_t run[kMaskRun] = {};
-    load_run<whole_runs>(part, row, column, input, run);
+  for_runs(part, thread, [&](const MaskRuns& runs) {
     PARALLEL_EXT_UNROLL
-    for (int j = 0; j < kMaskRun; ++j) {
-      store(kept[j] ? widen(run[j]) * wide_factor : 0, run + j);
+    for (int first = 0; first < kMaskHalves; first += kAtOnce) {
+      scalar_t run[kAtOnce][kMaskRun] = {};
+      PARALLEL_EXT_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        load_run<whole_runs>(part, runs.row, runs.column_of(first + k), input, run[k]);
+      }
+      PARALLEL_EXT_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        PARALLEL_EXT_UNROLL
+        for (int j = 0; j < kMaskRun; ++j) {
+          store(runs.kept(first + k, j) ? widen(run[k][j]) * wide_factor : 0, run[k] + j);
+        }
+        store_run<whole_runs>(part, runs.row, runs.column_of(first + k), run[k], output);
+      }
     }
-    store_run<whole_runs>(part, row, column, run, output);
   });
 }
 
@@ -155,19 +174,33 @@ PARALLEL_EXT_INLINE void drop_and_add_in_thread(const MaskPart& part, const Grid
                                                 scalar_t* __restrict__ output,
                                                 const scalar_t* __restrict__ addend, double factor,
                                                 scalar_t* __restrict__ target) {
+  constexpr int kAtOnce = kRunsAtOnce<scalar_t, 3>;
   const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
-  for_runs(part, thread, [&](int64_t row, int64_t column, const bool (&kept)[kMaskRun]) {
-    scalar_t run[kMaskRun] = {}, more[kMaskRun] = {}, sum[kMaskRun] = {};
-    load_run<whole_runs>(part, row, column, input, run);
-    load_run<whole_runs>(part, row, column, addend, more);
-    load_run<whole_runs>(part, row, column, target, sum);
+  for_runs(part, thread, [&](const MaskRuns& runs) {
     PARALLEL_EXT_UNROLL
-    for (int j = 0; j < kMaskRun; ++j) {
-      run[j] = kept[j] ? run[j] : scalar_t(0);
-      if (kept[j]) store(widen(sum[j]) + wide_factor * widen(more[j]), sum + j);
+    for (int first = 0; first < kMaskHalves; first += kAtOnce) {
+      scalar_t run[kAtOnce][kMaskRun] = {}, more[kAtOnce][kMaskRun] = {},
+               sum[kAtOnce][kMaskRun] = {};
+      PARALLEL_EXT_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int64_t column = runs.column_of(first + k);
+        load_run<whole_runs>(part, runs.row, column, input, run[k]);
+        load_run<whole_runs>(part, runs.row, column, addend, more[k]);
+        load_run<whole_runs>(part, runs.row, column, target, sum[k]);
+      }
+      PARALLEL_EXT_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        PARALLEL_EXT_UNROLL
+        for (int j = 0; j < kMaskRun; ++j) {
+          const bool kept = runs.kept(first + k, j);
+          run[k][j] = kept ? run[k][j] : scalar_t(0);
+          if (kept) store(widen(sum[k][j]) + wide_factor * widen(more[k][j]), sum[k] + j);
+        }
+        const int64_t column = runs.column_of(first + k);
+        store_run<whole_runs>(part, runs.row, column, run[k], output);
+        store_run<whole_runs>(part, runs.row, column, sum[k], target);
+      }
     }
-    store_run<whole_runs>(part, row, column, run, output);
-    store_run<whole_runs>(part, row, column, sum, target);
   });
 }
 

@@ -367,9 +367,11 @@ template <typename scalar_t>
 void vocab_stats_on_cuda(const ShardOnCuda<scalar_t>& shard, const StatsRows& rows,
                          wide_of<scalar_t>* partial_stats, int device) {
   if (shard.num_tokens == 0) return;  // CUDA refuses an empty grid
-  constexpr int kSize = kWidest / sizeof(scalar_t);
-  launch(stats_kernel<scalar_t, kSize>, grid_of_whole_rows(shard.num_tokens, shard.size / kSize),
-         device, shard, rows, partial_stats);
+  constexpr int kSize = 2 * kWidest / sizeof(scalar_t);  // two loads before the first use
+  constexpr int64_t kLeast = 8;  // of these a thread takes, or merging takes longer than reading
+  launch(stats_kernel<scalar_t, kSize>,
+         grid_of_whole_rows(shard.num_tokens, shard.size / (kSize * kLeast)), device, shard, rows,
+         partial_stats);
 }
 
 template <typename scalar_t>

@@ -245,15 +245,12 @@ def test_threads_keep_and_drop_everything_as_the_cpu_does(grid, p):
 MUTATIONS = {
     "another lane": ("{{first, token", "{{first ^ 1, token"),
     "one lane for all": ("lane + j)", "lane)"),
-    "a run that is not scaled": ("widen(run[j]) * wide_factor", "widen(run[j])"),
+    "a run that is not scaled": ("widen(run[k][j]) * wide_factor", "widen(run[k][j])"),
     "another token": ("part.token +", "part.token + 1 +"),
     "the other half of a word": ("s % 2);", "1 - s % 2);"),
     "another word": ("bits[j].word[s / 2]", "bits[j].word[3 - s / 2]"),
-    "neighbours that are not neighbours": (
-        "s * kMaskLanes + lane",
-        "lane * kMaskHalves / 8 + s * 8",
-    ),
-    "a part that starts with its block": ("lane - part.inside();", "lane;"),
+    "neighbours that are not neighbours": ("column + s * kMaskLanes", "column + s * kMaskRun"),
+    "a part that starts with its block": ("lane - part.inside(), {}", "lane, {}"),
     "a row too few": ("row < part.rows", "row < part.rows - 1"),
     "work done twice": ("x += thread.num_x", "x += thread.num_x / 2"),
 }
