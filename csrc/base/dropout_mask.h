@@ -86,13 +86,6 @@ PARALLEL_EXT_INLINE void for_runs(const MaskPart& part, const GridThread& thread
   }
 }
 
-// Of so many runs all data is loaded before the first is used, since memory answers late: no more
-// than the registers hold.
-template <typename scalar_t, int arrays>
-constexpr int kRunsAtOnce = arrays == 1             ? 8 / sizeof(scalar_t)
-                            : sizeof(scalar_t) == 2 ? 2
-                                                    : 1;
-
 // Calls copy(i, j) for each element j of a run that lies in the part.
 template <typename Copy>
 PARALLEL_EXT_INLINE void for_elements(const MaskPart& part, int64_t row, int64_t column,
@@ -146,7 +139,7 @@ template <bool whole_runs, typename scalar_t>
 PARALLEL_EXT_INLINE void drop_in_thread(const MaskPart& part, const GridThread& thread,
                                         const scalar_t* __restrict__ input, double factor,
                                         scalar_t* __restrict__ output) {
-  constexpr int kAtOnce = kRunsAtOnce<scalar_t, 1>;
+  constexpr int kAtOnce = 8 / sizeof(scalar_t);  // loaded before the first is used
   const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
   for_runs(part, thread, [&](const MaskRuns& runs) {
     PARALLEL_EXT_UNROLL
@@ -174,32 +167,23 @@ PARALLEL_EXT_INLINE void drop_and_add_in_thread(const MaskPart& part, const Grid
                                                 scalar_t* __restrict__ output,
                                                 const scalar_t* __restrict__ addend, double factor,
                                                 scalar_t* __restrict__ target) {
-  constexpr int kAtOnce = kRunsAtOnce<scalar_t, 3>;
   const auto wide_factor = static_cast<wide_of<scalar_t>>(factor);
   for_runs(part, thread, [&](const MaskRuns& runs) {
     PARALLEL_EXT_UNROLL
-    for (int first = 0; first < kMaskHalves; first += kAtOnce) {
-      scalar_t run[kAtOnce][kMaskRun] = {}, more[kAtOnce][kMaskRun] = {},
-               sum[kAtOnce][kMaskRun] = {};
+    for (int s = 0; s < kMaskHalves; ++s) {
+      const int64_t row = runs.row, column = runs.column_of(s);
+      scalar_t run[kMaskRun] = {}, more[kMaskRun] = {}, sum[kMaskRun] = {};
+      load_run<whole_runs>(part, row, column, input, run);
+      load_run<whole_runs>(part, row, column, addend, more);
+      load_run<whole_runs>(part, row, column, target, sum);
       PARALLEL_EXT_UNROLL
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int64_t column = runs.column_of(first + k);
-        load_run<whole_runs>(part, runs.row, column, input, run[k]);
-        load_run<whole_runs>(part, runs.row, column, addend, more[k]);
-        load_run<whole_runs>(part, runs.row, column, target, sum[k]);
+      for (int j = 0; j < kMaskRun; ++j) {
+        const bool kept = runs.kept(s, j);
+        run[j] = kept ? run[j] : scalar_t(0);
+        if (kept) store(widen(sum[j]) + wide_factor * widen(more[j]), sum + j);
       }
-      PARALLEL_EXT_UNROLL
-      for (int k = 0; k < kAtOnce; ++k) {
-        PARALLEL_EXT_UNROLL
-        for (int j = 0; j < kMaskRun; ++j) {
-          const bool kept = runs.kept(first + k, j);
-          run[k][j] = kept ? run[k][j] : scalar_t(0);
-          if (kept) store(widen(sum[k][j]) + wide_factor * widen(more[k][j]), sum[k] + j);
-        }
-        const int64_t column = runs.column_of(first + k);
-        store_run<whole_runs>(part, runs.row, column, run[k], output);
-        store_run<whole_runs>(part, runs.row, column, sum[k], target);
-      }
+      store_run<whole_runs>(part, row, column, run, output);
+      store_run<whole_runs>(part, row, column, sum, target);
     }
   });
 }

@@ -5,14 +5,14 @@
 namespace parallel_ext {
 namespace {
 
-template <bool whole_runs, typename scalar_t>
+template <typename scalar_t, bool whole_runs>
 __global__ void __launch_bounds__(kBlockThreads)
     drop_kernel(const MaskPart part, const scalar_t* __restrict__ input, double factor,
                 scalar_t* __restrict__ output) {
   drop_in_thread<whole_runs>(part, this_thread(), input, factor, output);
 }
 
-template <bool whole_runs, typename scalar_t>
+template <typename scalar_t, bool whole_runs>
 __global__ void __launch_bounds__(kBlockThreads)
     drop_and_add_kernel(const MaskPart part, const scalar_t* __restrict__ input,
                         scalar_t* __restrict__ output, const scalar_t* __restrict__ addend,
@@ -32,7 +32,7 @@ template <typename scalar_t>
 void drop_on_cuda(const MaskPart& part, const scalar_t* input, double factor, scalar_t* output,
                   int device) {
   const bool whole_runs = has_whole_runs<scalar_t>(part, address(input) | address(output));
-  launch_on(part, device, whole_runs ? drop_kernel<true, scalar_t> : drop_kernel<false, scalar_t>,
+  launch_on(part, device, whole_runs ? drop_kernel<scalar_t, true> : drop_kernel<scalar_t, false>,
             input, factor, output);
 }
 
@@ -42,7 +42,7 @@ void drop_and_add_on_cuda(const MaskPart& part, const scalar_t* input, scalar_t*
   const bool whole_runs = has_whole_runs<scalar_t>(
       part, address(input) | address(output) | address(addend) | address(target));
   launch_on(part, device,
-            whole_runs ? drop_and_add_kernel<true, scalar_t> : drop_and_add_kernel<false, scalar_t>,
+            whole_runs ? drop_and_add_kernel<scalar_t, true> : drop_and_add_kernel<scalar_t, false>,
             input, output, addend, factor, target);
 }
 
