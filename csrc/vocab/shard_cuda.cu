@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
 template <typename scalar_t>
 void vocab_stats_on_cuda(const ShardOnCuda<scalar_t>& shard, const StatsRows& rows,
                          wide_of<scalar_t>* partial_stats, int device) {
-  if (shard.num_tokens == 0) return;  // CUDA refuses an empty grid
+  if (shard.num_tokens == 0) return;                     // CUDA refuses an empty grid
   constexpr int kSize = 2 * kWidest / sizeof(scalar_t);  // two loads before the first use
   constexpr int64_t kLeast = 8;  // of these a thread takes, or merging takes longer than reading
   launch(stats_kernel<scalar_t, kSize>,
