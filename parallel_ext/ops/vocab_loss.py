@@ -218,7 +218,7 @@ def linear_vocab_cross_entropy(
         own.
 
         A head that is trained: for "mean" and "sum" the forward computes all gradients, tile by
-        tile, in three GEMMs and with one all-gather a tile (1024 tokens, 4096 on a GPU); backward
+        tile, in three GEMMs and with one all-gather a tile (1024 tokens, 8192 on a GPU); backward
         scales them. For "none", for fp16's "mean" and for a second backward the logits are made
         again.
 

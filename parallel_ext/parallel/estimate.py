@@ -37,7 +37,7 @@ STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter, in the parameter's dtype."""
 
 _FEW = 3  # layers that are run where all are equal; what the middle one adds, each adds
-_TILE = 4096  # tokens whose logits the fused loss holds at once on a GPU
+_TILE = 8192  # tokens whose logits the fused loss holds at once on a GPU
 _AGREEMENT = 32  # bytes by which tp ranks compare the inputs of a forward
 
 

@@ -167,7 +167,6 @@ def _waits_told() -> Iterator[list[warnings.WarningMessage]]:
 def test_an_op_waits_for_a_gpu_no_more_than_it_may(
     name: str, budget: dict[str, Any], cuda: torch.device
 ) -> None:
-    """The numbers were read off the sources: no GPU has counted yet."""
     work = _work(name, cuda)
     work()
     with _waits_told() as told:
