@@ -196,6 +196,7 @@ class ControlPlane:
 
         Raises:
             CollectiveTimeout: names the ranks that did not fail in the same collective.
+            NotImplementedError: another thread of this process uses the group.
         """
         self._calls[group.name] += 1
         try:
@@ -205,6 +206,8 @@ class ControlPlane:
                 f"{op_name}: the process group of the job was destroyed before; end a job with "
                 "px.wait_for_checkpoint if it saves asynchronously"
             ) from error
+        except NotImplementedError:  # no rank is lost
+            raise
         except RuntimeError as error:
             failed = f"{group.name}/{self._calls[group.name]}"
             missing = self._lost(failed, group.name)

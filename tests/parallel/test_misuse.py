@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -183,6 +184,24 @@ def _called_by_rank_0_only(function: str) -> float | None:
 def test_a_call_that_only_one_rank_makes_names_the_absent(function: str) -> None:
     waited, _ = pool(2).run(_called_by_rank_0_only, function)
     assert waited < 2 + 2 + 1
+
+
+def _forward_in_a_thread() -> float:
+    model = parallel(Tiny().model(), mesh_of())
+    data = batch(101)
+    for _ in range(2):
+        model(**data)
+    with ThreadPoolExecutor(1) as executor, pytest.raises(NotImplementedError) as caught:
+        executor.submit(lambda: model(**data)).result()
+    assert "is used by another thread; ops of one group belong to one thread" in str(caught.value)
+    return model(**data).loss.item()
+
+
+def test_a_forward_on_another_thread_is_refused_at_once() -> None:
+    start = time.monotonic()
+    first, second = pool(2).run(_forward_in_a_thread)
+    assert first == second
+    assert time.monotonic() - start < 30  # it waits for no rank
 
 
 def _different_calls() -> None:
