@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kSumThreads)
   totals[LossTotals::kClasses] = classes;
 }
 
-// SoftmaxStats of vocab/loss.h for one token.
+// The statistics of one token over several ranges of ids.
 struct TokenStats {
   double max, sum, target, smooth, weight, moment;
   int64_t id;

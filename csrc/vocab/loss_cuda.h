@@ -21,8 +21,7 @@ struct LossTotals {
 struct LossOnCuda {
   const int64_t* labels;  // [num_tokens]
   const double* weight;   // [vocab_size], of the classes; null if all are 1
-  const double*
-      totals;  // [LossTotals::kCount]; may be null unless is_mean or smoothed with weights
+  const double* totals;   // [LossTotals::kCount]; null where the loss needs none
   int64_t num_tokens, vocab_size, ignore_index;
   double label_smoothing, z_loss;
   bool is_sum, is_mean;  // the loss is one number; which is divided
