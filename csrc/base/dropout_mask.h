@@ -125,9 +125,17 @@ template <bool whole_runs, typename scalar_t>
 PARALLEL_EXT_INLINE void store_run(const MaskPart& part, int64_t row, int64_t column,
                                    const scalar_t (&run)[kMaskRun], scalar_t* data) {
   if (whole_runs && 0 <= column && column + kMaskRun <= part.size) {
-    RunWords<scalar_t> words;
-    std::memcpy(&words, run, sizeof(words));
-    *reinterpret_cast<RunWords<scalar_t>*>(data + row * part.size + column) = words;
+    scalar_t* const begin = data + row * part.size + column;
+#ifdef __CUDA_ARCH__
+    uint4 words[sizeof(run) / sizeof(uint4)];  // nvcc would store another type number by number
+    std::memcpy(words, run, sizeof(words));
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < static_cast<int>(sizeof(run) / sizeof(uint4)); ++i) {
+      __stwb(reinterpret_cast<uint4*>(begin) + i, words[i]);
+    }
+#else
+    std::memcpy(begin, run, sizeof(run));
+#endif
   } else {
     for_elements(part, row, column, [&](int64_t i, int j) { data[i] = run[j]; });
   }
