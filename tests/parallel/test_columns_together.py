@@ -150,14 +150,12 @@ def _checkpointed(reentrant: bool) -> tuple[dict[str, float], Counter[str]]:
     return gradient_differences(reference, model, data), _of_step(model, data)
 
 
-@pytest.mark.parametrize(("reentrant", "alone"), [(True, 10), (False, 0)])
-def test_checkpointing_computes_them_together_where_there_is_a_graph(
-    reentrant: bool, alone: int
-) -> None:
-    """The first forward of a reentrant one has none."""
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_computes_them_together_where_there_is_a_graph(reentrant: bool) -> None:
+    """The first forward of a reentrant one has none, and takes torch's linear."""
     for differences, calls in pool(2).run(_checkpointed, reentrant):
         assert_within([differences])
-        assert (calls[BACKWARD], calls[ALONE]) == (4, alone)
+        assert (calls[BACKWARD], calls[ALONE]) == (4, 0)
 
 
 def _compiled() -> tuple[dict[str, float], Counter[str]]:
