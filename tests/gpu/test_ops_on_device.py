@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import CPU, assert_as_in_fp64
+from on_device import CPU, assert_as_in_fp64, rounded
 from reference_ops import ALL_DTYPES, TOLERANCE, aten_path, relative_error
 from test_every_op import REGISTERED, opcheck_samples
 from test_vocab_sample import FILTERS
@@ -22,7 +22,7 @@ def test_an_op_is_that_of_the_cpu_in_fp64(name: str, device: torch.device) -> No
         assert_as_in_fp64(op, sample, device)
 
 
-def _rows(*shape: int) -> torch.Tensor:
+def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
@@ -62,23 +62,23 @@ def _adapted(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 LARGER: dict[str, tuple[Callable[..., Any], Callable[[], tuple]]] = {
-    "embedding": (_embedding, lambda: (torch.arange(201).view(3, 67), _rows(1003, 37))),
-    "embedding of one id": (_embedding, lambda: (torch.full((2, 300), 7), _rows(1003, 8))),
-    "embedding without rows": (_empty_embedding, lambda: (torch.tensor([0, 5]), _rows(0, 4))),
-    "loss of one id": (_loss, lambda: (_rows(5, 1), torch.zeros(5, dtype=torch.int64))),
-    "loss": (_loss, lambda: (_rows(33, 4099), torch.randint(0, 4099, (33,)))),
-    "head": (_head_loss, lambda: (_rows(70, 24), _rows(517, 24), torch.randint(0, 517, (70,)))),
+    "embedding": (_embedding, lambda: (torch.arange(201).view(3, 67), drawn(1003, 37))),
+    "embedding of one id": (_embedding, lambda: (torch.full((2, 300), 7), drawn(1003, 8))),
+    "embedding without rows": (_empty_embedding, lambda: (torch.tensor([0, 5]), drawn(0, 4))),
+    "loss of one id": (_loss, lambda: (drawn(5, 1), torch.zeros(5, dtype=torch.int64))),
+    "loss": (_loss, lambda: (drawn(33, 4099), torch.randint(0, 4099, (33,)))),
+    "head": (_head_loss, lambda: (drawn(70, 24), drawn(517, 24), torch.randint(0, 517, (70,)))),
     "experts": (
         _experts,
-        lambda: (_rows(201, 24), _rows(201, 2), torch.rand(201, 7).topk(2)[1], _rows(8, 26, 24)),
+        lambda: (drawn(201, 24), drawn(201, 2), torch.rand(201, 7).topk(2)[1], drawn(8, 26, 24)),
     ),
-    "column linear": (ops.column_linear, lambda: (_rows(5, 67, 33), _rows(129, 33), _rows(129))),
+    "column linear": (ops.column_linear, lambda: (drawn(5, 67, 33), drawn(129, 33), drawn(129))),
     "column linears": (
         lambda rows, *weights: tuple(ops.column_linears(rows, weights)),
-        lambda: (_rows(5, 67, 33), _rows(129, 33), _rows(65, 33), _rows(65, 33)),
+        lambda: (drawn(5, 67, 33), drawn(129, 33), drawn(65, 33), drawn(65, 33)),
     ),
-    "row linear": (ops.row_linear, lambda: (_rows(5, 67, 33), _rows(129, 33), _rows(129))),
-    "adapter": (_adapted, lambda: (_rows(9, 129), _rows(31, 129), _rows(4, 129), _rows(31, 4))),
+    "row linear": (ops.row_linear, lambda: (drawn(5, 67, 33), drawn(129, 33), drawn(129))),
+    "adapter": (_adapted, lambda: (drawn(9, 129), drawn(31, 129), drawn(4, 129), drawn(31, 4))),
 }
 
 
@@ -86,11 +86,7 @@ LARGER: dict[str, tuple[Callable[..., Any], Callable[[], tuple]]] = {
 @pytest.mark.parametrize("case", LARGER)
 def test_odd_sizes_in_all_dtypes(case: str, dtype: torch.dtype, device: torch.device) -> None:
     function, make = LARGER[case]
-    args = [
-        each.detach().to(dtype).requires_grad_() if each.is_floating_point() else each
-        for each in make()
-    ]
-    assert_as_in_fp64(function, args, device)
+    assert_as_in_fp64(function, rounded(make(), dtype), device)
 
 
 def _mask(size: int, feature: int, device: torch.device) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import answers, placed
-from test_ops_on_device import LARGER
+from on_device import answers, placed, rounded
+from test_ops_on_device import LARGER, drawn
 from torch.utils._pytree import tree_map
 
 from parallel_ext import ops
@@ -27,15 +27,11 @@ def _mixture(
     return ops.moe_combine(ops.moe_linear(inner, down, route.counts), origins, route, plan)
 
 
-def _rows(*shape: int) -> torch.Tensor:
-    return torch.randn(shape).requires_grad_()
-
-
 CASES = {
     **LARGER,
     "a mixture": (
         _mixture,
-        lambda: (_rows(201, 24), _rows(201, 7), _rows(7, 32, 24), _rows(7, 24, 16)),
+        lambda: (drawn(201, 24), drawn(201, 7), drawn(7, 32, 24), drawn(7, 24, 16)),
     ),
 }
 WAITS = {"experts"}  # the host reads how many rows each expert has, which no graph can hold
@@ -45,11 +41,7 @@ def _args(case: str, device: torch.device, seed: int) -> tuple[Callable[..., Any
     """Return the function and its bf16 arguments on the device."""
     torch.manual_seed(seed)
     function, make = CASES[case]
-    args = [
-        each.detach().to(torch.bfloat16).requires_grad_() if each.is_floating_point() else each
-        for each in make()
-    ]
-    return function, [placed(each, device) for each in args]
+    return function, [placed(each, device) for each in rounded(make(), torch.bfloat16)]
 
 
 def _behind_work(function: Callable[..., Any], args: list[Any], stream: torch.cuda.Stream) -> Any:

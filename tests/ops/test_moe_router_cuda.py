@@ -9,12 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cuda_threads import (
-    C_TYPES,
     Mutant,
     call,
-    exports_of,
-    kernels_on_cpu,
-    mutants_on_cpu,
     of_type,
 )
 from reference_ops import ALL_DTYPES, TOLERANCE, relative_error
@@ -41,12 +37,6 @@ EXPORTS = """
   }
 """
 Kernels = ctypes.CDLL | Mutant
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    exports = "#define KERNELS parallel_ext\n" + EXPORTS + exports_of(list(C_TYPES))
-    return kernels_on_cpu(SOURCE, exports, tmp_path_factory.mktemp("kernels"))
 
 
 def _logits(tokens: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
@@ -123,11 +113,6 @@ MUTATIONS = {
     ),
     "tokens forgotten": ("token += step", "token += 2 * step"),
 }
-
-
-@pytest.fixture(scope="module")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mutant]:
-    return mutants_on_cpu(SOURCE, EXPORTS, tmp_path_factory.mktemp("mutants"), MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

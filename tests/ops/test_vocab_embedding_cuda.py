@@ -9,12 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cuda_threads import (
-    C_TYPES,
     Mutant,
     call,
-    exports_of,
-    kernels_on_cpu,
-    mutants_on_cpu,
     of_type,
     placed,
 )
@@ -42,12 +38,6 @@ EXPORTS = """
     KERNELS::sum_rows_of_ids_on_cuda({rows, order, num_ids, num_rows}, size, in, parts, out, 0); \\
   }
 """
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    exports = "#define KERNELS parallel_ext\n" + EXPORTS + exports_of(list(C_TYPES))
-    return kernels_on_cpu(SOURCE, exports, tmp_path_factory.mktemp("kernels"))
 
 
 Kernels = ctypes.CDLL | Mutant
@@ -136,11 +126,6 @@ MUTATIONS = {
     "rests among the chunks": (" + (size < SortedRows::kChunk ? 1 : 0)", ""),
     "chunks that begin anywhere": ("if (before % SortedRows::kChunk != 0) return;", ""),
 }
-
-
-@pytest.fixture(scope="module")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mutant]:
-    return mutants_on_cpu(SOURCE, EXPORTS, tmp_path_factory.mktemp("mutants"), MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

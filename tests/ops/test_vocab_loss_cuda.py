@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cuda_threads import C_TYPES, Mutant, call, kernels_on_cpu, mutants_on_cpu, of_type
+from cuda_threads import Mutant, call, of_type
 from reference_loss import IGNORED, special_logits
 from reference_ops import TOLERANCE, aten_path
 
@@ -64,15 +64,8 @@ EXPORTS = """
   }
 """
 
-WIDE = [torch.float32, FP64]
-BOTH = pytest.mark.parametrize("dtype", WIDE, ids=str)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    exports = [f"EXPORT({str(dtype)[6:]}, {', '.join(C_TYPES[dtype])})" for dtype in WIDE]
-    text = "\n".join(["#define KERNELS parallel_ext", EXPORTS, *exports])
-    return kernels_on_cpu(SOURCE, text, tmp_path_factory.mktemp("kernels"))
+DTYPES = [torch.float32, FP64]
+BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 Kernels = ctypes.CDLL | Mutant
@@ -266,11 +259,6 @@ MUTATIONS = {
     "no gradient of the log-sum-exp": ("probability += of(grads.log_sum_exp)", "probability += 0"),
     "no entropy": ("probability += entropy * normal(2)", "probability += 0"),
 }
-
-
-@pytest.fixture(scope="module")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mutant]:
-    return mutants_on_cpu(SOURCE, EXPORTS, tmp_path_factory.mktemp("mutants"), MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

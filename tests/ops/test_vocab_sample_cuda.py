@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_threads import (
-    C_TYPES,
     Mutant,
     call,
-    exports_of,
-    kernels_on_cpu,
-    mutants_on_cpu,
     of_type,
     placed,
 )
@@ -63,12 +59,6 @@ EXPORTS = """
   }
 """
 Kernels = ctypes.CDLL | Mutant
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    exports = "#define KERNELS parallel_ext\n" + EXPORTS + exports_of(list(C_TYPES))
-    return kernels_on_cpu(SOURCE, exports, tmp_path_factory.mktemp("kernels"))
 
 
 class Shards:
@@ -277,11 +267,6 @@ MUTATIONS = {
     "another key": ("draw.seed >> 32)", "draw.seed >> 31)"),
     "the logit as it is": ("logit[i] / draw.temperature", "logit[i]"),
 }
-
-
-@pytest.fixture(scope="module")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mutant]:
-    return mutants_on_cpu(SOURCE, EXPORTS, tmp_path_factory.mktemp("mutants"), MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -10,12 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_threads import (
-    C_TYPES,
     Mutant,
     call,
-    exports_of,
-    kernels_on_cpu,
-    mutants_on_cpu,
     of_type,
     placed,
 )
@@ -54,12 +50,6 @@ EXPORTS = """
         normalizer, factors, grad_logits, grad_stride, 0);                                        \\
   }
 """
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    exports = "#define KERNELS parallel_ext\n" + EXPORTS + exports_of(list(C_TYPES))
-    return kernels_on_cpu(SOURCE, exports, tmp_path_factory.mktemp("kernels"))
 
 
 Kernels = ctypes.CDLL | Mutant
@@ -351,11 +341,6 @@ MUTATIONS = {
     "an empty shard's id": ("shard.size == 0 ? kLastId", "shard.size < 0 ? kLastId"),
     "no entropy": ("p_log_p * factor.entropy", "p_log_p"),
 }
-
-
-@pytest.fixture(scope="module")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mutant]:
-    return mutants_on_cpu(SOURCE, EXPORTS, tmp_path_factory.mktemp("mutants"), MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,6 +30,14 @@ def placed(value: Any, device: torch.device, exact: bool = False) -> Any:
     copied = storage.to(device, dtype, copy=True)
     copied = copied.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
     return copied.requires_grad_(value.requires_grad)
+
+
+def rounded(args: Iterable[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return leaves in ``dtype``; integers stay as they are."""
+    return [
+        each.detach().to(dtype).requires_grad_() if each.is_floating_point() else each
+        for each in args
+    ]
 
 
 @contextmanager
