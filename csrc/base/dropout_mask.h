@@ -9,6 +9,7 @@
 #include "base/grid_thread.h"
 #include "base/number.h"
 #include "base/philox.h"
+#include "base/wide_store.h"
 
 namespace parallel_ext {
 
@@ -125,17 +126,7 @@ template <bool whole_runs, typename scalar_t>
 PARALLEL_EXT_INLINE void store_run(const MaskPart& part, int64_t row, int64_t column,
                                    const scalar_t (&run)[kMaskRun], scalar_t* data) {
   if (whole_runs && 0 <= column && column + kMaskRun <= part.size) {
-    scalar_t* const begin = data + row * part.size + column;
-#ifdef __CUDA_ARCH__
-    uint4 words[sizeof(run) / sizeof(uint4)];  // nvcc would store another type number by number
-    std::memcpy(words, run, sizeof(words));
-    PARALLEL_EXT_UNROLL
-    for (int i = 0; i < static_cast<int>(sizeof(run) / sizeof(uint4)); ++i) {
-      __stwb(reinterpret_cast<uint4*>(begin) + i, words[i]);
-    }
-#else
-    std::memcpy(begin, run, sizeof(run));
-#endif
+    store_wide<sizeof(run)>(run, data + row * part.size + column);
   } else {
     for_elements(part, row, column, [&](int64_t i, int j) { data[i] = run[j]; });
   }

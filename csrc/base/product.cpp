@@ -142,14 +142,14 @@ void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool 
     }
     return;
   }
+  if (a.is_cuda()) {  // where a product may be wider than its factors
+    first ? void(at::mm_out(sum, a, b, sum.scalar_type()))
+          : add_to(sum, at::mm(a, b, sum.scalar_type()));
+    return;
+  }
   for (const Range part : ranges_of(sum.size(0), a.is_cpu() ? kRowsOfProduct : sum.size(0))) {
-    const at::Tensor rows = a.narrow(0, part.start, part.size);
+    const at::Tensor product = at::mm(a.narrow(0, part.start, part.size), b);
     at::Tensor of_sum = sum.narrow(0, part.start, part.size);
-    if (first && a.is_cuda()) {
-      at::mm_out(of_sum, rows, b, sum.scalar_type());
-      continue;
-    }
-    const at::Tensor product = a.is_cuda() ? at::mm(rows, b, sum.scalar_type()) : at::mm(rows, b);
     first ? void(of_sum.copy_(product)) : add_to(of_sum, product);
   }
 }

@@ -129,7 +129,7 @@ void for_rows(const MaskPart& part, const Use& use) {
 // The same mask [T, K] by plain ATen calls on int64, for devices without a kernel.
 at::Tensor mask(const MaskPart& part, const at::Tensor& like) {
   const auto counted = like.options().dtype(at::kLong);
-  const int64_t first = part.feature / kMaskBlock, inside = part.feature % kMaskBlock;
+  const int64_t first = part.feature / kMaskBlock, inside = part.inside();
   const int64_t blocks = part.blocks_per_row();
   const at::Tensor zero = at::zeros({part.rows, blocks * kMaskLanes}, counted);
   const int64_t first_token = part.token;

@@ -18,10 +18,6 @@ namespace {
 constexpr const char* kOp = "vocab_cross_entropy";
 using MaybeTensor = std::optional<at::Tensor>;
 
-at::Tensor with_adjacent_columns(const at::Tensor& logits) {
-  return has_adjacent_columns(logits) ? logits : logits.contiguous();
-}
-
 Tensors<5> forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
                           std::array<bool, 3> wanted, const Group& group, const VocabLoss& loss) {
   check_floating(kOp, "logits", logits);

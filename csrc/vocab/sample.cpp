@@ -27,6 +27,7 @@
 #include "check.h"
 #include "comm/comm.h"
 #include "vocab/ops.h"
+#include "vocab/shard.h"
 
 namespace parallel_ext {
 
@@ -66,10 +67,6 @@ void check_filters(const char* op, const Filters& filters) {
                     filters.top_p);
   TORCH_CHECK_VALUE(0 <= filters.min_p && filters.min_p <= 1, op, ": min_p must be in [0, 1], got ",
                     filters.min_p);
-}
-
-at::Tensor with_adjacent_columns(const at::Tensor& logits) {
-  return logits.stride(1) == 1 ? logits : logits.contiguous();
 }
 
 // Candidates [ranks, B, 2] -> the largest score [B], or NaN, and the lowest id [B] that has it.

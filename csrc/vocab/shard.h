@@ -30,6 +30,10 @@ inline bool has_adjacent_columns(const at::Tensor& logits) {
   return adjacent && logits.sym_stride(0) >= logits.sym_size(1);
 }
 
+inline at::Tensor with_adjacent_columns(const at::Tensor& logits) {
+  return has_adjacent_columns(logits) ? logits : logits.contiguous();
+}
+
 // The gradient takes the row stride of the logits, which suits the GEMMs before and after it,
 // unless the logits are columns of a much wider matrix.
 inline c10::SymInt row_stride_of_gradient(const at::Tensor& logits) {

@@ -7,6 +7,7 @@
 
 #include "base/cuda_grid.h"
 #include "base/exp.h"
+#include "base/wide_store.h"
 #include "vocab/shard_cuda.h"
 
 namespace parallel_ext {
@@ -186,15 +187,11 @@ __device__ __forceinline__ void store_all(const wide_t (&values)[count], scalar_
     PARALLEL_EXT_UNROLL
     for (int i = 0; i < count; ++i) store(values[i], pack.value + i);
   }
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(pack) == kWidest) {  // nvcc would store its numbers one by one
-    uint4 bits;
-    std::memcpy(&bits, &pack, sizeof(bits));
-    __stwb(reinterpret_cast<uint4*>(out), bits);
-    return;
+  if constexpr (sizeof(pack) == kWidest) {
+    store_wide<sizeof(pack)>(&pack, packs<count>(out));
+  } else {
+    *packs<count>(out) = pack;
   }
-#endif
-  *packs<count>(out) = pack;
 }
 
 // Calls use(token) for the rows of this block. All threads of a block call it equally often, as
