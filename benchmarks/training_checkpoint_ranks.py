@@ -37,12 +37,14 @@ from transformers.distributed import DistributedConfig
 
 import parallel_ext as px
 from parallel_ext.io import disk, hashing
+from parallel_ext.io.places import HOT_BYTES
 
 OURS = "parallel_ext"
 DCP = "DCP"
 DCP_HF = "DCP, HuggingFace files"
 TORCH_SAVE = "torch.save, a file a rank"
 BOUND = "bound"  # each rank writes its state to a file of its own, or reads it from there
+BOUND_READS = "bound, as many bytes as ours"  # and those beside its state that our load reads
 UNHASHED = "parallel_ext, nothing hashed"
 UNSYNCED = "parallel_ext, no fsync"
 DCP_UNSYNCED = "DCP, no fsync"
@@ -157,6 +159,7 @@ class Jobs:
         config = DistributedConfig(tp_size=dist.get_world_size())
         if OURS in names:
             self.ours = Trained(px.from_pretrained(source, mesh, dtype=torch.float32))
+            self._ours_read = 0  # bytes, by the last load
         if DCP in names:
             self.theirs = Trained(
                 LlamaForCausalLM.from_pretrained(
@@ -172,7 +175,9 @@ class Jobs:
         px.save_checkpoint(root, 1, self.ours.model, self.ours.optimizer)
 
     def _load_ours(self, root: Path) -> None:
+        before = _counted("rchar")
         px.load_checkpoint(root, self.ours.model, self.ours.optimizer)
+        self._ours_read = _counted("rchar") - before
 
     def _save_dcp(self, to: Path, sync_files: bool = True) -> None:
         model, optimizer = get_state_dict(self.theirs.model, self.theirs.optimizer)
@@ -232,6 +237,14 @@ class Jobs:
                     file.readinto(state[-1].view(-1).view(torch.uint8).numpy())
                 file.readinto(parameter.detach().view(-1).view(torch.uint8).numpy())
 
+    def _read_as_many(self, path: Path) -> None:
+        self._read(path)
+        room = torch.empty(HOT_BYTES, dtype=torch.uint8).numpy()
+        with open(path / str(dist.get_rank()), "rb", buffering=0) as file:
+            size = os.path.getsize(file.name)
+            for offset in range(0, self._ours_read - size, HOT_BYTES):
+                os.preadv(file.fileno(), [room], offset % size)
+
     def saves(self) -> dict[str, Action]:
         """Competitor -> its save into a new directory."""
         return {
@@ -253,14 +266,15 @@ class Jobs:
             DCP_HF: self._load_dcp_hf,
             TORCH_SAVE: self._load_torch,
             BOUND: self._read,
+            BOUND_READS: self._read_as_many,
             UNHASHED: inside(without_hashes, self._load_ours),
         }
 
 
-def _written() -> float:
-    """Bytes that this process has sent towards the disk so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return float(next(line for line in lines if line.startswith("write_bytes")).split()[1])
+def _counted(name: str) -> int:
+    """A count of bytes of this process so far: of /proc/self/io."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts[name])
 
 
 class Runs:
@@ -299,7 +313,8 @@ class Runs:
         return path
 
     def _path_of_load(self, name: str) -> Path:
-        return self._path[OURS if name == UNHASHED else name]  # that save is no checkpoint
+        saved_by = {UNHASHED: OURS, BOUND_READS: BOUND}  # of which the first saves no checkpoint
+        return self._path[saved_by.get(name, name)]
 
     def load(self, name: str) -> list[float]:
         """Seconds that a load takes, with the files in the page cache."""
@@ -312,9 +327,9 @@ class Runs:
 
     def measure_save(self, name: str) -> list[float]:
         """MiB that a save adds to the memory of this rank at its peak, and MiB that it writes."""
-        path, before = self._prepare_save(name), _written()
+        path, before = self._prepare_save(name), _counted("write_bytes")
         growth = harness.peak_growth(lambda: self._jobs.saves()[name](path))
-        return [growth, (_written() - before) / MIB]
+        return [growth, (_counted("write_bytes") - before) / MIB]
 
     def measure_load(self, name: str) -> list[float]:
         """MiB that a load adds to the memory at its peak, beyond this rank's shards."""

@@ -97,6 +97,7 @@ class SafetensorsFile:
         self._record = record
         self.chunk_bytes = _CHUNK_BYTES if record is None else record.chunk_bytes
         self._checked: CheckedReader | None = None
+        self._rooms: list[memoryview] = []  # for bytes that nobody wants, one for each thread
         self._opening = threading.Lock()
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorEntry] = {}
@@ -255,6 +256,7 @@ class SafetensorsFile:
         """Free the memory and the descriptor that reading in order has kept."""
         if self._checked is not None:
             self._checked.forget()
+        self._rooms.clear()
         self.close()
 
     def _descriptor(self) -> int:
@@ -371,9 +373,10 @@ class SafetensorsFile:
     def _skip(self, start: int, stop: int, check: ChunkCheck) -> None:
         """Read bytes that nobody wants, for the hash alone."""
         if start < stop:
-            room = memoryview(bytearray(min(stop - start, HOT_BYTES)))
+            room = self._rooms.pop() if self._rooms else memoryview(bytearray(HOT_BYTES))
             for at in range(start, stop, HOT_BYTES):
                 self._read_hot(room[: stop - at], at, check)
+            self._rooms.append(room)
 
     def _read_hot(self, memory: memoryview, offset: int, check: ChunkCheck | None) -> None:
         if check is None:
