@@ -171,7 +171,7 @@ std::function<void()> start_sum(const char* op, at::Tensor& tensor, const Turn& 
 }  // namespace
 
 std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group) {
-  if (group.size == 1) return [] {};
+  if (group.alone()) return [] {};
   const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   const ProfilerRange range("start_all_reduce", bytes, *turn.group);
@@ -182,18 +182,18 @@ std::function<void()> start_all_reduce_sum(const char* op, at::Tensor& tensor, c
 }
 
 void all_reduce_sum(const char* op, at::Tensor& tensor, const Group& group) {
-  if (group.size == 1) return;
+  if (group.alone()) return;
   const Turn turn = begin(op, "all_reduce", tensor.nbytes(), tensor.device(), group);
   const ProfilerRange range("all_reduce", tensor.nbytes(), *turn.group);
   start_sum(op, tensor, turn)();
 }
 
 int64_t rank_in_group(const char* op, const Group& group) {
-  return group.size == 1 ? 0 : find_group(op, group)->getRank();
+  return group.alone() ? 0 : find_group(op, group)->getRank();
 }
 
 at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group) {
-  if (group.size == 1) return part.unsqueeze(0);
+  if (group.alone()) return part.unsqueeze(0);
   TORCH_INTERNAL_ASSERT(part.is_contiguous(), op, ": the gather needs a contiguous buffer");
   const Turn turn = begin(op, "all_gather", part.nbytes(), part.device(), group);
   const ProfilerRange range("all_gather", part.nbytes(), *turn.group);
@@ -212,7 +212,7 @@ at::Tensor all_gather(const char* op, const at::Tensor& part, const Group& group
 
 std::vector<std::string> exchange_bytes(const std::string& record, const Group& group,
                                         double timeout_s) {
-  if (group.size == 1) return {record};
+  if (group.alone()) return {record};
   const auto size = static_cast<int64_t>(record.size());
   const Turn turn = begin("exchange_bytes", "all_gather", size, at::kCPU, group);
   const ProfilerRange range("exchange_bytes", size, *turn.group);
@@ -231,7 +231,7 @@ std::vector<std::string> exchange_bytes(const std::string& record, const Group& 
 void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
                 const std::vector<std::vector<Span>>& incoming, const Group& group,
                 std::optional<double> own_timeout_s) {
-  if (group.size == 1) return;
+  if (group.alone()) return;
   // The order check compares the bytes, which here differ from rank to rank.
   const Turn turn = begin(op, "swap", 0, at::kCPU, group);
   const ProcessGroup& process_group = turn.group;
@@ -285,7 +285,7 @@ void swap_bytes(const char* op, const std::vector<std::vector<Span>>& outgoing,
 
 at::Tensor all_to_all_rows(const char* op, const at::Tensor& rows, const std::vector<int64_t>& sent,
                            const std::vector<int64_t>& received, const Group& group) {
-  if (group.size == 1) return rows;
+  if (group.alone()) return rows;
   const Turn turn = begin(op, "all_to_all", 0, rows.device(), group);
   const ProcessGroup& process_group = turn.group;
   const int64_t num_rows = sum_of(received);

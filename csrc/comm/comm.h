@@ -1,6 +1,6 @@
 // The collectives that the ops use. No other folder includes c10d. Every rank of a group must call
-// the same functions in the same order; on the CPU, from one thread. A group of size 1 needs no
-// name and communicates nothing. All functions throw if no live group has this name and size.
+// the same functions in the same order; on the CPU, from one thread. A group of size 1
+// without a name communicates nothing. All functions throw if no live group has this name and size.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,6 +28,9 @@ inline int64_t row_bytes(const at::Tensor& rows) { return rows.size(1) * rows.el
 struct Group {
   int64_t size;
   std::string name;
+
+  // A group of one rank that has a name communicates: so a single GPU runs NCCL's collectives.
+  bool alone() const { return size == 1 && name.empty(); }
 
   using Fields = std::tuple<int64_t, const std::string&>;
   Fields fields() const { return {size, name}; }

@@ -26,7 +26,7 @@ ProfilerRange::ProfilerRange(const char* kind, int64_t bytes, const c10d::Proces
 }
 
 ProfilerRange::ProfilerRange(const char* kind, int64_t bytes, const Group& group) {
-  if (group.size > 1 && record_.isActive()) begin(kind, bytes, *find_group(kind, group));
+  if (!group.alone() && record_.isActive()) begin(kind, bytes, *find_group(kind, group));
 }
 
 void ProfilerRange::begin(const char* kind, int64_t bytes, const c10d::ProcessGroup& group) {

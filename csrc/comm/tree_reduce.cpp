@@ -20,7 +20,7 @@ at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_bl
   TORCH_CHECK_VALUE(addends.size(0) == own, op, ": rank ", rank, " holds ", own, " of the ",
                     num_blocks, " blocks, got ", addends.size(0));
   const std::vector<at::Tensor> all_own = addends.unbind(0);
-  if (group.size == 1) return tree_sum(all_own, dtype);
+  if (group.alone()) return tree_sum(all_own, dtype);
   std::vector<std::vector<TreeNode>> nodes;
   size_t most = 0;
   for (int64_t peer = 0; peer < group.size; ++peer) {

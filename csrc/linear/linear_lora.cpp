@@ -80,9 +80,9 @@ Tensors<2> lora_linear_forward_kernel(const at::Tensor& input, const at::Tensor&
   const auto dtype = dtype_of_adapter(input);
   at::Tensor lora_a_out = lora_a_out_of(rows.to(dtype), lora_a.to(dtype), dropout);
   at::Tensor output =
-      bias && group.size == 1 ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
+      bias && group.alone() ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
   add_scaled_product(output, lora_a_out.t(), lora_b.to(dtype).t(), scale * dropout.scale());
-  if (group.size > 1) {
+  if (!group.alone()) {
     all_reduce_sum(op, output, group);  // numel(output), every rank
     if (bias) output.add_(*bias);
   }

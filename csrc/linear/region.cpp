@@ -34,7 +34,7 @@ at::Tensor gather_from_region_kernel(const at::Tensor& shard, at::IntArrayRef si
   check_sizes(op, sizes, rank, group.size);
   TORCH_CHECK_VALUE(shard.dim() >= 1 && shard.size(-1) == sizes[rank], op, ": rank ", rank,
                     " must hold ", sizes[rank], " columns, got shape ", shard.sizes());
-  if (group.size == 1) return shard.clone(at::MemoryFormat::Contiguous);
+  if (group.alone()) return shard.clone(at::MemoryFormat::Contiguous);
   // gloo gathers messages of equal size only; the surplus is dropped below.
   std::vector<int64_t> shape = shard.sizes().vec();
   shape.back() = *std::max_element(sizes.begin(), sizes.end());

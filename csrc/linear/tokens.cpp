@@ -88,7 +88,7 @@ at::Tensor gather_tokens_kernel(const at::Tensor& shard, at::IntArrayRef sizes, 
                                 const Group& group) {
   const char* op = "gather_tokens";
   const Tokens tokens(op, "shard", shard, sizes, rank, group, false);
-  if (group.size == 1) return shard.clone(at::MemoryFormat::Contiguous);
+  if (group.alone()) return shard.clone(at::MemoryFormat::Contiguous);
   const at::Tensor own = shard.contiguous();
   if (use_cpu_loops(shard)) {
     const at::Tensor output = at::empty(tokens.shape(tokens.all()), shard.options());
@@ -116,7 +116,7 @@ at::Tensor sum_tokens_kernel(const at::Tensor& partial, at::IntArrayRef sizes, i
                              const Group& group) {
   const char* op = "sum_tokens";
   const Tokens tokens(op, "partial", partial, sizes, rank, group, true);
-  if (group.size == 1) return partial.clone(at::MemoryFormat::Contiguous);
+  if (group.alone()) return partial.clone(at::MemoryFormat::Contiguous);
   const auto shape = tokens.shape(tokens.own());
   if (use_cpu_loops(partial)) {
     TORCH_CHECK_TYPE(can_sum_in_rank_order(partial.scalar_type()), op, ": partial is ",

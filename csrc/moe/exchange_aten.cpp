@@ -138,7 +138,7 @@ AtExperts bring_to_experts_aten(const char* op, const at::Tensor& input, const a
   const std::vector<int64_t>& slots = layout.send_slots;
   const auto& places = layout.places;
   const at::Tensor rows = rows_at(input, route.tokens.narrow(0, 0, layout.num_rows()));
-  if (layout.group.size == 1) {  // each choice is a row, in its place
+  if (layout.group.alone()) {  // each choice is a row, in its place
     return {rows, weights, at::arange(layout.num_places(), route.sources.options())};
   }
   const at::Tensor numbers = route.rows_of_choices.flatten().index_select(0, route.sources);
@@ -191,7 +191,7 @@ at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,
                                        const at::Tensor& tokens, const at::Tensor& origins,
                                        const ExchangeLayout& layout) {
   const at::Tensor rows = rows_at(input, tokens.narrow(0, 0, layout.num_rows()));
-  if (layout.group.size == 1) return rows;
+  if (layout.group.alone()) return rows;
   return rows_at(all_to_all_rows(op, rows, layout.send_rows, layout.receive_rows, layout.group),
                  origins);
 }
@@ -199,7 +199,7 @@ at::Tensor bring_to_experts_again_aten(const char* op, const at::Tensor& input,
 AtTokens bring_back_aten(const char* op, const at::Tensor& rows,
                          const std::optional<at::Tensor>& weights, const at::Tensor& origins,
                          const at::Tensor& rows_of_choices, const ExchangeLayout& layout) {
-  if (layout.group.size == 1) {  // each choice has come as a row
+  if (layout.group.alone()) {  // each choice has come as a row
     return {sums_of_rows(rows, rows_of_choices, rows_of_choices.size(0)),
             weights.value_or(at::Tensor())};
   }

@@ -29,7 +29,7 @@ void check_own_rows(const char* op, const char* name, const at::Tensor& rows, at
 std::vector<at::Tensor> gather_rows(const char* op, const std::vector<at::Tensor>& parts,
                                     at::IntArrayRef sizes, const Group& group) {
   std::vector<at::Tensor> wholes;
-  if (group.size == 1) {
+  if (group.alone()) {
     for (const auto& part : parts) wholes.push_back(part.clone(at::MemoryFormat::Contiguous));
     return wholes;
   }

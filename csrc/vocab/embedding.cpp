@@ -31,7 +31,7 @@ void check_ids(const at::Tensor& ids, int64_t vocab_size) {
 
 std::vector<int64_t> bounds_of(at::IntArrayRef sizes, int64_t num_rows, int64_t vocab_size,
                                int64_t vocab_start, const Group& group) {
-  if (group.size == 1) return {};
+  if (group.alone()) return {};
   const char* op = "vocab_embedding";
   const int64_t rank = rank_in_group(op, group);  // refuses a group that does not exist
   std::vector<int64_t> bounds{0};

@@ -87,7 +87,7 @@ at::Tensor vocab_embedding_loops(const at::Tensor& ids, const at::Tensor& weight
       if (!is_own(token)) std::memset(out + token * bytes, 0, bytes);
     });
   };
-  if (group.size == 1) {
+  if (group.alone()) {
     clear_others();
     return output;
   }

@@ -43,7 +43,7 @@ at::Tensor of_tokens_cpu(const at::Tensor& ids_in, const at::Tensor& weight, int
                          int64_t vocab_start, std::optional<int64_t> padding_idx,
                          at::IntArrayRef sizes, at::IntArrayRef tokens, int64_t rank,
                          const Group& group) {
-  if (aten_path_on_cpu() || group.size == 1) {
+  if (aten_path_on_cpu() || group.alone()) {
     return of_tokens_aten(ids_in, weight, vocab_size, vocab_start, padding_idx, sizes, tokens, rank,
                           group);
   }
@@ -76,7 +76,7 @@ at::Tensor of_tokens_backward_cpu(const at::Tensor& grad_output, const at::Tenso
                                   c10::SymInt num_rows_in, int64_t vocab_size, int64_t vocab_start,
                                   std::optional<int64_t> padding_idx, at::IntArrayRef sizes,
                                   at::IntArrayRef tokens, int64_t rank, const Group& group) {
-  if (aten_path_on_cpu() || group.size == 1) {
+  if (aten_path_on_cpu() || group.alone()) {
     return of_tokens_backward_aten(grad_output, ids_in, std::move(num_rows_in), vocab_size,
                                    vocab_start, padding_idx, sizes, tokens, rank, group);
   }

@@ -133,7 +133,7 @@ Tokens Tokens::narrow(int64_t start, int64_t size) const {
 
 at::Tensor gather_stats(const char* op, const VocabLoss& loss, const at::Tensor& partial_stats,
                         const Group& group) {
-  if (group.size == 1 || !partial_stats.is_cpu() || loss.vocab_size > kLastId) {
+  if (group.alone() || !partial_stats.is_cpu() || loss.vocab_size > kLastId) {
     return all_gather(op, partial_stats, group);
   }
   const int64_t size = partial_stats.numel();

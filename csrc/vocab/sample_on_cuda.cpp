@@ -42,7 +42,7 @@ at::Tensor best_candidates(const at::Tensor& candidates) {
 // Gathers the best candidates of every rank [ranks, B, 2]. Without a group it returns the parts
 // [parts, B, 2], whose best the next kernel finds as well.
 at::Tensor candidates_of_all(const char* op, const at::Tensor& parts, const Group& group) {
-  return group.size == 1 ? parts : all_gather(op, best_candidates(parts), group);
+  return group.alone() ? parts : all_gather(op, best_candidates(parts), group);
 }
 
 at::Tensor best_ids(const at::Tensor& candidates, bool only_finite) {

@@ -140,7 +140,7 @@ CASES = {
 }
 
 
-OFTEN = ("llama", "llama tp=2", "mixtral tp=2 ep=2")  # the others are slow where memory is
+OFTEN = ("mixtral tp=2 ep=2",)  # the others are slow where memory is
 
 
 @pytest.mark.parametrize(
