@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -342,15 +344,30 @@ def _built(kind: type[PreTrainedModel], config: Any, device: torch.device) -> An
         return kind(config).to(BF16)
 
 
-def _step(model: nn.Module, ids: torch.Tensor, clip: Callable[..., Any]) -> Callable[[], float]:
+def _backward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss
+
+
+def _backward_of_leaves(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return px.train_leaves(model, {"input_ids": ids, "labels": ids})
+
+
+def _step(
+    model: nn.Module,
+    ids: torch.Tensor,
+    clip: Callable[..., Any],
+    backward: Callable[..., torch.Tensor] = _backward,
+    fused: bool = True,
+) -> Callable[[], torch.Tensor]:
     """Return a whole step of training, whose result is its loss."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=fused)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = backward(model, ids)
         clip(1.0)
         optimizer.step()
         return loss.detach()
@@ -382,6 +399,56 @@ def steps(device: torch.device) -> Iterator[Row]:
             f"clipping of a {name}",
             {OURS: lambda clip=clip_ours: clip(1.0), "torch": lambda clip=clip_plain: clip(1.0)},
             limits={"torch": 1.1},
+        )
+
+
+@contextmanager
+def _kernels_of_invariant(device: torch.device) -> Iterator[None]:
+    """Inside, torch takes the kernels that px.Invariant wants on a GPU; on a CPU any will do."""
+    if device.type != "cuda":
+        yield
+        return
+    cuda, deterministic = torch.backends.cuda, torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
+    switches = (cuda.enable_flash_sdp, cuda.enable_cudnn_sdp, cuda.enable_math_sdp)
+    before = (cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False
+    for switch in switches:
+        switch(False)
+    try:
+        yield
+    finally:
+        for switch, was_on in zip(switches, before, strict=True):
+            switch(was_on)
+        deterministic.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(False)
+
+
+def invariant(device: torch.device) -> Iterator[Row]:
+    """Steps with the same bits on any layout, beside ordinary ones: in blocks, and of leaves."""
+    # Before the first product; of no other row does it change the time.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    mesh = px.init_mesh(device=device)
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), device=device)
+    plain = px.parallelize(_llama(device), mesh).train()
+    step_of = partial(_step, ids=ids, fused=False)  # a fused AdamW is refused
+    plain_step = step_of(plain, clip=partial(px.clip_grad_norm_, plain))
+    for leaves, backward in ((1, _backward), (ROWS, _backward_of_leaves)):
+        with _kernels_of_invariant(device):
+            ours = px.parallelize(_llama(device), mesh, invariant=px.Invariant(4, leaves)).train()
+        step = step_of(ours, clip=partial(px.clip_grad_norm_, ours), backward=backward)
+
+        def with_its_kernels(step: Callable[[], Any] = step) -> Any:
+            with _kernels_of_invariant(device):
+                return step()
+
+        kind = f", leaves of {LENGTH} tokens" * (leaves > 1)
+        yield Row(
+            f"px.Invariant: step of a Llama, {ROWS} x {LENGTH}, 4 blocks{kind}",
+            {OURS: with_its_kernels, "ordinary step": plain_step},
+            limits={"ordinary step": 1.15},
+            quick=False,
         )
 
 
@@ -438,6 +505,6 @@ PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
     each.__name__: each
     for each in (
         *(ceilings, cross_entropy, head, embedding, mixture),
-        *(lora, sampling, steps, generation, checkpoint),
+        *(lora, sampling, steps, invariant, generation, checkpoint),
     )
 }

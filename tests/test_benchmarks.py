@@ -24,7 +24,7 @@ PROMISED = {
     "gpu.py --device cpu": {
         **{"copy": 1, "cross entropy": 8, "head": 2, "embedding": 2, "4 experts": 1},
         **{"linear with LoRA": 2, "dropout": 1, "argmax": 2, "sample": 6, "step of": 3},
-        **{"clipping": 3, "generate": 2, "save": 1, "the call": 1},
+        **{"clipping": 3, "px.Invariant": 2, "generate": 2, "save": 1, "the call": 1},
     },
     "generation.py": {"greedy, 2 x, default": 1},
     "lora.py --part linear": {"32 -> 64, r=4, float32, default": 3},
