@@ -12,8 +12,8 @@ import torch
 from parallel_ext.sharding.layout import Box
 from parallel_ext.sharding.reshard import bytes_of
 
-HOT_BYTES = 512 << 10
-"""Size of the pieces in which bytes are read, hashed and converted: a core's cache holds it."""
+HOT_BYTES = 1 << 20
+"""Size of the pieces in which bytes are read, hashed and converted: a core's caches hold it."""
 
 GAP_BYTES = 16 << 10
 """Size from which what nobody wants between the pieces of two rows is skipped, not read."""
