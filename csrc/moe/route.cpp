@@ -8,6 +8,7 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
@@ -102,25 +103,31 @@ Tensors<5> moe_route_plan_cpu(const at::Tensor& ids_in, at::IntArrayRef experts_
   return {counts, rows_per_rank, rows, sources, tokens};
 }
 
-// ids [size] -> how many there are of each expert [E], and their positions, stably sorted. An id
-// that is out of range is not counted, which the caller sees where it reads the counts.
-Tensors<2> sorted_on_cuda(const at::Tensor& ids, int64_t num_experts) {
+// ids [size] -> how many there are of each expert [E]; their positions, stably sorted; and the slot
+// of each position. An id that is out of range is not counted, which the caller sees where it reads
+// the counts.
+Tensors<3> sorted_on_cuda(const at::Tensor& ids, int64_t num_experts) {
+  const int64_t size = ids.numel();
   const at::Tensor counts = at::empty({num_experts}, ids.options());
-  const at::Tensor sources = at::zeros_like(ids);  // an id that is out of range has no place
+  const at::Tensor sources = at::empty_like(ids), slots = at::empty_like(ids);
   if constexpr (kWithCudaKernels) {
-    sort_ids_on_cuda(ids.const_data_ptr<int64_t>(), ids.numel(), num_experts,
-                     counts.mutable_data_ptr<int64_t>(), sources.mutable_data_ptr<int64_t>(),
+    const at::Tensor workspace = at::empty({sort_workspace(size, num_experts)}, ids.options());
+    sort_ids_on_cuda(ids.const_data_ptr<int64_t>(), size, num_experts,
+                     workspace.mutable_data_ptr<int64_t>(), counts.mutable_data_ptr<int64_t>(),
+                     sources.mutable_data_ptr<int64_t>(), slots.mutable_data_ptr<int64_t>(),
                      ids.get_device());
   }
-  return {counts, sources};
+  return {counts, sources, slots};
 }
 
-Tensors<2> sorted(const at::Tensor& ids, int64_t num_experts) {
+Tensors<3> sorted(const at::Tensor& ids, int64_t num_experts) {
   if (use_cuda_kernel(ids)) return sorted_on_cuda(ids.contiguous(), num_experts);
   const at::Tensor counts = at::bincount(ids, {}, num_experts);
   TORCH_CHECK_INDEX(counts.numel() == num_experts, "moe_route_plan: a token chose expert ",
                     counts.numel() - 1, ", outside of [0, ", num_experts, ")");
-  return {counts, at::argsort(ids, /*stable=*/true, /*dim=*/0)};
+  const at::Tensor sources = at::argsort(ids, /*stable=*/true, /*dim=*/0);
+  const at::Tensor positions = at::arange(ids.numel(), ids.options());
+  return {counts, sources, at::zeros_like(ids).scatter_(0, sources, positions)};
 }
 
 // For any device. Without a kernel for the device, bincount refuses an id below zero.
@@ -130,9 +137,8 @@ Tensors<5> moe_route_plan_aten(const at::Tensor& ids, at::IntArrayRef experts_pe
   const int64_t top_k = ids.size(1), size = ids.numel();
   const auto num_ranks = static_cast<int64_t>(experts_per_rank.size());
   const at::Tensor flat = ids.flatten();
-  const auto [counts, sources] = sorted(flat, num_experts);
-  const at::Tensor slots =
-      at::zeros_like(flat).scatter_(0, sources, at::arange(size, flat.options())).view(ids.sizes());
+  const auto [counts, sources, slot_of] = sorted(flat, num_experts);
+  const at::Tensor slots = slot_of.view(ids.sizes());
   const at::Tensor of_slot = top_k > 0 ? at::div(sources, top_k, "floor") : sources;
   if (num_ranks == 1) {  // each choice is a row, and the host may never read the counts
     if (use_cuda_kernel(ids)) {

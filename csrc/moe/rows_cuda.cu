@@ -110,34 +110,125 @@ __global__ void __launch_bounds__(kBlockThreads)
   });
 }
 
-// A block finds the ids of one expert; its sources follow those of all earlier experts. Each thread
-// reads a contiguous range of ids, so its sources follow those of the threads before it.
-__global__ void __launch_bounds__(kBlockThreads)
-    sort_kernel(const int64_t* __restrict__ ids, int64_t size, int64_t num_experts,
-                int64_t* __restrict__ counts, int64_t* __restrict__ sources) {
-  __shared__ int64_t own[kBlockThreads], before[kBlockThreads];
+// What the threads of a block before this one have, and all of them; every thread calls this.
+struct Sums {
+  int64_t before, all;
+};
+__device__ __forceinline__ Sums sums_of_block(int64_t own) {
+  __shared__ int64_t sums[2][kBlockThreads];
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t each = (size + kBlockThreads - 1) / kBlockThreads;
-  const int64_t begin = thread * each, end = std::min(size, begin + each);
-  for (int64_t expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
-    int64_t num_own = 0, num_before = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      num_own += ids[i] == expert;
-      num_before += 0 <= ids[i] && ids[i] < expert;
-    }
-    own[thread] = num_own;
-    before[thread] = num_before;
+  int64_t sum = own;
+  int turn = 0;
+  for (int step = 1; step < kBlockThreads; step *= 2, turn = 1 - turn) {
+    sums[turn][thread] = sum;
     __syncthreads();
-    int64_t count = 0, next = 0;
-    for (int other = 0; other < kBlockThreads; ++other) {
-      next += before[other] + (other < thread ? own[other] : 0);
-      count += own[other];
+    if (thread >= step) sum += sums[turn][thread - step];
+  }
+  sums[turn][thread] = sum;
+  __syncthreads();
+  const int64_t all = sums[turn][kBlockThreads - 1];
+  __syncthreads();  // before the next sums overwrite these
+  return {sum - own, all};
+}
+
+// The ids are sorted in chunks of whole tiles, an id for each thread of a block. A chunk has at
+// least as many ids as there are experts, so the rows of all chunks are no longer than the ids and
+// one row.
+struct ChunkedIds {
+  const int64_t* ids;
+  int64_t size, num_experts, chunk_size, num_chunks;
+  int64_t* workspace;
+
+  // [size]: how many ids of the same expert stand before an id in its chunk.
+  PARALLEL_EXT_INLINE int64_t* ranks() const { return workspace; }
+  // [num_experts]: first how many ids of an expert there are in the chunk.
+  PARALLEL_EXT_INLINE int64_t* row(int64_t chunk) const {
+    return workspace + size + chunk * num_experts;
+  }
+  PARALLEL_EXT_INLINE int64_t begin(int64_t chunk) const { return chunk * chunk_size; }
+  PARALLEL_EXT_INLINE int64_t end(int64_t chunk) const {
+    const int64_t next = begin(chunk + 1);
+    return next < size ? next : size;
+  }
+  PARALLEL_EXT_INLINE bool is_expert(int64_t id) const { return 0 <= id && id < num_experts; }
+};
+
+ChunkedIds chunked_ids(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* workspace) {
+  const auto tiles_of = [](int64_t count) { return (count + kBlockThreads - 1) / kBlockThreads; };
+  const int64_t chunk_size = std::max<int64_t>(1, tiles_of(num_experts)) * kBlockThreads;
+  const int64_t num_chunks = (size + chunk_size - 1) / chunk_size;
+  return {ids, size, num_experts, chunk_size, num_chunks, workspace};
+}
+
+// A block counts the ids of a chunk, a tile after the other.
+__global__ void __launch_bounds__(kBlockThreads) count_kernel(const ChunkedIds chunked) {
+  __shared__ int64_t tile[kBlockThreads];
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int64_t chunk = blockIdx.x; chunk < chunked.num_chunks; chunk += gridDim.x) {
+    int64_t* const counts = chunked.row(chunk);
+    for (int64_t expert = thread; expert < chunked.num_experts; expert += kBlockThreads) {
+      counts[expert] = 0;
     }
-    if (thread == 0) counts[expert] = count;
-    for (int64_t i = begin; i < end && num_own > 0; ++i) {
-      if (ids[i] == expert) sources[next++] = i;
+    const int64_t end = chunked.end(chunk);
+    for (int64_t first = chunked.begin(chunk); first < end; first += kBlockThreads) {
+      const int64_t i = first + thread, id = i < end ? chunked.ids[i] : -1;
+      tile[thread] = id;
+      __syncthreads();
+      int before = 0;
+      for (int other = 0; other < thread; ++other) before += tile[other] == id;
+      bool is_last = chunked.is_expert(id);
+      for (int other = thread + 1; other < kBlockThreads; ++other) is_last &= tile[other] != id;
+      const int64_t rank = chunked.is_expert(id) ? counts[id] + before : 0;
+      __syncthreads();  // before the next tile overwrites this one, and its counts those so far
+      if (i < end) chunked.ranks()[i] = rank;
+      if (is_last) counts[id] = rank + 1;
     }
-    __syncthreads();  // before the next expert's counts overwrite these
+  }
+}
+
+// A block adds up the counts of an expert. In the row of a chunk stands then how many there are in
+// the chunks before.
+__global__ void __launch_bounds__(kBlockThreads)
+    add_counts_kernel(const ChunkedIds chunked, int64_t* __restrict__ counts) {
+  const int64_t num_chunks = chunked.num_chunks, num_experts = chunked.num_experts;
+  for (int64_t expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
+    int64_t count = 0;
+    for (int64_t first = 0; first < num_chunks; first += kBlockThreads) {
+      const int64_t chunk = first + threadIdx.x;
+      int64_t* const of_chunk = chunked.row(chunk) + expert;
+      const Sums sums = sums_of_block(chunk < num_chunks ? *of_chunk : 0);
+      if (chunk < num_chunks) *of_chunk = count + sums.before;
+      count += sums.all;
+    }
+    if (threadIdx.x == 0) counts[expert] = count;
+  }
+}
+
+// A block places the ids of a chunk. In its row stands then the slot of its first id of each
+// expert.
+__global__ void __launch_bounds__(kBlockThreads)
+    place_kernel(const ChunkedIds chunked, const int64_t* __restrict__ counts,
+                 int64_t* __restrict__ sources, int64_t* __restrict__ slots) {
+  const int64_t num_experts = chunked.num_experts;
+  for (int64_t chunk = blockIdx.x; chunk < chunked.num_chunks; chunk += gridDim.x) {
+    int64_t* const starts = chunked.row(chunk);
+    int64_t placed = 0;
+    for (int64_t first = 0; first < num_experts; first += kBlockThreads) {
+      const int64_t expert = first + threadIdx.x;
+      const Sums sums = sums_of_block(expert < num_experts ? counts[expert] : 0);
+      if (expert < num_experts) starts[expert] += placed + sums.before;
+      placed += sums.all;
+    }
+    __syncthreads();
+    const int64_t end = chunked.end(chunk);
+    for (int64_t i = chunked.begin(chunk) + threadIdx.x; i < end; i += kBlockThreads) {
+      const int64_t id = chunked.ids[i];
+      const bool has_slot = chunked.is_expert(id);
+      const int64_t slot = has_slot ? starts[id] + chunked.ranks()[i] : 0;
+      if (has_slot) sources[slot] = i;
+      slots[i] = slot;
+      if (i >= placed) sources[i] = 0;
+    }
   }
 }
 
@@ -207,10 +298,19 @@ void zero_unused_on_cuda(const int64_t* counts, int64_t num_experts, int64_t byt
   });
 }
 
-void sort_ids_on_cuda(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* counts,
-                      int64_t* sources, int device) {
-  if (num_experts == 0) return;
-  launch(sort_kernel, grid_of_blocks(num_experts), device, ids, size, num_experts, counts, sources);
+int64_t sort_workspace(int64_t size, int64_t num_experts) {
+  return chunked_ids(nullptr, size, num_experts, nullptr).num_chunks * num_experts + size;
+}
+
+void sort_ids_on_cuda(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* workspace,
+                      int64_t* counts, int64_t* sources, int64_t* slots, int device) {
+  const ChunkedIds chunked = chunked_ids(ids, size, num_experts, workspace);
+  const GridShape of_chunks = grid_of_blocks(chunked.num_chunks);
+  if (size > 0) launch(count_kernel, of_chunks, device, chunked);
+  if (num_experts > 0) {
+    launch(add_counts_kernel, grid_of_blocks(num_experts), device, chunked, counts);
+  }
+  if (size > 0) launch(place_kernel, of_chunks, device, chunked, counts, sources, slots);
 }
 
 #define PARALLEL_EXT_INSTANTIATE(scalar_t)                                                     \

@@ -44,10 +44,12 @@ void gate_rows_backward_on_cuda(int64_t rows, int64_t inner, const scalar_t* gra
 void zero_unused_on_cuda(const int64_t* counts, int64_t num_experts, int64_t bytes, void* out,
                          int device);
 
-// A stable counting sort: ids [size] -> counts [num_experts] and sources [size], the positions of
-// expert 0's ids, then of expert 1's, and so on. Ids outside of [0, num_experts) are left out, and
-// as many sources at the end are not written.
-void sort_ids_on_cuda(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* counts,
-                      int64_t* sources, int device);
+// A stable counting sort: ids [size] -> counts [num_experts]; sources [size], the positions of
+// expert 0's ids, then of expert 1's, and so on; and slots [size], where among the sources each
+// position is. Ids outside of [0, num_experts) are left out: their slots are 0, and so are as many
+// sources at the end. `workspace` has room for so many numbers:
+int64_t sort_workspace(int64_t size, int64_t num_experts);
+void sort_ids_on_cuda(const int64_t* ids, int64_t size, int64_t num_experts, int64_t* workspace,
+                      int64_t* counts, int64_t* sources, int64_t* slots, int device);
 
 }  // namespace parallel_ext

@@ -118,6 +118,19 @@ def test_drawn_tokens_are_those_of_the_cpu(
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("tokens", [0, 3, 8192])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (128, 8), (600, 4)])
+def test_choices_are_sorted_as_on_the_cpu(
+    num_experts: int, top_k: int, tokens: int, device: torch.device
+) -> None:
+    choices = torch.randint(num_experts, (tokens, top_k))
+    ours = ops.moe_route_plan(choices.to(device), [num_experts], 0, 0)
+    with aten_path(False):
+        expected = ops.moe_route_plan(choices, [num_experts], 0, 0)
+    for name, answer in expected._asdict().items():
+        assert torch.equal(getattr(ours, name).cpu(), answer), name
+
+
 def test_rows_with_nan_and_infinity(device: torch.device) -> None:
     logits = torch.randn(4, 103)
     logits[0, 50], logits[1, [70, 71]], logits[2, 9] = torch.nan, torch.inf, -torch.inf

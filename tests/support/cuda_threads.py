@@ -175,24 +175,16 @@ def _csrc_for_cpu(folder: Path) -> Path:
     return csrc
 
 
-def kernels_on_cpu(
-    name: str, exports: str, folder: Path, old: str | None = None, new: str = ""
-) -> ctypes.CDLL:
+def kernels_on_cpu(name: str, exports: str, folder: Path) -> ctypes.CDLL:
     """The kernels of a .cu file for a CPU.
 
     Args:
         name: The file in ``csrc``.
         exports: C++ behind it, which gives its functions names without types.
         folder: An empty one to build in.
-        old: A place in the file, or in the header that kernels share, to break it at; or None.
-        new: What is to stand there.
     """
     csrc = _csrc_for_cpu(folder)
-    source, grid = csrc / name, csrc / "base/cuda_grid.h"
-    if old is not None:
-        broken = source if old in source.read_text() else grid
-        broken.write_text(_replaced(broken.read_text(), old, new))
-    text = _without_instances(source.read_text())
+    text = _without_instances((csrc / name).read_text())
     return compiled(f"{CUDA}\n{text}\n{exports}\n{TAIL}", folder, csrc)
 
 
