@@ -20,6 +20,7 @@ from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.fused_loss import current_loss_call
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.lora import Factor, factor_layouts, factors_for_use, input_dropout
+from parallel_ext.nn.region import entered
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout, shard_along, shard_like
@@ -261,7 +262,7 @@ class LoraVocabHead(AdaptedLinear):
             return call.hand_over(base, x, self._low_rank(x, active))
         x = base.enter(x)
         if call is None or call.tokens is None:
-            x = ops.copy_to_region(x, base.group)
+            x = entered(x, base.group, unchanged=True)
         else:
             x = ops.gather_tokens(x, call.tokens, base.group)
         return base.leave(self._product(x, base.weight, base.bias, active))

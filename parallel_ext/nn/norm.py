@@ -7,6 +7,7 @@ from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.nn.grad_sync import PartialGradients, for_use
+from parallel_ext.nn.region import entered
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding.layout import TensorLayout
@@ -45,7 +46,7 @@ class RMSNormOfShards(ShardedModule):
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         own = wide.square().sum(-1, keepdim=True) / self.replicas.size  # which each of them adds
         # Every rank uses the sum, so its gradient is a sum over them as well.
-        total = ops.copy_to_region(ops.reduce_from_region(own, self.group), self.group)
+        total = entered(ops.reduce_from_region(own, self.group), self.group, unchanged=True)
         weight = for_use(self.weight, layout.name, self.replicas, self.partials)
         normalized = wide * torch.rsqrt(total / layout.shape[0] + self.eps)
         return (weight * normalized).to(input.dtype)

@@ -261,7 +261,7 @@ def run_step(
             module._route = partial(_balanced_route, module, rows, tokens)
         for hook in input_hooks(module) if autocast is not None else ():
             if isinstance(hook, CopyInput):  # which cannot see that there is autocast on meta
-                hook.layers = ()
+                hook.together = False
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name

@@ -22,12 +22,13 @@ from parallel_ext.nn.linear import (
 )
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
+from parallel_ext.nn.region import entered
 from parallel_ext.nn.routing import Product, Routing
 from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.sharding._torch_private import input_hooks
+from parallel_ext.sharding._torch_private import input_hooks, output_hooks
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.slices import take
 
@@ -44,6 +45,8 @@ class CopyInput(ComputesAhead):
         layers: names in the module of those that read its input, in the order of their calls.
     """
 
+    together = True  # unless something forbids it that cannot be seen here
+
     def __init__(self, group: Group, layers: Sequence[str] = ()) -> None:
         super().__init__(layers)
         self.group = group
@@ -57,12 +60,22 @@ class CopyInput(ComputesAhead):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         hidden = args[0] if args else kwargs["hidden_states"]
-        copied = ops.copy_to_region(hidden, self.group)
-        if self.layers and self._is_followed_by_its_forward(module):
-            self._compute(module, hidden, copied)
+        readers = self._readers(module)
+        inside = entered(hidden, self.group, unchanged=bool(readers))
+        if self.together and can_be_computed_together(readers, hidden):
+            weights, biases = zip(*(layer.for_use() for layer in readers), strict=True)
+            products = ops.column_linears(hidden, weights, biases, group=self.group)
+            self.serve(readers, inside, products)
         if args:
-            return (copied, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copied}
+            return (inside, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": inside}
+
+    def _readers(self, module: nn.Module) -> list[nn.Module]:
+        """Return the layers, if they alone read the hidden states and no hook can change these."""
+        if not (self.layers and self._is_followed_by_its_forward(module)):
+            return []
+        layers = [module.get_submodule(name) for name in self.layers]
+        return [] if any(input_hooks(each) or output_hooks(each) for each in layers) else layers
 
     def _is_followed_by_its_forward(self, module: nn.Module) -> bool:
         """Return whether nothing changes what the layers read, nor the way in which they do.
@@ -73,13 +86,6 @@ class CopyInput(ComputesAhead):
         own = "forward" not in vars(module) and type(module).forward is self._known
         return own and input_hooks(module)[-1] is self
 
-    def _compute(self, module: nn.Module, hidden: torch.Tensor, copied: torch.Tensor) -> None:
-        layers = [module.get_submodule(name) for name in self.layers]
-        if can_be_computed_together(layers, hidden):
-            weights, biases = zip(*(layer.for_use() for layer in layers), strict=True)
-            products = ops.column_linears(hidden, weights, biases, group=self.group)
-            self.serve(layers, copied, products)
-
 
 class CopyOutput:
     """A forward hook: what a module returns enters tensor-parallel regions behind it."""
@@ -88,7 +94,7 @@ class CopyOutput:
         self.group = group
 
     def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return ops.copy_to_region(output, self.group)
+        return entered(output, self.group)
 
 
 class SumOutput:

@@ -31,6 +31,7 @@ from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.recomputation import once, watch_checkpoints
+from parallel_ext.nn.region import entered
 from parallel_ext.ops import Group
 from parallel_ext.parallel.check_sequence import (
     POSITIONS,
@@ -153,7 +154,7 @@ class OwnTokens:
         """Let hidden states enter a region, of which every rank computes a part."""
         if self.divided():
             return self.each_row(ops.gather_tokens, hidden)
-        return ops.copy_to_region(hidden, self.group)
+        return entered(hidden, self.group)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum what the ranks have computed in a region, where tokens are own for these."""

@@ -38,6 +38,7 @@ from parallel_ext.nn.linear import ColumnParallelLinear
 from parallel_ext.parallel.replace import CopyInput
 
 TOGETHER, BACKWARD, ALONE = "column_linears", "column_linears_backward", "column_linear"
+COPY = "copy_to_region"
 
 
 def _calls(function: Callable[[], object]) -> Counter[str]:
@@ -110,7 +111,7 @@ def test_gradients_are_those_of_one_process_and_have_the_bits_of_before(name: st
     for differences, calls, same in pool(2).run(_model, name):
         assert_within([differences])
         assert (calls[TOGETHER], calls[BACKWARD]) == (together, together)
-        assert calls[ALONE] == 0
+        assert (calls[ALONE], calls[COPY]) == (0, 0)
         assert same
 
 
@@ -155,7 +156,7 @@ def test_checkpointing_computes_them_together_where_there_is_a_graph(reentrant: 
     """The first forward of a reentrant one has none, and takes torch's linear."""
     for differences, calls in pool(2).run(_checkpointed, reentrant):
         assert_within([differences])
-        assert (calls[BACKWARD], calls[ALONE]) == (4, 0)
+        assert (calls[BACKWARD], calls[ALONE], calls[COPY]) == (4, 0, 0)
 
 
 def _compiled() -> tuple[dict[str, float], Counter[str]]:
@@ -171,7 +172,7 @@ def _compiled() -> tuple[dict[str, float], Counter[str]]:
 def test_compiled_layers_compute_them_together_without_a_graph_break() -> None:
     for differences, calls in pool(2).run(_compiled):
         assert_within([differences])
-        assert (calls[TOGETHER], calls[BACKWARD], calls[ALONE]) == (4, 4, 0)
+        assert (calls[TOGETHER], calls[BACKWARD], calls[ALONE], calls[COPY]) == (4, 4, 0, 0)
 
 
 # What keeps layers as they were: changes of the first MLP, of which each is computed by itself.
@@ -227,20 +228,21 @@ def test_layers_that_something_stands_around_are_computed_by_themselves(name: st
         assert same
 
 
-def _under_autocast() -> Counter[str]:
+def _under_autocast() -> tuple[Counter[str], bool]:
     model, data = parallel(Tiny(dtype=torch.float32).model(), mesh_of()), batch(101)
 
-    def step() -> None:
+    def autocast(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**data).loss
-        loss.backward()
+            return forward(*args, **kwargs)
 
-    return _calls(step)
+    forward, model.forward = model.forward, lambda *args, **kwargs: autocast(model, args, kwargs)
+    return _of_step(model, data), _has_bits_of_before(model, data)
 
 
 def test_under_autocast_layers_are_computed_by_themselves() -> None:
-    for calls in pool(2).run(_under_autocast):
-        assert calls[TOGETHER] == 0
+    for calls, same in pool(2).run(_under_autocast):
+        assert (calls[TOGETHER], calls[COPY]) == (0, 0)
+        assert same
 
 
 def _adapted(targets: list[str]) -> tuple[Counter[str], bool]:
@@ -258,7 +260,7 @@ def test_layers_beside_an_adapted_one_are_computed_by_themselves(
 ) -> None:
     """The first layer's input needs no gradient: all below its adapters is frozen."""
     for calls, same in pool(2).run(_adapted, targets):
-        assert calls[TOGETHER] == together
+        assert (calls[TOGETHER], calls[COPY]) == (together, 0)
         assert same
 
 
@@ -284,6 +286,11 @@ def _replaces(model: nn.Module) -> None:
 def _changes_in_place(model: nn.Module) -> None:
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
+
+
+def _changes_in_place_later(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
 
 
 def _changes_data(model: nn.Module) -> None:
@@ -350,6 +357,7 @@ READERS = {
     "other input": _reads_other,
     "replaced": _replaces,
     "in place": _changes_in_place,
+    "in place, by a layer": _changes_in_place_later,
     "data": _changes_data,
     "weights": _changes_weights,
     "recomputed": _recomputed,
@@ -459,7 +467,7 @@ def _evaluated(mode: str) -> tuple[float, Counter[str]]:
 def test_only_what_may_have_a_backward_is_computed_together(mode: str, together: int) -> None:
     for of_logits, calls in pool(2).run(_evaluated, mode):
         assert of_logits <= 1e-10
-        assert calls[TOGETHER] == together
+        assert (calls[TOGETHER], calls[COPY]) == (together, 0)
 
 
 def _sequence_parallel() -> Counter[str]:

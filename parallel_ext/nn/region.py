@@ -1,0 +1,40 @@
+"""Where hidden states enter a tensor-parallel region, with as few copies as may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parallel_ext import ops
+from parallel_ext.ops import Group
+
+
+class _Entered(torch.autograd.Function):
+    """:func:`parallel_ext.ops.copy_to_region` as a view, which an op may not return."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ops.reduce_from_region(grad, ctx.group), None
+
+
+def entered(hidden: torch.Tensor, group: Group, unchanged: bool = False) -> torch.Tensor:
+    """Let hidden states enter a region: their gradient is summed over the ranks.
+
+    Args:
+        hidden: replicated.
+        group: the ranks of the region.
+        unchanged: whether nothing in the region changes them in place. Autograd would refuse it.
+
+    Returns:
+        The same numbers: a copy where there is a gradient and they may be changed, else a view of
+        ``hidden``, or itself.
+    """
+    if not (hidden.requires_grad and torch.is_grad_enabled()):
+        return hidden
+    return _Entered.apply(hidden, group) if unchanged else ops.copy_to_region(hidden, group)
