@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <tuple>
@@ -365,12 +366,35 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     ((saved[inputs] = std::get<inputs>(all)), ...);
     ((saved[sizeof...(Args) + outputs] = results[outputs]), ...);
     ctx->save_for_backward(std::move(saved));
+    ctx->set_materialize_grads(false);
     results.resize(kNumOutputs<Result>);
     return results;
   }
 
+  // The one output that the gradient of the argument with this number comes from; -1 for several.
+  static constexpr int output_of(size_t) { return -1; }
+
+  // As in torch's own nodes, an argument that no output with a gradient depends on gets none.
+  // Which outputs have one follows from the graph alone: all ranks built the same, or a hook of the
+  // user's cut it on one of them, so all leave out the exchange of a backward, or none.
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    return Rule::rule(Call(ctx), grad_outputs);
+    const auto is_defined = [](const at::Tensor& grad) { return grad.defined(); };
+    const auto first = grad_outputs.begin(), end = grad_outputs.end();
+    if (std::all_of(first, end, is_defined)) return Rule::rule(Call(ctx), grad_outputs);
+    if (std::none_of(first, end, is_defined)) return variable_list(sizeof...(Args));
+    const auto node = torch::autograd::get_current_node();
+    const auto& infos = static_cast<torch::autograd::CppNode<Rule>&>(*node).output_info_;
+    at::OptionalDeviceGuard guard;
+    variable_list with_zeros = grad_outputs;
+    for (size_t i = 0; i < with_zeros.size(); ++i) {
+      if (!with_zeros[i].defined()) with_zeros[i] = infos[i].zeros(guard);
+    }
+    variable_list gradients = Rule::rule(Call(ctx), with_zeros);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const int output = Rule::output_of(i);
+      if (output >= 0 && !grad_outputs[output].defined()) gradients[i] = at::Tensor();
+    }
+    return gradients;
   }
 
   static Result call(Args... args) { return from_list<Result>(Rule::apply(args...)); }

@@ -247,6 +247,8 @@ Tensors<4> block_linears_backward_meta(const at::Tensor&, const at::Tensor&, con
 }
 
 struct BlockLinears : Gradient<BlockLinears, block_linears, Saved<0, 1, 2, 3>> {
+  static constexpr int output_of(size_t argument) { return static_cast<int>(argument) - 1; }
+
   static variable_list rule(const ForwardCall<block_linears>& forward, const variable_list& grads) {
     const auto [input, weight, second, third, blocks, copies, num_blocks, group] =
         forward.arguments();

@@ -199,6 +199,11 @@ struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
 };
 
 struct ColumnLinears : Gradient<ColumnLinears, column_linears, Saved<0, 1, 2, 3>> {
+  // Of each layer its weight and bias.
+  static constexpr int output_of(size_t argument) {
+    return argument == 0 ? -1 : static_cast<int>(argument - 1) % 3;
+  }
+
   static variable_list rule(const ForwardCall<column_linears>& forward,
                             const variable_list& grads) {
     const auto [input, weight, second, third, bias, second_bias, third_bias, group] =

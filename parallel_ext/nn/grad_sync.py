@@ -71,12 +71,14 @@ class _Catch(torch.autograd.Function):
         caught: tuple[nn.Parameter, PartialGradients, str, Group],
     ) -> torch.Tensor:
         ctx.caught = caught
+        ctx.set_materialize_grads(False)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:
         weight, partials, name, group = ctx.caught
-        partials._add(name, weight, group, grad)
+        if grad is not None:  # it is None on all ranks, whose graphs are the same, or on none
+            partials._add(name, weight, group, grad)
         return None, None, None
 
 

@@ -534,6 +534,54 @@ def test_op_sends_one_message_and_a_group_of_one_nothing(name, size):
     assert on_ranks(size, _collectives, name) == [[*map(_expected_counts, sent)]] * size
 
 
+class _Cut(torch.autograd.Function):
+    """A number made of tensors, which get no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: object, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _leaves_with_gradient(group: Group, name: str, used: int | None) -> list[int]:
+    """Numbers of the arguments that get a gradient where only one output, or none, gets one."""
+    sample = opcheck_samples(group)[name][0]
+    returned = getattr(torch.ops.parallel_ext, name)(*sample)
+    outputs = [each for each in _as_tuple(returned) if each.requires_grad]
+    if used is not None:
+        outputs[used].sum().backward()
+    elif outputs:
+        _Cut.apply(*outputs).backward()
+    leaves = [i for i, each in enumerate(sample) if isinstance(each, torch.Tensor)]
+    return [i for i in leaves if sample[i].grad is not None]
+
+
+def _as_tuple(returned: torch.Tensor | tuple) -> tuple:
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+# With autograd nodes of their own: a loss, and what only moe_dispatch reads.
+OWN_NODES = ("block_linear_cross_entropy", "moe_take_tokens")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "name", [name for name in REGISTERED if "_backward" not in name and name not in OWN_NODES]
+)
+def test_op_whose_outputs_get_no_gradient_gives_none(name, size):
+    assert on_ranks(size, _leaves_with_gradient, name, None) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["column_linears", "block_linears"])
+def test_layer_of_several_in_one_op_gets_a_gradient_only_of_its_own_output(name, size):
+    for with_gradient in on_ranks(size, _leaves_with_gradient, name, 1):
+        assert [i for i in with_gradient if i < 4] == [0, 2]
+
+
 def _small_model(
     lookup: Callable[..., torch.Tensor], loss: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:

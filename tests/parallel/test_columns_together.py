@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import parallel_ext as px
@@ -121,6 +122,38 @@ def test_so_they_are_on_three_ranks(name: str) -> None:
         assert_within([differences])
         assert calls[TOGETHER] == MODELS[name][1]
         assert same
+
+
+def _cut(name: str, where: str) -> dict[str, float]:
+    """Gradients of a step in which something between layers detaches what one has returned."""
+    tiny = MODELS[name][0]
+    reference = tiny.model()
+    model, sdpa = parallel(reference, mesh_of()), ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def without_value(
+        module: nn.Module, q: Any, k: Any, v: torch.Tensor, *args: Any, **options: Any
+    ):
+        return sdpa(module, q, k, v.detach(), *args, **options)
+
+    if where == "value":
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = without_value
+    else:
+        for each in (reference, model):
+            activation = each.model.layers[0].mlp.act_fn
+            activation.register_forward_hook(lambda module, args, output: output.detach())
+    try:
+        return gradient_differences(reference, model, batch(tiny.vocab_size))
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+CUTS = [("llama, one key-value head", "gate"), ("llama, one key-value head", "value")]
+CUTS += [("llama with biases", "gate"), ("mixtral", "value")]
+
+
+@pytest.mark.parametrize(("name", "where"), CUTS)
+def test_a_layer_whose_output_is_detached_gets_no_gradient(name: str, where: str) -> None:
+    assert_within(pool(2).run(_cut, name, where))  # it raises where only one process has none
 
 
 def _in_dtype(dtype: torch.dtype) -> dict[str, bool]:
