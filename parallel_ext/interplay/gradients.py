@@ -7,10 +7,12 @@ from types import GeneratorType
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_of
+from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.grad_scaler import unscale_on_all_ranks
 from parallel_ext.training.gradients import LaidOut, scale_to_norm, total_norm
@@ -135,3 +137,33 @@ def unscale_grads_(
             "optimizer for each"
         )
     return unscale_on_all_ranks(self, meshes.pop(), optimizer, *args)
+
+
+def backward(plain: Callable[..., None], *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """Extend ``torch.autograd.backward`` to refuse to leave out what is summed at its end."""
+    if inputs is None:
+        plain(*args, **kwargs)
+        return
+    _refuse_what_comes_late("torch.autograd.backward(inputs=)", inputs)
+    plain(*args, inputs=inputs, **kwargs)
+
+
+def grad(plain: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``torch.autograd.grad`` to refuse gradients that only a backward's end has."""
+    _refuse_what_comes_late("torch.autograd.grad", inputs)
+    return plain(outputs, inputs, *args, **kwargs)
+
+
+def _refuse_what_comes_late(function: str, inputs: Any) -> None:
+    listed = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    parameters = [each for each in listed if isinstance(each, nn.Parameter)]
+    for owned in owners_of(parameters).values() if parameters else ():
+        partials, layout = state_of(owned.model).partials, owned.layout
+        late = partials is not None and partials.late & {owned.name, layout.name}
+        # Of some ranks nobody else has the key-value heads, but every rank raises or none.
+        if late or any(len(layout.replicas(rank)) > 1 for rank in range(layout.copy_size)):
+            raise NotImplementedError(
+                f"{function} is not supported on a parallel model for {owned.name}, whose gradient "
+                "is summed over ranks at the end of a whole backward; call loss.backward() and "
+                "read .grad, and freeze others before by requires_grad_(False)"
+            )

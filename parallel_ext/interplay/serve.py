@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.nn import utils
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +26,8 @@ def serve() -> None:
     extend(utils.clip_grad_value_, gradients.clip_grad_value_)
     extend(utils.get_total_norm, gradients.get_total_norm)
     extend(utils.clip_grads_with_norm_, gradients.clip_grads_with_norm_)
+    extend(torch.autograd.backward, gradients.backward)
+    extend(torch.autograd.grad, gradients.grad)
     extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
     extend(Optimizer.load_state_dict, optimizers.load_state_dict)

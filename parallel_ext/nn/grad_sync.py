@@ -103,13 +103,16 @@ class PartialGradients:
     ``torch.autograd.grad`` does not see it.
 
     One object serves one model. It refers to no module, so that a module can be copied alone.
+
+    Attributes:
+        late: names of the parameters whose gradients only the end of a backward has.
     """
 
     def __init__(self) -> None:
         self._session: weakref.ref[_Session] | None = None
         self._pending: dict[str, _Entry] = {}
         self._synchronize = True
-        self._used = False
+        self.late: set[str] = set()
         self._at_once: frozenset[str] = frozenset()
         self._averaged: dict[Group, list[nn.Parameter]] = {}
 
@@ -124,14 +127,15 @@ class PartialGradients:
             name: its logical name, the same on those ranks.
             group: the ranks whose parts add up to the gradient.
         """
-        if name in self._at_once:
+        if name in self._at_once or not weight.is_leaf:  # as torch.func.functional_call gives it
             return ops.copy_to_region(weight, group)
-        self._used = True
+        self.late.add(name)
         return _Catch.apply(_anchor, weight.detach(), (weight, self, name, group))
 
     def sum_at_once(self, names: Iterable[str]) -> None:
         """Sum the gradients of the named parameters where they arise, from now on."""
         self._at_once |= frozenset(names)
+        self.late -= self._at_once
 
     def average(self, parameters: Iterable[tuple[str, nn.Parameter]], group: Group) -> None:
         """Let each backward end with the mean of parameters' gradients over ``group``, from now on.
@@ -143,6 +147,7 @@ class PartialGradients:
         """
         ordered = sorted(parameters, key=lambda item: item[0])
         self._averaged[group] = [parameter for _, parameter in ordered]
+        self.late.update(name for name, _ in ordered)
 
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
@@ -151,7 +156,7 @@ class PartialGradients:
         inner backward would end with a collective of its own. It does nothing while nothing was
         caught, as in a model without replicated parameters.
         """
-        return _OpenSession.apply(hidden, self) if self._used else hidden
+        return _OpenSession.apply(hidden, self) if self.late else hidden
 
     def open(self) -> None:
         """Let the running backward end with the means of :meth:`average`.

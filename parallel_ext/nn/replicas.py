@@ -14,6 +14,7 @@ from torch import nn
 
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.sharding._torch_private import own_parameters
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards
@@ -165,12 +166,12 @@ class ReplicaCycle:
         """Return the piece to compare now; None if no two ranks of the group share a shard."""
         if self._now is None:
             self._now = next(self._pieces, None)
-        if self._now is None or not _has(model, self._now.name):  # of a deleted adapter
+        if self._now is None or _parameter(model, self._now.name) is None:  # of a deleted adapter
             self._pieces = self._pass_over(model)
             self._now = next(self._pieces, None)
         if self._now is None:
             return None
-        values = local_part(model.get_parameter(self._now.name).detach()).reshape(-1)
+        values = local_part(_parameter(model, self._now.name).detach()).reshape(-1)
         # Cloned, since FSDP could not free a gathered weight while its digest is computed.
         own = values[self._now.part].clone()
         return ReplicaPiece(self._now.name, own, self._ranks, self._now.primaries)
@@ -192,10 +193,10 @@ class ReplicaCycle:
                 yield _Place(name, slice(start, start + at_once), firsts)
 
 
-def _has(model: nn.Module, name: str) -> bool:
-    """Return whether a model still has a parameter."""
+def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
+    """Return a parameter, or what ``functional_call`` has put in its place; None if it is gone."""
+    path, _, attribute = name.rpartition(".")
     try:
-        model.get_parameter(name)
+        return own_parameters(model.get_submodule(path)).get(attribute)
     except AttributeError:
-        return False
-    return True
+        return None

@@ -139,15 +139,51 @@ def gradient_hooks(trial: Trial) -> None:
     trial.equal()
 
 
-@exact("torch.nn.utils.stateless.functional_call", "torch.func.functional_call")
+@exact(
+    "torch.nn.utils.stateless.functional_call",
+    "torch.func.functional_call",
+    how="with tensors of the shapes of this rank's shards",
+    spreads=(Spread(2), Spread(4)),
+)
 def functional_call(trial: Trial) -> None:
-    calls = [
-        torch.func.functional_call(
-            model, {"model.norm.weight": model.model.norm.weight * 2}, (), trial.whole
-        )
-        for model in (trial.model, trial.reference)
-    ]
-    close(calls[0].loss, calls[1].loss)
+    losses = []
+    for model in (trial.model, trial.reference):
+        others = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
+        for given in ({"model.norm.weight": model.model.norm.weight * 2}, others):
+            loss = torch.func.functional_call(model, given, (), trial.whole).loss
+            loss.backward()
+            losses.append(loss.detach())
+    close(torch.stack(losses[:2]), torch.stack(losses[2:]))
+    trial.equal(gradients=True)
+
+
+@refused(
+    "torch.autograd.grad (of what ranks sum)",
+    "torch.autograd.backward (inputs= of what ranks sum)",
+    instead="call loss.backward() and read .grad",
+    spreads=(Spread(4),),
+)
+def gradients_of_some(trial: Trial) -> None:
+    weight, loss = (
+        trial.model.model.layers[0].self_attn.k_proj.weight,
+        trial.model(**trial.own).loss,
+    )
+    each_refused(
+        lambda: torch.autograd.grad(loss, weight),
+        lambda: torch.autograd.grad(loss, inputs=[weight], allow_unused=True),
+        lambda: loss.backward(inputs=weight),
+        lambda: torch.autograd.backward([loss], inputs=[trial.model.lm_head.weight, weight]),
+    )
+
+
+@exact("torch.autograd.grad", "torch.autograd.backward (inputs=)", how="of sharded parameters")
+def gradients_of_one(trial: Trial) -> None:
+    for model in (trial.model, trial.reference):
+        head, query = model.lm_head.weight, model.model.layers[0].self_attn.q_proj.weight
+        loss = model(**trial.whole).loss
+        (head.grad,) = torch.autograd.grad(loss, head, retain_graph=True)
+        loss.backward(inputs=query)
+    trial.equal(gradients=True)
 
 
 @exact("torch.optim.swa_utils.AveragedModel", "copy.deepcopy", how="shard by shard")
