@@ -168,7 +168,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
         return drawn_linear(cls.from_plain(plain, group, multiple_of), device)
 
     def _for_use(self, attribute: str) -> torch.Tensor | None:
-        parameter = getattr(self, attribute)
+        parameter = self.shard(attribute)
         if parameter is None:
             return None
         return for_use(parameter, self.layouts[attribute].name, self.replicas, self.partials)
@@ -182,7 +182,8 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
         if computed is not None:
             return computed
         if self.replicas.size == 1 and not torch.is_grad_enabled():
-            return functional.linear(input, self.weight, self.bias)  # has less to do: decoding
+            # It has less to do: decoding.
+            return functional.linear(input, self.shard("weight"), self.shard("bias"))
         return ops.column_linear(input, *self.for_use())
 
 
@@ -281,7 +282,7 @@ class RowParallelLinear(ShardedModule):
         bias = self.bias
         if bias is not None and self.summed_over.size < self.group.size and self.group.rank:
             bias = bias - bias.detach()
-        return self.weight, bias
+        return self.shard("weight"), bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.for_use()

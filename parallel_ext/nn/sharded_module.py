@@ -29,6 +29,24 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.layouts = dict(layouts)
         self.group = group
+        self._shapes = {name: each.local_shape(group.rank) for name, each in layouts.items()}
+
+    def shard(self, attribute: str) -> torch.Tensor | None:
+        """Return this rank's shard of a parameter, for a forward; None if there is no parameter.
+
+        Raises:
+            ValueError: somebody has put a tensor of another shape there, such as the full one,
+                with which every rank would compute all, and the sum over them be a multiple.
+        """
+        tensor = getattr(self, attribute)
+        if tensor is not None and tensor.shape != self._shapes[attribute]:
+            layout, rank = self.layouts[attribute], self.group.rank
+            raise ValueError(
+                f"{layout.name} must have the shape {self._shapes[attribute]} of this rank's "
+                f"shard, {layout.describe(rank)}, got {tuple(tensor.shape)}; "
+                "model.load_state_dict takes full tensors"
+            )
+        return tensor
 
     def places(self) -> dict[str, TensorLayout]:
         """Return each parameter's current layout by attribute name, FSDP's sharding included."""

@@ -316,6 +316,27 @@ def test_parallelize_refuses(case: str, words: list[str]) -> None:
     pool(3).assert_raises(_parallelize, case, words=words)
 
 
+def _with_full_tensors(how: str) -> None:
+    """Put those of a layer into its modules, with which every rank would compute all of it."""
+    model, layer = parallel(TINY.model(), mesh_of()), "model.layers.0."
+    full = {n: p.detach() for n, p in TINY.model().named_parameters() if n.startswith(layer)}
+    for name, tensor in full.items():
+        path, _, attribute = name.rpartition(".")
+        if how == "data":
+            model.get_parameter(name).data = tensor
+        elif how == "parameter":
+            setattr(model.get_submodule(path), attribute, torch.nn.Parameter(tensor))
+    given = {} if how in ("data", "parameter") else full
+    with torch.set_grad_enabled(how != "no grad"):
+        torch.func.functional_call(model, given, (), batch(TINY.vocab_size))
+
+
+@pytest.mark.parametrize("how", ["data", "parameter", "functional_call", "no grad"])
+def test_full_tensors_in_the_place_of_shards_are_refused(how: str) -> None:
+    words = ("q_proj.weight must have the shape", "got (72, 72)", "load_state_dict")
+    pool(2).assert_raises(_with_full_tensors, how, error="ValueError", words=words)
+
+
 def _unsupported(what: str) -> None:
     model = parallel(TINY.model(), mesh_of())
     ids = batch(TINY.vocab_size)["input_ids"]
