@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 _GROUPS = ("tp", "ep", "dp", "edp")
+_MOST_RANKS = 2**20
 _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "peak")
 
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="a directory with config.json, that file, or a name on the hub"
     )
-    parser.add_argument("--world", type=_positive, required=True, help="number of ranks")
+    parser.add_argument("--world", type=_world, required=True, help="number of ranks")
     parser.add_argument("--tp", type=_positive, help="only layouts with this tp")
     parser.add_argument("--ep", type=_positive, help="only layouts with this ep")
     parser.add_argument("--rows", type=_positive, default=1, help="of a dp rank's batch (1)")
@@ -150,4 +151,11 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _world(text: str) -> int:
+    number = _positive(text)
+    if number > _MOST_RANKS:  # of which the ranges of each tensor would be listed
+        raise argparse.ArgumentTypeError(f"{text} is more than the {_MOST_RANKS} ranks of a plan")
     return number

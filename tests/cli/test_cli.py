@@ -262,3 +262,9 @@ def test_plan_names_what_it_cannot_plan(
     (tmp_path / "config.json").write_text(content)
     assert main(["plan", str(tmp_path), "--world", "4", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plan_refuses_a_world_of_a_billion_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "anything", "--world", "1000000000"])
+    assert "--world: 1000000000 is more than the 1048576 ranks" in capsys.readouterr().err
