@@ -16,11 +16,12 @@ class _Entered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ops.reduce_from_region(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if grad is None else ops.reduce_from_region(grad, ctx.group), None
 
 
 def entered(hidden: torch.Tensor, group: Group, unchanged: bool = False) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from reference_ops import on_ranks
@@ -28,6 +30,29 @@ def test_the_gradient_is_summed_over_the_ranks(unchanged: bool) -> None:
         assert shares_memory == unchanged
         torch.testing.assert_close(grad, (1 + 2) * 3 * x**2)
         torch.testing.assert_close(second, (1 + 2) * 6 * x)
+
+
+class _Cut(torch.autograd.Function):
+    """What lets no gradient through, as ops do whose outputs get none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def _cut(group: Group, unchanged: bool) -> bool:
+    x = torch.ones(2, 3, requires_grad=True)
+    _Cut.apply(entered(x, group, unchanged)).sum().backward()
+    return x.grad is None
+
+
+@pytest.mark.parametrize("unchanged", [False, True])
+def test_no_gradient_stays_none(unchanged: bool) -> None:
+    assert on_ranks(2, _cut, unchanged) == [True, True]
 
 
 def _without_gradient(group: Group) -> list[bool]:
