@@ -24,6 +24,7 @@ from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.region import entered
 from parallel_ext.nn.routing import Product, Routing
+from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
@@ -85,6 +86,32 @@ class CopyInput(ComputesAhead):
         """
         own = "forward" not in vars(module) and type(module).forward is self._known
         return own and input_hooks(module)[-1] is self
+
+
+class WantSharded:
+    """A forward pre-hook: with gradients, refuses a module of whose layers one is not sharded.
+
+    Of a plain one every rank computes all, and what is summed over the ranks is a multiple.
+
+    Args:
+        layers: names in the module of those that ``px.parallelize`` has replaced.
+    """
+
+    def __init__(self, *layers: str) -> None:
+        self.layers = layers
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        for name in self.layers if torch.is_grad_enabled() else ():
+            try:
+                layer = module.get_submodule(name)
+            except AttributeError:  # a forward of the user's own does without it
+                continue
+            if not any(isinstance(each, ShardedModule) for each in layer.modules()):
+                raise RuntimeError(
+                    f"{name} of a {type(module).__name__} was replaced by a "
+                    f"{type(layer).__name__}, but must be, or hold, what px.parallelize has put "
+                    "there; model.load_state_dict changes its values"
+                )
 
 
 class CopyOutput:
@@ -266,6 +293,10 @@ class Replacer:
         sums = sums and not path.startswith(self._unsummed)
         self.put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
 
+    def _watch(self, path: str, *layers: str) -> None:
+        if self.mesh.tp_size > 1:
+            self.model.get_submodule(path).register_forward_pre_hook(WantSharded(*layers))
+
     def _norm_of_shards(self, path: str, replicas: Group) -> None:
         weight, _, layouts = self.shards(path)
         eps = self.model.get_submodule(path).variance_epsilon
@@ -277,6 +308,7 @@ class Replacer:
         module, rank = self.model.get_submodule(path), self.mesh.tp_rank
         self._column(f"{path}.{names.query}")
         self._row(f"{path}.{names.output}")
+        self._watch(path, names.query, names.output)
         (first, last), (kv_first, kv_last), _ = self.layout[f"{path}.{names.query}.weight"].ranges(
             rank
         )
@@ -294,6 +326,7 @@ class Replacer:
         self._column(f"{path}.{names.key}", self._replicas)
         self._column(f"{path}.{names.value}", self._replicas)
         self._row(f"{path}.{names.output}")
+        self._watch(path, names.query, names.key, names.value, names.output)
         for name, replicas in (
             (names.query_norm, ops.ALONE),
             (names.key_norm, self._replicas),
@@ -312,6 +345,7 @@ class Replacer:
             self._column(f"{path}.{name}")
         for name in names.outputs:
             self._row(f"{path}.{name}", sums=not names.merges)
+        self._watch(path, *names.inputs, *names.outputs)
         module = self.model.get_submodule(path)
         for name in names.attributes():
             setattr(module, name, getattr(module, name) // self.mesh.tp_size)

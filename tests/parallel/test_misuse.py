@@ -337,6 +337,20 @@ def test_full_tensors_in_the_place_of_shards_are_refused(how: str) -> None:
     pool(2).assert_raises(_with_full_tensors, how, error="ValueError", words=words)
 
 
+def _with_plain_layers(sequence_parallel: bool) -> None:
+    model = parallel(TINY.model(), mesh_of(), sequence_parallel=sequence_parallel)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        plain = TINY.model().model.layers[1].mlp.get_submodule(name)
+        setattr(model.model.layers[1].mlp, name, plain)
+    model(**batch(TINY.vocab_size)).loss.backward()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_plain_layers_in_the_place_of_sharded_ones_are_refused(sequence_parallel: bool) -> None:
+    words = "gate_proj of a LlamaMLP was replaced by a Linear"
+    pool(2).assert_raises(_with_plain_layers, sequence_parallel, error="RuntimeError", words=words)
+
+
 def _unsupported(what: str) -> None:
     model = parallel(TINY.model(), mesh_of())
     ids = batch(TINY.vocab_size)["input_ids"]
