@@ -71,9 +71,9 @@ __device__ __forceinline__ void raise_base(Part<wide_t>& part) {
 template <int size, typename wide_t>
 __device__ __forceinline__ void add(const wide_t (&z)[size], int64_t column, const wide_t* weight,
                                     const StatsRows& rows, Part<wide_t>& part) {
-  wide_t max = kLowest<wide_t>;  // a comparison with NaN is false, so max is never NaN
+  wide_t max = kLowest<wide_t>;  // fmax leaves out NaN, so max is never NaN
   PARALLEL_EXT_UNROLL
-  for (int i = 0; i < size; ++i) max = z[i] > max ? z[i] : max;
+  for (int i = 0; i < size; ++i) max = std::fmax(max, z[i]);
   if (max > part.max) {
     part.max = max;
     if (!part.found_nan) {
@@ -139,34 +139,90 @@ __device__ __forceinline__ void merge(Part<wide_t>& part, Part<wide_t> other) {
   part.moment += other.moment;
 }
 
-// Calls use(column, count) for the columns of a row that this thread serves: `count`, an
-// integral_constant, is `size` for whole aligned packs, and 1 before and after them.
+// Logits as they are loaded. In whole words they take fewer registers than one by one.
+template <typename scalar_t, int size>
+struct Loaded {
+  static constexpr int kCount = size;
+  static constexpr size_t kBytes = size * sizeof(scalar_t);
+  uint32_t words[(kBytes + 3) / 4];
+
+  template <int count>
+  __device__ __forceinline__ Loaded<scalar_t, count> part(int first) const {
+    Loaded<scalar_t, count> result;
+    std::memcpy(result.words, reinterpret_cast<const char*>(words) + first * sizeof(scalar_t),
+                result.kBytes);
+    return result;
+  }
+};
+
+template <int size, typename scalar_t>
+__device__ __forceinline__ Loaded<scalar_t, size> loaded(const scalar_t* logits) {
+  const Pack<scalar_t, size> pack = *packs<size>(logits);
+  Loaded<scalar_t, size> result;
+  std::memcpy(result.words, &pack, sizeof(pack));
+  return result;
+}
+
+template <typename scalar_t, int size, typename wide_t>
+__device__ __forceinline__ void widen_all(const Loaded<scalar_t, size>& logits, wide_t (&z)[size]) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<scalar_t, c10::BFloat16> && size % 2 == 0) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; i += 2) {  // an instruction for each
+      z[i] = __uint_as_float(logits.words[i / 2] << 16);
+      z[i + 1] = __uint_as_float(logits.words[i / 2] & 0xffff0000);
+    }
+    return;
+  }
+#endif
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < size; ++i) {
+    scalar_t logit;
+    std::memcpy(&logit, reinterpret_cast<const char*>(logits.words) + i * sizeof(logit),
+                sizeof(logit));
+    z[i] = widen(logit);
+  }
+}
+
+// Calls use(column, logits) for the logits of a row that this thread serves: `size` of them where
+// whole packs are aligned, one at a time before and after these. Each pack is loaded before the one
+// in front of it is used, else memory waits for arithmetic. Without `reads` they are undefined.
 template <int size, typename scalar_t, typename Use>
-__device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, const Use& use) {
-  const int64_t thread = threadIdx.x, threads = blockDim.x;
-  const std::integral_constant<int, 1> one;
+__device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, bool reads,
+                                        const Use& use) {
+  const int64_t thread = threadIdx.x, threads = blockDim.x, step = threads * size;
   const int64_t misplaced =
       reinterpret_cast<uintptr_t>(row) / sizeof(scalar_t) % static_cast<uint64_t>(size);
   const int64_t head = misplaced == 0 ? 0 : std::min<int64_t>(columns, size - misplaced);
   const int64_t tail = columns - (columns - head) % size;
-  for (int64_t column = thread; column < head; column += threads) use(column, one);
-  for (int64_t column = head + thread * size; column < tail; column += threads * size) {
-    use(column, std::integral_constant<int, size>());
+  Loaded<scalar_t, 1> one;
+  const auto use_one = [&](int64_t column) {
+    if (reads) one = loaded<1>(row + column);
+    use(column, one);
+  };
+  for (int64_t column = thread; column < head; column += threads) use_one(column);
+  int64_t column = head + thread * size;
+  Loaded<scalar_t, size> next;
+  if (reads && column < tail) next = loaded<size>(row + column);
+  for (; column < tail; column += step) {
+    const Loaded<scalar_t, size> logits = next;
+    if (reads && column + step < tail) next = loaded<size>(row + column + step);
+    use(column, logits);
   }
-  for (int64_t column = tail + thread; column < columns; column += threads) use(column, one);
+  for (column = tail + thread; column < columns; column += threads) use_one(column);
 }
 
-// Reads logits and computes z for each. The branch is outside of the loops.
-template <int count, typename scalar_t, typename wide_t>
-__device__ __forceinline__ void load_z(const scalar_t* logits, wide_t scale, wide_t cap,
-                                       wide_t (&z)[count]) {
-  const Pack<scalar_t, count> pack = *packs<count>(logits);
-  if (cap == 0) {
+// Computes z of logits. The branches are outside of the loops.
+template <typename scalar_t, int count, typename wide_t>
+__device__ __forceinline__ void to_all_z(const Loaded<scalar_t, count>& logits, wide_t scale,
+                                         wide_t cap, wide_t (&z)[count]) {
+  widen_all(logits, z);
+  if (cap != 0) {
     PARALLEL_EXT_UNROLL
-    for (int i = 0; i < count; ++i) z[i] = widen(pack.value[i]) * scale;
-  } else {
+    for (int i = 0; i < count; ++i) z[i] = to_z(z[i], scale, cap);
+  } else if (scale != 1) {
     PARALLEL_EXT_UNROLL
-    for (int i = 0; i < count; ++i) z[i] = to_z(widen(pack.value[i]), scale, cap);
+    for (int i = 0; i < count; ++i) z[i] *= scale;
   }
 }
 
@@ -250,10 +306,15 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     Part<wide_t> part = empty_part<wide_t>();
     if (token < shard.num_tokens) {
       const scalar_t* row = shard.logits + token * shard.stride;
-      for_row<size>(row, shard.size, [&](int64_t column, auto count) {
-        wide_t z[count];
-        load_z(row + column, shard.scale, shard.cap, z);
-        add(z, column, shard.weight, rows, part);
+      for_row<size>(row, shard.size, true, [&](int64_t column, const auto& logits) {
+        constexpr int kCount = std::decay_t<decltype(logits)>::kCount;
+        constexpr int kAtOnce = std::min<int>(kCount, sizeof(wide_t) == 8 ? 2 : 8);  // no spills
+        PARALLEL_EXT_UNROLL
+        for (int first = 0; first < kCount; first += kAtOnce) {
+          wide_t z[kAtOnce];
+          to_all_z(logits.template part<kAtOnce>(first), shard.scale, shard.cap, z);
+          add(z, column + first, shard.weight, rows, part);
+        }
       });
     }
     *own = part;
@@ -324,8 +385,10 @@ __device__ __forceinline__ void gradients(const wide_t (&z)[size], const Factors
       grad[i] *= (1 - t) * (1 + t);
     }
   }
-  PARALLEL_EXT_UNROLL
-  for (int i = 0; i < size; ++i) grad[i] *= scale;
+  if (scale != 1) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) grad[i] *= scale;
+  }
 }
 
 // Each logit is read before its gradient is written, by the same thread, so that the gradient may
@@ -344,10 +407,11 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     const int64_t label = shard.labels[token] - shard.vocab_start;
     const scalar_t* row = shard.logits + token * shard.stride;
     scalar_t* out = grad_logits + token * grad_stride;
-    for_row<size>(row, shard.size, [&](int64_t column, auto count) {
-      wide_t z[count], grad[count] = {};
+    for_row<size>(row, shard.size, !all_zero, [&](int64_t column, const auto& logits) {
+      constexpr int kCount = std::decay_t<decltype(logits)>::kCount;
+      wide_t z[kCount], grad[kCount] = {};
       if (!all_zero) {
-        load_z(row + column, shard.scale, shard.cap, z);
+        to_all_z(logits, shard.scale, shard.cap, z);
         gradients(z, factor, shard.weight == nullptr ? nullptr : shard.weight + column,
                   label - column, shard.scale, shard.cap, grad);
       }

@@ -314,7 +314,8 @@ def test_rows_may_lie_more_than_2_to_the_31_numbers_apart(kernels):
 MUTATIONS = {
     "numbers before the packs forgotten": ("column < head;", "column < 0;"),
     "numbers behind the packs forgotten": ("tail + thread; column < columns", "tail; column < 0"),
-    "packs forgotten": ("column += threads * size", "column += 2 * threads * size"),
+    "packs forgotten": ("column += step", "column += 2 * step"),
+    "the next pack too late": ("row + column + step)", "row + column)"),
     "a part of a record forgotten": ("half > 0", "half > 1"),
     "no barrier between the halves": ("__syncthreads();\n      if", "if"),
     "a token forgotten": ("first += step", "first += 2 * step"),

@@ -164,7 +164,7 @@ def _without(broken: str, tiny: Tiny) -> float:
     elif broken == "embedding exchange":
         model.model.embed_tokens.group = ops.ALONE
     elif broken == "head gradient sum":  # of the head by itself
-        model.lm_head.group = model.lm_head.group._replace(size=1)
+        model.lm_head.group = model.lm_head.group._replace(size=1, name="")
     elif broken == "record exchange":  # of the head with its loss
         alone = object.__new__(px.Mesh)
         vars(alone).update(vars(mesh_of()), tp=ops.ALONE)
