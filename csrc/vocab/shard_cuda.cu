@@ -172,15 +172,16 @@ __device__ __forceinline__ void widen_all(const Loaded<scalar_t, size>& logits, 
       z[i] = __uint_as_float(logits.words[i / 2] << 16);
       z[i + 1] = __uint_as_float(logits.words[i / 2] & 0xffff0000);
     }
-    return;
-  }
+  } else
 #endif
-  PARALLEL_EXT_UNROLL
-  for (int i = 0; i < size; ++i) {
-    scalar_t logit;
-    std::memcpy(&logit, reinterpret_cast<const char*>(logits.words) + i * sizeof(logit),
-                sizeof(logit));
-    z[i] = widen(logit);
+  {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < size; ++i) {
+      scalar_t logit;
+      std::memcpy(&logit, reinterpret_cast<const char*>(logits.words) + i * sizeof(logit),
+                  sizeof(logit));
+      z[i] = widen(logit);
+    }
   }
 }
 
