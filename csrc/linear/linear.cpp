@@ -199,7 +199,7 @@ struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
 };
 
 struct ColumnLinears : Gradient<ColumnLinears, column_linears, Saved<0, 1, 2, 3>> {
-  // Of each layer its weight and bias.
+  // Weights and biases of three layers follow the input: each has the output of its layer.
   static constexpr int output_of(size_t argument) {
     return argument == 0 ? -1 : static_cast<int>(argument - 1) % 3;
   }
