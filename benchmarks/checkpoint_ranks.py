@@ -138,17 +138,12 @@ def _timed(action: Action) -> Callable[[], list[float]]:
     return run
 
 
-def _written() -> float:
-    """Bytes that this process has sent towards the disk so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return float(next(line for line in lines if line.startswith("write_bytes")).split()[1])
-
-
 def _measured(action: Action) -> list[float]:
     """MiB that a call adds to the memory at its peak, and MiB that it writes, of this rank."""
     getattr(action, "prepare", dist.barrier)()
-    before = _written()
-    return [harness.peak_growth(action), (_written() - before) / 2**20]
+    before = harness.counted_bytes("write_bytes")
+    growth = harness.peak_growth(action)
+    return [growth, (harness.counted_bytes("write_bytes") - before) / 2**20]
 
 
 def main() -> None:

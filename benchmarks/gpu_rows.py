@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -427,8 +426,6 @@ def _kernels_of_invariant(device: torch.device) -> Iterator[None]:
 
 def invariant(device: torch.device) -> Iterator[Row]:
     """Steps with the same bits on any layout, beside ordinary ones: in blocks, and of leaves."""
-    # Before the first product; of no other row does it change the time.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     mesh = px.init_mesh(device=device)
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), device=device)
     plain = px.parallelize(_llama(device), mesh).train()

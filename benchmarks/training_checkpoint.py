@@ -99,8 +99,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def speed(options: Any) -> str:
-    names = [OURS, DCP, DCP_HF, TORCH_SAVE, BOUND, BOUND_READS, UNHASHED, UNSYNCED]
-    names.append(DCP_UNSYNCED)
+    names = [OURS, DCP, DCP_HF, TORCH_SAVE, BOUND, BOUND_READS]
+    names += [UNHASHED, UNSYNCED, DCP_UNSYNCED]
     answers = {}
     for malloc in harness.chosen(options.malloc, harness.MALLOC_MODES):
         answers[malloc], size = run("speed", names, SPEED, malloc, options.repetitions)

@@ -175,9 +175,9 @@ class Jobs:
         px.save_checkpoint(root, 1, self.ours.model, self.ours.optimizer)
 
     def _load_ours(self, root: Path) -> None:
-        before = _counted("rchar")
+        before = harness.counted_bytes("rchar")
         px.load_checkpoint(root, self.ours.model, self.ours.optimizer)
-        self._ours_read = _counted("rchar") - before
+        self._ours_read = harness.counted_bytes("rchar") - before
 
     def _save_dcp(self, to: Path, sync_files: bool = True) -> None:
         model, optimizer = get_state_dict(self.theirs.model, self.theirs.optimizer)
@@ -271,12 +271,6 @@ class Jobs:
         }
 
 
-def _counted(name: str) -> int:
-    """A count of bytes of this process so far: of /proc/self/io."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts[name])
-
-
 class Runs:
     """Each competitor's saves and loads, timed and measured.
 
@@ -327,9 +321,9 @@ class Runs:
 
     def measure_save(self, name: str) -> list[float]:
         """MiB that a save adds to the memory of this rank at its peak, and MiB that it writes."""
-        path, before = self._prepare_save(name), _counted("write_bytes")
+        path, before = self._prepare_save(name), harness.counted_bytes("write_bytes")
         growth = harness.peak_growth(lambda: self._jobs.saves()[name](path))
-        return [growth, (_counted("write_bytes") - before) / MIB]
+        return [growth, (harness.counted_bytes("write_bytes") - before) / MIB]
 
     def measure_load(self, name: str) -> list[float]:
         """MiB that a load adds to the memory at its peak, beyond this rank's shards."""

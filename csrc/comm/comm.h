@@ -1,6 +1,6 @@
 // The collectives that the ops use. No other folder includes c10d. Every rank of a group must call
-// the same functions in the same order; on the CPU, from one thread. A group of size 1
-// without a name communicates nothing. All functions throw if no live group has this name and size.
+// the same functions in the same order; on the CPU, from one thread. A rank that is alone
+// communicates nothing. All functions throw if no live group has this name and size.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +29,7 @@ struct Group {
   int64_t size;
   std::string name;
 
-  // A group of one rank that has a name communicates: so a single GPU runs NCCL's collectives.
+  // No group at all. One of a single rank communicates: so one GPU runs NCCL's collectives.
   bool alone() const { return size == 1 && name.empty(); }
 
   using Fields = std::tuple<int64_t, const std::string&>;
