@@ -244,6 +244,15 @@ Arg kept(const Arg& arg) {
   return arg;
 }
 
+inline bool needs_gradient(const at::Tensor& arg) { return arg.requires_grad(); }
+inline bool needs_gradient(const std::optional<at::Tensor>& arg) {
+  return arg && arg->requires_grad();
+}
+template <typename Arg>
+bool needs_gradient(const Arg&) {
+  return false;
+}
+
 // Any value in the node of a graph.
 template <typename Value>
 struct InGraph : torch::CustomClassHolder {
@@ -368,11 +377,29 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     results.resize(kNumOutputs<Result>);
+    mark_constants(ctx, results, {needs_gradient(args)...});
     return results;
   }
 
   // The one output that the gradient of the argument with this number comes from; -1 for several.
   static constexpr int output_of(size_t) { return -1; }
+
+  // An output of constant arguments is constant too, as it would be if each output had its own op.
+  static void mark_constants(AutogradContext* ctx, const variable_list& results,
+                             const std::array<bool, sizeof...(Args)>& needs_gradient) {
+    std::array<bool, kNumOutputs<Result>> depends{};
+    for (size_t i = 0; i < needs_gradient.size(); ++i) {
+      const int output = Rule::output_of(i);
+      if (needs_gradient[i] && output < 0) return;
+      if (needs_gradient[i]) depends[output] = true;
+    }
+    if (std::none_of(depends.begin(), depends.end(), [](bool each) { return each; })) return;
+    variable_list constants;
+    for (size_t output = 0; output < depends.size(); ++output) {
+      if (!depends[output]) constants.push_back(results[output]);
+    }
+    ctx->mark_non_differentiable(constants);
+  }
 
   // As in torch's own nodes, an argument that no output with a gradient depends on gets none.
   // Which outputs have one follows from the graph alone: all ranks built the same, or a hook of the
@@ -391,6 +418,7 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     }
     variable_list gradients = Rule::rule(Call(ctx), with_zeros);
     for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) continue;  // not of a tensor, or not needed
       const int output = Rule::output_of(i);
       if (output >= 0 && !grad_outputs[output].defined()) gradients[i] = at::Tensor();
     }

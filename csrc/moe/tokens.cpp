@@ -132,35 +132,16 @@ at::Tensor moe_gather_tokens_meta(const at::Tensor& slice, at::IntArrayRef sizes
   return rows_like(slice, sum_of(sizes));
 }
 
-class MoeTakeTokens : public torch::autograd::Function<MoeTakeTokens> {
- public:
-  using Call = ForwardCall<moe_take_tokens>;
+struct MoeTakeTokens : Gradient<MoeTakeTokens, moe_take_tokens, Saved<>> {
+  static constexpr int output_of(size_t argument) { return static_cast<int>(argument); }
 
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& input,
-                               const at::Tensor& weights, at::IntArrayRef sizes, int64_t rank,
-                               const Group& group) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [own_input, own_weights] = moe_take_tokens(input, weights, sizes, rank, group);
-    keep_in_graph(ctx, Call::Kept(kept(input), kept(weights), sizes.vec(), rank, group));
-    // An output of a constant input is constant too, or the layer would compute its gradient.
-    variable_list constant;
-    if (!input.requires_grad()) constant.push_back(own_input);
-    if (!weights.requires_grad()) constant.push_back(own_weights);
-    ctx->mark_non_differentiable(constant);
-    return {own_input, own_weights};
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Call forward(ctx);
-    const auto& [input, weights, sizes, rank, group] = kept_in_graph<Call::Kept>(ctx);
+  static variable_list rule(const ForwardCall<moe_take_tokens>& forward,
+                            const variable_list& grads) {
+    const auto [input, weights, sizes, rank, group] = forward.arguments();
     return forward.gradients(
         moe_take_tokens_backward(grads[0], grads[1], sizes, forward.needed<2>(), rank, group));
   }
 };
-
-Tensors<2> moe_take_tokens_autograd(const at::Tensor& input, const at::Tensor& weights,
-                                    at::IntArrayRef sizes, int64_t rank, const Group& group) {
-  return from_list<Tensors<2>>(MoeTakeTokens::apply(input, weights, sizes, rank, group));
-}
 
 struct MoeGatherTokens : Gradient<MoeGatherTokens, moe_gather_tokens, Saved<>> {
   static variable_list rule(const ForwardCall<moe_gather_tokens>& forward,
@@ -178,7 +159,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_take_tokens>(library)
       .kernel<moe_take_tokens_kernel>()
       .meta<moe_take_tokens_meta>()
-      .on<moe_take_tokens_autograd>(c10::DispatchKey::Autograd);
+      .gradient<MoeTakeTokens>();
   implement<moe_take_tokens_backward>(library)
       .kernel<moe_take_tokens_backward_kernel>()
       .meta<moe_take_tokens_backward_meta>();

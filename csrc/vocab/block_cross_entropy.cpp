@@ -216,6 +216,7 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
         std::vector<at::Tensor>{grad_input, grad_head, grad_low, grad_lora_b};
     ctx->saved_data["dtype"] = static_cast<int64_t>(input.scalar_type());
     ctx->saved_data["none"] = labels.eq(loss.ignore_index).all();
+    ctx->set_materialize_grads(false);
     return total;
   }
 
@@ -223,6 +224,8 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kOp,
                                 ": second derivatives are not implemented; call backward without "
                                 "create_graph=True");
+    variable_list grads(10);
+    if (!grad_outputs[0].defined()) return grads;
     auto& data = ctx->saved_data;
     const auto ahead = data.find("gradients");
     TORCH_CHECK_NOT_IMPLEMENTED(ahead != data.end(), kOp,
@@ -233,7 +236,6 @@ class BlockCrossEntropy : public torch::autograd::Function<BlockCrossEntropy> {
     const auto dtype = static_cast<at::ScalarType>(data["dtype"].toInt());
     // A caller that divides a sum by the number of valid tokens divides by zero without any.
     const at::Tensor factor = grad_outputs[0].masked_fill(data["none"].toTensor(), 0);
-    variable_list grads(10);
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (ctx->needs_input_grad(i)) grads[i] = gradients[i].mul_(factor).to(dtype);
     }

@@ -563,14 +563,8 @@ def _as_tuple(returned: torch.Tensor | tuple) -> tuple:
     return returned if isinstance(returned, tuple) else (returned,)
 
 
-# With autograd nodes of their own: a loss, and what only moe_dispatch reads.
-OWN_NODES = ("block_linear_cross_entropy", "moe_take_tokens")
-
-
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "name", [name for name in REGISTERED if "_backward" not in name and name not in OWN_NODES]
-)
+@pytest.mark.parametrize("name", [name for name in REGISTERED if "_backward" not in name])
 def test_op_whose_outputs_get_no_gradient_gives_none(name, size):
     assert on_ranks(size, _leaves_with_gradient, name, None) == [[]] * size
 
@@ -580,6 +574,24 @@ def test_op_whose_outputs_get_no_gradient_gives_none(name, size):
 def test_layer_of_several_in_one_op_gets_a_gradient_only_of_its_own_output(name, size):
     for with_gradient in on_ranks(size, _leaves_with_gradient, name, 1):
         assert [i for i in with_gradient if i < 4] == [0, 2]
+
+
+def _outputs_with_gradient(group: Group, name: str, argument: int) -> list[int]:
+    """Numbers of the outputs that need a gradient where only one argument does."""
+    sample = list(opcheck_samples(group)[name][0])
+    for i, each in enumerate(sample):
+        if isinstance(each, torch.Tensor):
+            sample[i] = each.detach().requires_grad_(i == argument)
+    outputs = getattr(torch.ops.parallel_ext, name)(*sample)
+    return [i for i, each in enumerate(outputs) if each.requires_grad]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "argument"), [("column_linears", 2), ("block_linears", 2), ("moe_take_tokens", 1)]
+)
+def test_output_of_constants_alone_is_constant(name, argument, size):
+    assert on_ranks(size, _outputs_with_gradient, name, argument) == [[1]] * size
 
 
 def _small_model(
