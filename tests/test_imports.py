@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -114,11 +115,36 @@ def test_only_comm_includes_c10d() -> None:
         assert {str(path.relative_to(csrc).parent) for path in found} == {"comm"}
 
 
+def _beside_torch() -> list[str]:
+    """Names that can be imported here of all that neither torch nor the package is or needs."""
+    wanted, needed = ["torch"], set()
+    while wanted:
+        needed.add(name := wanted.pop())
+        for requirement in metadata.requires(name) or []:
+            other = _normal(re.match(r"[\w.-]+", requirement)[0])
+            if "extra ==" not in requirement and other not in needed and _is_installed(other):
+                wanted.append(other)
+    found = metadata.packages_distributions()
+    own = {"parallel_ext", "_distutils_hack"}  # the second comes with Python's environment
+    return [n for n in found if n not in own and not needed & {*map(_normal, found[n])}]
+
+
+def _normal(name: str) -> str:
+    """As the packaging specifications compare names of distributions."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _is_installed(name: str) -> bool:
+    return any(metadata.Distribution.discover(name=name))
+
+
 def test_ops_and_nn_work_with_torch_alone() -> None:
-    """In a process where nobody can import transformers and what comes with it."""
+    """In a process where nobody can import transformers, nor anything that torch does without."""
+    names = _beside_torch()
+    assert {"transformers", "xxhash", "numpy"} <= set(names)
     code = f"""
 import sys
-for name in {[*PACKAGES, "tqdm"]}:
+for name in {names}:
     sys.modules[name] = None
 import torch, parallel_ext as px
 from parallel_ext import nn, ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,8 +11,10 @@ from torch import nn
 from parallel_ext import ops
 from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.ops.group import Range
+
+if TYPE_CHECKING:  # it needs more than torch, which the heads of nn do without
+    from parallel_ext.nn.replicas import ReplicaPiece
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 """Options of :class:`ops.LossOptions` that a call of a model takes beside its labels."""
@@ -206,7 +208,7 @@ class BalanceOfLeaves:
     def share(
         self, router_logits: Sequence[torch.Tensor], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the share of a leaf, a scalar; 0 as long as leaves are counted."""
+        """Return a leaf's share of the loss, a scalar; 0 while tokens are only counted."""
         first = router_logits[0]
         wide = torch.promote_types(first.dtype, torch.float32)
         if self._of_all is None:
