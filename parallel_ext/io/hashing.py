@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
 import xxhash
@@ -60,17 +59,9 @@ class FileRecord:
         if len(content) != self.size:
             raise wrong_size(path, self.size, len(content))
         for number in range(len(self.hashes)):
-            start = number * self.chunk_bytes
-            chunk = memoryview(content)[start : start + self.chunk_bytes]
-            self.check_chunk(number, chunk, path)
-
-    def check_chunk(
-        self, number: int, chunk: memoryview, path: Path, holds: Holds = lambda start, stop: ""
-    ) -> None:
-        """Raise unless a chunk of a file is the one that was written; see :class:`ChunkCheck`."""
-        check = ChunkCheck(self, number)
-        check.update(chunk)
-        check.finish(path, holds)
+            chunk = ChunkCheck(self, number)
+            chunk.update(memoryview(content)[chunk.start : chunk.stop])
+            chunk.finish(path)
 
 
 class ChunkCheck:
@@ -93,7 +84,7 @@ class ChunkCheck:
         """Take the next bytes of the chunk."""
         self._hash.update(memory)
 
-    def finish(self, path: Path, holds: Holds) -> None:
+    def finish(self, path: Path, holds: Holds = lambda start, stop: "") -> None:
         """Raise unless all bytes of the chunk, now taken, are those that were written.
 
         Args:
@@ -139,62 +130,3 @@ class ChunkHasher:
         """Return the record of the file, once all of it was passed to :meth:`update`."""
         rest = [self._hash.hexdigest()] if self._size % self._chunk_bytes else []
         return FileRecord(self._size, self._chunk_bytes, (*self._hashes, *rest))
-
-
-class CheckedReader:
-    """A reader of places of a file that compares the hash of every chunk it touches.
-
-    Whole chunks go straight to their place. Of others one at a time is kept, so that rows which are
-    read in order cost one reading of each chunk.
-
-    Args:
-        path: of the file, for errors.
-        record: what the file must be.
-        read: fills memory from an offset of the file.
-    """
-
-    def __init__(
-        self, path: Path, record: FileRecord, read: Callable[[memoryview, int], None]
-    ) -> None:
-        self._path, self._record, self._read = path, record, read
-        self._room: memoryview | None = None  # of the chunk that is kept, and of the next
-        self._kept: int | None = None  # which chunk that is
-
-    def read(self, memory: memoryview, offset: int, holds: Holds) -> None:
-        """Fill ``memory`` from ``offset`` of the file on, and compare every chunk with its hash.
-
-        Args:
-            memory: to be filled.
-            offset: in the file; all of it lies inside the file.
-            holds: says what the bytes from one offset to another hold, for errors.
-
-        Raises:
-            CheckpointError: a chunk is not the one that was written.
-        """
-        done, chunk_bytes = 0, self._record.chunk_bytes
-        while done < len(memory):
-            number, inside = divmod(offset + done, chunk_bytes)
-            start = number * chunk_bytes
-            size = min(chunk_bytes, self._record.size - start)
-            count = min(size - inside, len(memory) - done)
-            target = memory[done : done + count]
-            if count == size:
-                self._take(number, start, target, holds)
-            else:
-                if self._room is None:  # mapped, so that it goes back to the system at once
-                    size_of_room = min(chunk_bytes, self._record.size)
-                    self._room = memoryview(mmap(-1, size_of_room, MAP_PRIVATE | MAP_ANONYMOUS))
-                if self._kept != number:
-                    self._kept = None  # unless this raises
-                    self._take(number, start, self._room[:size], holds)
-                    self._kept = number
-                target[:] = self._room[inside : inside + count]
-            done += count
-
-    def _take(self, number: int, start: int, chunk: memoryview, holds: Holds) -> None:
-        self._read(chunk, start)
-        self._record.check_chunk(number, chunk, self._path, holds)
-
-    def forget(self) -> None:
-        """Free the memory of the chunk that is kept."""
-        self._kept = self._room = None

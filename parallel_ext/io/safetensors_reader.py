@@ -12,13 +12,14 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hashing import CheckedReader, ChunkCheck, FileRecord, wrong_size
+from parallel_ext.io.hashing import ChunkCheck, FileRecord, wrong_size
 from parallel_ext.io.places import HOT_BYTES, Piece, Place, places_of
 from parallel_ext.io.safe_open import open_file, shown
 from parallel_ext.io.schema import (
@@ -96,17 +97,14 @@ class SafetensorsFile:
         self._found = os.fstat(self._file.fileno())
         self._record = record
         self.chunk_bytes = _CHUNK_BYTES if record is None else record.chunk_bytes
-        self._checked: CheckedReader | None = None
         self._rooms: list[memoryview] = []  # for bytes that nobody wants, one for each thread
         self._opening = threading.Lock()
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorEntry] = {}
         try:
             size = self._found.st_size
-            if record is not None:
-                if size != record.size:
-                    raise wrong_size(self.path, record.size, size)
-                self._checked = CheckedReader(self.path, record, self._read_plain)
+            if record is not None and size != record.size:
+                raise wrong_size(self.path, record.size, size)
             most = MAX_JSON_BYTES if record is None else MAX_OWN_JSON_BYTES
             self.tensors = self._read_header(size, most)
             self.forget()  # a large model has more files than a process may hold open
@@ -254,8 +252,6 @@ class SafetensorsFile:
 
     def forget(self) -> None:
         """Free the memory and the descriptor that reading in order has kept."""
-        if self._checked is not None:
-            self._checked.forget()
         self._rooms.clear()
         self.close()
 
@@ -326,13 +322,9 @@ class SafetensorsFile:
         if later is not None:
             later(places)
             return
-        for place in places:
-            for memory, at in place.memory(place.start, place.stop):
-                if self._checked is None:
-                    self._read_plain(memory, at)
-                else:
-                    self._checked.read(memory, at, self._holds)
-            place.filled(place.stop - place.start)
+        pieces = (piece for place in places for piece in Piece.of(place, self.chunk_bytes))
+        for number, of_chunk in groupby(pieces, lambda piece: piece.start // self.chunk_bytes):
+            self.read_chunk(number, list(of_chunk))
 
     def read_chunk(self, number: int, pieces: Sequence[Piece]) -> None:
         """Read all that is wanted of a chunk of the file; several threads may read others.
