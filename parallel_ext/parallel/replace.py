@@ -102,6 +102,8 @@ class WantSharded:
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         for name in self.layers if torch.is_grad_enabled() else ():
+            if isinstance(getattr(module, name, None), ShardedModule):
+                continue
             try:
                 layer = module.get_submodule(name)
             except AttributeError:  # a forward of the user's own does without it
