@@ -31,7 +31,7 @@ import peft
 import tokenizers
 import torch
 import transformers
-from finetune_llama import finish, peak_mib, train
+from finetune_llama import finish, made_by_rank_0, of_all_ranks, peak_mib, train
 from PIL import Image, ImageDraw
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -258,10 +258,10 @@ def main() -> None:
     mesh = px.init_mesh(tp=options.tp, dp=1)
 
     def make() -> None:
-        if mesh.rank == 0 and options.make and not Path(options.model, "config.json").exists():
+        if options.make and not Path(options.model, "config.json").exists():
             make_model(Path(options.model))
 
-    mesh.control.run_on_all("making the model", make)
+    made_by_rank_0(make, mesh)
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.tokenizer or options.model)
     if options.checkpointing:
@@ -286,7 +286,7 @@ def main() -> None:
         model.save_pretrained(options.merged)
         if mesh.rank == 0:
             tokenizer.save_pretrained(options.merged)
-    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
+    report["peak MiB"] = of_all_ranks(peak_mib())
     finish(options, mesh, report)
 
 

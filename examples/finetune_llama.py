@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
@@ -118,6 +119,23 @@ def start(options: argparse.Namespace) -> tuple[px.Mesh, Any, Any, list[dict[str
     return mesh, model, tokenizer, data
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """What every rank gives, in their order; without torchrun there is one."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def made_by_rank_0(make: Callable[[], None], mesh: px.Mesh) -> None:
+    """Let rank 0 make files that all ranks read then."""
+    if mesh.rank == 0:
+        make()
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def finish(options: argparse.Namespace, mesh: px.Mesh, report: dict[str, Any]) -> None:
     """Print and write the report."""
     if mesh.rank == 0:
@@ -140,7 +158,7 @@ def save_and_finish(
         model.save_pretrained(options.out)
         if mesh.rank == 0:
             tokenizer.save_pretrained(options.out)
-    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
+    report["peak MiB"] = of_all_ranks(peak_mib())
     report["logits"] = last_logits(model, ids)
     finish(options, mesh, report)
 

@@ -20,6 +20,7 @@ from finetune_llama import (
     continuation,
     finish,
     last_logits,
+    of_all_ranks,
     peak_mib,
     start,
     train,
@@ -73,7 +74,7 @@ def main() -> None:
     report["tokens after"] = continuation(model, tokenizer, options.prompt)
     if options.out:
         model.save_pretrained(options.out)
-    report["peak MiB"] = mesh.control.all_gather_object(peak_mib())
+    report["peak MiB"] = of_all_ranks(peak_mib())
 
     ids = data[0]["input_ids"]
     report["logits"] = last_logits(model, ids)

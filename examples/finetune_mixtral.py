@@ -10,6 +10,7 @@ The ranks that ``--tp`` leaves over are data parallel: each takes its share of t
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from finetune_llama import (
     common_parser,
     continuation,
     default_text,
+    made_by_rank_0,
+    of_all_ranks,
     save_and_finish,
     train,
 )
@@ -73,10 +76,9 @@ def own_rows(batch: dict[str, torch.Tensor], mesh: px.Mesh) -> dict[str, torch.T
     return {name: value.chunk(mesh.dp_size)[mesh.dp_rank] for name, value in batch.items()}
 
 
-def loss_of_job(losses: list[float], mesh: px.Mesh) -> list[float]:
+def loss_of_job(losses: list[float]) -> list[float]:
     """The mean over the dp ranks, which is the loss of all their rows."""
-    ranks = torch.tensor(mesh.control.all_gather_object(losses), dtype=torch.float64)
-    return ranks.mean(0).tolist()
+    return torch.tensor(of_all_ranks(losses), dtype=torch.float64).mean(0).tolist()
 
 
 def train_watched(
@@ -109,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
 
     mesh = px.init_mesh(tp=options.tp, ep=options.ep)
-    make_model(options, mesh)
+    made_by_rank_0(partial(make_model, options), mesh)
     model = px.from_pretrained(options.model, mesh, dtype=getattr(torch, options.dtype))
     model.config.output_router_logits = options.balance
     px.data_parallel(model, mesh, zero=options.zero)
@@ -122,24 +124,18 @@ def main() -> None:
 
     report: dict[str, Any] = {"tokens": continuation(model, tokenizer, options.prompt)}
     report |= train_watched(options, mesh, model, own)
-    report["loss"] = loss_of_job(report["loss"], mesh)
+    report["loss"] = loss_of_job(report["loss"])
     if options.check_gradients:  # experts that start as copies give their router no gradient
         report["gradients"] = px.check_gradients(model.train(), own[0]).worst
         model.eval()
     save_and_finish(options, mesh, model, tokenizer, data[0]["input_ids"], report)
 
 
-def make_model(options: argparse.Namespace, mesh: px.Mesh) -> None:
-    """Write MODEL on rank 0 if it shall be made and is not there yet."""
-
-    def make() -> None:
-        out = Path(options.model)
-        if mesh.rank == 0 and options.from_dense and not (out / "config.json").exists():
-            mixtral_from_dense(
-                options.from_dense, out, options.experts, options.top_k, options.layers
-            )
-
-    mesh.control.run_on_all("making the Mixtral", make, patient=True)
+def make_model(options: argparse.Namespace) -> None:
+    """Write MODEL if it shall be made and is not there yet."""
+    out = Path(options.model)
+    if options.from_dense and not (out / "config.json").exists():
+        mixtral_from_dense(options.from_dense, out, options.experts, options.top_k, options.layers)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from finetune_llama import common_parser, default_text
+from finetune_llama import common_parser, default_text, of_all_ranks
 
 import parallel_ext as px
 
@@ -104,7 +104,7 @@ def step_on(model: Any, rows: torch.Tensor, mesh: px.Mesh, in_leaves: bool) -> f
     own = rows.chunk(mesh.dp_size)[mesh.dp_rank]  # in order, as masks of dropout count them
     loss = model(input_ids=own, labels=own).loss
     loss.backward()
-    return sum(mesh.control.all_gather_object(loss.item())) / mesh.world_size
+    return sum(of_all_ranks(loss.item())) / mesh.world_size
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ class Mesh:
         edp_rank, edp_size: which replica of the experts this is.
         tp, dp, ep, edp: the groups as the ops take them.
         device: where the parameters of this rank live.
-        control: how this package lets the ranks of the job wait for and talk to each other.
+        control: of this package alone, by which the ranks wait for and talk to each other; others
+            use torch.distributed.
         background: what the ranks do behind training.
     """
 
@@ -120,7 +121,7 @@ class Mesh:
         self.control.destroy()
 
     def _forget(self) -> None:
-        """Let functions that are given no mesh take this one no more."""
+        """Stop using this mesh where a function is given none."""
         if Mesh.last is self:
             Mesh.last = None
 
