@@ -99,7 +99,8 @@ soak: $(VENV)/installed
 	    --seed $(or $(SEED),1)
 
 # A build of its own, beside the installed one. The sanitizer must be loaded before Python, with the
-# C++ library whose exceptions it watches. It reports no leaks: it would find Python's.
+# C++ library whose exceptions it watches. It reports no leaks: it would find Python's. What it
+# reports goes past pytest, which would not live to show it.
 SANITIZED := $(WORK)/sanitized
 SANITIZED_TESTS ?= tests/ops tests/nn tests/distributed
 THREAD_SANITIZER := tests/distributed/test_thread_sanitizer.py
@@ -111,7 +112,8 @@ sanitize: $(VENV)/installed
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    $(VENV)/bin/pytest -q -m "not slow" --ignore $(THREAD_SANITIZER) $(SANITIZED_TESTS)
+	    $(VENV)/bin/pytest -q -m "not slow" --capture=sys --ignore $(THREAD_SANITIZER) \
+	    $(SANITIZED_TESTS)
 
 # With the torch and the packages of PYTHON; builds for its GPU alone, into $(WORK)/gpu.
 test-gpu:
