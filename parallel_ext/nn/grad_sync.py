@@ -159,7 +159,7 @@ class PartialGradients:
         return _OpenSession.apply(hidden, self) if self.late else hidden
 
     def open(self) -> None:
-        """Let the running backward end with the means of :meth:`average`.
+        """Average the gradients of :meth:`average` when the running backward ends.
 
         It is called in the backward, before any gradient.
 

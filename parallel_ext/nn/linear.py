@@ -20,7 +20,7 @@ from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 
 
 class ComputedAhead:
-    """A layer of whose next forward the result can be there before, from an op of several layers.
+    """A layer whose next output an op of several layers may have computed already.
 
     A wrapper around the layer hands the call on.
     """
@@ -35,7 +35,7 @@ class ComputedAhead:
         self.computed = input, _state_of(input), result
 
     def take_computed(self, input: torch.Tensor) -> Any:
-        """Return the result for ``input``, None if there is none; it is found once."""
+        """Return what was computed ahead for ``input``, and forget it; None if there is nothing."""
         if self.computed is None:
             return None
         (of_input, state, result), self.computed = self.computed, None

@@ -204,7 +204,7 @@ class ExpertParallelExperts(ShardedModule):
         return ops.moe_combine(rows.to(tokens.dtype), origins, route, plan, self.group)
 
     def _gated(self, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the gated activation times the weights of the rows, which cost least there."""
+        """Return the gated activation, each row times its router's weight."""
         if isinstance(self.act_fn, nn.SiLU) or type(self.act_fn).__name__ == "SiLUActivation":
             return ops.moe_gated_silu(gate_up, weights)
         gate, up = gate_up.chunk(2, dim=-1)

@@ -31,7 +31,7 @@ class OfAllTokens(Protocol):
     """The tokens of all tp ranks, of which one may have only some."""
 
     def divided(self) -> bool:
-        """Return whether a rank has only some in the forward that runs."""
+        """Return whether each rank holds only its own tokens in the forward that runs."""
 
     def shape_of_all(self) -> tuple[int, int]:
         """Return the number of sequences, and of tokens in each."""

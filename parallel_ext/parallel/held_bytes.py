@@ -20,7 +20,7 @@ from parallel_ext.sharding.named_shards import named_shards
 
 @dataclass(frozen=True)
 class _Kind:
-    """What tensors have in common that take equally much on every rank.
+    """A key that is equal for tensors which take the same bytes on every rank.
 
     Attributes:
         layout: without the name of the tensor.

@@ -96,7 +96,7 @@ def stop() -> None:
 
 
 def remember(target: Any) -> None:
-    """Give an object whose saves ranks may join its number: as many as were made before it.
+    """Number an object in the order of creation, by which other ranks find it to join its saves.
 
     Args:
         target: a model or a trainer, which every rank makes.

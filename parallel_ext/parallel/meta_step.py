@@ -159,7 +159,7 @@ class _Live(TorchDispatchMode):
 
 
 def _made(op: KnownOp, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the output of an op; one that made the same before is not asked again."""
+    """Return the output of an op on the meta device, from a cache if it had such inputs before."""
     if not op.makes_anew:
         return func(*args, **kwargs)
     key = (_key(args), _key(tuple(kwargs.items()))) if kwargs else _key(args)

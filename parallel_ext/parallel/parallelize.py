@@ -125,7 +125,7 @@ def parallelize(
 
 
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:
-    """Replace the modules of a checked model, and bind its methods; no rank hears of it."""
+    """Replace the modules of a checked model, and bind its methods; no communication."""
     if plan.options.invariant is None:
         partials, routings = replace_modules(model, plan)
     else:

@@ -63,7 +63,7 @@ class Options:
     sequence_parallel: bool = False
 
     def check(self) -> None:
-        """Raise unless the options are such that they can be meant together.
+        """Raise if an option is invalid, or contradicts another.
 
         Raises:
             ValueError: they cannot.

@@ -116,7 +116,7 @@ class TensorLayout:
 
     @cached_property
     def nonempty_boxes(self) -> tuple[tuple[int, Box], ...]:
-        """Return the ranks below ``copy_size``, each with every box of its that has an element."""
+        """Return (rank, box) of every box with elements, for the ranks below ``copy_size``."""
         return tuple(
             (rank, box)
             for rank in range(self.copy_size)
@@ -134,7 +134,7 @@ class TensorLayout:
         return primary
 
     def primary_boxes(self, rank: int) -> tuple[Box, ...]:
-        """Return the boxes of ``rank`` that no lower rank holds, so each element once over all."""
+        """Return the boxes that ``rank`` sends: those that no lower rank holds."""
         if rank >= self.copy_size:
             return ()
         return tuple(box for box in self.boxes(rank) if self.primary_ranks[box] == rank)

@@ -127,7 +127,7 @@ class LocalShard(_InStateDict):
 
 
 class Unplaced(_InStateDict):
-    """A rank's part of a state whose elements are no elements of a parameter."""
+    """A state of an optimizer that has another shape than its parameter's shard."""
 
     def __create_chunk_list__(self) -> list[Any]:
         raise RuntimeError(

@@ -10,7 +10,7 @@ Node = tuple[int, int, Any]
 
 
 def push(nodes: list[Node], node: Node, count: int, add: Callable[[Any, Any], Any]) -> None:
-    """Add a node to those before it, and sum up what can be.
+    """Append a node, and merge neighbours that are both halves of a larger one.
 
     Args:
         nodes: of leaves that follow each other; the last one ends where ``node`` begins.

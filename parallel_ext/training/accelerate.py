@@ -101,7 +101,7 @@ class _Parts:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Let accelerate see only optimizers and schedulers of others."""
+        """Hide optimizers and schedulers of parallel models from accelerate, inside the context."""
         own = self._accelerator
         kept = own._optimizers, own._schedulers
         own._optimizers, own._schedulers = self._others, self._other_schedulers

@@ -52,7 +52,7 @@ class LeafSteps:
             self._hook.remove()
 
     def __call__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begin a leaf, unless the forward is no training or of a leaf that has begun.
+        """Begin a leaf with a training forward, unless one runs already.
 
         Raises:
             RuntimeError: a backward has run that accelerate knows nothing of.

@@ -62,7 +62,7 @@ class LeafLoop(ABC):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Put aside, inside the context, what gradients of before are kept elsewhere.
+        """Set aside, inside the context, earlier gradients that are not in ``.grad``.
 
         What the leaves of several dp ranks share has its gradients taken apart.
         """
@@ -137,7 +137,9 @@ class LeafLoop(ABC):
 
     def __iter__(self) -> Iterator[slice]:
         if self._left is not None:
-            raise RuntimeError("leaves: they can be run once")
+            raise RuntimeError(
+                "leaves: this loop has run already; call px.leaves again for the next batch"
+            )
         self._left = len(self._leaves_of_rounds())
         for number, (leaf, _) in enumerate(self.rounds()):
             yield leaf
@@ -221,7 +223,7 @@ class LeafLoop(ABC):
 
 
 def push_sums(nodes: list[Node], node: Node, count: int) -> None:
-    """Add a node of lists of values to those of the leaves before, and sum up what can be.
+    """Append sums of the next leaves, and merge neighbours that are both halves of a larger one.
 
     Values of single leaves stay as they are, sums are in fp32 (fp64 for fp64), those of all leaves
     in the dtype of the last node's.
