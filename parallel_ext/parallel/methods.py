@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from parallel_ext.parallel.forward import arguments_of
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.sharding.slices import local_part
 from parallel_ext.version import VERSION
 
 
@@ -176,7 +178,8 @@ def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
     Args:
         return_buffers: count buffers as well.
     """
-    return type(model).get_memory_footprint(model, return_buffers)
+    tensors = chain(model.parameters(), model.buffers() if return_buffers else ())
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 class AskedByDDP:

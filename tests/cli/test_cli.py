@@ -16,10 +16,12 @@ import torch
 from ranks import pool
 from reference import Tiny, batch, mesh_of
 from reference_cogagent import DATA as COGAGENT
+from reference_mixtral import TinyMixtral
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
 from parallel_ext.cli.main import main
+from parallel_ext.parallel.estimate import Planner, Step
 
 TINY = Tiny(dtype=torch.float32)
 
@@ -167,6 +169,11 @@ def test_diff_says_why_tensors_cannot_be_compared(
     assert different["dtype"]["why"] == "F32 against BF16"
     assert different["nan"]["difference"] is None
     assert different["scalar"]["relative"] == 0.5
+    files = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
+    assert main(["diff", *files, "--top", "2"]) == 1
+    equal, _, *rows, more = capsys.readouterr().out.splitlines()
+    assert (equal, more) == ("2 of 8 tensors are equal", "and 4 more")
+    assert [row.split()[0] for row in rows] == ["nan", "one"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +271,60 @@ def test_plan_names_what_it_cannot_plan(
     assert message in capsys.readouterr().err
 
 
-def test_plan_refuses_a_world_of_a_billion_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world", "1000000000"], "--world: 1000000000 is more than the 1048576 ranks"),
+        (["--world", "0"], "--world: 0 is not at least 1"),
+        (["--world", "2", "--tokens", "0"], "--tokens: 0 is not at least 1"),
+    ],
+)
+def test_plan_refuses_numbers_of_no_job_at_once(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "anything", "--world", "1000000000"])
-    assert "--world: 1000000000 is more than the 1048576 ranks" in capsys.readouterr().err
+        main(["plan", "anything", *options])
+    assert message in capsys.readouterr().err
+
+
+STEPS = {
+    "--rows 3": {"rows": 3},
+    "--dtype float16": {"dtype": torch.float16},
+    "--dtype float64": {"dtype": torch.float64},
+    "--autocast float16": {"dtype": torch.float32, "autocast": torch.float16},
+    "--optimizer sgd": {"optimizer": "sgd"},
+    "--optimizer sgd-momentum": {"optimizer": "sgd-momentum"},
+    "--zero 3": {"zero": 3},
+    "--checkpointing": {"checkpointing": True},
+    "--sequence-parallel": {"sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("options", STEPS)
+def test_plan_plans_the_step_that_its_options_describe(
+    options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Only layouts of the mesh's sides that are asked for."""
+    planned = []
+
+    def estimate(planner: Planner, world: int, tp: int, ep: int, step: Step) -> None:
+        planned.append((world, tp, ep, step))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(Planner, "estimate", estimate)
+    TinyMixtral().config().save_pretrained(tmp_path)
+    plan = ["plan", tmp_path, "--world", 4, "--ep", 2, "--tokens", 7, *options.split()]
+    _json(capsys, 1, *plan)
+    assert planned == [(4, tp, 2, Step(tokens=7, **STEPS[options])) for tp in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_folder_with_nothing_of_ours_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [str(tmp_path / "out")] if command == "convert" else []
+    assert main([command, str(tmp_path), *out]) == 2
+    assert "HuggingFace model" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([command, str(tmp_path / "none"), *out])
+    assert "none does not exist" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import parallel_ext as px
 from parallel_ext.checkpoint import to_dcp
+from parallel_ext.checkpoint.dcp_reader import DcpDirectory
 from parallel_ext.cli.main import main
+from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import rewrite
 
 TINY = Tiny(dtype=torch.float32)
@@ -264,6 +267,10 @@ def test_a_dcp_that_was_changed_is_no_checkpoint_any_more(
     file.write_bytes(content.replace(raw, (norm + 1).numpy().tobytes()))
     # torch.save has a checksum of its own, which torch.load does not look at
     assert "the hashes are others" in _refused(capsys, out, there, out)
+    commit = (px.latest_checkpoint(saved / "checkpoints") / "COMMIT").read_bytes()
+    assert content.count(commit) == 1
+    file.write_bytes(content.replace(commit, commit.swapcase()))
+    assert "the manifest in it is damaged, by the commit in it" in _refused(capsys, out, there, out)
 
 
 def test_shards_of_ranks_in_a_dcp_become_a_model(
@@ -313,6 +320,24 @@ def test_swiss_army_adapters_become_peft_adapters(
     values = sorted(_tensors(out).values(), key=lambda value: value.shape)
     assert torch.equal(values[0], factors[name.format("A")])
     assert torch.equal(values[1], factors[name.format("B")])
+    save_file(factors | {"mixins.eva.boi": torch.ones(2)}, source)
+    convert[1] = again = tmp_path / "again"
+    assert "adapters_only=True" in _refused(capsys, again, *convert)
+    _json(capsys, *convert, "--adapters-only")
+    assert _same(_tensors(again), _tensors(out))
+
+
+def test_code_in_a_swiss_army_checkpoint_runs_only_if_it_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, ran, out = tmp_path / "adapter.pt", tmp_path / "ran", tmp_path / "out"
+    torch.save({"module": {}, "harm": _Harm(ran)}, source)
+    tiny_config().save_pretrained(tmp_path / "config")
+    convert = [source, out, "--config", tmp_path / "config"]
+    assert "mkdir, which is no tensor" in _refused(capsys, out, *convert)
+    assert not ran.exists()
+    assert "no adapter" in _refused(capsys, out, *convert, "--allow-pickle")
+    assert ran.exists()
 
 
 def test_stripes_of_rows_are_the_whole(
@@ -339,3 +364,19 @@ def test_what_does_not_fit_together_is_refused(
     out = tmp_path / "out"
     assert message in _refused(capsys, out, saved / "checkpoints", out, *options)
     assert not out.exists()
+
+
+def test_pieces_in_a_dcp_that_are_not_the_tensor_are_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(8.0).view(4, 2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    saved = DcpDirectory(tmp_path / "dcp")
+    (chunk,) = saved._chunks["a"]
+    assert torch.equal(saved.read("a"), torch.arange(8.0).view(4, 2))
+    for shape, rows, words in (
+        ((5, 2), 4, "a has 5 rows, but pieces end at 4"),
+        ((4, 3), 4, r"the rows \[0, 4\) have 12 elements, but pieces hold 8"),
+        ((3, 2), 3, r"but a piece of shape \(3, 2\) was saved"),
+    ):
+        saved.tensors["a"] = torch.float32, shape
+        saved._chunks["a"] = [replace(chunk, sizes=torch.Size((rows, 2)))]
+        with pytest.raises(CheckpointError, match=words):
+            saved.read("a")

@@ -75,6 +75,11 @@ def training_loop(trial: Trial) -> None:
             theirs.zero_grad()
         close(norm, expected)
         trial.equal()
+        trial.backward()
+        close(
+            accelerator.clip_grad_norm_(trial.model.parameters(), 0.05, torch.inf),
+            torch.nn.utils.clip_grad_norm_(trial.reference.parameters(), 0.05, torch.inf),
+        )
         close(accelerator.unwrap_model(trial.model) is trial.model, True)
 
 
@@ -302,14 +307,16 @@ def saved_objects(trial: Trial) -> None:
     spreads=EVERYWHERE,
 )
 def gather_for_metrics(trial: Trial) -> None:
-    rows, seen, named = torch.arange(7), [], []
+    rows, seen, named, objects = torch.arange(7), [], [], []
     with accelerator_of(trial) as accelerator:
         _, loader = accelerator.prepare(trial.model, DataLoader(rows, batch_size=2))
         for batch in loader:
             seen += accelerator.gather_for_metrics({"rows": batch})["rows"]
             named += accelerator.gather_for_metrics([str(row) for row in batch.tolist()])
+            objects += accelerator.gather_for_metrics([batch], use_gather_object=True)
         close(seen, rows)
         close(named == [str(row) for row in rows.tolist()], True)
+        close(sum(map(len, objects)), 7 if trial.mesh.dp_size == 1 else 8)  # the last rows twice
         dp, own = trial.mesh.dp_size, torch.arange(trial.mesh.dp_rank + 1)
         padded = accelerator.gather(accelerator.pad_across_processes(own, pad_index=9))
         close(padded, [0, 9, 0, 1] if dp == 2 else [0])

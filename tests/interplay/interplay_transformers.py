@@ -15,6 +15,7 @@ from reference import parallel
 from torch import nn
 
 import parallel_ext as px
+from parallel_ext.sharding.slices import local_part
 
 M = "transformers.PreTrainedModel"
 
@@ -293,6 +294,10 @@ def num_parameters(trial: Trial) -> None:
         trial.model.lm_head.requires_grad_("only_trainable" not in options)
         trial.reference.lm_head.requires_grad_("only_trainable" not in options)
         close(trial.model.num_parameters(**options), trial.reference.num_parameters(**options))
+    bytes_of = trial.model.get_memory_footprint
+    buffers = sum(buffer.nbytes for buffer in trial.model.buffers())
+    shards = sum(local_part(parameter).nbytes for parameter in trial.model.parameters())
+    close([bytes_of(), bytes_of(return_buffers=False)], [shards + buffers, shards])
 
 
 @exact(

@@ -290,6 +290,7 @@ def _refused(directory: str) -> list[Any]:
             lambda: transformers.OPTForCausalLM.from_pretrained(directory),
             lambda: torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()),
             lambda: px.patch(tp=1),
+            lambda: transformers.LlamaForCausalLM.from_pretrained(directory, None),
         ):
             try:
                 results.append(call())
@@ -315,7 +316,8 @@ def test_what_is_not_served_is_named_at_its_first_use(tmp_path: Path) -> None:
         assert "plain=['OPTForCausalLM']" in found[0].text
         assert "AdamW gets parameters of no parallel model" in found[1].text
         assert "px.unpatch() first" in found[2].text
-        assert found[3] == helper.num_parameters()
+        assert "LlamaForCausalLM.from_pretrained takes options by name" in found[3].text
+        assert found[4] == helper.num_parameters()
 
 
 def test_a_model_is_plain_after_unpatch(tmp_path: Path) -> None:

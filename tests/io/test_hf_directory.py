@@ -22,7 +22,7 @@ from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.hf_writer import parse_size, write_directory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
-from parallel_ext.io.state_dict import gather_state_dict, local_values
+from parallel_ext.io.state_dict import check_shapes, gather_state_dict, local_values
 from parallel_ext.io.stream import plan_files
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
@@ -508,3 +508,12 @@ def test_nothing_changes_when_a_tensor_cannot_be_read(saved: Path) -> None:
         with pytest.raises(CheckpointError, match="changed while being read"):
             directory.load_into(model, mesh, state_of(model).layout, "load")
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_tensor_of_another_shape_than_its_shard_is_refused() -> None:
+    layout = _layout()
+    shape = layout[TABLE].local_shape(0)
+    for wrong in (torch.ones(3, 5), torch.empty(shape, device="meta")):
+        with pytest.raises(CheckpointError, match=rf"{TABLE}: expected a shard of shape .* on "):
+            check_shapes({TABLE: wrong}, layout, 0)
+    check_shapes({TABLE: torch.ones(shape)}, layout, 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -13,6 +15,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import places
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
+from parallel_ext.io.schema import to_json
 from parallel_ext.sharding.layout import Box, box_shape
 
 DTYPES = [
@@ -197,3 +200,28 @@ def test_the_writer_refuses_what_its_header_does_not_say(tmp_path: Path) -> None
         writer.append("a", torch.ones(2))
     with pytest.raises(CheckpointError, match="name that occurs twice"):
         SafetensorsWriter(tmp_path / "twice", [specs[0], specs[0]])
+
+
+def test_another_file_in_the_place_of_one_that_was_closed_is_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    for each in (path, other):
+        safetensors.torch.save_file({"a": torch.randn(3)}, each)
+    with SafetensorsFile(path) as file:
+        file.forget()
+        other.replace(path)
+        with pytest.raises(CheckpointError, match="another file was put there while it was read"):
+            file.read_box("a", ((0, 3),), torch.empty(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({1: 2}, "x['a'] has the key 1, but in JSON only text is a key"),
+        ({"k" * 5000: 2}, "x['a'] has a key of 5000 characters"),
+        ([1, float("nan")], "x['a'][1] is nan, which is no number in JSON"),
+        ([(1, 2)], "x['a'][0] is a tuple, (1, 2), which JSON cannot hold"),
+    ],
+)
+def test_what_json_would_give_back_otherwise_is_not_written(value: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        to_json({"a": value}, "x")

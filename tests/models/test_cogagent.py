@@ -461,3 +461,14 @@ def test_a_configuration_that_does_not_fit_is_refused(message: str) -> None:
 def test_another_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="attn_implementation is 'eager'"):
         CogAgentForCausalLM.from_pretrained(DATA, attn_implementation="eager")
+
+
+def test_logits_are_those_of_the_tokens_that_are_asked_for() -> None:
+    model, inputs = tiny_model(), batch_of([picture(4), text(6)])
+    del inputs["labels"]
+    with torch.no_grad():
+        whole = model(**inputs).logits
+        for kept, places in ((3, slice(-3, None)), (torch.tensor([0, 5]), [0, 5])):
+            found = model(**inputs, logits_to_keep=kept).logits
+            assert found.shape == whole[:, places].shape
+            assert _difference(found, whole[:, places]) < 1e-10

@@ -345,3 +345,20 @@ def test_files_without_adapters_or_damaged_are_refused(tmp_path: Path) -> None:
             _imported(file, tmp_path / "out")
     with pytest.raises(ValueError, match="lora_alpha must be a finite number, got nan"):
         _imported(_factors(), tmp_path / "out", lora_alpha=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], r"a list must hold one file or state dict for each rank, got \[\]"),
+        ([[{}, {}]], "a list must hold one file or state dict for each rank, got"),
+        ([[]], "a list must hold one file or state dict for each rank, got"),
+        ({"module": [1]}, "the state dict: expected a dict of tensors by name"),
+        ([{1: torch.ones(2)}], "rank 0: the state dict: expected a dict of tensors by name"),
+    ],
+)
+def test_what_is_no_rank_of_a_checkpoint_is_refused(
+    ranks: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(px.CheckpointError, match=message):
+        _imported(ranks, tmp_path / "out")

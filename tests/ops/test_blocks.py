@@ -189,6 +189,20 @@ def test_the_loss_of_an_adapted_head(trained: str, size: int) -> None:
     on_ranks(size, _loss_of_an_adapted_head, trained)
 
 
+def test_a_second_backward_of_a_loss_of_blocks_is_refused() -> None:
+    """The first one has scaled its gradients in place."""
+    input = torch.ones(2, 3, requires_grad=True)
+    loss = ops.block_linear_cross_entropy(
+        *(input, torch.ones(5, 3), torch.tensor([1, 4]), Blocks(((0, 5),), 1), 5, (0, 5)),
+        ops.LossOptions(),
+    )
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(loss, input, create_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(NotImplementedError, match="second backward of one loss is not implemented"):
+        loss.backward()
+
+
 @pytest.mark.parametrize(
     ("heads", "key_value_heads", "blocks", "count", "copies"),
     [(9, 3, 8, 3, 1), (8, 2, 8, 8, 4), (32, 8, 8, 8, 1), (12, 2, 8, 4, 2), (6, 6, 4, 4, 1)],

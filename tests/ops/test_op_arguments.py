@@ -292,6 +292,46 @@ REFUSALS = {
         lambda: ExchangePlan.of([[1, 1, 1]], [1, 1], 1),
         "ValueError: ExchangePlan.of: 1 messages and rank 1 do not fit 2 ranks",
     ),
+    # Blocks, dropout and losses.
+    "blocks without a stop": (
+        lambda: INTERNAL.block_linears(ONES(1, 2), *[ONES(4, 2)] * 3, [0, 4, 0] * 3, 1, 1, 1, ""),
+        "ValueError: block_linears: blocks [0, 4, 0] are not pairs of start and stop",
+    ),
+    "blocks of two weights": (
+        lambda: INTERNAL.block_linears(ONES(1, 2), *[ONES(4, 2)] * 3, [0, 4] * 2, 1, 1, 1, ""),
+        "ValueError: block_linears: blocks [0, 4, 0, 4] are not equally many for each of 3 weights",
+    ),
+    "a block behind the rows": (
+        lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((0, 5),), 1)]),
+        "ValueError: block_linears: the block [0, 5) is not inside [0, 4)",
+    ),
+    "a block in reverse": (
+        lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks(((3, 1),), 1)),
+        "ValueError: block_row_linear: the block [3, 1) is not inside [0, 4)",
+    ),
+    "blocks of no rank": (
+        lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks(((0, 2), (2, 4)), 3)),
+        "ValueError: block_row_linear: rank 0 holds 3 of the 3 blocks, got 2",
+    ),
+    "no block": (
+        lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks((), 0)),
+        "ValueError: block_row_linear: 0 blocks are too few for 1 ranks",
+    ),
+    "a counter without a feature": (
+        lambda: INTERNAL.seeded_dropout(ONES(2, 2), 0.5, [1, 1, 0]),
+        "ValueError: seeded_dropout: dropout_counter must be [key, step, token, feature], got "
+        "[1, 1, 0]",
+    ),
+    "an argmax of ids that int32 does not hold": (
+        lambda: ops.vocab_cross_entropy_statistics(*(ONES(4, 5), INTS, 2**31, (0, 5)), argmax=True),
+        "ValueError: argmax is for at most 2147483647 ids, got 2147483648",
+    ),
+    "expected rows of capped logits": (
+        lambda: INTERNAL.linear_vocab_cross_entropy_frozen_backward(
+            *(ONES(()), None, ONES(4, 3), ONES(5, 3), INTS, ONES(2, 4)), *MEAN[:8], 30.0, 1.0
+        ),
+        "ValueError: linear_vocab_cross_entropy: a softcap leaves no expected rows",
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from test_thousand_ranks import CONFIGS as LARGE_CONFIGS
 import parallel_ext as px
 from parallel_ext.lora import adapt_all_linears
 from parallel_ext.nn import grad_sync
-from parallel_ext.parallel.estimate import Planner, Step
+from parallel_ext.parallel.estimate import STATES, Planner, Step
 
 SCRIPT = Path(__file__).with_name("step_memory.py")
 
@@ -304,3 +304,19 @@ def test_more_ranks_than_heads_are_refused() -> None:
     assert [*planner.layouts(4)] == [(1, 1), (2, 1), (4, 1)]
     with pytest.raises(ValueError, match="tp=8 is more than 4 query heads"):
         planner.estimate(8, 8, 1, Step())
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_optimizers_keep_what_those_of_torch_keep(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    parameter.grad = torch.ones(5)
+    optimizer = {
+        "adamw": torch.optim.AdamW,
+        "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+        "sgd": torch.optim.SGD,
+    }[name]([parameter])
+    optimizer.step()
+    kept = sum(value.dim() for value in optimizer.state[parameter].values() if value is not None)
+    step = Step(tokens=6, optimizer=name)
+    estimate = Planner(CONFIGS["llama"]()).estimate(1, 1, 1, step)
+    assert estimate.optimizer[0] == kept * estimate.gradients[0]

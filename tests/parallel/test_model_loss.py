@@ -25,6 +25,7 @@ from reference_loss import dense_statistics
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.parallel.plan import Options
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
 EACH_OPTION = {name: {name: value} for name, value in OPTIONS.items()} | {"all": OPTIONS}
@@ -320,3 +321,18 @@ def _called_inside_another(train: bool) -> tuple[float, torch.Size]:
 def test_a_model_that_a_hook_of_another_calls_returns_its_full_logits(train: bool) -> None:
     for error, shape in pool(2).run(_called_inside_another, train):
         assert error == 0, shape
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fused_loss": 2}, "fused_loss must be 'auto', True or False, got 2"),
+        ({"fused_loss": True, "training_logits": True}, "fused_loss=True makes no logits"),
+        ({"sequence_parallel": "yes"}, "sequence_parallel must be True or False, got 'yes'"),
+        ({"sequence_parallel": True, "invariant": px.Invariant(2)}, "leave out sequence_parallel"),
+        ({"training_logits": True, "invariant": px.Invariant(2)}, "leave out training_logits"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Options(**options).check()

@@ -295,6 +295,12 @@ def test_ranks_generate_each_on_its_own(zero: int) -> None:
 def _misused(case: str) -> None:
     tiny, mesh = Tiny(dtype=torch.float32), mesh_of(tp=1)
     model = tiny.model() if case == "before parallelize" else parallel(tiny.model(), mesh)
+    if case == "another mesh":
+        mesh = px.init_mesh(tp=2)
+    if case == "reduced by the caller":
+        px.no_data_parallel(model)
+    if case == "experts on several dp ranks":
+        px.no_data_parallel(parallel(TinyMixtral().model(), mesh_of(tp=1, ep=2)))
     if case == "optimizer":
         optimizer = torch.optim.AdamW(model.parameters())
         px.data_parallel(model, mesh)
@@ -309,6 +315,8 @@ def _misused(case: str) -> None:
         peft.get_peft_model(model, config())
     elif case == "parallelize again":
         px.parallelize(model, mesh)
+    elif case == "reduced by FSDP":
+        px.no_data_parallel(model)
 
 
 MISUSE = {
@@ -319,6 +327,10 @@ MISUSE = {
     "adapter": "add adapters before px.data_parallel",
     "parallelize again": "this model is parallel already",
     "optimizer": "AdamW was built before px.data_parallel",
+    "another mesh": "data_parallel: this model was parallelized with Mesh(",
+    "reduced by the caller": "data_parallel: px.no_data_parallel was called on this model",
+    "reduced by FSDP": "no_data_parallel: px.data_parallel was called on this model",
+    "experts on several dp ranks": "at dp=2, tp=1, ep=2 gradients of experts have parts on several",
 }
 
 

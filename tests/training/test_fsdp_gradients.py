@@ -13,6 +13,7 @@ from reference import assert_within, gradients_of, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, own_batch, spread
 
 import parallel_ext as px
+from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.parallel.state import state_of
 
 TINY = TinyMixtral(num_experts=5)
@@ -120,3 +121,14 @@ def _zeroed_late(zero: int) -> tuple[float, str]:
 @pytest.mark.parametrize("zero", [2, 3])
 def test_zero_grad_of_the_model_finds_the_shards_after_a_forward(zero: int) -> None:
     assert_within(pool(2).run(_zeroed_late, zero))
+
+
+def test_an_exchange_outside_of_leaves_is_refused() -> None:
+    sums = LeafSums(2)
+    with pytest.raises(RuntimeError, match=r"a backward runs in px\.train_leaves"):
+        sums.check_running()
+    sums.begin_round(0, 2)
+    sums.check_running()
+    sums.reset()
+    with pytest.raises(RuntimeError, match=r"a backward runs in px\.train_leaves"):
+        sums.check_running()

@@ -134,3 +134,9 @@ def test_one_process_needs_no_other_ranks() -> None:
     model = parallel(TINY.model(), px.init_mesh())
     scaler = px.GradScaler(px.init_mesh(), enabled=False)
     assert _step(model, _optimizer(model, "SGD"), scaler, batch(TINY.vocab_size)) == 1.0
+
+
+def test_the_factors_of_the_scale_are_those_that_were_given() -> None:
+    scaler = px.GradScaler(px.init_mesh(), 8.0, 3.0, 0.25, 7)
+    given = scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()
+    assert (*given, scaler.get_growth_interval()) == (8.0, 3.0, 0.25, 7)

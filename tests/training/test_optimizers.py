@@ -76,7 +76,7 @@ CASES = {
         Layout(1, 2, 1),
         None,
         {"vocab_multiple_of": 64},
-        {"maximize": True, "eps": (1e-4, 0.1), "d": 2.0, "weight_decay": 0.0},
+        {"maximize": True, "eps": (1e-4, 0.1), "d": 2.0, "weight_decay": 0.0, "beta2_decay": -0.5},
     ),
     "replicated key-value heads": (
         Tiny(heads=8, key_value_heads=2, layers=1),
@@ -216,3 +216,19 @@ MISUSED = {
 @pytest.mark.parametrize("case", MISUSED)
 def test_what_cannot_be_right_is_refused_on_all_ranks(case: str) -> None:
     pool(2).assert_raises(_misused, case, words=MISUSED[case])
+
+
+def test_adafactor_evaluates_a_closure_before_it_steps() -> None:
+    reference = Tiny(layers=1).model()
+    model, one, losses = parallel(reference, px.init_mesh()), batch(Tiny().vocab_size), []
+    for each in (model, reference):
+
+        def closure(each: Any = each) -> torch.Tensor:
+            loss = each(**one).loss
+            loss.backward()
+            return loss
+
+        losses.append(_adafactor(each).step(closure).item())
+    assert losses[0] == pytest.approx(losses[1])
+    full = dict(reference.named_parameters())
+    assert worst(shard_differences(model, full, False))[0] <= 1e-10

@@ -76,3 +76,46 @@ def test_the_norm_makes_no_copy_of_a_gradient_in_fp64() -> None:
         norm = px.clip_grad_norm_(model, 1e9)
     assert norm.item() == pytest.approx(numel**0.5)
     assert 0 < max(wide.sizes) <= len(list(model.parameters())) + 1
+
+
+def _with_gradients(invariant: px.Invariant | None = None) -> tuple[Any, dict[str, Any]]:
+    """A parallel model with gradients of 2, and all functions that take their norm."""
+    model = parallel(Tiny(layers=1).model(), px.init_mesh(), invariant=invariant)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    of_torch = torch.nn.utils
+    return model, {
+        "px": lambda *args: px.clip_grad_norm_(model, 6.0, *args),
+        "torch": lambda *args: of_torch.clip_grad_norm_(model.parameters(), 6.0, *args),
+        "total": lambda *args: of_torch.get_total_norm([p.grad for p in model.parameters()], *args),
+    }
+
+
+FUNCTIONS = pytest.mark.parametrize("function", ["px", "torch", "total"])
+
+
+@FUNCTIONS
+def test_a_norm_that_is_not_finite_is_refused_where_that_is_asked_for(function: str) -> None:
+    model, functions = _with_gradients()
+    model.lm_head.weight.grad[3, 5] = math.inf
+    with pytest.raises(RuntimeError, match=r"order 2.0 is inf; pass error_if_nonfinite=False"):
+        functions[function](2.0, True)
+    assert all((parameter.grad >= 2).all() for parameter in model.parameters())
+    assert functions[function](2.0, False) == math.inf
+
+
+@FUNCTIONS
+def test_a_norm_is_of_the_order_that_is_asked_for(function: str) -> None:
+    numel = sum(parameter.numel() for parameter in _with_gradients()[0].parameters())
+    for order, expected in ((1.0, 2 * numel), (math.inf, 2.0)):
+        assert _with_gradients()[1][function](order).item() == pytest.approx(expected)
+    for order in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="norm_type must be a positive number or inf"):
+            _with_gradients()[1][function](order)
+
+
+@FUNCTIONS
+def test_an_invariant_norm_is_euclidean(function: str) -> None:
+    for order in (1.0, math.inf):
+        with pytest.raises(ValueError, match=f"px.Invariant norm_type must be 2, got {order}"):
+            _with_gradients(px.Invariant(2))[1][function](order)
