@@ -16,6 +16,7 @@ from parallel_ext import ops
 from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
+from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, own_state
 
 _MODULE = "trl.trainer.utils"
@@ -116,7 +117,7 @@ def _fields(
         if "log_sum_sq_probs" in wanted:
             squares = _log_sum_of_squares(head, hidden, shifted, scale)
             fields["log_sum_sq_probs"] = squares.view(mask.shape).masked_fill(~mask, 0)
-    if kwargs.get("output_router_logits"):
+    if wants_balance(model, state, kwargs):
         fields["aux_loss"] = output.aux_loss
         loss = loss + model.router_aux_loss_coef * output.aux_loss
     return {**fields, "loss": loss}

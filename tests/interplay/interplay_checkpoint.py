@@ -95,6 +95,10 @@ def get_model_state_dict(trial: Trial) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     on_first = of_torch.get_model_state_dict(trial.model, options=options)
     close(len(on_first), len(expected) if trial.mesh.rank == 0 else 0)
+    trial.model.lm_head.requires_grad_(False)
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    trained = of_torch.get_model_state_dict(trial.model, options=options)
+    close(trained.keys() == expected.keys() - {"lm_head.weight"}, True)
     offloaded = of_torch.get_model_state_dict(
         trial.model, options=StateDictOptions(cpu_offload=True)
     )

@@ -185,7 +185,8 @@ def several_adapters(trial: Trial) -> None:
     )
 )
 def merged(trial: Trial) -> None:
-    ours, theirs = adapted(trial, adapter(trial, "one", 5, ALL), trained=False)
+    first, second = adapter(trial, "one", 5, ALL), adapter(trial, "two", 6, ["q_proj"])
+    ours, theirs = adapted(trial, first, trained=False)
     before = ours(**trial.whole).loss.item()
     for model in (ours, theirs):
         model.merge_adapter()
@@ -197,9 +198,20 @@ def merged(trial: Trial) -> None:
         warnings.simplefilter("always")
         ours.unmerge_adapter()
     close(any("nothing is merged" in str(each.message) for each in caught), True)
+    for model in (ours, theirs):
+        model.load_adapter(second, "second")
+        model.merge_adapter(["second"])
+    close(ours(**trial.whole).loss, theirs(**trial.whole).loss, 1e-6)
+    losses = []
+    for model in (ours, theirs):
+        with model.disable_adapter():
+            losses.append(model(**trial.whole).loss)
+    close(*losses, 1e-6)
     close(
-        ours.merge_and_unload()(**trial.whole).loss,
-        theirs.merge_and_unload()(**trial.whole).loss,
+        *(
+            model.merge_and_unload(adapter_names=["second"])(**trial.whole).loss
+            for model in (ours, theirs)
+        ),
         1e-6,
     )
 

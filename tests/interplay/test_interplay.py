@@ -12,10 +12,15 @@ import accelerate
 import interplay
 import interplay_checkpoint
 import pytest
+import torch
 from interplay import PAGE, Case, Spread, Trial, load_cases, page, run_case
 from ranks import pool
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
+from parallel_ext import ops
 from parallel_ext.interplay import serve, withdraw
+from parallel_ext.interplay.flops import register_flops
 from parallel_ext.interplay.refusals import REFUSALS
 
 RUNS = [(case, spread) for case in load_cases() for spread in case.spreads]
@@ -151,3 +156,62 @@ def test_every_function_that_is_refused_is_found() -> None:
 
 def test_the_page_is_that_of_the_cases() -> None:
     assert PAGE.read_text() == page(PAGE.read_text()), "run make interplay-page"
+
+
+X, ROWS_OF_EXPERTS = (5, 7), [2, 0, 3]
+
+
+def _low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return functional.linear(functional.linear(x, a), b)
+
+
+def _of_each(product: Any, rows: torch.Tensor, *of_experts: torch.Tensor) -> torch.Tensor:
+    parts = zip(rows.split(ROWS_OF_EXPERTS), *of_experts, strict=True)
+    return torch.cat([product(*part) for part in parts if len(part[0])])
+
+
+# Shapes, the op and the plain products that stand for it.
+PRODUCTS: dict[str, tuple[list[tuple[int, ...]], Any, Any]] = {
+    "column_linear": ([X, (11, 7)], ops.column_linear, functional.linear),
+    "row_linear": ([X, (11, 7)], ops.row_linear, functional.linear),
+    "column_linears": (
+        [X, (11, 7), (3, 7)],
+        lambda x, *weights: torch.cat(ops.column_linears(x, weights), -1),
+        lambda x, *weights: torch.cat([functional.linear(x, each) for each in weights], -1),
+    ),
+    "lora_linear": (
+        [X, (11, 7), (2, 7), (11, 2)],
+        ops.lora_linear,
+        lambda x, weight, a, b: functional.linear(x, weight) + _low_rank(x, a, b),
+    ),
+    "moe_linear": (
+        [X, (3, 11, 7)],
+        lambda rows, weight: ops.moe_linear(rows, weight, ROWS_OF_EXPERTS),
+        lambda *tensors: _of_each(functional.linear, *tensors),
+    ),
+    "moe_lora_linear": (
+        [X, (3, 11, 7), (3, 2, 7), (3, 11, 2)],
+        lambda rows, *factors: ops.moe_lora_linear(rows, *factors, ROWS_OF_EXPERTS),
+        lambda *tensors: _of_each(
+            lambda x, weight, a, b: functional.linear(x, weight) + _low_rank(x, a, b), *tensors
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen weight"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operations_of_products_are_those_of_plain_ones(name: str, frozen: bool) -> None:
+    register_flops()
+    shapes, *both = PRODUCTS[name]
+    found = []
+    for product in both:
+        tensors = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        tensors[1].requires_grad_(not frozen)
+        with FlopCounterMode(display=False) as counter:
+            output = product(*tensors)
+            forward = counter.get_total_flops()
+            output.sum().backward()
+        found.append((forward, counter.get_total_flops()))
+    assert found[0] == found[1]
+    assert found[0][0] > 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import pool
-from reference import Tiny, gradients_of, parallel, shard_differences, worst
+from reference import Tiny, batch, difference, gradients_of, parallel, shard_differences, worst
+from reference_mixtral import TinyMixtral
 
 import parallel_ext as px
 
@@ -52,5 +53,36 @@ def _differences(tp: int, temperature: float, dft: bool) -> dict[str, float]:
 @pytest.mark.parametrize(("tp", "temperature"), [(1, 1.0), (2, 1.0), (2, 0.7)])
 def test_the_fused_head_equals_trl_in_one_process(tp: int, temperature: float, dft: bool) -> None:
     for differences in pool(2).run(_differences, tp, temperature, dft):
-        for name, difference in differences.items():
-            assert difference < 1e-5, (name, difference)
+        for name, error in differences.items():
+            assert error < 1e-5, (name, error)
+
+
+def _of_a_mixture(tp: int, count: int | None, shifted: bool, asked: dict[str, bool]) -> list[float]:
+    """How far loss, balance loss and gradients are from those of TRL in one process."""
+    tiny = TinyMixtral(balance=not asked)
+    reference = tiny.model()
+    model = parallel(reference, px.init_mesh(tp=tp))
+    inputs = batch(tiny.vocab_size)
+    labels = inputs.pop("labels")
+    inputs |= {"shift_labels": labels} if shifted else {"labels": labels}
+    outputs = []
+    for each in (reference, model):
+        trl_utils.add_fused_lm_head(each)
+        outputs.append(each(**inputs, **asked, num_items_in_batch=count, fused_lm_head=True))
+        outputs[-1].loss.backward()
+    plain, own = outputs
+    differences = [difference(own.loss, plain.loss), difference(own.aux_loss, plain.aux_loss)]
+    gradients = shard_differences(model, gradients_of(reference), True)
+    return [*differences, worst(gradients)[0]]
+
+
+@pytest.mark.parametrize(
+    ("tp", "count", "shifted", "asked"),
+    [(2, None, False, {"output_router_logits": True}), (2, 23, True, {}), (1, None, True, {})],
+    ids=["asked for", "by the configuration", "of one rank"],
+)
+def test_a_mixture_adds_its_balance_loss(
+    tp: int, count: int | None, shifted: bool, asked: dict[str, bool]
+) -> None:
+    for differences in pool(tp).run(_of_a_mixture, tp, count, shifted, asked):
+        assert max(differences) < 1e-5
