@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from parallel_ext.ops.group import Group
+from parallel_ext.ops.group import Group, Range
 
 
 def check_group(op: str, group: Any) -> None:
@@ -15,6 +15,19 @@ def check_group(op: str, group: Any) -> None:
         raise TypeError(
             f"{op}: group must be a parallel_ext.ops.Group, such as Group.of(process_group) or "
             f"ALONE, got {group!r}"
+        )
+
+
+def check_whole(op: str, group: Group, vocab_size: int, vocab_range: Range) -> None:
+    """Raise a ValueError if one rank alone is given a part of a vocabulary for all of it.
+
+    What several ranks hold, and what is no range at all, is for the op to say.
+    """
+    start, stop = vocab_range
+    if group.size == 1 and 0 <= start <= stop <= vocab_size and stop - start < vocab_size:
+        raise ValueError(
+            f"{op}: the shard [{start}, {stop}) is not all of the vocabulary [0, {vocab_size}), "
+            "but the group has one rank; pass group= of those with the other ids"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.arguments import check_group, check_tensors, check_whole
 from parallel_ext.ops.group import ALONE, Group, Range
 
 
@@ -90,6 +90,7 @@ def vocab_argmax(
         tensor([1])
     """
     check_group("vocab_argmax", group)
+    check_whole("vocab_argmax", group, vocab_size, vocab_range)
     check_tensors("vocab_argmax", logits=logits)
     return torch.ops.parallel_ext.vocab_argmax(
         logits, vocab_size, *vocab_range, group.size, group.name
@@ -146,6 +147,7 @@ def vocab_sample(
         tensor([1])
     """
     check_group("vocab_sample", group)
+    check_whole("vocab_sample", group, vocab_size, vocab_range)
     check_tensors("vocab_sample", logits=logits)
     return torch.ops.parallel_ext.vocab_sample(
         logits,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.arguments import check_group, check_tensors, check_whole
 from parallel_ext.ops.group import ALONE, Group, Range
 
 
@@ -72,6 +72,7 @@ def in_order(
         raise TypeError(
             f"{op_name}: reduction must be 'none', 'sum' or 'mean', got {options.reduction!r}"
         )
+    check_whole(op_name, group, vocab_size, vocab_range)
     return (
         group.size,
         group.name,

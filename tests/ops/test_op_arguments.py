@@ -323,7 +323,9 @@ REFUSALS = {
         "[1, 1, 0]",
     ),
     "an argmax of ids that int32 does not hold": (
-        lambda: ops.vocab_cross_entropy_statistics(*(ONES(4, 5), INTS, 2**31, (0, 5)), argmax=True),
+        lambda: ops.vocab_cross_entropy_statistics(
+            *(ONES(4, 5), INTS, 2**31, (0, 2**31)), argmax=True
+        ),
         "ValueError: argmax is for at most 2147483647 ids, got 2147483648",
     ),
     "expected rows of capped logits": (
@@ -331,6 +333,19 @@ REFUSALS = {
             *(ONES(()), None, ONES(4, 3), ONES(5, 3), INTS, ONES(2, 4)), *MEAN[:8], 30.0, 1.0
         ),
         "ValueError: linear_vocab_cross_entropy: a softcap leaves no expected rows",
+    ),
+    "a shard of the vocabulary without its group": (
+        lambda: ops.vocab_cross_entropy(ONES(4, 5), INTS, 10, (0, 5)),
+        "ValueError: vocab_cross_entropy: the shard [0, 5) is not all of the vocabulary [0, 10), "
+        "but the group has one rank; pass group= of those with the other ids",
+    ),
+    "an argmax of a shard without its group": (
+        lambda: ops.vocab_argmax(ONES(4, 5), 10, (5, 10)),
+        "ValueError: vocab_argmax: the shard [5, 10) is not all of the vocabulary [0, 10)",
+    ),
+    "a draw from a shard without its group": (
+        lambda: ops.vocab_sample(ONES(4, 0), 10, (10, 10), seed=1, step=0),
+        "ValueError: vocab_sample: the shard [10, 10) is not all of the vocabulary [0, 10)",
     ),
 }
 

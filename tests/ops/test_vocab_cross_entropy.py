@@ -126,10 +126,9 @@ def test_loss_is_fp32_and_the_gradient_as_accurate_as_its_dtype(vocab_size, dtyp
     )
 
 
-@pytest.mark.parametrize("mutation", ["no exchange", "swapped shards"])
-def test_the_comparison_notices_a_broken_loss(mutation):
+def test_the_comparison_notices_a_broken_loss():
     assert worst(on_ranks(2, _errors_of_random_logits, 128, FP64, "none"))[0] <= TOLERANCE[FP64]
-    assert worst(on_ranks(2, _errors_of_random_logits, 128, FP64, mutation))[0] > NOTICED
+    assert worst(on_ranks(2, _errors_of_random_logits, 128, FP64, "swapped shards"))[0] > NOTICED
 
 
 def _errors_of_shifted_logits(group: Group, dtype: torch.dtype, shift: float) -> dict[str, float]:
