@@ -412,3 +412,24 @@ def test_the_directory_holds_what_pefts_holds(tmp_path: Path) -> None:
     by_peft.save_pretrained(tmp_path / "theirs")
     assert names == sorted(p.name for p in (tmp_path / "theirs").iterdir())
     assert FILE in names
+
+
+def _of_own_seeds() -> dict[str, torch.Tensor]:
+    """What every rank has whole of new adapters, and the keys of their masks."""
+    model = parallel(TINY.model(), mesh_of())
+    torch.manual_seed(5 + _rank())
+    model = peft.get_peft_model(model, config(lora_dropout=0.4))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    key = layer.dropout_masks("default")["key"]
+    return {"A": layer.lora_A["default"].weight.detach(), "key": torch.tensor(key)}
+
+
+def test_adapters_begin_equal_on_ranks_of_different_seeds() -> None:
+    first, second = pool(2).run(_of_own_seeds)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_batch_of_several_adapters_is_refused() -> None:
+    model = peft.get_peft_model(parallel(TINY.model(), px.init_mesh()), config()).eval()
+    with pytest.raises(NotImplementedError, match="batches of several adapters"):
+        model(ONE["input_ids"], adapter_names=["default", "__base__"])

@@ -40,6 +40,7 @@ from torch import nn
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.nn import grad_sync
 from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.parallel.owners import owners_of
 
@@ -386,3 +387,13 @@ def test_one_dp_rank_needs_no_newer_torch(monkeypatch: pytest.MonkeyPatch) -> No
     mesh = px.init_mesh()
     model = parallel(Tiny().model(), mesh)
     assert px.data_parallel(model, mesh) is model
+
+
+def test_a_gradient_that_a_hook_has_kept_does_not_change_with_the_next() -> None:
+    parameter, kept = nn.Parameter(torch.ones(3)), []
+    handle = parameter.register_hook(kept.append)
+    grad_sync._add_sum(parameter, torch.full((3,), 2.0))
+    handle.remove()
+    grad_sync._add_sum(parameter, torch.full((3,), 5.0))
+    assert torch.equal(kept[0], torch.full((3,), 2.0))
+    assert torch.equal(parameter.grad, torch.full((3,), 7.0))
