@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import parallel_ext as px
 from parallel_ext.distributed.control import world
+from parallel_ext.sharding.slices import local_part
 
 A = "accelerate.Accelerator"
 
@@ -76,10 +77,14 @@ def training_loop(trial: Trial) -> None:
         close(norm, expected)
         trial.equal()
         trial.backward()
-        close(
-            accelerator.clip_grad_norm_(trial.model.parameters(), 0.05, torch.inf),
-            torch.nn.utils.clip_grad_norm_(trial.reference.parameters(), 0.05, torch.inf),
-        )
+        scaled = [
+            [local_part(p.grad) for p in m.parameters()] for m in (trial.model, trial.reference)
+        ]
+        torch._foreach_mul_(scaled[1], 0.25)
+        unscale = mock.Mock(side_effect=lambda: torch._foreach_mul_(scaled[0], 0.25))
+        with mock.patch.object(accelerator, "unscale_gradients", unscale):
+            norm = accelerator.clip_grad_norm_(trial.model.parameters(), 0.05, torch.inf)
+        close(norm, torch.nn.utils.clip_grad_norm_(trial.reference.parameters(), 0.05, torch.inf))
         close(accelerator.unwrap_model(trial.model) is trial.model, True)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import accelerate
 import interplay
 import interplay_checkpoint
+import interplay_torch
 import pytest
 import torch
 from interplay import PAGE, Case, Spread, Trial, load_cases, page, run_case
@@ -21,7 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from parallel_ext import ops
 from parallel_ext.interplay import serve, withdraw
 from parallel_ext.interplay.flops import register_flops
+from parallel_ext.interplay.optimizers import _verdict
 from parallel_ext.interplay.refusals import REFUSALS
+from parallel_ext.parallel.state import STATE_NAME
+from parallel_ext.sharding.shards import LocalShard
 
 RUNS = [(case, spread) for case in load_cases() for spread in case.spreads]
 
@@ -215,3 +219,32 @@ def test_operations_of_products_are_those_of_plain_ones(name: str, frozen: bool)
         found.append((forward, counter.get_total_flops()))
     assert found[0] == found[1]
     assert found[0][0] > 0
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["columns", "rows"])
+def test_an_optimizer_that_takes_norms_of_rows_or_columns_is_found_out(dim: int) -> None:
+    class Normalized(interplay_torch.Lion):
+        @staticmethod
+        def direction(mean: torch.Tensor) -> torch.Tensor:
+            return mean / mean.norm(dim=dim, keepdim=True)
+
+    optimizer = Normalized([torch.nn.Parameter(torch.ones(2, 3))])
+    assert _verdict(optimizer) == "looks at more than single elements"
+
+
+def _shards_of_nobody(folder: Path) -> None:
+    trial = Trial(Spread(), folder)
+    optimizer = torch.optim.AdamW(trial.model.parameters())
+    interplay.step(trial.model, optimizer, trial.own)
+    state = optimizer.state_dict()
+    del state[STATE_NAME]
+    for of_parameter in state["state"].values():
+        for key, value in of_parameter.items():
+            if isinstance(value, LocalShard):
+                of_parameter[key] = value.plain()
+    optimizer.load_state_dict(state)
+
+
+def test_shards_in_the_state_of_an_optimizer_that_name_no_rank_are_refused(tmp_path: Path) -> None:
+    words = "nothing says whose shard it is; give the full"
+    pool(2).assert_raises(_shards_of_nobody, tmp_path, error="RuntimeError", words=words)
