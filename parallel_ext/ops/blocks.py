@@ -64,6 +64,8 @@ def block_linears(
         [tensor([[2., 2., 2., 2.]])]
     """
     check_group("block_linears", group)
+    if copies < 1:  # by which the backward divides
+        raise ValueError(f"block_linears: copies must be at least 1, got {copies}")
     check_tensors("block_linears", input=input, weight=weights[0])
     none = weights[0].new_empty(0, weights[0].size(1)), Blocks(((0, 0),) * len(blocks[0].own), 0)
     all_three = [*zip(weights, blocks, strict=True), *[none] * (3 - len(weights))]

@@ -305,6 +305,10 @@ REFUSALS = {
         lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((0, 5),), 1)]),
         "ValueError: block_linears: the block [0, 5) is not inside [0, 4)",
     ),
+    "blocks of no copy": (
+        lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((0, 4),), 1)], copies=0),
+        "ValueError: block_linears: copies must be at least 1, got 0",
+    ),
     "a block in reverse": (
         lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks(((3, 1),), 1)),
         "ValueError: block_row_linear: the block [3, 1) is not inside [0, 4)",
