@@ -25,29 +25,29 @@ PROMISED = {
         **{"linear with LoRA": 2, "dropout": 1, "argmax": 2, "sample": 6, "step of": 3},
         **{"clipping": 3, "px.Invariant": 2, "generate": 2, "save": 1, "the call": 1},
     },
+    "generation.py": {"greedy, 2 x, default": 1},
     "lora.py --part linear": {"32 -> 64, r=4, float32, default": 3},
     "moe.py": {"float32, zipf, default": 4},
     "training_checkpoint.py --part speed": {
         **{"parallel_ext, default": 2, "DCP, default": 2, "torch.save, a file a rank, default": 2},
     },
+    "training_checkpoint.py --part memory": {"parallel_ext |": 1, "DCP |": 1},
+    "training_checkpoint.py --part asynchronous": {"no save": 1, "save |": 1, "asynchronous": 1},
     "training_checkpoint.py --part planner": {"replicated over dp": 1, "ZeRO over dp": 1},
     "vocab.py --part cross_entropy": {
         **{"parallel_ext: V = 509, float32, default": 1, "V = 509, float32, default": 2},
     },
     "vocab.py --part embedding": {"V = 508, float32, default": 3},
+    "vocab.py --part linear": {"V = 508, float32, default": 5},
 }
 AS_THEY_ARE = ["lora.py --part linear"]  # under torchrun, each process with imports of its own
 SLOW = {
     "checkpoint.py": {"parallel_ext, default": 2, "transformers": 2, "DCP": 2},
     "cogagent.py --part layers": {"float32, default": 2, "parallel_ext, float32": 1},
-    "generation.py": {"greedy, 2 x, default": 1},
     "train_step.py": {"float32, default": 3},
     "cogagent.py --part towers": {"EVA2-CLIP-E": 2},
     "lora.py --part step": {"float32, default": 3},
     "sequence_parallel.py": {"Llama, tp = 2, default": 4, "Mixtral, tp = 2, default": 2},
-    "training_checkpoint.py --part memory": {"parallel_ext |": 1, "DCP |": 1},
-    "training_checkpoint.py --part asynchronous": {"no save": 1, "save |": 1, "asynchronous": 1},
-    "vocab.py --part linear": {"V = 508, float32, default": 5},
 }
 
 

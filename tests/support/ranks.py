@@ -35,9 +35,8 @@ def _nursery(number: int) -> forkserver.ForkServer:
     """
     nursery = forkserver.ForkServer()
     models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral")]
-    nursery.set_forkserver_preload(
-        ["reference", "reference_cogagent", "peft", "transformers.trainer", *models]
-    )
+    ours = ["reference_training", "reference_cogagent"]
+    nursery.set_forkserver_preload([*ours, "hypothesis", "transformers.trainer", *models])
     nursery.ensure_running()
     return nursery
 
