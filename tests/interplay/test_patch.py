@@ -184,10 +184,11 @@ def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
         px.unpatch()
 
 
-LAYOUTS = pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
+LAYOUTS = pytest.mark.parametrize(
+    ("size", "tp", "lora"), [(2, 1, False), (2, 2, False), (4, 2, False), (4, 2, True)]
+)
 
 
-@pytest.mark.parametrize("lora", [False, True])
 @LAYOUTS
 def test_a_plain_loop_equals_one_process(tmp_path: Path, size: int, tp: int, lora: bool) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
@@ -228,7 +229,6 @@ def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
         px.unpatch()
 
 
-@pytest.mark.parametrize("lora", [False, True])
 @LAYOUTS
 def test_a_save_on_rank_0_alone_is_joined_by_the_others(
     tmp_path: Path, size: int, tp: int, lora: bool
