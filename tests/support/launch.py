@@ -45,10 +45,13 @@ def run_forked(
         written = [Path(folder, name) for name in ("stdout", "stderr")]
         command, environment = [*map(str, command)], dict(os.environ if env is None else env)
         process = fork(0, _agent, command, environment, str(Path(cwd).resolve()), written)
-        process.join(timeout)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(command, timeout)
+        try:
+            process.join(timeout)
+            if process.exitcode is None:
+                raise subprocess.TimeoutExpired(command, timeout)
+        finally:
+            if process.exitcode is None:  # also where Ctrl-C ends the tests
+                os.killpg(process.pid, signal.SIGKILL)
         texts = [path.read_text() for path in written]
     return subprocess.CompletedProcess(command, process.exitcode, *texts)
 
