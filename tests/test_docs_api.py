@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import run_forked
 
 import parallel_ext as px
 
@@ -17,10 +18,11 @@ PUBLIC += ["parallel_ext.models.cogagent"]
 
 
 def _build(pages: Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"{before}\nimport runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    command = [sys.executable, "-c", code, str(pages)]
-    # Not beside the sources, which may have no extension.
-    return subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1] / "tests")
+    script = pages.with_suffix(".py")
+    script.write_text(
+        f"{before}\nimport runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    return run_forked([sys.executable, script, pages])
 
 
 @pytest.fixture(scope="module")

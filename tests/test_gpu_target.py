@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import run_forked
 
 ROOT = Path(__file__).parents[1]
 GPU_TESTS = ROOT / "tests" / "gpu"
@@ -18,7 +19,7 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 
 def _tests() -> int:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", str(GPU_TESTS)]
-    listed = subprocess.run(command, capture_output=True, text=True, cwd=GPU_TESTS).stdout
+    listed = run_forked(command, cwd=GPU_TESTS).stdout
     return sum("::" in line for line in listed.splitlines())
 
 

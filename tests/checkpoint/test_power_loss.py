@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,9 +73,14 @@ def _problems(
     others = list(before.get("root", {}).values())
     last = before["root"]["step-00000002"] if others else None
     state = base.parent / "state"
+    seen = set()
     for number, where, entries in power_loss.states(base, before, log, seed):
-        power_loss.put(state, entries)
         done = number == len(log)
+        content = (done, pickle.dumps(entries))
+        if content in seen:
+            continue
+        seen.add(content)
+        power_loss.put(state, entries)
         problem = _problem(state / "root", new if done else last, new, others)
         shutil.rmtree(state)
         if problem:

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from disk_faults import kill
 from ranks import Raised, pool
 from reference import Tiny, parallel
 from reference_mixtral import Layout, saved_tensors
@@ -267,12 +267,10 @@ def _fail_on_one_rank(what: str, name: str, root: Path) -> None:
     model, optimizer, scheduler, mesh = build(Job(layout=Layout(1, 3, 1)))
     px.save_checkpoint(root, 2, model, optimizer, scheduler)
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     owner = {"save": disk, "load": SafetensorsFile}[what]
     guilty = 0 if name in ("make_directory", "rename", "write_file") else 1
-    with mock.patch.object(owner, name, full if mesh.rank == guilty else getattr(owner, name)):
+    fails = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.object(owner, name, fails if mesh.rank == guilty else getattr(owner, name)):
         if what == "save":
             px.save_checkpoint(root, 3, model, optimizer, scheduler)
         else:
@@ -302,10 +300,8 @@ def _lose(root: Path) -> None:
     model = parallel(LLAMA.model(), mesh)
     px.save_checkpoint(root, 2, model)
 
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(disk, "write", die if mesh.rank == 1 else disk.write):
+    dies = mock.Mock(side_effect=lambda *_: kill())
+    with mock.patch.object(disk, "write", dies if mesh.rank == 1 else disk.write):
         px.save_checkpoint(root, 3, model)
 
 

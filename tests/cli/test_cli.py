@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from launch import run_forked
 from ranks import pool
 from reference import Tiny, batch, mesh_of
 from reference_cogagent import DATA as COGAGENT
@@ -182,7 +182,7 @@ def test_diff_says_why_tensors_cannot_be_compared(
 def test_wrong_use_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "parallel_ext", *arguments]
     # -m looks into the current folder first, where the sources may be.
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    result = run_forked(command, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert "parallel-ext" in result.stderr
     assert "Traceback" not in result.stderr

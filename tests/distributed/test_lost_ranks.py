@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from disk_faults import full, kill
 from ranks import Raised, pool
 from reference import Tiny, parallel
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 4.0
 LOST = 1
 
 ENDS: dict[str, Callable[[], Any]] = {
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "killed": kill,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 # Where it happens: the function that is called there, and the call of it that does not return.
@@ -100,9 +100,6 @@ def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, what: str, how: str
 def _fail(what: str, directory: Path) -> None:
     model, mesh = _model_and_mesh()
     model.save_pretrained(directory)
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     try:
         with _at_call(PLACES[what], full if dist.get_rank() == LOST else lambda: None):
@@ -194,12 +191,8 @@ def test_a_disk_slower_than_the_timeout_fails_no_save(tmp_path: Path) -> None:
 
 def test_what_a_rank_failed_by_is_in_the_error_when_others_are_lost_meanwhile() -> None:
     mesh = px.init_mesh()
-
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     lost = mock.patch.object(
         mesh.control, "all_gather_bytes", side_effect=px.CollectiveTimeout("rank 1 is lost")
     )
     with lost, pytest.raises(px.CollectiveTimeout, match=r"rank 1 is lost.*No space left"):
-        mesh.control.run_on_all("a save", fail)
+        mesh.control.run_on_all("a save", full)

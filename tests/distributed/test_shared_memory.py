@@ -366,7 +366,7 @@ def _signalled(group: Group, call: str, number: signal.Signals) -> tuple[float, 
     if group.rank == 0:
         threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     else:
-        time.sleep(8)
+        time.sleep(4)
     try:
         run()
     except (KeyboardInterrupt, RuntimeError) as error:
@@ -378,14 +378,14 @@ def _signalled(group: Group, call: str, number: signal.Signals) -> tuple[float, 
 def test_ctrl_c_ends_a_wait_and_the_other_rank_raises(call):
     (seconds, error), (_, other) = on_ranks(2, _signalled, call, signal.SIGINT)
     assert error.startswith("KeyboardInterrupt")
-    assert seconds < 6, "the other rank comes after 8 s"
+    assert seconds < 3, "the other rank comes after 4 s"
     assert "rank 0 of the group has given up" in other
 
 
 def test_a_handler_that_does_not_raise_runs_during_a_wait():
     (seconds, error), (_, other) = on_ranks(2, _signalled, "forward", signal.SIGUSR1)
     assert (error, other) == ("no error", "no error")
-    assert seconds < 6, "the other rank comes after 8 s"
+    assert seconds < 3, "the other rank comes after 4 s"
 
 
 STEPS = {

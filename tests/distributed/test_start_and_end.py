@@ -24,6 +24,7 @@ from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.limited_store import LimitedStore
 
 Jobs = dict[str, list[list[tuple[int, str]]]]
+OFTEN = 2  # of each case that is run again and again
 
 
 @functools.cache
@@ -42,7 +43,7 @@ def _without_threads(jobs: list[list[tuple[int, str]]]) -> None:
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("loops", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loops", [OFTEN, pytest.param(50, marks=pytest.mark.slow)])
 def test_jobs_end_without_threads_and_with_exit_code_0(loops: int, shared_memory: bool) -> None:
     jobs = _jobs(loops)[f"ends, {shared_memory}"]
     assert len(jobs) == loops
@@ -50,19 +51,19 @@ def test_jobs_end_without_threads_and_with_exit_code_0(loops: int, shared_memory
 
 
 def test_a_job_may_shut_down_twice() -> None:
-    (ranks,) = _jobs(4)["shuts_down"]
+    (ranks,) = _jobs(OFTEN)["shuts_down"]
     _without_threads([ranks])
     assert all("initialized: False" in output for _, output in ranks)
 
 
 def test_the_group_of_the_caller_is_left_to_him() -> None:
-    (ranks,) = _jobs(4)["group_of_the_caller"]
+    (ranks,) = _jobs(OFTEN)["group_of_the_caller"]
     assert [code for code, _ in ranks] == [0, 0], ranks
     assert all("initialized: True" in output for _, output in ranks)
 
 
 def test_a_job_that_raises_fails() -> None:
-    (ranks,) = _jobs(4)["raises"]
+    (ranks,) = _jobs(OFTEN)["raises"]
     assert [code for code, _ in ranks] == [1, 1], ranks
     assert all("KeyError: 'after all'" in output for _, output in ranks)
 
@@ -78,7 +79,7 @@ def test_a_job_that_raises_fails() -> None:
     ],
 )
 def test_a_rank_that_is_lost_at_the_start_is_named(case: str, waits: int, words: str) -> None:
-    (ranks,) = _jobs(4)[case]
+    (ranks,) = _jobs(OFTEN)[case]
     output = ranks[waits][1]
     assert f"CollectiveTimeout: {words}" in output
     assert float(re.search("seconds: (.*)", output)[1]) < short_jobs.TIMEOUT_S + 10

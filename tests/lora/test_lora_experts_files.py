@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,8 @@ from parallel_ext.parallel.state import state_of
 
 TINY = TinyMixtral(num_experts=5)
 INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
+_logits = partial(logits_of, inputs=INPUTS)
 LAYOUTS = [Layout(1, 1, 1), Layout(1, 2, 2), Layout(2, 1, 2), Layout(2, 2, 2), Layout(1, 3, 3)]
-
-
-def _logits(model: Any) -> torch.Tensor:
-    return logits_of(model, INPUTS)
 
 
 def _save(directory: Path, layout: Layout, tiny: TinyMixtral, changes: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import parallel_ext as px
 from parallel_ext.distributed.errors import CheckpointError
 
 INPUTS = {k: v for k, v in batch(TINY.vocab_size).items() if k != "labels"}
+_logits = partial(logits_of, inputs=INPUTS)
 EVERYTHING: dict[str, Any] = {
     "target_modules": [*ALL, "lm_head"],
     "lora_bias": True,
@@ -41,10 +43,6 @@ BIASED = Tiny(bias=True)
 
 def _save(directory: Path, tiny: Tiny, changes: dict[str, Any]) -> None:
     adapted(tiny, **changes).save_pretrained(directory)
-
-
-def _logits(model: Any) -> torch.Tensor:
-    return logits_of(model, INPUTS)
 
 
 @pytest.fixture(scope="module")

@@ -136,11 +136,15 @@ def test_any_layout_has_the_bits_of_one_process(case: str, layouts: Sequence[Lay
         assert_bits(pool(ranks).run(_train, case, tp), whole)
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "ranks without rows", "autocast"])
-def test_ways_to_train_have_the_bits_of_one_process(how: str) -> None:
-    (whole,) = pool(1).run(_so, "" if how == "checkpointing" else how, "odd", 1)
-    for ranks, tp in ((3, 1), (4, 2)):
-        assert_bits(pool(ranks).run(_so, how, "odd", tp), whole)
+@sweep(
+    ["checkpointing", "ranks without rows", "autocast"],
+    [(3, 1, 0), (4, 2, 0)],
+    often=[(4, 2, 0)],
+)
+def test_ways_to_train_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
+    (whole,) = pool(1).run(_so, "" if case == "checkpointing" else case, "odd", 1)
+    for ranks, tp, _ in layouts:
+        assert_bits(pool(ranks).run(_so, case, "odd", tp), whole)
 
 
 def test_without_leaves_any_tp_has_the_bits_of_one_process() -> None:

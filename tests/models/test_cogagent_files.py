@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,9 @@ import parallel_ext as px
 from parallel_ext.models.cogagent import CogAgentForCausalLM
 
 INPUTS = {n: v for n, v in batches_of([[picture(6), text(9)]])[0].items() if n != "labels"}
+_logits = partial(logits_of, inputs=INPUTS)
 PUBLISHED = load_file(DATA / "model.safetensors")
 ROPE = [name for name in PUBLISHED if ".rope.freqs_" in name]
-
-
-def _logits(model: Any) -> torch.Tensor:
-    return logits_of(model, INPUTS)
 
 
 def _load(source: Path, layout: Layout, **options: Any) -> tuple[Any, px.Mesh]:

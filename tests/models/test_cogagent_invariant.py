@@ -127,20 +127,26 @@ def test_leaves_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout
         assert_bits(pool(ranks).run(_train, tp, case), _of_one_process(case))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_zero_has_the_bits_of_one_process(zero: int) -> None:
-    for ranks, tp in ((2, 1), (4, 2)):
+@sweep(
+    ["zero"],
+    [(ranks, tp, zero) for ranks, tp in ((2, 1), (4, 2)) for zero in (2, 3)],
+    often=[(2, 1, 2), (4, 2, 3)],
+)
+def test_zero_has_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
+    for ranks, tp, zero in layouts:
         assert_bits(pool(ranks).run(_train, tp, "", zero), _of_one_process())
 
 
-@pytest.mark.parametrize("how", ["", "adapter"])
-def test_a_run_resumes_on_other_layouts_with_the_same_bits(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "before", "after"), [("", (4, 2), (3, 1)), ("adapter", (3, 3), (2, 2))]
+)
+def test_a_run_resumes_on_other_layouts_with_the_same_bits(
+    how: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+) -> None:
     log, digest, held = _of_one_process(how)
-    for (saving, tp), (loading, other) in (((4, 2), (3, 1)), ((3, 3), (2, 2))):
-        root = tmp_path / f"{saving} to {loading}"
-        pool(saving).run(_train, tp, how, 0, (0, 1), root)
-        resumed = pool(loading).run(_train, other, how, 0, (2,), root)
-        assert_bits(resumed, (log[2:], digest, held))
+    pool(before[0]).run(_train, before[1], how, 0, (0, 1), tmp_path)
+    resumed = pool(after[0]).run(_train, after[1], how, 0, (2,), tmp_path)
+    assert_bits(resumed, (log[2:], digest, held))
 
 
 def _summed(self: Any, input: torch.Tensor) -> torch.Tensor:

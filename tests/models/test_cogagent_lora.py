@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,7 @@ def _targets() -> list[str]:
 # Training, with dropout, at any tp; saving, merging, reading back.
 
 INPUTS = {name: value for name, value in batches_of([ROWS])[0].items() if name != "labels"}
-
-
-def _logits(model: Any) -> torch.Tensor:
-    return logits_of(model, INPUTS)
+_logits = partial(logits_of, inputs=INPUTS)
 
 
 def _generated(model: Any) -> list[list[int]]:

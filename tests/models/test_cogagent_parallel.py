@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -97,12 +98,20 @@ def test_training_equals_the_single_process_on_eight_ranks() -> None:
     assert_within(pool(8).run(_on_eight_ranks))  # all in one call: their start takes long
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 2, 1)], ids=str)
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("ranks", OF_RANKS)
-def test_data_parallel_training_equals_the_single_process(
-    ranks: str, zero: int, layout: Layout
-) -> None:
+OFTEN = [
+    *(("images on both", 2, 2), ("images on both", 3, 1), ("one without an image", 2, 1)),
+    *(("one without an image", 3, 2), ("one without an image of low resolution", 2, 2)),
+    *(("one without an image of low resolution", 3, 1), ("text only", 3, 2)),
+]
+EVERY = [
+    pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.slow])
+    for case in product(OF_RANKS, (2, 3), (1, 2))
+]
+
+
+@pytest.mark.parametrize(("ranks", "zero", "tp"), EVERY)
+def test_data_parallel_training_equals_the_single_process(ranks: str, zero: int, tp: int) -> None:
+    layout = Layout(2, tp, 1)
     assert_within(pool(layout.world).run(_parity, OF_RANKS[ranks], layout, zero, {}))
 
 

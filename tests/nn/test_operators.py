@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from launch import TORCHRUN, finished, run_forked
 from ranks import pool
 from torch import nn
 
@@ -135,14 +133,5 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 def test_a_script_of_the_page_prints_the_number_of_one_process(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BLOCKS[number])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run(
-        [*command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    plain, own = result.stdout.split()
-    assert plain == own, result.stderr
+    plain, own = finished(run_forked([*TORCHRUN, script])).split()
+    assert plain == own

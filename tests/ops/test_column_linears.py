@@ -24,6 +24,7 @@ from reference_ops import (
     sizes_of,
     worst,
 )
+from torch import ones
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
@@ -336,61 +337,57 @@ def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
     assert on_ranks(2, _compiled) == [True] * 2
 
 
-def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype)
-
-
 REFUSALS = {
     "width": (
-        lambda group: column_linears(_ones(2, 3), [_ones(4, 5)], group=group),
+        lambda group: column_linears(ones(2, 3), [ones(4, 5)], group=group),
         "ValueError: column_linears: input of shape [2, 3] does not fit the local weight of shape "
         "[4, 5]; the last dimension must be 5",
     ),
     "width of the second": (
-        lambda group: column_linears(_ones(2, 3), [_ones(4, 3), _ones(4, 5)], group=group),
+        lambda group: column_linears(ones(2, 3), [ones(4, 3), ones(4, 5)], group=group),
         "ValueError: column_linears: input of shape [2, 3] does not fit the local second of shape "
         "[4, 5]",
     ),
     "dtype of the third": (
         lambda group: column_linears(
-            _ones(2, 3), [_ones(4, 3), _ones(4, 3), _ones(4, 3, dtype=FP64)], group=group
+            ones(2, 3), [ones(4, 3), ones(4, 3), ones(4, 3, dtype=FP64)], group=group
         ),
         "TypeError: column_linears: third is Double but input is Float; cast one of them",
     ),
     "bias length": (
         lambda group: column_linears(
-            _ones(2, 3), [_ones(4, 3), _ones(4, 3)], [None, _ones(3)], group=group
+            ones(2, 3), [ones(4, 3), ones(4, 3)], [None, ones(3)], group=group
         ),
         "ValueError: column_linears: bias of shape [3] does not fit the local second of shape "
         "[4, 3]",
     ),
     "four weights": (
-        lambda group: column_linears(_ones(2, 3), [_ones(4, 3)] * 4, group=group),
+        lambda group: column_linears(ones(2, 3), [ones(4, 3)] * 4, group=group),
         "ValueError: column_linears: needs one to three weights, with as many biases if any, got 4 "
         "weights and 4 biases",
     ),
     "no weight": (
-        lambda group: column_linears(_ones(2, 3), [], group=group),
+        lambda group: column_linears(ones(2, 3), [], group=group),
         "ValueError: column_linears: needs one to three weights",
     ),
     "fewer biases": (
-        lambda group: column_linears(_ones(2, 3), [_ones(4, 3)] * 2, [None], group=group),
+        lambda group: column_linears(ones(2, 3), [ones(4, 3)] * 2, [None], group=group),
         "ValueError: column_linears: needs one to three weights, with as many biases if any, got 2 "
         "weights and 1 biases",
     ),
     "no tensor": (
-        lambda group: column_linears(_ones(2, 3), [_ones(4, 3), None], group=group),
+        lambda group: column_linears(ones(2, 3), [ones(4, 3), None], group=group),
         "TypeError: column_linears: second must be a tensor, got None",
     ),
     "integer input": (
-        lambda group: column_linears(_ones(2, 3, dtype=torch.int64), [_ones(4, 3)], group=group),
+        lambda group: column_linears(ones(2, 3, dtype=torch.int64), [ones(4, 3)], group=group),
         "TypeError: column_linears: input must be floating point, got Long",
     ),
     "group size": (
         lambda group: (
-            column_linears(
-                _ones(2, 3).requires_grad_(), [_ones(4, 3)], group=group._replace(size=4)
-            )[0]
+            column_linears(ones(2, 3).requires_grad_(), [ones(4, 3)], group=group._replace(size=4))[
+                0
+            ]
             .sum()
             .backward()
         ),

@@ -27,6 +27,7 @@ from reference_ops import (
     with_gradients,
     worst,
 )
+from torch import ones
 from torch.nn import functional
 
 from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, gather_from_region, lora_linear
@@ -372,35 +373,29 @@ def test_autocast_computes_in_the_lower_precision_and_keeps_fp32_gradients():
         assert relative_error(tensor.grad, wanted) <= 2 * TOLERANCE[torch.bfloat16]
 
 
-def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype)
-
-
 def _dropped(group: Group, dropout: Dropout) -> torch.Tensor:
-    return lora_linear(
-        _ones(2, 3), _ones(4, 3), _ones(2, 3), _ones(4, 2), dropout=dropout, group=group
-    )
+    return lora_linear(ones(2, 3), ones(4, 3), ones(2, 3), ones(4, 2), dropout=dropout, group=group)
 
 
 REFUSALS = {
     "input of another width": (
-        lambda group: lora_linear(_ones(2, 3), _ones(4, 5), _ones(2, 5), _ones(4, 2), group=group),
+        lambda group: lora_linear(ones(2, 3), ones(4, 5), ones(2, 5), ones(4, 2), group=group),
         "ValueError: lora_linear: input of shape [2, 3] does not fit the local weight of shape "
         "[4, 5]",
     ),
     "A of the whole layer on a shard": (
-        lambda group: lora_linear(_ones(2, 3), _ones(4, 3), _ones(2, 6), _ones(4, 2), group=group),
+        lambda group: lora_linear(ones(2, 3), ones(4, 3), ones(2, 6), ones(4, 2), group=group),
         "ValueError: lora_linear: lora_a of shape [2, 6] does not fit the local weight of shape "
         "[4, 3]; its last dimension must be 3",
     ),
     "B of the whole layer on a shard": (
-        lambda group: lora_linear(_ones(2, 3), _ones(4, 3), _ones(2, 3), _ones(8, 2), group=group),
+        lambda group: lora_linear(ones(2, 3), ones(4, 3), ones(2, 3), ones(8, 2), group=group),
         "ValueError: lora_linear: lora_b of shape [8, 2] does not fit lora_a of shape [2, 3] and "
         "the local weight of shape [4, 3]; it must be [4, 2]",
     ),
     "factors of two dtypes": (
         lambda group: lora_linear(
-            _ones(2, 3), _ones(4, 3), _ones(2, 3), _ones(4, 2, dtype=FP64), group=group
+            ones(2, 3), ones(4, 3), ones(2, 3), ones(4, 2, dtype=FP64), group=group
         ),
         "TypeError: lora_linear: lora_b is Double but lora_a is Float; cast one of them",
     ),
@@ -427,7 +422,7 @@ REFUSALS = {
     ),
     "integer factor": (
         lambda group: lora_linear(
-            _ones(2, 3), _ones(4, 3), _ones(2, 3, dtype=torch.int64), _ones(4, 2), group=group
+            ones(2, 3), ones(4, 3), ones(2, 3, dtype=torch.int64), ones(4, 2), group=group
         ),
         "TypeError: lora_linear: lora_a must be floating point, got Long",
     ),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from launch import finished, run_forked
 from ranks import pool
 from step_memory import config_of
 from test_thousand_ranks import CONFIGS as LARGE_CONFIGS
@@ -146,20 +145,13 @@ OFTEN = ("mixtral tp=2 ep=2",)  # the others are slow where memory is
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in OFTEN)) for each in CASES]
 )
-def test_the_peak_of_a_step_is_that_of_a_process(name: str, tmp_path: Path) -> None:
+def test_the_peak_of_a_step_is_that_of_a_process(name: str) -> None:
     changes, world = CASES[name]
     case = {"tp": 1, "ep": 1, "zero": 2, "rows": 4, "tokens": 512, "dtype": "float32"}
     case |= {"checkpointing": False, "r": None, "sequence_parallel": False, **changes}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
-    # Else glibc keeps what is freed, up to 32 MiB a tensor.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--standalone", str(SCRIPT), json.dumps(case)],
-        **{"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 900},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    peak, weights, states = json.loads(line.removeprefix("RESULT"))
+    printed = finished(run_forked([*command, SCRIPT, json.dumps(case)], timeout=900))
+    peak, weights, states = json.loads(printed.removeprefix("RESULT"))
     step = Step(
         rows=case["rows"],
         tokens=case["tokens"],
@@ -229,7 +221,7 @@ def assert_few_layers_tell_of_many(
 @pytest.mark.parametrize("own", [False, True], ids=["", "own tokens"])
 def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None, own: bool) -> None:
     config = config_of(kind)
-    config.num_hidden_layers = 9
+    config.num_hidden_layers = 5
     adapt = r and partial(adapt_all_linears, r=r)
     options = {"checkpointing": checkpointing, "sequence_parallel": own}
     step = Step(rows=2, tokens=64, adapt=adapt, **options)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from launch import finished, run_forked
 from reference import Tiny, batch
 
 import parallel_ext as px
@@ -28,18 +28,10 @@ def print_digests() -> None:
 
 
 def _digests(mode: str, folder: Path) -> list[str]:
-    folders = [str(each) for each in Path(__file__).parents[1].iterdir() if each.is_dir()]
-    code = f"import sys; sys.path[:0] = {folders!r}; import test_invariant_strict as test\n"
-    result = subprocess.run(
-        [sys.executable, "-c", code + "test.print_digests()"],
-        env={**os.environ, "PARALLEL_EXT_INVARIANT": mode},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.split()[-3:]
+    script = folder / "script.py"
+    script.write_text("import test_invariant_strict as test\ntest.print_digests()\n")
+    environment = {**os.environ, "PARALLEL_EXT_INVARIANT": mode}
+    return finished(run_forked([sys.executable, script], env=environment)).split()[-3:]
 
 
 def test_products_of_single_blocks_have_the_same_bits(tmp_path: Path) -> None:

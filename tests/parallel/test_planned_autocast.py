@@ -89,7 +89,7 @@ def test_few_layers_tell_of_many_under_autocast(
     kind: str, checkpointing: bool, r: int | None
 ) -> None:
     config = config_of(kind)
-    config.num_hidden_layers = 9
+    config.num_hidden_layers = 5
     step = Step(
         **{"rows": 2, "tokens": 64, "dtype": torch.float32, "autocast": BF16},
         checkpointing=checkpointing,

@@ -18,7 +18,7 @@ from parallel_ext.models.cogagent import CogAgentForCausalLM
 from parallel_ext.parallel.estimate import Planner, Step
 
 ROWS, TOKENS = 3, 71
-SIZES = {"hidden_size": 128, "intermediate_size": 211, "vocab_size": 509, "num_hidden_layers": 5}
+SIZES = {"hidden_size": 128, "intermediate_size": 211, "vocab_size": 509, "num_hidden_layers": 4}
 
 
 def _measured(
@@ -54,20 +54,25 @@ def _measured(
     [
         (1, 1, 2, None, False, torch.float32, False),
         (2, 1, 2, None, False, torch.float32, False),
-        (4, 1, 2, None, True, torch.float32, False),
         (2, 1, 2, None, True, torch.bfloat16, False),
         (1, 1, 2, 3, True, torch.float32, False),
         (2, 1, 2, 3, False, torch.float32, False),
-        (1, 2, 2, None, False, torch.float32, False),
         (1, 3, 3, None, True, torch.float32, False),
-        (2, 2, 2, None, True, torch.float32, False),
-        (2, 2, 3, None, False, torch.bfloat16, False),
         (1, 2, 2, 3, False, torch.float32, False),
         (2, 2, 3, 3, True, torch.float32, False),
         (2, 1, 2, None, False, torch.float32, True),
         (4, 1, 2, None, True, torch.float32, True),
         (2, 1, 2, 3, True, torch.float32, True),
         (2, 2, 2, None, False, torch.float32, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (4, 1, 2, None, True, torch.float32, False),
+                (1, 2, 2, None, False, torch.float32, False),
+                (2, 2, 2, None, True, torch.float32, False),
+                (2, 2, 3, None, False, torch.bfloat16, False),
+            ]
+        ),
     ],
 )
 def test_a_step_holds_and_sends_what_was_planned(
@@ -80,13 +85,14 @@ def test_a_step_holds_and_sends_what_was_planned(
         **{"checkpointing": checkpointing, "adapt": adapt, "sequence_parallel": own},
     )
     config = tiny_config(**SIZES)
-    estimate = Planner(config).estimate(tp * dp, tp, 1, step)
+    planner = Planner(config)
+    estimate = planner.estimate(tp * dp, tp, 1, step)
     weights, states, sent, _ = zip(*found, strict=True)
     assert estimate.weights == (max(weights), min(weights))
     assert estimate.optimizer == (max(states), min(states))
     assert sent[0] == planned(config, tp * dp, tp, 1, step)
     without = Step(**{**vars(step), "optimizer": "sgd"})
-    peak = Planner(config).estimate(tp * dp, tp, 1, without).peak
+    peak = planner.estimate(tp * dp, tp, 1, without).peak
     tolerance = 0.05 if dtype == torch.float32 else 0.1  # the CPU's products in bf16 take room
     if zero == 3:  # gloo frees what was gathered at any time, so that peaks differ by 20 %
         tolerance = 0.25
@@ -103,7 +109,7 @@ def test_few_layers_tell_of_many(checkpointing: bool, r: int | None) -> None:
         checkpointing=checkpointing,
         adapt=r and partial(adapt_all_linears, r=r),
     )
-    config = tiny_config(num_hidden_layers=9)
+    config = tiny_config(num_hidden_layers=5)
     assert_few_layers_tell_of_many(config, step)
 
 

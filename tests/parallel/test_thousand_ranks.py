@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -50,21 +51,23 @@ CASES = pytest.mark.parametrize("name", CONFIGS)
 
 
 @lru_cache
-def _model(name: str) -> transformers.PreTrainedModel:
+def _model(name: str, layers: int = 2) -> transformers.PreTrainedModel:
+    """Of few layers, which differ in their names alone."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = layers
     with init_empty_weights():
-        return transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@lru_cache
-def _layout(name: str) -> ModelLayout:
-    return layout_of(_model(name), spec_for(_model(name)), TP, EP[name])
+def _layout(model: transformers.PreTrainedModel, ep: int) -> ModelLayout:
+    return layout_of(model, spec_for(model), TP, ep)
 
 
-def _with_zero(name: str, world: int) -> ModelLayout:
+def _with_zero(layout: ModelLayout, ep: int, world: int) -> ModelLayout:
     """The layout after ``px.data_parallel``, which shares rows out among the replicas."""
-    layout, tensors = _layout(name), {}
+    tensors = {}
     for tensor in layout.tensors.values():
-        inner = EP[name] if ".experts." in tensor.name else TP
+        inner = ep if ".experts." in tensor.name else TP
         columns = [range(first, world, inner) for first in range(inner)]
         tensors[tensor.name] = tensor.shard_rows_further(columns)
     return replace(layout, tensors=tensors)
@@ -78,7 +81,8 @@ def _kinds(layouts: Iterable[TensorLayout]) -> set[TensorLayout]:
 @pytest.mark.parametrize("dp", [16, 128])
 def test_every_element_has_one_owner(name: str, dp: int) -> None:
     world = TP * dp
-    for layout in _kinds(_with_zero(name, world).tensors.values()):
+    with_zero = _with_zero(_layout(_model(name), EP[name]), EP[name], world)
+    for layout in _kinds(with_zero.tensors.values()):
         boxes = [box for rank in range(world) for box in layout.primary_boxes(rank)]
         _check_cover(boxes, layout.shape)
 
@@ -104,9 +108,8 @@ def test_the_count_of_owners_notices_a_hole_and_an_overlap() -> None:
 
 
 def test_more_expert_ranks_than_experts_are_refused() -> None:
-    model = _model("Mixtral-8x7B")
     with pytest.raises(ValueError, match="ep=64 is more than the 8 experts"):
-        layout_of(model, spec_for(model), TP, 64)
+        _layout(_model("Mixtral-8x7B"), 64)
 
 
 def _specs(layout: ModelLayout) -> list[TensorSpec]:
@@ -153,9 +156,11 @@ def _gap(layout: TensorLayout) -> int:
 
 @CASES
 def test_a_rank_reads_its_rows_and_experts_alone(name: str, tmp_path: Path) -> None:
-    layout, rank = _layout(name), 517
+    model, rank = _model(name), 517
+    layout = _layout(model, EP[name])
     files = plan_files(_specs(layout), 1)
-    _write_without_bytes(tmp_path, CONFIGS[name], files)
+    assert len(files) > 1
+    _write_without_bytes(tmp_path, model.config, files)
     read: dict[str, int] = {}
     with HFDirectory(tmp_path) as directory:
         directory.check(layout.in_files())
@@ -204,12 +209,12 @@ def _cost(function: Callable[[], Any]) -> _Cost:
 
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "Llama-405B"])
 def test_a_save_of_a_thousand_ranks_is_planned_in_a_second_and_100_mb(name: str) -> None:
-    world = 1024
-    plain = _layout(name)
+    world, ep = 1024, EP[name]
+    plain = _layout(_model(name, CONFIGS[name].num_hidden_layers), ep)
 
     def plan() -> list[PlannedFile]:
         """What each rank computes before it writes its first rows."""
-        layout = _with_zero(name, world).in_files()
+        layout = _with_zero(plain, ep, world).in_files()
         specs = [TensorSpec(each.name, DTYPE, each.shape) for each in layout.tensors.values()]
         files = plan_files(specs, world)
         layouts = dict(layout.tensors)

@@ -14,8 +14,8 @@ import torch
 
 from parallel_ext import _C
 
-SOURCE = Path(__file__).parents[2]
-CSRC = SOURCE / "csrc"
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "csrc"
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 STANDARD = f"-std=c++{_C.build_info()['cxx_standard'] // 100 % 100}"
 

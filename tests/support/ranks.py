@@ -34,11 +34,20 @@ def _nursery(number: int) -> forkserver.ForkServer:
     imported may start no threads and no CUDA.
     """
     nursery = forkserver.ForkServer()
-    nursery.set_forkserver_preload(
-        ["reference", "reference_cogagent", "transformers.models.mixtral.modeling_mixtral"]
-    )
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral")]
+    ours = ["reference_training", "reference_cogagent"]
+    nursery.set_forkserver_preload([*ours, "hypothesis", "transformers.trainer", *models])
     nursery.ensure_running()
     return nursery
+
+
+def fork(number: int, target: Callable[..., None], *args: Any) -> mp.Process:
+    """Start ``target(*args)`` in a fork of the nursery for ranks of this ``number``."""
+    process = _context.Process(target=target, args=args, daemon=True)
+    connect = _nursery(number % 2).connect_to_new_process
+    with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
+        process.start()
+    return process
 
 
 class RankError(AssertionError):
@@ -106,14 +115,11 @@ class Ranks:
 
     def _start(self) -> None:
         rendezvous = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "rendezvous")
-        nurseries = [_nursery(rank % 2) for rank in range(self.size)]  # which import side by side
-        for rank, nursery in enumerate(nurseries):
+        for rank in range(self.size):
+            _nursery(rank % 2)  # which import side by side
+        for rank in range(self.size):
             ours, theirs = _context.Pipe()
-            args = (rank, self.size, rendezvous, theirs, self.hosts)
-            process = _context.Process(target=_worker, args=args, daemon=True)
-            fork = nursery.connect_to_new_process
-            with _starting, mock.patch.object(forkserver, "connect_to_new_process", fork):
-                process.start()
+            process = fork(rank, _worker, rank, self.size, rendezvous, theirs, self.hosts)
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)

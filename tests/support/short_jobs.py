@@ -128,12 +128,19 @@ def _fork(case: Callable[[], None], rank: int, port: int, out: int) -> int:
     sys.exit(0)  # as a script ends, with all that the interpreter does then
 
 
-def job(case: Callable[[], None]) -> list[tuple[int, str]]:
+Job = list[tuple[int, int]]
+"""Process and output of each rank."""
+
+
+def start(case: Callable[[], None]) -> Job:
+    port, outputs = _free_port(), [os.memfd_create("output") for _ in range(2)]
+    return [(_fork(case, rank, port, output), output) for rank, output in enumerate(outputs)]
+
+
+def end(job: Job) -> list[tuple[int, str]]:
     """Exit code (negative for a signal) and output of each rank."""
-    port, results = _free_port(), []
-    outputs = [os.memfd_create("output") for _ in range(2)]
-    ranks = [_fork(case, rank, port, output) for rank, output in enumerate(outputs)]
-    for process, output in zip(ranks, outputs, strict=True):
+    results = []
+    for process, output in job:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         with open(output, "rb") as file:
             file.seek(0)  # of the ranks' file, too
@@ -147,10 +154,14 @@ if __name__ == "__main__":
     done: dict[str, Any] = {}
     for shared in (True, False):
         px._C.set_shared_memory(shared)
-        done[f"ends, {shared}"] = [job(ends) for _ in range(int(sys.argv[1]))]
-    for case in (
-        *(shuts_down, group_of_the_caller, raises, lost_after_the_store, lost_without_a_word),
-        *(lost_with_the_store, lost_before_the_groups, lost_among_the_groups),
-    ):
-        done[case.__name__] = [job(case)]
-    print(json.dumps(done))
+        done[f"ends, {shared}"] = [end(start(ends)) for _ in range(int(sys.argv[1]))]
+    for case in (shuts_down, group_of_the_caller, raises):
+        done[case.__name__] = [end(start(case))]
+    waiting = {  # all at once for those who do not come
+        case.__name__: start(case)
+        for case in (
+            *(lost_after_the_store, lost_without_a_word, lost_with_the_store),
+            *(lost_before_the_groups, lost_among_the_groups),
+        )
+    }
+    print(json.dumps(done | {name: [end(job)] for name, job in waiting.items()}))

@@ -120,17 +120,18 @@ def test_an_adapter_beside_experts_has_the_bits_of_one_process() -> None:
     check_layouts("mixtral", "adapter", [(2, (2, 2), 0), (4, (1, 2), 0), (4, (2, 4), 0)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
+@sweep(
     [
         *(("mixtral", ""), ("mixtral, an idle rank", ""), ("bf16 mixtral", "")),
         *(("mixtral", ", reentrant checkpointing"), ("balanced mixtral", ", autocast")),
     ],
+    [(4, (1, 2), 0), (4, (1, 4), 0), (3, (1, 3), 0), (4, (2, 4), 0)],
+    often=[(3, (1, 3), 0), (4, (2, 4), 0)],
 )
 def test_an_adapter_on_experts_over_dp_ranks_has_the_bits_of_one_process(
-    kind: str, how: str
+    case: tuple[str, str], layouts: Sequence[Layout]
 ) -> None:
-    layouts = [(4, (1, 2), 0), (4, (1, 4), 0), (3, (1, 3), 0), (4, (2, 4), 0)]
+    kind, how = case
     check_layouts(kind, f"adapter on experts{how}", layouts)
 
 

@@ -75,9 +75,18 @@ def test_a_loop_of_ones_own_has_the_balance_loss_of_train_leaves() -> None:
         assert_bits(found, of_one_process("balanced mixtral"))
 
 
-def test_an_adapter_on_experts_has_the_bits_of_one_process() -> None:
-    layouts = [(4, (2, 2), 3), (4, (2, 1), 2), (2, 1, 2), (4, (1, 2), 3), (3, (1, 3), 2)]
-    check_layouts("mixtral", "adapter on experts", [*layouts, (4, (2, 4), 2)])
+@sweep(
+    ["mixtral"],
+    [
+        *((4, (2, 2), 3), (4, (2, 1), 2), (2, 1, 2)),
+        *((4, (1, 2), 3), (3, (1, 3), 2), (4, (2, 4), 2)),
+    ],
+    often=[(4, (2, 2), 3), (4, (1, 2), 3), (4, (2, 4), 2)],
+)
+def test_an_adapter_on_experts_has_the_bits_of_one_process(
+    case: str, layouts: Sequence[Layout]
+) -> None:
+    check_layouts(case, "adapter on experts", layouts)
 
 
 WAYS = [

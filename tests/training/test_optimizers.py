@@ -50,22 +50,25 @@ def _one_step(model: Any, optimizer: torch.optim.Optimizer, data: dict[str, Any]
     return loss.item()
 
 
-def _hundred_steps(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[float, str, float]:
+def _some_steps(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[float, str]:
+    """After 5 and after 20 of them."""
     reference = LARGE.model()
     model = parallel(reference, mesh_of())
     optimizers = make(model), make(reference)
-    for step in range(100):
+    differences: dict[str, float] = {}
+    for step in range(20):
         one = batch(LARGE.vocab_size, rows=1, tokens=5, seed=step)
         ours, theirs = map(_one_step, (model, reference), optimizers, (one, one))
-    full = dict(reference.named_parameters())
-    return *worst(shard_differences(model, full, False)), abs(ours - theirs) / theirs
+        if step in (4, 19):
+            full = dict(reference.named_parameters())
+            found = {**shard_differences(model, full, False), "loss": abs(ours / theirs - 1)}
+            differences |= {f"step {step}: {name}": error for name, error in found.items()}
+    return worst(differences)
 
 
 @pytest.mark.parametrize("make", [_adamw, _sgd, _adafactor])
-def test_a_hundred_steps_equal_the_single_process_with_65535_rows_on_2_ranks(make: Any) -> None:
-    for error, name, loss in pool(2).run(_hundred_steps, make, timeout_s=300.0):
-        assert error <= 1e-10, f"{name} differs by {error:.1e}"
-        assert loss <= 1e-10
+def test_steps_equal_the_single_process_with_65535_rows_on_2_ranks(make: Any) -> None:
+    assert_within(pool(2).run(_some_steps, make, timeout_s=300.0), 1e-10)
 
 
 # Model, layout, stage of data_parallel, options of parallelize, options of the optimizer.
