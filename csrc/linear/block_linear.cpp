@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "base/fixed_product.h"
 #include "base/layout.h"
@@ -173,12 +174,11 @@ Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weigh
 
 Tensors<3> block_linears_meta(const at::Tensor& input, const at::Tensor&, const at::Tensor&,
                               const at::Tensor&, at::IntArrayRef blocks) {
+  constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();  // the kernel checks it
   const size_t each = blocks.size() / 3;
   const auto output = [&](size_t i) {
     auto shape = input.sym_sizes().vec();
-    int64_t width = 0;
-    for (size_t j = i * each; j < (i + 1) * each; j += 2) width += blocks[j + 1] - blocks[j];
-    shape.back() = width;
+    shape.back() = width_of(blocks_of("block_linears", blocks.slice(i * each, each), kAnySize));
     return at::empty_symint(shape, input.options());
   };
   return {output(0), output(1), output(2)};
