@@ -180,11 +180,15 @@ def _without(broken: str, tiny: Tiny) -> float:
         "replicated gradient sum",
         "embedding exchange",
         "head gradient sum",
-        "record exchange",
     ],
 )
 def test_parity_notices_a_missing(broken: str) -> None:
     assert max(pool(2).run(_without, broken, Tiny(heads=4, key_value_heads=1))) > 1e-3
+
+
+def test_a_loss_without_the_exchange_of_records_is_refused() -> None:
+    words = "is not all of the vocabulary [0, 101), but the group has one rank"
+    pool(2).assert_raises(_without, "record exchange", Tiny(), words=words)
 
 
 def _accumulated(tiny: Tiny, synchronize_each: bool) -> tuple[float, str, int]:
