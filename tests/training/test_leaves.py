@@ -459,7 +459,7 @@ def test_mistakes_in_own_loops_are_said_and_leave_the_gradients() -> None:
         "needs num_items_in_batch=",
         "without a backward(loss)",
         "before the last leaf",
-        "can be run once",
+        "this loop has run already",
         "those of another batch are running",
         "at least 1, got 0",
         "every rank passes those of the whole batch",
