@@ -50,6 +50,11 @@ SPEED = {  # that of train_step.py
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+LARGE = SPEED | {  # where what a load does once, however large the model, hardly counts
+    "hidden_size": harness.size(1024, 32),
+    "intermediate_size": harness.size(2816, 64),
+    "num_hidden_layers": harness.size(12, 1),
+}
 MEMORY = {  # an embedding of 1 GiB, and almost nothing else
     "vocab_size": harness.size(131073, 509),
     "hidden_size": harness.size(2048, 32),
@@ -100,10 +105,17 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def speed(options: Any) -> str:
     names = [OURS, DCP, DCP_HF, TORCH_SAVE, BOUND, BOUND_READS]
-    names += [UNHASHED, UNSYNCED, DCP_UNSYNCED]
+    return speed_tables(options, SPEED, [*names, UNHASHED, UNSYNCED, DCP_UNSYNCED])
+
+
+def large(options: Any) -> str:
+    return speed_tables(options, LARGE, [OURS, DCP, BOUND, BOUND_READS])
+
+
+def speed_tables(options: Any, sizes: dict[str, Any], names: Sequence[str]) -> str:
     answers = {}
     for malloc in harness.chosen(options.malloc, harness.MALLOC_MODES):
-        answers[malloc], size = run("speed", names, SPEED, malloc, options.repetitions)
+        answers[malloc], size = run("speed", names, sizes, malloc, options.repetitions)
     tables = [speed_table(kind, answers, size) for kind in ("save", "load")]
     return "\n\n".join([f"Weights and AdamW's state: {size:.0f} MiB.", *tables])
 
@@ -209,6 +221,7 @@ def planner(options: Any) -> str:
 
 PARTS = {
     "speed": speed,
+    "large": large,
     "memory": memory,
     "commit": commit,
     "asynchronous": asynchronous,

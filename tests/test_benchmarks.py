@@ -44,6 +44,7 @@ AS_THEY_ARE = ["lora.py --part linear"]  # under torchrun, each process with imp
 SLOW = {
     "checkpoint.py": {"parallel_ext, default": 2, "transformers": 2, "DCP": 2},
     "cogagent.py --part layers": {"float32, default": 2, "parallel_ext, float32": 1},
+    "training_checkpoint.py --part large": {"parallel_ext, default": 2, "bound, default": 2},
     "train_step.py": {"float32, default": 3},
     "cogagent.py --part towers": {"EVA2-CLIP-E": 2},
     "lora.py --part step": {"float32, default": 3},
