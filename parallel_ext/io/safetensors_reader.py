@@ -224,9 +224,7 @@ class SafetensorsFile:
     def _bytes(self, start: int, stop: int) -> bytes:
         """Read bytes of the file, compared with the hashes if there are any."""
         content = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        place = Place(start, content, torch.uint8)
-        for piece in Piece.of(place, self.chunk_bytes):
-            self.read_chunk(piece.start // self.chunk_bytes, [piece])
+        self._fill([Place(start, content, torch.uint8)])
         return bytes_of(content).tobytes()
 
     def _holds(self, start: int, stop: int) -> str:
@@ -319,9 +317,10 @@ class SafetensorsFile:
             return
         skips = self._record is None  # a hash is that of all bytes of a chunk
         places = places_of(*(entry.dtype, entry.shape, entry.start, box, out.detach()), skips=skips)
-        if later is not None:
-            later(places)
-            return
+        (self._fill if later is None else later)(places)
+
+    def _fill(self, places: Iterable[Place]) -> None:
+        """Read places, in the order of the file, chunk by chunk."""
         pieces = (piece for place in places for piece in Piece.of(place, self.chunk_bytes))
         for number, of_chunk in groupby(pieces, lambda piece: piece.start // self.chunk_bytes):
             self.read_chunk(number, list(of_chunk))

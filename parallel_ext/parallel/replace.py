@@ -102,7 +102,7 @@ class WantSharded:
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         for name in self.layers if torch.is_grad_enabled() else ():
-            if isinstance(getattr(module, name, None), ShardedModule):
+            if isinstance(getattr(module, name, None), ShardedModule):  # in a quarter of the time
                 continue
             try:
                 layer = module.get_submodule(name)
