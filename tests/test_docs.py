@@ -6,12 +6,12 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import transformers
+from launch import TORCHRUN, finished
 from pages import EXAMPLE, prepare_models, run_steps, steps_of
 from ranks import RankError, pool
 from versions import HAS_TRAINER
@@ -75,17 +75,15 @@ def test_no_block_of_a_page_is_skipped() -> None:
 
 
 def _torchrun(arguments: list[str], directory: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
-        [*command, *arguments],
+        [*TORCHRUN, *arguments],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=directory,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return finished(result)
 
 
 def test_the_quickstart_of_readme_is_the_minimal_example_which_trains(directory: Path) -> None:

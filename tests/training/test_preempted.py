@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from launch import TORCHRUN
 from ranks import pool
 from reference import quietly
 from reference_mixtral import Layout
@@ -154,11 +155,10 @@ def test_a_job_under_torchrun_saves_one_step_when_it_is_asked_to_end(tmp_path: P
     script.write_text(
         _SCRIPT.format(tests=str(Path(__file__).parents[1] / "support"), root=str(tmp_path))
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with quietly():
         job = subprocess.Popen(
-            [*command, str(script)], env=environment, stderr=subprocess.PIPE, text=True
+            [*TORCHRUN, str(script)], env=environment, stderr=subprocess.PIPE, text=True
         )
     try:
         deadline = time.monotonic() + 240
