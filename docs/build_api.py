@@ -5,6 +5,7 @@ It fails when pdoc warns of anything, after the pages are written.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -22,6 +23,8 @@ MODULES = [
 
 def build(directory: Path) -> list[str]:
     """Write the pages into ``directory`` and return what pdoc warned of."""
+    directory = directory.resolve()
+    os.chdir(Path(__file__).parent)  # beside the folder of the sources pdoc warns of two packages
     pdoc.render.configure(docformat="google", show_source=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
