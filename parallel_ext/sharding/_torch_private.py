@@ -84,6 +84,14 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules of ``module`` itself by the names of its attributes.
+
+    ``module.named_children()`` takes several times as long.
+    """
+    return module._modules
+
+
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Return whether a buffer of ``module`` stands in its ``state_dict()``."""
     return buffer not in module._non_persistent_buffers_set

@@ -137,6 +137,8 @@ class TensorLayout:
         """Return the boxes that ``rank`` sends: those that no lower rank holds."""
         if rank >= self.copy_size:
             return ()
+        if self.dim is None:
+            return (self.whole,)
         return tuple(box for box in self.boxes(rank) if self.primary_ranks[box] == rank)
 
     def replicas(self, rank: int) -> tuple[int, ...]:

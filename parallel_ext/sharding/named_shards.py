@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from parallel_ext.sharding._torch_private import is_persistent, own_parameters, without_wrappers
+from parallel_ext.sharding._torch_private import (
+    is_persistent,
+    own_modules,
+    own_parameters,
+    without_wrappers,
+)
 from parallel_ext.sharding.layout import TensorLayout
 
 
@@ -46,10 +51,9 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         seen.add(module)
         yield path, module
-        children = [
-            (f"{path}.{name}" if path else name, each) for name, each in module.named_children()
-        ]
-        todo += reversed(children)
+        prefix = f"{path}." if path else ""
+        children = reversed(own_modules(module).items())
+        todo += [(prefix + name, child) for name, child in children if child is not None]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
