@@ -34,6 +34,20 @@ void check_lora_linear(const char* op, const at::Tensor& input, const at::Tensor
                     "; it must be [", weight.size(0), ", ", lora_a.size(0), "]");
 }
 
+// a b + scale * c d + bias. The small product comes first, to which a GEMM adds the large one in
+// its accumulators: so large numbers are rounded once, and pass through memory once.
+at::Tensor with_scaled_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                               const at::Tensor& d, double scale,
+                               const std::optional<at::Tensor>& bias) {
+  if (a.scalar_type() != c.scalar_type()) {  // fp16, whose adapter is in fp32
+    at::Tensor sum = bias ? at::addmm(*bias, a, b) : at::mm(a, b);
+    return sum.add_(at::mm(c, d), scale);
+  }
+  at::Tensor sum = bias ? at::addmm(*bias, c, d, 1, scale)
+                        : at::empty({a.size(0), b.size(1)}, a.options()).addmm_(c, d, 0, scale);
+  return sum.addmm_(a, b);
+}
+
 constexpr int64_t kTileBytes = 1 << 20;  // of the input at a time, whose dropped form fits in cache
 
 // Calls use(first_row, input, dropped) for tiles of rows, with a buffer for their dropped form. On
@@ -80,8 +94,8 @@ Tensors<2> lora_linear_forward_kernel(const at::Tensor& input, const at::Tensor&
   const auto dtype = dtype_of_adapter(input);
   at::Tensor lora_a_out = lora_a_out_of(rows.to(dtype), lora_a.to(dtype), dropout);
   at::Tensor output =
-      bias && group.alone() ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
-  add_scaled_product(output, lora_a_out.t(), lora_b.to(dtype).t(), scale * dropout.scale());
+      with_scaled_product(rows, weight.t(), lora_a_out.t(), lora_b.to(dtype).t(),
+                          scale * dropout.scale(), group.alone() ? bias : std::nullopt);
   if (!group.alone()) {
     all_reduce_sum(op, output, group);  // numel(output), every rank
     if (bias) output.add_(*bias);
@@ -143,7 +157,7 @@ Tensors<5> lora_linear_backward_kernel(const at::Tensor& grad_output, const at::
   const auto dtype = dtype_of_adapter(input);
   const at::Tensor wide_rows = rows.to(dtype), wide_grads = grad_rows.to(dtype);
   scale *= dropout.scale();
-  if (needed[0]) grad_input = at::mm(grad_rows, weight).to(dtype);
+  if (needed[0] && dropout.p > 0) grad_input = at::mm(grad_rows, weight).to(dtype);
   if (needed[0] || needed[2]) {
     const at::Tensor factor_a = lora_a.to(dtype);
     // [r, T], without the scale
@@ -152,7 +166,10 @@ Tensors<5> lora_linear_backward_kernel(const at::Tensor& grad_output, const at::
       grad_a = through_dropout(wide_rows, grad_lora_a_out, factor_a, dropout, scale,
                                needed[0] ? grad_input : at::Tensor());
     } else {
-      if (needed[0]) grad_input.addmm_(grad_lora_a_out.t(), factor_a, 1, scale);
+      if (needed[0]) {
+        grad_input =
+            with_scaled_product(grad_rows, weight, grad_lora_a_out.t(), factor_a, scale, {});
+      }
       if (needed[2]) grad_a = at::mm(grad_lora_a_out, wide_rows);
     }
   }
