@@ -13,6 +13,9 @@
 namespace parallel_ext {
 namespace {
 
+// For kernels of which so many fit without spills: with few threads memory waits for them.
+constexpr int kMoreBlocks = kLeastBlocks + 1;
+
 template <typename wide_t>
 constexpr wide_t kLowest = -std::numeric_limits<wide_t>::infinity();
 
@@ -76,7 +79,7 @@ __device__ __forceinline__ void add(const wide_t (&z)[size], int64_t column, con
   for (int i = 0; i < size; ++i) max = std::fmax(max, z[i]);
   if (max > part.max) {
     part.max = max;
-    if (!part.found_nan) {
+    if (rows.id >= 0 && !part.found_nan) {
       PARALLEL_EXT_UNROLL
       for (int i = size - 1; i >= 0; --i) part.id = z[i] == max ? column + i : part.id;
     }
@@ -115,7 +118,7 @@ __device__ __forceinline__ void add(const wide_t (&z)[size], int64_t column, con
     for (int i = size - 1; i >= 0; --i) {
       if (z[i] == z[i]) continue;
       part.found_nan = true;
-      part.id = column + i;
+      if (rows.id >= 0) part.id = column + i;
     }
   }
 }
@@ -186,9 +189,9 @@ __device__ __forceinline__ void widen_all(const Loaded<scalar_t, size>& logits, 
 }
 
 // Calls use(column, logits) for the logits of a row that this thread serves: `size` of them where
-// whole packs are aligned, one at a time before and after these. Each pack is loaded before the one
-// in front of it is used, else memory waits for arithmetic. Without `reads` they are undefined.
-template <int size, typename scalar_t, typename Use>
+// whole packs are aligned, one at a time before and after these. Each pack is loaded while `ahead`
+// in front of it are used, else memory waits for arithmetic. Without `reads` they are undefined.
+template <int size, int ahead, typename scalar_t, typename Use>
 __device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, bool reads,
                                         const Use& use) {
   const int64_t thread = threadIdx.x, threads = blockDim.x, step = threads * size;
@@ -203,12 +206,21 @@ __device__ __forceinline__ void for_row(const scalar_t* row, int64_t columns, bo
   };
   for (int64_t column = thread; column < head; column += threads) use_one(column);
   int64_t column = head + thread * size;
-  Loaded<scalar_t, size> next;
-  if (reads && column < tail) next = loaded<size>(row + column);
-  for (; column < tail; column += step) {
-    const Loaded<scalar_t, size> logits = next;
-    if (reads && column + step < tail) next = loaded<size>(row + column + step);
-    use(column, logits);
+  Loaded<scalar_t, size> next[ahead];
+  PARALLEL_EXT_UNROLL
+  for (int i = 0; i < ahead; ++i) {
+    const int64_t first = column + i * step;
+    if (reads && first < tail) next[i] = loaded<size>(row + first);
+  }
+  for (; column < tail; column += ahead * step) {
+    PARALLEL_EXT_UNROLL
+    for (int i = 0; i < ahead; ++i) {
+      const int64_t own = column + i * step, later = own + ahead * step;
+      if (own >= tail) break;
+      const Loaded<scalar_t, size> logits = next[i];
+      if (reads && later < tail) next[i] = loaded<size>(row + later);
+      use(own, logits);
+    }
   }
   for (column = tail + thread; column < columns; column += threads) use_one(column);
 }
@@ -295,11 +307,13 @@ __device__ void put_stats(const ShardOnCuda<scalar_t>& shard, const StatsRows& r
 }
 
 // The threads of a row read it once. Their parts are merged by halves of the threads, so always in
-// the same order.
-template <typename scalar_t, int size>
-__global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
-    stats_kernel(const ShardOnCuda<scalar_t> shard, const StatsRows rows,
+// the same order. `plain`: only the rows that every loss has; what no row needs takes no registers,
+// so that a multiprocessor has room for more threads.
+template <typename scalar_t, int size, bool plain>
+__global__ void __launch_bounds__(kBlockThreads, plain ? kMoreBlocks : kLeastBlocks)
+    stats_kernel(const ShardOnCuda<scalar_t> shard, const StatsRows wanted,
                  wide_of<scalar_t>* __restrict__ partial_stats) {
+  const StatsRows rows = plain ? StatsRows(false, false, false) : wanted;
   using wide_t = wide_of<scalar_t>;
   __shared__ Part<wide_t> parts[kBlockThreads];
   Part<wide_t>* own = parts + threadIdx.y * blockDim.x + threadIdx.x;
@@ -307,7 +321,7 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     Part<wide_t> part = empty_part<wide_t>();
     if (token < shard.num_tokens) {
       const scalar_t* row = shard.logits + token * shard.stride;
-      for_row<size>(row, shard.size, true, [&](int64_t column, const auto& logits) {
+      for_row<size, 1>(row, shard.size, true, [&](int64_t column, const auto& logits) {
         constexpr int kCount = std::decay_t<decltype(logits)>::kCount;
         constexpr int kAtOnce = std::min<int>(kCount, sizeof(wide_t) == 8 ? 2 : 8);  // no spills
         PARALLEL_EXT_UNROLL
@@ -395,7 +409,7 @@ __device__ __forceinline__ void gradients(const wide_t (&z)[size], const Factors
 // Each logit is read before its gradient is written, by the same thread, so that the gradient may
 // overwrite the logits.
 template <typename scalar_t, int size>
-__global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
+__global__ void __launch_bounds__(kBlockThreads, kMoreBlocks)
     gradient_kernel(const ShardOnCuda<scalar_t> shard,
                     const wide_of<scalar_t>* __restrict__ normalizer,
                     const wide_of<scalar_t>* __restrict__ factors, scalar_t* grad_logits,
@@ -408,7 +422,7 @@ __global__ void __launch_bounds__(kBlockThreads, kLeastBlocks)
     const int64_t label = shard.labels[token] - shard.vocab_start;
     const scalar_t* row = shard.logits + token * shard.stride;
     scalar_t* out = grad_logits + token * grad_stride;
-    for_row<size>(row, shard.size, !all_zero, [&](int64_t column, const auto& logits) {
+    for_row<size, 2>(row, shard.size, !all_zero, [&](int64_t column, const auto& logits) {
       constexpr int kCount = std::decay_t<decltype(logits)>::kCount;
       wide_t z[kCount], grad[kCount] = {};
       if (!all_zero) {
@@ -430,7 +444,8 @@ void vocab_stats_on_cuda(const ShardOnCuda<scalar_t>& shard, const StatsRows& ro
   if (shard.num_tokens == 0) return;                     // CUDA refuses an empty grid
   constexpr int kSize = 2 * kWidest / sizeof(scalar_t);  // two loads before the first use
   constexpr int64_t kLeast = 8;  // of these a thread takes, or merging takes longer than reading
-  launch(stats_kernel<scalar_t, kSize>,
+  const bool plain = rows.count == StatsRows(false, false, false).count;
+  launch(plain ? stats_kernel<scalar_t, kSize, true> : stats_kernel<scalar_t, kSize, false>,
          grid_of_whole_rows(shard.num_tokens, shard.size / (kSize * kLeast)), device, shard, rows,
          partial_stats);
 }

@@ -19,7 +19,7 @@ struct StatsRows {
   int64_t id = -1;                       // bits of the lowest id of the maximum: int32 in fp32
   int64_t count = 3;
 
-  StatsRows(bool with_smooth, bool with_moment, bool with_id) {
+  constexpr StatsRows(bool with_smooth, bool with_moment, bool with_id) {
     if (with_smooth) smooth = count, count += 2;
     if (with_moment) moment = count++;
     if (with_id) id = count++;

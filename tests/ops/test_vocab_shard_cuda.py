@@ -314,8 +314,11 @@ def test_rows_may_lie_more_than_2_to_the_31_numbers_apart(kernels):
 MUTATIONS = {
     "numbers before the packs forgotten": ("column < head;", "column < 0;"),
     "numbers behind the packs forgotten": ("tail + thread; column < columns", "tail; column < 0"),
-    "packs forgotten": ("column += step", "column += 2 * step"),
-    "the next pack too late": ("row + column + step)", "row + column)"),
+    "packs forgotten": ("column += ahead * step", "column += 2 * ahead * step"),
+    "the first pack twice": ("first = column + i * step", "first = column"),
+    "the next pack too late": ("row + later)", "row + own)"),
+    "only what every loss has": ("plain = rows.count ==", "plain = rows.count >="),
+    "no id of a NaN": ("if (rows.id >= 0) part.id = column + i;", ""),
     "a part of a record forgotten": ("half > 0", "half > 1"),
     "no barrier between the halves": ("__syncthreads();\n      if", "if"),
     "a token forgotten": ("first += step", "first += 2 * step"),
