@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/kernel_choice.h"
 #include "base/product.h"
 #include "base/workspace.h"
 #include "comm/comm.h"
@@ -32,6 +33,9 @@ using MaybeTensor = std::optional<at::Tensor>;
 // The ids of a tile that need not hold all of the rank's: on the CPU, so many that its logits stay
 // in the cache; on a GPU, so many that the products are at their full speed.
 int64_t ids_of_tile(const at::Tensor& input) { return input.is_cpu() ? 8192 : 65536; }
+
+// The tokens of a tile that holds all of the rank's ids, on a GPU.
+constexpr int64_t kTokensOfWholeRows = 4096;
 
 constexpr int64_t kRowAlignment = 64;  // elements
 
@@ -54,18 +58,17 @@ struct Operands {
     tokens = ranges_of(input.size(0), tokens_of_tile(input_in));
   }
 
-  int64_t largest_tile() const { return tokens.empty() ? 0 : tokens.front().size; }
-
   at::Tensor labels_of(Range part) const { return labels.narrow(0, part.start, part.size); }
 };
 
 // Memory for the logits of one tile, which the next tile overwrites.
 class Tile {
  public:
-  Tile(const Operands& operands, int64_t ids)
-      : room_(pooled_empty(
-            {operands.largest_tile(), (ids + kRowAlignment - 1) / kRowAlignment * kRowAlignment},
-            operands.input.options())) {}
+  // For some of `tokens` by `ids`.
+  Tile(const Operands& operands, const std::vector<Range>& tokens, int64_t ids)
+      : room_(pooled_empty({tokens.empty() ? 0 : tokens.front().size,
+                            (ids + kRowAlignment - 1) / kRowAlignment * kRowAlignment},
+                           operands.input.options())) {}
 
   at::Tensor logits(const Operands& operands, Range tokens, Range ids) const {
     at::Tensor logits = room_.narrow(0, 0, tokens.size).narrow(1, 0, ids.size);
@@ -157,19 +160,24 @@ struct Gradients {
   }
 };
 
-// The partial statistics of all tokens; in the same pass the expected rows, if wanted.
+// The partial statistics of all tokens; in the same pass the expected rows, if wanted. What is
+// added over tiles of ids is in the CPU's cache; on a GPU it would be passes over memory, and a
+// tile has all ids.
 at::Tensor stats_of_tiles(const VocabLoss& loss, const Operands& operands, const StatsRows& rows,
                           ExpectedRows* expected) {
-  const int64_t most_ids = ids_of_tile(operands.input);
-  const auto ids = ranges_of(std::max<int64_t>(operands.head.size(0), 1), most_ids);
-  const Tile tile(operands, std::min(most_ids, operands.head.size(0)));
+  const bool whole_rows = !use_cpu_loops(operands.input);
+  const int64_t num_ids = operands.head.size(0), at_least_one = std::max<int64_t>(num_ids, 1);
+  const auto ids = ranges_of(at_least_one, whole_rows ? at_least_one : ids_of_tile(operands.input));
+  const auto tiles =
+      whole_rows ? ranges_of(operands.input.size(0), kTokensOfWholeRows) : operands.tokens;
+  const Tile tile(operands, tiles, std::min(ids.front().size, num_ids));
   const auto wide = wide_type(operands.input);
   at::Tensor all_stats =
       at::empty({rows.count, operands.input.size(0)}, operands.input.options().dtype(wide));
-  for (const Range tokens : operands.tokens) {
+  for (const Range tokens : tiles) {
     std::vector<at::Tensor> parts;
     for (Range part : ids) {
-      part.size = std::min(part.size, operands.head.size(0));  // 0 for an empty shard
+      part.size = std::min(part.size, num_ids);  // 0 for an empty shard
       const VocabShard shard =
           loss.shard(tile.logits(operands, tokens, part), operands.labels_of(tokens),
                      loss.vocab_start + part.start);
@@ -191,7 +199,7 @@ at::Tensor gradients_of_tiles(const VocabLoss& loss, const Operands& operands,
                               const StatsRows& rows, const Tokens& tokens, const Exchange& exchange,
                               Gradients& gradients) {
   const Range ids{0, operands.head.size(0)};
-  const Tile tile(operands, ids.size);
+  const Tile tile(operands, operands.tokens, ids.size);
   const at::Tensor one = at::ones({}, operands.input.options().dtype(wide_type(operands.input)));
   std::vector<at::Tensor> all_stats;
   for (const Range part : operands.tokens) {
@@ -269,7 +277,7 @@ Tensors<3> backward_kernel(const MaybeTensor& grad_loss, const MaybeTensor& grad
   Gradients gradients(operands, wide_type(input), needed);
   if (needed[0] && head_weight.size(0) == 0) gradients.input.zero_();
   const int64_t most_ids = ids_of_tile(input);
-  const Tile tile(operands, std::min(most_ids, head_weight.size(0)));
+  const Tile tile(operands, operands.tokens, std::min(most_ids, head_weight.size(0)));
   for (const Range ids : ranges_of(head_weight.size(0), most_ids)) {
     for (const Range part : operands.tokens) {
       at::Tensor logits = tile.logits(operands, part, ids);
@@ -313,12 +321,15 @@ at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTenso
   const auto wide = expected_rows.scalar_type();
   const at::Tensor factors =
       factors_of(loss, {grad_loss, grad_log_sum_exp, {}}, tokens_of(loss, labels), normalizer);
+  const at::Tensor column_row = loss.label_smoothing > 0
+                                    ? loss.logit_scale * weighted_row(loss, head_weight, wide)
+                                    : at::Tensor();
+  if (use_cuda_kernel(expected_rows)) {
+    return frozen_gradient_on_cuda(loss, expected_rows, head_weight, labels, factors, column_row);
+  }
   const auto factor = [&factors](int64_t row) { return in_columns(factors[row]); };
   at::Tensor grad = expected_rows * factor(GradientRows::kProbability);
-  if (loss.label_smoothing > 0) {
-    const at::Tensor of_columns = loss.logit_scale * weighted_row(loss, head_weight, wide);
-    grad.sub_(factor(GradientRows::kColumn) * of_columns);
-  }
+  if (column_row.defined()) grad.sub_(factor(GradientRows::kColumn) * column_row);
   if (num_rows > 0) {
     const at::Tensor row = labels - loss.vocab_start;
     const at::Tensor foreign = (row < 0).logical_or(row >= num_rows);

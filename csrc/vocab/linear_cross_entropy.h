@@ -1,4 +1,5 @@
-// What the forward of the fused head and loss computes ahead, for its backward.
+// What the forward of the fused head and loss computes ahead, for its backward; and what CUDA
+// kernels compute of the gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,5 +42,15 @@ inline at::ScalarType type_ahead(const at::Tensor& input) {
   const bool one_tile = input.sym_size(0) <= tokens_of_tile(input);
   return one_tile && input.scalar_type() != at::kHalf ? input.scalar_type() : wide_type(input);
 }
+
+// numbers *= factor, one number on the device; contiguous numbers of a GPU.
+void multiply_on_cuda(const at::Tensor& numbers, const at::Tensor& factor);
+
+// The gradient of the hidden states in front of a frozen head, [T, H], from the expected row of
+// each token, wide, and the factors [GradientRows::kCount, T]. column_row [H], wide, is what
+// kColumn multiplies; undefined without label smoothing.
+at::Tensor frozen_gradient_on_cuda(const VocabLoss& loss, const at::Tensor& expected_rows,
+                                   const at::Tensor& head, const at::Tensor& labels,
+                                   const at::Tensor& factors, const at::Tensor& column_row);
 
 }  // namespace parallel_ext

@@ -2,6 +2,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/empty.h>
 
+#include "base/kernel_choice.h"
 #include "check.h"
 #include "comm/comm.h"
 #include "linear/ops.h"
@@ -173,8 +174,12 @@ class LinearVocabCrossEntropy : public torch::autograd::Function<LinearVocabCros
  private:
   // Scales in place. The factor is not read back from a device or from a compiler's tracer.
   static at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType dtype) {
-    const bool known = factor.is_cpu() && !at::isTensorSubclassLike(factor);
-    if (!known || factor.item().toDouble() != 1) gradient.mul_(factor);
+    const bool traced = at::isTensorSubclassLike(gradient) || at::isTensorSubclassLike(factor);
+    if (use_cuda_kernel(gradient) && gradient.is_contiguous() && !traced) {
+      multiply_on_cuda(gradient, factor);
+    } else if (!factor.is_cpu() || traced || factor.item().toDouble() != 1) {
+      gradient.mul_(factor);
+    }
     return gradient.to(dtype);
   }
 };
