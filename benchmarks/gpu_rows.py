@@ -56,6 +56,8 @@ class Row:
         same: the competitors whose results are to be ours, to rounding.
         quick: whether it is repeated as often as asked; else three times.
         after: done behind each run, not timed.
+        ahead: whether the host is ahead of the GPU, as it is within a step: what it takes to start
+            the work then does not count.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Row:
     same: tuple[str, ...] = ()
     quick: bool = True
     after: Callable[[], None] = lambda: None
+    ahead: bool = False
 
 
 def _random(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -116,12 +119,13 @@ def cross_entropy(device: torch.device) -> Iterator[Row]:
                 for name, peer in peers.items()
             }
             name = f"cross entropy, V = {vocab_size}, {str(dtype)[6:]}"
-            yield Row(f"{name}, forward", {OURS: forward}, bytes=logits.nbytes)
+            yield Row(f"{name}, forward", {OURS: forward}, bytes=logits.nbytes, ahead=True)
             yield Row(
                 *(f"{name}, with gradient", {OURS: _gradients(ours, [logits], None), **of_peers}),
                 bytes=3 * logits.nbytes,
                 limits=dict.fromkeys(peers, 1.0),
                 same=(*peers,),
+                ahead=True,
             )
 
 
@@ -158,6 +162,7 @@ def head(device: torch.device) -> Iterator[Row]:
             flops=(2 + trained) * flops,
             limits={"products": 1.10, "HuggingFace": 1.0},
             same=("HuggingFace",),
+            ahead=True,
         )
 
 
@@ -182,6 +187,7 @@ def embedding(device: torch.device) -> Iterator[Row]:
             bytes=4 * grad.nbytes + weight.nbytes,
             limits={"torch": 1.0},
             same=("torch",),
+            ahead=True,
         )
 
 
@@ -222,6 +228,7 @@ def mixture(device: torch.device) -> Iterator[Row]:
             flops=3 * 2 * TOKENS * top_k * 3 * inner * hidden,
             limits={"transformers, grouped_mm": 1.0, "a dense product": 1 / 0.6},
             same=("transformers, grouped_mm",),
+            ahead=True,
         )
 
 
@@ -255,6 +262,7 @@ def lora(device: torch.device) -> Iterator[Row]:
             flops=4 * TOKENS * HIDDEN**2,
             limits={"frozen linear": 1.15, "PEFT": 1.0},
             same=() if p else ("PEFT",),
+            ahead=True,
         )
     mask, plain_x = ops.Dropout(p=0.05, key=1, step=1), x.detach()
     yield Row(
@@ -265,6 +273,7 @@ def lora(device: torch.device) -> Iterator[Row]:
         },
         bytes=2 * x.nbytes,
         limits={"torch": 1.0},
+        ahead=True,
     )
 
 
