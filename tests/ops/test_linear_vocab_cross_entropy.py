@@ -103,11 +103,15 @@ def _errors_of_tiles(
     return linear_errors(group, operands, labels, options, trained)
 
 
-@pytest.mark.parametrize(("num_tokens", "vocab_size"), [(300, 20001), (2100, 70)])
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_size", "aten"),
+    [(300, 20001, False), (2100, 70, False), (4200, 7, True)],  # the last as on a GPU
+)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @EACH_TRAINED
-def test_tiles_of_ids_or_tokens_equal_unsharded(trained, reduction, num_tokens, vocab_size):
-    assert_within(on_ranks(2, _errors_of_tiles, trained, reduction, num_tokens, vocab_size))
+def test_tiles_of_ids_or_tokens_equal_unsharded(trained, reduction, num_tokens, vocab_size, aten):
+    arguments = trained, reduction, num_tokens, vocab_size
+    assert_within(on_ranks(2, _errors_of_tiles, *arguments, aten=aten))
 
 
 def _errors_of_random_options(
