@@ -176,6 +176,7 @@ def test_an_op_waits_for_a_gpu_no_more_than_it_may(
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as in tests: ops by blocks ask for more or less by it
     with device_path(CPU):
         numbers = {name: _measured(_work(name, CPU)) for name in [*REGISTERED, *MODELS]}
     known = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"cuda waits": {}}
