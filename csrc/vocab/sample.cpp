@@ -177,6 +177,7 @@ at::Tensor vocab_argmax_kernel(const at::Tensor& logits, int64_t vocab_size, int
       return vocab_argmax_by_kernels(with_adjacent_columns(logits), vocab_start, group);
     }
   }
+  if (group.alone() && logits.size(1) > 0) return logits.argmax(1).add_(vocab_start);
   const auto wide = logits.options().dtype(at::kDouble);
   at::Tensor score = at::full({logits.size(0)}, -kInfinity, wide);
   at::Tensor id = at::full_like(score, kLastId, wide.dtype(at::kLong));

@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import world
 from parallel_ext.ops import Group
+from parallel_ext.sharding._torch_private import own_parameters
 from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 from parallel_ext.sharding.shards import LocalShard
 from parallel_ext.sharding.slices import like, local_part, take
@@ -38,7 +39,8 @@ class ShardedModule(nn.Module):
             ValueError: somebody has put a tensor of another shape there, such as the full one,
                 with which every rank would compute all, and the sum over them be a multiple.
         """
-        tensor = getattr(self, attribute)
+        own = own_parameters(self)  # faster than by attribute, which a parametrization needs
+        tensor = own[attribute] if attribute in own else getattr(self, attribute)
         if tensor is not None and tensor.shape != self._shapes[attribute]:
             layout, rank = self.layouts[attribute], self.group.rank
             raise ValueError(
