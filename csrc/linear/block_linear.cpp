@@ -62,6 +62,8 @@ std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t siz
 
 at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
                        int64_t num_blocks, const Group& group) {
+  TORCH_CHECK_VALUE(copies >= 1 && num_blocks % copies == 0, op,
+                    ": copies must divide the number of blocks ", num_blocks, ", got ", copies);
   const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
   const int64_t rank = rank_in_group(op, group);
   int64_t first = bounds[rank], last = bounds[rank + 1];

@@ -307,7 +307,17 @@ REFUSALS = {
     ),
     "blocks of no copy": (
         lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((0, 4),), 1)], copies=0),
-        "ValueError: block_linears: copies must be at least 1, got 0",
+        "ValueError: block_linears: copies must divide the number of blocks 1, got 0",
+    ),
+    "copies of a bias that leave a block over": (
+        lambda: ops.block_bias(ONES(1, 4), ONES(4), ops.Blocks(((0, 2), (2, 4)), 3), copies=2),
+        "ValueError: block_bias: copies must divide the number of blocks 3, got 2",
+    ),
+    "copies that leave a block over, in a backward": (
+        lambda: torch.ops.parallel_ext.block_bias_backward(
+            ONES(1, 4), ONES(4), [0, 2, 2, 4], 0, 2, 1, ""
+        ),
+        "ValueError: block_bias_backward: copies must divide the number of blocks 2, got 0",
     ),
     "a block in reverse": (
         lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks(((3, 1),), 1)),
