@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "base/cuda_grid.h"
-#include "base/wide_store.h"
 #include "vocab/linear_cross_entropy_cuda.h"
 #include "vocab/shard_rows.h"
 
@@ -11,22 +10,21 @@ namespace {
 
 constexpr int64_t kBlocksOfScale = 2048;  // fill a GPU, and are soon gone where the factor is 1
 
-template <typename scalar_t>
+template <typename scalar_t, int size>
 __global__ void __launch_bounds__(kBlockThreads)
     scale_kernel(scalar_t* __restrict__ numbers, int64_t count,
                  const wide_of<scalar_t>* __restrict__ factor_in) {
-  constexpr int kSize = kWidest / sizeof(scalar_t);
   const wide_of<scalar_t> factor = *factor_in;
   if (factor == 1) return;
   const GridThread thread = this_thread();
-  const int64_t whole = count / kSize;
+  const int64_t whole = count / size;
   for (int64_t i = thread.x; i < whole; i += thread.num_x) {
-    Pack<scalar_t, kSize> pack = packs<kSize>(numbers)[i];
+    Pack<scalar_t, size> pack = packs<size>(numbers)[i];
     PARALLEL_EXT_UNROLL
-    for (int j = 0; j < kSize; ++j) store(widen(pack.value[j]) * factor, pack.value + j);
-    store_wide<kWidest>(&pack, packs<kSize>(numbers) + i);
+    for (int j = 0; j < size; ++j) store(widen(pack.value[j]) * factor, pack.value + j);
+    packs<size>(numbers)[i] = pack;
   }
-  for (int64_t i = whole * kSize + thread.x; i < count; i += thread.num_x) {
+  for (int64_t i = whole * size + thread.x; i < count; i += thread.num_x) {
     store(widen(numbers[i]) * factor, numbers + i);
   }
 }
@@ -79,10 +77,12 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <typename scalar_t>
 void scale_on_cuda(scalar_t* numbers, int64_t count, const wide_of<scalar_t>* factor, int device) {
   if (count == 0) return;  // CUDA refuses an empty grid
-  const int64_t of_block = kBlockThreads * kWidest / sizeof(scalar_t);
-  launch(scale_kernel<scalar_t>,
-         grid_of_blocks(std::min(kBlocksOfScale, (count + of_block - 1) / of_block)), device,
-         numbers, count, factor);
+  with_size<scalar_t>(address(numbers), [&](auto size) {
+    const int64_t of_block = kBlockThreads * size;
+    launch(scale_kernel<scalar_t, size>,
+           grid_of_blocks(std::min(kBlocksOfScale, (count + of_block - 1) / of_block)), device,
+           numbers, count, factor);
+  });
 }
 
 template <typename scalar_t>

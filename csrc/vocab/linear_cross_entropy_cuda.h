@@ -11,8 +11,8 @@ namespace parallel_ext {
 
 // The kernels run on the current stream of the device.
 
-// Multiplies `count` numbers, at a multiple of 16 bytes, by *factor in memory of the device. Where
-// it is 1, as mostly, they are neither read nor written.
+// Multiplies `count` numbers by *factor in memory of the device. Where it is 1, as mostly, they are
+// neither read nor written.
 template <typename scalar_t>
 void scale_on_cuda(scalar_t* numbers, int64_t count, const wide_of<scalar_t>* factor, int device);
 

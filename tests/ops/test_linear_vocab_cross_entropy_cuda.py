@@ -47,13 +47,13 @@ def _is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _scaled(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, bool]]:
-    for count in (0, 1, 40, 3001):
+    for count, offset in ((0, 0), (1, 0), (40, 0), (3001, 0), (50, 1)):
         for factor in (0.3, -2.0, 0.0):
-            numbers = placed(0, torch.randn(count).to(dtype))
+            numbers = placed(offset, torch.randn(count).to(dtype))
             expected = numbers.double() * torch.tensor(factor, dtype=_wide(dtype)).double()
             given = torch.tensor(factor, dtype=_wide(dtype))
             call(of_type(kernels, "scale", dtype), numbers, count, given)
-            yield f"{count} numbers by {factor}", _is_near(numbers, expected)
+            yield f"{count} numbers from {offset} on by {factor}", _is_near(numbers, expected)
     numbers = torch.tensor([float("nan"), 1.0]).to(dtype)
     call(of_type(kernels, "scale", dtype), numbers, 2, torch.ones((), dtype=_wide(dtype)))
     yield "by 1", bool(numbers[0].isnan()) and numbers[1].item() == 1
@@ -120,6 +120,7 @@ MUTATIONS = {
     "a row too many": ("row < head.num_rows", "row <= head.num_rows"),
     "no scale": ("of_label * head.scale", "of_label"),
     "another column": ("head.head + row * head.hidden_size + column", "head.head + column"),
+    "unaligned numbers": ("with_size<scalar_t>(address(numbers)", "with_size<scalar_t>(0"),
     "unaligned packs": ("address(head.expected_rows) | address(head.head) |", "0 |"),
 }
 
