@@ -72,6 +72,7 @@ def test_with_a_gpu_it_builds_offline_for_it_and_tests_that_build(
     assert build[-2:] == [str(target), str(ROOT)]
     assert first == imported == str(target)
     assert arguments[-3:] == ["--device", "cuda", str(GPU_TESTS)]
+    assert 1 <= int(arguments[arguments.index("-n") + 1]) <= 11  # xdist is here
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parents[1]
+MOST_PROCESSES = 11  # which share the memory of the GPU
 
 
 def compute_capability() -> str | None:
@@ -61,7 +63,10 @@ def main(target: Path) -> int:
     sys.path.insert(0, str(target))
     import pytest
 
-    return pytest.main(["-q", "-p", "no:cacheprovider", "--device", "cuda", str(TESTS)])
+    several = importlib.util.find_spec("xdist") is not None
+    processes = ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))] if several else []
+    options = ["-q", *processes, "-p", "no:cacheprovider", "--device", "cuda"]
+    return pytest.main([*options, str(TESTS)])
 
 
 if __name__ == "__main__":
