@@ -297,6 +297,32 @@ REFUSALS = {
         lambda: INTERNAL.block_linears(ONES(1, 2), *[ONES(4, 2)] * 3, [0, 4, 0] * 3, 1, 1, 1, ""),
         "ValueError: block_linears: blocks [0, 4, 0] are not pairs of start and stop",
     ),
+    "a number without features": (
+        lambda: ops.seeded_dropout(torch.tensor(1.0), ops.Dropout(p=0.5, key=1, step=1)),
+        "ValueError: seeded_dropout: input must have a dimension of features",
+    ),
+    "experts of no leaf": (
+        lambda: INTERNAL.block_experts(ONES(1, 2), ONES(0, 1, 3, 2), []),
+        "ValueError: block_experts: there are no leaves in weight of shape [0, 1, 3, 2]",
+    ),
+    "counts of too few leaves": (
+        lambda: INTERNAL.block_experts(ONES(1, 2), ONES(2, 1, 3, 2), [1]),
+        "ValueError: block_experts: 1 counts are not one for each of 1 experts and 2 leaves",
+    ),
+    "a loss of blocks for each token": (
+        lambda: ops.block_linear_cross_entropy(
+            *(ONES(1, 2), ONES(4, 2), torch.zeros(1, dtype=torch.int64)),
+            *(ops.Blocks(((0, 4),), 1), 4, (0, 4), ops.LossOptions(reduction="none")),
+        ),
+        "ValueError: block_linear_cross_entropy: reduction must be 'sum' or 'mean'",
+    ),
+    "a loss of blocks in fp16": (
+        lambda: ops.block_linear_cross_entropy(
+            *(ONES(1, 2).half(), ONES(4, 2).half(), torch.zeros(1, dtype=torch.int64)),
+            *(ops.Blocks(((0, 4),), 1), 4, (0, 4), ops.LossOptions()),
+        ),
+        "TypeError: block_linear_cross_entropy: gradients before the loss scale do not fit fp16",
+    ),
     "blocks of two weights": (
         lambda: INTERNAL.block_linears(ONES(1, 2), *[ONES(4, 2)] * 3, [0, 4] * 2, 1, 1, 1, ""),
         "ValueError: block_linears: blocks [0, 4, 0, 4] are not equally many for each of 3 weights",
