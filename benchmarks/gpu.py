@@ -247,8 +247,8 @@ def main() -> None:
             results.append(measured(row, device, options.repetitions))
             if options.out:  # after each, so that what was measured stays
                 rows = [asdict(each) for each in results]
-                machine = {"machine": device.describe(), "rows": rows}
-                options.out.write_text(json.dumps(machine, indent=1))
+                record = {"machine": device.describe(), "rows": rows}
+                options.out.write_text(json.dumps(record, indent=1))
         gc.collect()
     text = f"{device.describe()}.\n\n{table(results)}"
     if left_out:

@@ -20,8 +20,9 @@ namespace {
 using Blocks = std::vector<Range>;
 
 at::Tensor block_bias_kernel(const at::Tensor& input, const at::Tensor& bias,
-                             at::IntArrayRef bounds) {
+                             at::IntArrayRef bounds, int64_t copies, int64_t num_blocks) {
   const char* op = "block_bias";
+  check_copies(op, copies, num_blocks);
   check_floating(op, "input", input);
   check_same_dtype(op, "input", input, "bias", bias);
   check_dim(op, "bias", bias, 1);

@@ -60,10 +60,14 @@ std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t siz
   return blocks;
 }
 
-at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
-                       int64_t num_blocks, const Group& group) {
+void check_copies(const char* op, int64_t copies, int64_t num_blocks) {
   TORCH_CHECK_VALUE(copies >= 1 && num_blocks % copies == 0, op,
                     ": copies must divide the number of blocks ", num_blocks, ", got ", copies);
+}
+
+at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,
+                       int64_t num_blocks, const Group& group) {
+  check_copies(op, copies, num_blocks);
   const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
   const int64_t rank = rank_in_group(op, group);
   int64_t first = bounds[rank], last = bounds[rank + 1];
@@ -162,7 +166,8 @@ std::vector<int64_t> with_last(at::IntArrayRef shape, int64_t last) {
 
 Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weight,
                                 const at::Tensor& second, const at::Tensor& third,
-                                at::IntArrayRef blocks) {
+                                at::IntArrayRef blocks, int64_t copies, int64_t num_blocks) {
+  check_copies(ColumnCall::kOp, copies, num_blocks);
   const ColumnCall call(input, weight, second, third, blocks);
   const at::Tensor rows = as_matrix(input);
   const auto output = [&](size_t i) {

@@ -22,6 +22,9 @@ std::vector<int64_t> sizes_of(const std::vector<Range>& blocks);
 // product where its columns are in blocks, or columns where its rows are.
 bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype);
 
+// Throws if `copies` consecutive blocks leave some of all blocks over.
+void check_copies(const char* op, int64_t copies, int64_t num_blocks);
+
 // The gradient of rows that `copies` consecutive ones of all blocks share, over the tree of these;
 // the ranks that hold one of them get the same. `of_blocks` [own blocks, rows, K].
 at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copies,

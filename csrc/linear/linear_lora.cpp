@@ -41,7 +41,8 @@ at::Tensor with_scaled_product(const at::Tensor& a, const at::Tensor& b, const a
                                const std::optional<at::Tensor>& bias) {
   if (a.scalar_type() != c.scalar_type()) {  // fp16, whose adapter is in fp32
     at::Tensor sum = bias ? at::addmm(*bias, a, b) : at::mm(a, b);
-    return sum.add_(at::mm(c, d), scale);
+    add_scaled_product(sum, c, d, scale);
+    return sum;
   }
   at::Tensor sum = bias ? at::addmm(*bias, c, d, 1, scale)
                         : at::empty({a.size(0), b.size(1)}, a.options()).addmm_(c, d, 0, scale);

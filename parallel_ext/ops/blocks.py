@@ -64,7 +64,6 @@ def block_linears(
         [tensor([[2., 2., 2., 2.]])]
     """
     check_group("block_linears", group)
-    _check_copies("block_linears", copies, blocks[0])
     check_tensors("block_linears", input=input, weight=weights[0])
     none = weights[0].new_empty(0, weights[0].size(1)), Blocks(((0, 0),) * len(blocks[0].own), 0)
     all_three = [*zip(weights, blocks, strict=True), *[none] * (3 - len(weights))]
@@ -108,14 +107,6 @@ def block_row_linear(
     )
 
 
-def _check_copies(op: str, copies: int, blocks: Blocks) -> None:
-    """Raise a ValueError if ``copies`` consecutive blocks leave some of all blocks over."""
-    if copies < 1 or blocks.count % copies:
-        raise ValueError(
-            f"{op}: copies must divide the number of blocks {blocks.count}, got {copies}"
-        )
-
-
 def block_bias(
     input: torch.Tensor,
     bias: torch.Tensor,
@@ -144,7 +135,6 @@ def block_bias(
         tensor([[0., 1., 2., 3.]])
     """
     check_group("block_bias", group)
-    _check_copies("block_bias", copies, blocks)
     check_tensors("block_bias", input=input, bias=bias)
     return torch.ops.parallel_ext.block_bias(
         input, bias, _flat(blocks.own), copies, blocks.count, group.size, group.name

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_ops import ALL_SIZES, BOTH_PATHS, aten_path, on_ranks, threads
+from reference_ops import ALL_SIZES, BOTH_PATHS, aten_path, on_ranks, threads, wide_type
 from torch.profiler import ProfilerActivity, profile
 
 from parallel_ext import ops
@@ -40,8 +40,7 @@ def _summed(group: Group, count: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     blocks = Blocks(tuple((i, i + 1) for i in range(stop - first)), count)
     ones = torch.ones(1, stop - first, dtype=dtype)
     ours = ops.block_row_linear(input[:, first:stop], ones, blocks, group=group)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return ours, _tree(input.to(wide).unbind(1)).to(dtype).unsqueeze(1)
+    return ours, _tree(input.to(wide_type(dtype)).unbind(1)).to(dtype).unsqueeze(1)
 
 
 def _all_sums(group: Group, largest: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cuda_threads import Mutant, call, of_type, placed
-from reference_ops import ALL_DTYPES, TOLERANCE
+from reference_ops import ALL_DTYPES, TOLERANCE, wide_type
 
 FP64 = torch.float64
 
@@ -25,9 +25,9 @@ EXPORTS = """
                                   int64_t hidden_size, int64_t num_rows, int64_t vocab_start,     \\
                                   double scale, scalar_t* grad) {                                 \\
     KERNELS::frozen_gradient_on_cuda(                                                             \\
-        parallel_ext::FrozenHeadOnCuda<scalar_t>{expected_rows, head, labels, factors,          \\
-                                                   column_row, num_tokens, hidden_size, num_rows, \\
-                                                   vocab_start, wide_t(scale)},                   \\
+        parallel_ext::FrozenHeadOnCuda<scalar_t>{expected_rows, head, labels, factors,            \\
+                                                 column_row, num_tokens, hidden_size, num_rows,   \\
+                                                 vocab_start, wide_t(scale)},                     \\
         grad, 0);                                                                                 \\
   }
 """
@@ -35,10 +35,6 @@ EXPORTS = """
 Kernels = ctypes.CDLL | Mutant
 
 MOST_ROWS = 7  # of a head
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return FP64 if dtype == FP64 else torch.float32
 
 
 def _is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -50,24 +46,25 @@ def _scaled(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, bool]]:
     for count, offset in ((0, 0), (1, 0), (40, 0), (3001, 0), (50, 1)):
         for factor in (0.3, -2.0, 0.0):
             numbers = placed(offset, torch.randn(count).to(dtype))
-            expected = numbers.double() * torch.tensor(factor, dtype=_wide(dtype)).double()
-            given = torch.tensor(factor, dtype=_wide(dtype))
+            given = torch.tensor(factor, dtype=wide_type(dtype))
+            expected = numbers.double() * given.double()
             call(of_type(kernels, "scale", dtype), numbers, count, given)
             yield f"{count} numbers from {offset} on by {factor}", _is_near(numbers, expected)
     numbers = torch.tensor([float("nan"), 1.0]).to(dtype)
-    call(of_type(kernels, "scale", dtype), numbers, 2, torch.ones((), dtype=_wide(dtype)))
+    call(of_type(kernels, "scale", dtype), numbers, 2, torch.ones((), dtype=wide_type(dtype)))
     yield "by 1", bool(numbers[0].isnan()) and numbers[1].item() == 1
 
 
 def _gradients(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, bool]]:
-    wide = _wide(dtype)
+    wide = wide_type(dtype)
     for tokens, hidden, rows, offset in (
         *((5, 16, MOST_ROWS, 0), (70, 40, MOST_ROWS, 0), (6, 37, MOST_ROWS, 0)),
         *((4, 16, MOST_ROWS, 1), (4, 8, 0, 0), (0, 8, MOST_ROWS, 0), (3, 1000, 2, 0)),
     ):
         for smoothed in (False, True):
             expected_rows = torch.randn(tokens, hidden, dtype=wide)
-            head = placed(offset, torch.randn(rows, hidden).to(dtype))
+            # Two rows in front and one behind, which a wrong kernel reads instead of anything.
+            head = placed(offset, torch.randn(rows + 3, hidden).to(dtype))[2 : 2 + rows]
             labels = torch.arange(tokens) % (MOST_ROWS + 4) + 8  # from 2 below the first row on
             factors = torch.randn(4, tokens, dtype=wide)
             factors[3] = 0

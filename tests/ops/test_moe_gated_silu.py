@@ -15,6 +15,7 @@ from reference_ops import (
     grad_outputs,
     relative_error,
     threads,
+    wide_type,
     with_gradients,
 )
 from torch.nn import functional
@@ -30,8 +31,8 @@ def _plain(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _inputs(rows: int, inner: int, dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
-    wide = FP64 if dtype == FP64 else torch.float32
-    return [(scale * torch.randn(rows, 2 * inner)).to(dtype), torch.rand(rows).to(wide)]
+    numbers = (scale * torch.randn(rows, 2 * inner)).to(dtype)
+    return [numbers, torch.rand(rows).to(wide_type(dtype))]
 
 
 @BOTH_PATHS

@@ -21,6 +21,7 @@ from reference_ops import (
     relative_error,
     share_of,
     threads,
+    wide_type,
     with_gradients,
     worst,
 )
@@ -28,10 +29,6 @@ from torch.nn import functional
 
 from parallel_ext.ops import Group, LossOptions, vocab_cross_entropy
 from parallel_ext.sharding.layout import split
-
-
-def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    return FP64 if dtype == FP64 else torch.float32
 
 
 def _errors_of_one_loss(
@@ -68,7 +65,7 @@ def _errors_of_one_loss(
         [logits[:, slice(*split(logits.size(1), group.size)[rank])]],
         grad,
     )
-    assert loss.dtype == _loss_dtype(logits.dtype)
+    assert loss.dtype == wide_type(logits.dtype)
     assert grad_logits.dtype == logits.dtype
     finer = TOLERANCE[logits.dtype] / TOLERANCE[loss.dtype]
     return {
@@ -93,7 +90,7 @@ def _loss_errors(
     """The errors for all reductions."""
     errors = {}
     for reduction in ("none", "sum", "mean"):
-        grads = _loss_grads(reduction, logits.size(0), _loss_dtype(logits.dtype))
+        grads = _loss_grads(reduction, logits.size(0), wide_type(logits.dtype))
         for layout, grad in grads.items():
             found = _errors_of_one_loss(
                 group, logits, labels, grad, reduction, ignore_index, mutation

@@ -26,6 +26,12 @@ ALL_SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 ALL_DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 BOTH_PATHS = pytest.mark.parametrize("aten", [False, True], ids=["cpu_loops", "aten_path"])
 
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an op makes sums of numbers of ``dtype``, as ``wide_type`` of csrc."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 # What a mutation check gives an op: the group to communicate with, and the rank whose shard to use.
 MUTATIONS: dict[str, Callable[[Group], tuple[Group, int]]] = {
     "none": lambda group: (group, group.rank),
