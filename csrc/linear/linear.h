@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
@@ -63,13 +64,20 @@ inline c10::ScalarType dtype_of_adapter(const at::Tensor& input) {
   return input.scalar_type() == at::kHalf ? at::kFloat : input.scalar_type();
 }
 
-// sum += scale * a b
-inline void add_scaled_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b,
-                               double scale) {
-  if (sum.scalar_type() == a.scalar_type()) {
-    sum.addmm_(a, b, 1, scale);
-  } else {
-    sum.add_(at::mm(a, b), scale);
+// out = a b + scale * c d + bias; does not read `out`. The small product comes first, to which a
+// GEMM adds the large one in its accumulators: so large numbers are rounded once, and pass through
+// memory once.
+inline void sum_of_products_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                                const at::Tensor& c, const at::Tensor& d, double scale,
+                                const std::optional<at::Tensor>& bias = {}) {
+  const at::Tensor& start = bias ? *bias : out;  // beta = 0: uninitialised memory is not read
+  const double beta = bias ? 1 : 0;
+  if (a.scalar_type() == c.scalar_type()) {
+    at::addmm_out(out, start, c, d, beta, scale);
+    out.addmm_(a, b);
+  } else {  // fp16, whose adapter is in fp32
+    at::addmm_out(out, start, a, b, beta);
+    out.add_(at::mm(c, d), scale);
   }
 }
 

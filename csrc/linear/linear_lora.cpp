@@ -1,6 +1,5 @@
 // A linear layer and its low-rank adapter in one:
 // output = input weight^T + scale (dropout(input) A^T) B^T.
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
@@ -32,21 +31,6 @@ void check_lora_linear(const char* op, const at::Tensor& input, const at::Tensor
                     ": lora_b of shape ", lora_b.sizes(), " does not fit lora_a of shape ",
                     lora_a.sizes(), " and the local weight of shape ", weight.sizes(),
                     "; it must be [", weight.size(0), ", ", lora_a.size(0), "]");
-}
-
-// a b + scale * c d + bias. The small product comes first, to which a GEMM adds the large one in
-// its accumulators: so large numbers are rounded once, and pass through memory once.
-at::Tensor with_scaled_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
-                               const at::Tensor& d, double scale,
-                               const std::optional<at::Tensor>& bias) {
-  if (a.scalar_type() != c.scalar_type()) {  // fp16, whose adapter is in fp32
-    at::Tensor sum = bias ? at::addmm(*bias, a, b) : at::mm(a, b);
-    add_scaled_product(sum, c, d, scale);
-    return sum;
-  }
-  at::Tensor sum = bias ? at::addmm(*bias, c, d, 1, scale)
-                        : at::empty({a.size(0), b.size(1)}, a.options()).addmm_(c, d, 0, scale);
-  return sum.addmm_(a, b);
 }
 
 constexpr int64_t kTileBytes = 1 << 20;  // of the input at a time, whose dropped form fits in cache
@@ -94,9 +78,9 @@ Tensors<2> lora_linear_forward_kernel(const at::Tensor& input, const at::Tensor&
   const at::Tensor rows = rows_of(input, dropout);
   const auto dtype = dtype_of_adapter(input);
   at::Tensor lora_a_out = lora_a_out_of(rows.to(dtype), lora_a.to(dtype), dropout);
-  at::Tensor output =
-      with_scaled_product(rows, weight.t(), lora_a_out.t(), lora_b.to(dtype).t(),
-                          scale * dropout.scale(), group.alone() ? bias : std::nullopt);
+  at::Tensor output = at::empty({rows.size(0), weight.size(0)}, rows.options());
+  sum_of_products_out(output, rows, weight.t(), lora_a_out.t(), lora_b.to(dtype).t(),
+                      scale * dropout.scale(), group.alone() ? bias : std::nullopt);
   if (!group.alone()) {
     all_reduce_sum(op, output, group);  // numel(output), every rank
     if (bias) output.add_(*bias);
@@ -168,8 +152,8 @@ Tensors<5> lora_linear_backward_kernel(const at::Tensor& grad_output, const at::
                                needed[0] ? grad_input : at::Tensor());
     } else {
       if (needed[0]) {
-        grad_input =
-            with_scaled_product(grad_rows, weight, grad_lora_a_out.t(), factor_a, scale, {});
+        grad_input = at::empty(rows.sizes(), rows.options());
+        sum_of_products_out(grad_input, grad_rows, weight, grad_lora_a_out.t(), factor_a, scale);
       }
       if (needed[2]) grad_a = at::mm(grad_lora_a_out, wide_rows);
     }

@@ -41,8 +41,8 @@ Tensors<2> moe_lora_linear_forward_kernel(const at::Tensor& rows, const at::Tens
     at::Tensor own_lora_a_out = lora_a_out.narrow(0, first, count),
                out = output.narrow(0, first, count);
     at::mm_out(own_lora_a_out, wide.narrow(0, first, count), a.select(0, expert).t());
-    at::mm_out(out, rows.narrow(0, first, count), weight.select(0, expert).t());
-    add_scaled_product(out, own_lora_a_out, b.select(0, expert).t(), scale);
+    sum_of_products_out(out, rows.narrow(0, first, count), weight.select(0, expert).t(),
+                        own_lora_a_out, b.select(0, expert).t(), scale);
   });
   return {output, lora_a_out};
 }
@@ -80,8 +80,8 @@ Tensors<4> moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const 
     if (needed[0] || needed[2]) grad_lora_a_out = at::mm(grad, b.select(0, expert));
     if (needed[0]) {
       at::Tensor out = grad_rows.narrow(0, first, count);
-      at::mm_out(out, base_grad, weight.select(0, expert));
-      add_scaled_product(out, grad_lora_a_out, a.select(0, expert), scale);
+      sum_of_products_out(out, base_grad, weight.select(0, expert), grad_lora_a_out,
+                          a.select(0, expert), scale);
     }
     if (needed[1]) {
       at::Tensor out = grad_weight.select(0, expert);
