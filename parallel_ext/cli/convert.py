@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME
 from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
-from parallel_ext.cli.saved import existing
+from parallel_ext.cli.saved import ADAPTER_CONFIG, existing
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME
 from parallel_ext.io.progress import progress_bar
@@ -25,6 +25,14 @@ _FORMATS = {  # of a source -> what can be made of it; the first by default
     _CHECKPOINT: ("hf", "dcp"),
     _DCP: ("checkpoint", "hf"),
     _SWISS_ARMY: ("peft",),
+}
+_OPTIONS = {  # the kinds of sources that an option is for
+    "--vocab-size": (_MODEL,),
+    "--filled-padding": (_MODEL,),
+    "--config": (_DCP, _SWISS_ARMY),
+    "--lora-alpha": (_SWISS_ARMY,),
+    "--adapters-only": (_SWISS_ARMY,),
+    "--allow-pickle": (_SWISS_ARMY,),
 }
 
 
@@ -53,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=existing, metavar="DIR", help="of the model, for a DCP or an adapter"
     )
     adapter = parser.add_argument_group("of SwissArmyTransformer")
-    adapter.add_argument("--lora-alpha", type=float, default=1.0, help="of its training (1)")
+    adapter.add_argument("--lora-alpha", type=float, help="of its training (1)")
     adapter.add_argument(
         "--adapters-only", action="store_true", help="leave out layers that were trained in full"
     )
@@ -73,8 +81,12 @@ def run(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{source} is a {kind}, of which {' or '.join(_FORMATS[kind])} can be made, not {to}"
         )
-    if kind != _MODEL and (options.vocab_size is not None or options.filled_padding):
-        raise CheckpointError(f"--vocab-size is of a padded model, but {source} is a {kind}")
+    for option, kinds in _OPTIONS.items():
+        value = vars(options)[option.removeprefix("--").replace("-", "_")]
+        if value is not None and value is not False and kind not in kinds:
+            raise CheckpointError(
+                f"{option} is for a {' or '.join(kinds)}, but {source} is a {kind}"
+            )
     with _progress(source, options.json) as progress:
         made = _CONVERSIONS[kind, to](source, options, progress)
     report = {"source": str(source), "out": str(options.out), "from": kind, "to": to, **made}
@@ -92,6 +104,10 @@ def _kind(source: Path) -> str:
         return _DCP
     if (source / CONFIG_NAME).exists():
         return _MODEL
+    if (source / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{source} is an adapter of PEFT already; parallel-ext merge merges it"
+        )
     names = (path.name for path in (source.iterdir() if source.is_dir() else [source]))
     if any(name == "latest" or name.endswith((".pt", ".safetensors")) for name in names):
         return _SWISS_ARMY
@@ -104,7 +120,7 @@ def _kind(source: Path) -> str:
 def _progress(source: Path, quiet: bool) -> AbstractContextManager[Progress]:
     paths = source.rglob("*") if source.is_dir() else [source]
     total = sum(path.stat().st_size for path in paths if path.is_file())
-    return progress_bar("", total, 0, not quiet)
+    return progress_bar("", total, 0, False if quiet else None)
 
 
 def _unpad(source: Path, options: argparse.Namespace, progress: Progress) -> dict:
@@ -154,7 +170,7 @@ def _adapter(source: Path, options: argparse.Namespace, progress: Progress) -> d
             source,
             temporary,
             config=config,
-            lora_alpha=options.lora_alpha,
+            lora_alpha=1.0 if options.lora_alpha is None else options.lora_alpha,
             adapters_only=options.adapters_only,
             allow_pickle=options.allow_pickle,
         )

@@ -27,7 +27,7 @@ class Difference:
         difference: the largest of two elements in the same place; infinite where only one is NaN,
             or the tensor is in one of both alone.
         relative: that to the largest element of the first.
-        why: why it cannot be compared; empty where it can.
+        why: what else differs, in words: the shape or the dtype, or that one has it alone.
     """
 
     name: str
@@ -110,11 +110,12 @@ def _of_tensor(shown: str, first: Saved, name: str, second: Saved, other: str) -
         for file, key in sides:
             parts.append(torch.empty([b - a for a, b in box], dtype=file.tensors[key].dtype))
             file.read_box(key, tuple(box), parts[-1])
-        a, b = (part.double() for part in parts)
+        floating = any(part.is_floating_point() for part in parts)
+        a, b = (part.to(torch.float64 if floating else torch.int64) for part in parts)
         same = (a == b) | (a.isnan() & b.isnan())
-        gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+        gap = (a - b).abs().double().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
         apart = max(apart, gap.max().item() if gap.numel() else 0.0)
-        known = a.abs().nan_to_num(0.0, 0.0)
+        known = a.abs().double().nan_to_num(0.0, 0.0)
         largest = max(largest, known.max().item() if known.numel() else 0.0)
     dtypes = [DTYPE_NAMES[entry.dtype] for entry in entries]
     why = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} against {dtypes[1]}"

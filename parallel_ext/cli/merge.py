@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     with HFDirectory(options.base) as base:
         files = {file.path for file in base.file_of.values()}
     num_bytes = sum(file.stat().st_size for file in files)
-    with progress_bar("", num_bytes, 0, not options.json) as done:
+    with progress_bar("", num_bytes, 0, False if options.json else None) as done:
         merged = merge_files(options.adapter, options.base, options.out, done)
     if options.json:
         print(json.dumps({"out": str(options.out), **vars(merged)}))

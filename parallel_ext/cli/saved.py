@@ -22,6 +22,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 PATHS = "a model's or adapter's directory, a training checkpoint, or a safetensors file"
 
 
+class NothingSavedError(CheckpointError):
+    """At a path lies nothing of the kinds that are read."""
+
+
 def existing(text: str) -> Path:
     """Return the path that an option gives.
 
@@ -70,7 +74,8 @@ def open_saved(path: Path) -> Iterator[Saved]:
             checkpoint, or a root of such steps, of which the last is opened.
 
     Raises:
-        CheckpointError: there is nothing of the kind, or it is damaged.
+        NothingSavedError: there is nothing of the kind.
+        CheckpointError: it is damaged.
     """
     with ExitStack() as files:
         if path.is_dir() and complete_steps(path):
@@ -92,7 +97,7 @@ def open_saved(path: Path) -> Iterator[Saved]:
             file = files.enter_context(SafetensorsFile(path))
             yield Saved("file", path, dict(file.metadata), dict.fromkeys(file.tensors, file))
         else:
-            raise CheckpointError(
+            raise NothingSavedError(
                 f"{path} is no safetensors file, HuggingFace model, adapter or training checkpoint"
             )
 

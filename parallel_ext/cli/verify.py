@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint.verify import verify_checkpoint
-from parallel_ext.cli.saved import PATHS, existing, open_saved
+from parallel_ext.cli.saved import PATHS, NothingSavedError, existing, open_saved
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.progress import progress_bar
 
@@ -19,11 +19,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was checked, and return 0, or what is wrong, and return 1."""
+    """Print what was checked, and return 0, or what is wrong, and return 1.
+
+    Raises:
+        NothingSavedError: there is nothing to check.
+    """
     report: dict[str, Any] = {"path": str(options.path)}
     try:
         report |= _check(options.path, quiet=options.json)
         text = "{kind} {path}: {checked}".format_map(report)
+    except NothingSavedError:
+        raise
     except CheckpointError as error:
         report["wrong"] = text = str(error)
     print(json.dumps(report) if options.json else text)
@@ -35,7 +41,7 @@ def _check(path: Path, quiet: bool) -> dict[str, Any]:
         files = {file.path for file in saved.file_of.values()}
         num_bytes = sum(file.stat().st_size for file in files)
         if saved.kind == "training checkpoint":
-            with progress_bar("", num_bytes, 0, not quiet) as done:
+            with progress_bar("", num_bytes, 0, False if quiet else None) as done:
                 verify_checkpoint(saved.path, done)
             checked = "every byte is that which was written"
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from peft.utils.other import get_pattern_key
+from transformers import CONFIG_MAPPING
 
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
@@ -173,10 +174,23 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"{own.file.path}: {name} is of shape {shape} there, but {model.shapes[name]} in "
                 f"{model.path}: the vocabulary was resized; merge with PEFT"
             )
-    for name in own.factors:
+    for name, factors in own.factors.items():
+        if "embedding a" in factors and _ties(model):
+            raise CheckpointError(
+                f"{own.file.path}: {model.path} has one tensor for embedding and head, and merging "
+                f"into {name} would change both; untie them first"
+            )
         own.rows_added(name, model.shapes[name], torch.float32)
         if not model.dtypes[name].is_floating_point:
             raise CheckpointError(f"{model.path}: {name} is of {model.dtypes[name]}, not floating")
+
+
+def _ties(model: HFDirectory) -> bool:
+    """Return whether the head of a model is its embedding, by its configuration or its class."""
+    if "tie_word_embeddings" in model.config:
+        return bool(model.config["tie_word_embeddings"])
+    kind = model.config.get("model_type")
+    return kind in CONFIG_MAPPING and CONFIG_MAPPING[kind]().tie_word_embeddings
 
 
 def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[torch.Tensor]:

@@ -157,27 +157,33 @@ def test_diff_says_why_tensors_cannot_be_compared(
     a["dtype"], b["dtype"] = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
     a["empty"], b["empty"] = torch.ones(0, 3), torch.ones(0, 3)
     a["scalar"], b["scalar"] = torch.tensor(2.0), torch.tensor(3.0)
+    a["large"], b["large"] = torch.tensor(2**53), torch.tensor(2**53 + 1)
     a["infinite"], b["infinite"] = torch.tensor([nan, torch.inf]), torch.tensor([nan, torch.inf])
     for name, tensors in (("a", a), ("b", b)):
         save_file(tensors, tmp_path / f"{name}.safetensors")
     found = _json(capsys, 1, "diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert found["tensors"] == 8
+    assert found["tensors"] == 9
     different = {each["name"]: each for each in found["different"]}
-    assert set(different) == {"shape", "one", "two", "nan", "dtype", "scalar"}
+    assert set(different) == {"shape", "one", "two", "nan", "dtype", "scalar", "large"}
     assert different["shape"]["why"] == "[2] against [3]"
     assert different["one"]["why"].startswith("only in")
     assert different["dtype"]["why"] == "F32 against BF16"
     assert different["nan"]["difference"] is None
     assert different["scalar"]["relative"] == 0.5
+    assert different["large"]["difference"] == 1
     files = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
     assert main(["diff", *files, "--top", "2"]) == 1
     equal, _, *rows, more = capsys.readouterr().out.splitlines()
-    assert (equal, more) == ("2 of 8 tensors are equal", "and 4 more")
+    assert (equal, more) == ("2 of 9 tensors are equal", "and 5 more")
     assert [row.split()[0] for row in rows] == ["nan", "one"]
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["verify", "/nowhere"], ["compare"], ["diff", "/tmp"], ["inspect", "/tmp"]]
+    "arguments",
+    [
+        *([], ["verify", "/nowhere"], ["verify", "/tmp"], ["compare"], ["diff", "/tmp"]),
+        ["inspect", "/tmp"],
+    ],
 )
 def test_wrong_use_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "parallel_ext", *arguments]

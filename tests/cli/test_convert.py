@@ -313,6 +313,9 @@ def test_swiss_army_adapters_become_peft_adapters(
     save_file(factors, source)
     tiny_config().save_pretrained(tmp_path / "config")
     assert "pass --config" in _refused(capsys, out, source, out)
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text("{}")
+    assert "is an adapter of PEFT already" in _refused(capsys, out, tmp_path / "peft", out)
     convert = [source, out, "--config", tmp_path / "config", "--lora-alpha", 6]
     assert _json(capsys, *convert)["to"] == "peft"
     lora = peft.LoraConfig.from_pretrained(out)
@@ -352,7 +355,13 @@ def test_stripes_of_rows_are_the_whole(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--to", "peft"], "not peft"), (["--vocab-size", "9"], "is of a padded model")],
+    [
+        (["--to", "peft"], "not peft"),
+        (["--vocab-size", "9"], "--vocab-size is for a model, but"),
+        (["--config", "/tmp"], "--config is for a dcp or swiss-army, but"),
+        (["--lora-alpha", "0"], "--lora-alpha is for a swiss-army, but"),
+        (["--allow-pickle"], "--allow-pickle is for a swiss-army, but"),
+    ],
 )
 def test_what_does_not_fit_together_is_refused(
     options: list[str],

@@ -134,6 +134,9 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     Tiny(dtype=torch.float32, tied=True).model().save_pretrained(tied)
     _trained(TINY.model(), tmp_path / "head", target_modules=["lm_head"])
     assert "on tied weights" in _refused(capsys, tmp_path / "head", tied, out)
+    _trained(TINY.model(), tmp_path / "embedding", target_modules=["embed_tokens"])
+    assert "would change both" in _refused(capsys, tmp_path / "embedding", tied, out)
+    assert "Not a directory" in _refused(capsys, good, base, base / "config.json" / "out")
     config = json.loads((base / "config.json").read_text())
     quantized = tmp_path / "quantized"
     shutil.copytree(base, quantized)
