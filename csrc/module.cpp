@@ -1,12 +1,10 @@
 // The pybind11 module parallel_ext._C: what is not a tensor op. Importing it registers the ops.
-#ifdef __linux__
 #include <fcntl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
 #include <torch/version.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -35,10 +33,8 @@ py::dict build_info() {
 
 // Starts the write of a file's pages to the disk, so that fsync has little left to do.
 void start_writeback(int fd, int64_t offset, int64_t num_bytes) {
-#ifdef __linux__
   py::gil_scoped_release no_gil;
   sync_file_range(fd, offset, num_bytes, SYNC_FILE_RANGE_WRITE);  // a hint: fsync reports errors
-#endif
 }
 
 std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_size,
@@ -87,9 +83,7 @@ struct ExchangeRange {
 // Lets Ctrl-C, and every other signal with a handler in Python, end a wait for other ranks. Python
 // runs handlers in the main thread only.
 void check_signals() {
-#ifdef __linux__
   if (syscall(SYS_gettid) != getpid()) return;
-#endif
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }

@@ -4,7 +4,6 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -27,15 +26,6 @@ template <size_t... i>
 std::tuple<TensorAt<i>...> tuple_of_tensors(std::index_sequence<i...>);
 template <size_t n>
 using Tensors = decltype(tuple_of_tensors(std::make_index_sequence<n>()));
-
-// An uninitialised tensor of that shape where it is needed, else one without elements.
-inline at::Tensor empty_if(bool needed, c10::SymIntArrayRef shape,
-                           const at::TensorOptions& options) {
-  return needed ? at::empty_symint(shape, options) : at::empty({0}, options);
-}
-inline at::Tensor empty_like_if(bool needed, const at::Tensor& like) {
-  return empty_if(needed, like.sym_sizes(), like.options());
-}
 
 // --- Arguments ---
 

@@ -60,4 +60,11 @@ PARALLEL_EXT_INLINE float tanh_by_exp(float x) {
 }
 PARALLEL_EXT_INLINE double tanh_by_exp(double x) { return std::tanh(x); }
 
+// 1 / (1 + exp(-x)), without overflow.
+template <typename wide_t>
+PARALLEL_EXT_INLINE wide_t sigmoid(wide_t x) {
+  const wide_t small = exp_below_88(x < 0 ? x : -x);
+  return (x < 0 ? small : wide_t(1)) / (1 + small);
+}
+
 }  // namespace parallel_ext

@@ -141,6 +141,19 @@ at::Tensor sum_by_aten(const std::vector<TreeNode>& nodes, const std::vector<at:
 
 }  // namespace
 
+bool make_a_node(const std::vector<TreeNode>& nodes) {
+  constexpr int64_t kMost = int64_t{1} << 60;  // so that nothing here overflows
+  int64_t next = nodes.front().start;
+  for (const auto [start, width] : nodes) {
+    const bool is_power_of_two = width > 0 && (width & (width - 1)) == 0;
+    if (start < 0 || start != next || !is_power_of_two || start % width != 0) return false;
+    if (start > kMost || width > kMost) return false;
+    next = start + width;
+  }
+  const TreeNode root = root_of(nodes);
+  return root.start % root.width == 0;
+}
+
 std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count) {
   std::vector<TreeNode> nodes;
   while (begin < end) {

@@ -20,8 +20,11 @@ struct TreeNode {
 // The fewest nodes of the tree over `count` addends that cover just [begin, end), in order.
 std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count);
 
-// The sum of `values`, of equal shape and contiguous, each the value of one of the `nodes`; these
-// are in order and cover a range of addends that begins where one node begins that covers them all.
+// Whether the nodes follow each other and cover the range of one node, or its first part.
+bool make_a_node(const std::vector<TreeNode>& nodes);
+
+// The sum of `values`, of equal shape and contiguous, each the value of one of the `nodes`, which
+// make one.
 // Added in fp32, or in fp64 where they and `dtype` are, and cast once to `dtype`.
 at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
                     at::ScalarType dtype);

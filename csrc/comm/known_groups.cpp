@@ -1,10 +1,7 @@
 #include "comm/known_groups.h"
 
 #include <ATen/ops/empty.h>
-
-#ifdef __linux__
 #include <unistd.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -53,8 +50,6 @@ at::Tensor gather_into_new(const ProcessGroup& group, const at::Tensor& part,
 namespace {
 
 std::mutex groups_mutex;
-std::map<std::string, int64_t> running_numbers;  // by group name, guarded by groups_mutex
-
 // What this process knows of a group.
 struct KnownGroup {
   // To tell a group from a destroyed one of the same name.
@@ -63,9 +58,24 @@ struct KnownGroup {
   int64_t collectives = 0;                           // of that thread
   Token::weak_type collective = {};                  // the last of them
   bool contested = false;                            // a second thread came too early: see claim()
+  int64_t compared = 0;                              // collectives whose order was checked
   std::shared_ptr<const Sharing> sharing = nullptr;  // null until the ranks have found it out
 };
 std::map<std::string, KnownGroup> groups;  // by name, guarded by groups_mutex
+
+// What is known of a group, nothing at first. The caller holds groups_mutex.
+KnownGroup& known_of(const ProcessGroup& group) {
+  const std::string name = group->getGroupName();
+  auto found = groups.find(name);
+  if (found == groups.end() || found->second.group.lock() != group) {
+    for (auto each = groups.begin(); each != groups.end();) {  // of destroyed groups
+      each = each->second.group.expired() ? groups.erase(each) : std::next(each);
+    }
+    KnownGroup fresh{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group)};
+    found = groups.insert_or_assign(name, std::move(fresh)).first;
+  }
+  return found->second;
+}
 
 bool is_set_to(const char* variable, const char* wanted) {
   const char* value = std::getenv(variable);
@@ -108,7 +118,7 @@ void compare_order(const char* op, const char* kind, int64_t bytes, const at::De
   own.bytes = bytes;
   {
     std::lock_guard<std::mutex> lock(groups_mutex);
-    own.number = running_numbers[group->getGroupName()]++;
+    own.number = known_of(group).compared++;
   }
   const auto records = gather_records(group, own, device);
   for (size_t rank = 0; rank < records.size(); ++rank) {
@@ -134,23 +144,14 @@ void compare_order(const char* op, const char* kind, int64_t bytes, const at::De
 Token claim(const char* op, const ProcessGroup& group) {
   using std::chrono::steady_clock;
   thread_local const Token self = std::make_shared<const bool>(true);
-  const std::string name = group->getGroupName();
   const auto deadline = steady_clock::now() + std::chrono::seconds(1);
   std::unique_lock<std::mutex> lock(groups_mutex);
   for (;;) {
-    auto found = groups.find(name);
-    if (found == groups.end() || found->second.group.lock() != group) {
-      for (auto each = groups.begin(); each != groups.end();) {  // of destroyed groups
-        each = each->second.group.expired() ? groups.erase(each) : std::next(each);
-      }
-      KnownGroup fresh{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group)};
-      found = groups.insert_or_assign(name, std::move(fresh)).first;
-    }
-    KnownGroup& known = found->second;
+    KnownGroup& known = known_of(group);
     const Token owner = known.thread.lock();
     if (!owner) known.collectives = 0;
     if (!owner || owner == self) {
-      if (known.contested) refuse_thread(op, name);
+      if (known.contested) refuse_thread(op, group->getGroupName());
       ++known.collectives;
       known.thread = self;
       const Token collective = std::make_shared<const bool>(true);
@@ -164,7 +165,7 @@ Token claim(const char* op, const ProcessGroup& group) {
         known.contested = true;
         if (known.sharing && known.sharing->memory) known.sharing->memory->abandon();
       }
-      refuse_thread(op, name);
+      refuse_thread(op, group->getGroupName());
     }
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -181,11 +182,9 @@ bool is_contested(const ProcessGroup& group) {
 std::string own_host() {
   std::string name;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), name);
-#ifdef __linux__
   char target[64];
   const ssize_t length = readlink("/proc/self/ns/pid", target, sizeof(target));
   if (length > 0) name.append(target, static_cast<size_t>(length));
-#endif
   return name;
 }
 

@@ -1,15 +1,12 @@
 #include "comm/shared_memory.h"
 
 #include <c10/util/Exception.h>
-
-#ifdef __linux__
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -97,8 +94,6 @@ struct alignas(kRankHeaderBytes) SharedMemory::RankHeader {
   int64_t bytes;
   char what[64];
 };
-
-#ifdef __linux__
 
 namespace {
 
@@ -201,21 +196,6 @@ bool SharedMemory::alive(int64_t peer) const {
   lock.l_len = 1;
   return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
-
-#else
-
-namespace {
-void sleep_on(std::atomic<uint32_t>&, uint32_t) {}
-void wake(std::atomic<uint32_t>&) {}
-}  // namespace
-
-std::unique_ptr<SharedMemory> SharedMemory::create(int64_t) { return nullptr; }
-std::unique_ptr<SharedMemory> SharedMemory::open(const Place&, int64_t, int64_t) { return nullptr; }
-SharedMemory::Place SharedMemory::place() const { return {}; }
-SharedMemory::~SharedMemory() = default;
-bool SharedMemory::alive(int64_t) const { return true; }
-
-#endif
 
 SharedMemory::SharedMemory(int fd, void* base, int64_t rank, int64_t size)
     : fd_(fd), base_(static_cast<char*>(base)), rank_(rank), size_(size) {

@@ -11,14 +11,20 @@
 
 namespace parallel_ext {
 
-at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_blocks,
-                       at::ScalarType dtype, const Group& group) {
-  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
-  const int64_t rank = rank_in_group(op, group), own = bounds[rank + 1] - bounds[rank];
+void check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks, const Group& group) {
   TORCH_CHECK_VALUE(num_blocks >= group.size, op, ": ", num_blocks, " blocks are too few for ",
                     group.size, " ranks");
-  TORCH_CHECK_VALUE(addends.size(0) == own, op, ": rank ", rank, " holds ", own, " of the ",
-                    num_blocks, " blocks, got ", addends.size(0));
+  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
+  const int64_t rank = rank_in_group(op, group), own = bounds[rank + 1] - bounds[rank];
+  TORCH_CHECK_VALUE(num_own == own, op, ": rank ", rank, " holds ", own, " of the ", num_blocks,
+                    " blocks, got ", num_own);
+}
+
+at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_blocks,
+                       at::ScalarType dtype, const Group& group) {
+  check_own_blocks(op, addends.size(0), num_blocks, group);
+  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
+  const int64_t rank = rank_in_group(op, group);
   const std::vector<at::Tensor> all_own = addends.unbind(0);
   if (group.alone()) return tree_sum(all_own, dtype);
   std::vector<std::vector<TreeNode>> nodes;

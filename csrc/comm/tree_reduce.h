@@ -9,9 +9,12 @@
 
 namespace parallel_ext {
 
+// Throws unless this rank has `num_own` of all blocks, which `split` gives to the ranks, each some.
+void check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks, const Group& group);
+
 // Contiguous `addends` [own blocks, ...] of a rank -> the sum over the tree of all `num_blocks`
-// (base/tree.h), which `split` gives to the ranks, in `dtype`; the same bits for any group. One
-// all-gather of the nodes that a rank can sum up alone.
+// (base/tree.h) in `dtype`; the same bits for any group. One all-gather of the nodes that a rank
+// can sum up alone.
 at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_blocks,
                        at::ScalarType dtype, const Group& group);
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
 
+#include "base/empty.h"
 #include "base/product.h"
 #include "base/tree.h"
 #include "check.h"
@@ -27,26 +28,25 @@ at::Tensor block_bias_kernel(const at::Tensor& input, const at::Tensor& bias,
   check_same_dtype(op, "input", input, "bias", bias);
   check_dim(op, "bias", bias, 1);
   std::vector<at::Tensor> of_blocks;
-  int64_t width = 0;
-  for (const Range block : blocks_of(op, bounds, bias.size(0))) {
-    of_blocks.push_back(bias.narrow(0, block.start, block.size));
-    width += block.size;
-  }
+  const Blocks blocks = blocks_of(op, bounds, bias.size(0), copies);
+  for (const Range block : blocks) of_blocks.push_back(bias.narrow(0, block.start, block.size));
+  const int64_t width = width_of(blocks);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.size(-1) == width, op, ": input of shape ",
                     input.sizes(), " must have ", width, " features, those of its blocks");
-  return input + at::cat(of_blocks);
-}
-
-at::Tensor block_bias_meta(const at::Tensor& input) {
-  return at::empty_like(input, at::MemoryFormat::Contiguous);
+  return (input + at::cat(of_blocks)).contiguous();
 }
 
 at::Tensor block_bias_backward_kernel(const at::Tensor& grad_output, const at::Tensor& bias,
                                       at::IntArrayRef bounds, int64_t copies, int64_t num_blocks,
                                       const Group& group) {
   const char* op = "block_bias_backward";
-  const Blocks blocks = blocks_of(op, bounds, bias.size(0));
+  check_same_dtype(op, "grad_output", grad_output, "bias", bias);
+  check_dim(op, "bias", bias, 1);
+  const Blocks blocks = blocks_of(op, bounds, bias.size(0), copies);
   const at::Tensor rows = as_matrix(grad_output);
+  TORCH_CHECK_VALUE(rows.size(1) == width_of(blocks), op, ": grad_output of shape ",
+                    grad_output.sizes(), " must have ", width_of(blocks),
+                    " features, those of its blocks");
   if (copies == 1) return column_sums(rows, bias.scalar_type());
   const auto num_own = static_cast<int64_t>(blocks.size());
   const at::Tensor sums = column_sums(rows, wide_type(bias)).view({num_own, -1, 1});
@@ -78,11 +78,7 @@ void check_scale(const char* op, const at::Tensor& input, const at::Tensor& weig
 
 at::Tensor block_scale_kernel(const at::Tensor& input, const at::Tensor& weight) {
   check_scale("block_scale", input, weight);
-  return input * weight;
-}
-
-at::Tensor block_scale_meta(const at::Tensor& input) {
-  return at::empty_like(input, at::MemoryFormat::Contiguous);
+  return (input * weight).contiguous();
 }
 
 Tensors<2> block_scale_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
@@ -94,11 +90,13 @@ Tensors<2> block_scale_backward_kernel(const at::Tensor& grad_output, const at::
   check_shape(op, "grad_output", grad_output, input.sizes());
   at::Tensor grad_input = at::empty({0}, input.options());
   at::Tensor grad_weight = at::empty({0}, weight.options());
-  if (needed[0]) grad_input = grad_output * weight;
+  if (needed[0]) grad_input = (grad_output * weight).contiguous();
   if (needed[1]) {
     const at::Tensor products = grad_output.to(wide_type(grad_output)) * input;
+    const Blocks blocks = blocks_of(op, bounds, input.size(-2));
+    check_own_blocks(op, static_cast<int64_t>(blocks.size()), num_blocks, group);
     std::vector<at::Tensor> of_blocks;
-    for (const Range block : blocks_of(op, bounds, input.size(-2))) {
+    for (const Range block : blocks) {
       const at::Tensor heads = products.narrow(-2, block.start, block.size);
       const at::Tensor rows = heads.reshape({-1, weight.size(0)});
       of_blocks.push_back(column_sums(rows, rows.scalar_type()));
@@ -127,7 +125,7 @@ struct BlockScale : Gradient<BlockScale, block_scale, Saved<0, 1>> {
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<block_bias>(library)
       .kernel<block_bias_kernel>()
-      .meta<block_bias_meta>()
+      .meta<same_shape_meta>()
       .gradient<BlockBias>()
       .autocast<0, 1>();
   implement<block_bias_backward>(library)
@@ -135,7 +133,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .meta<block_bias_backward_meta>();
   implement<block_scale>(library)
       .kernel<block_scale_kernel>()
-      .meta<block_scale_meta>()
+      .meta<same_shape_meta>()
       .gradient<BlockScale>();
   implement<block_scale_backward>(library)
       .kernel<block_scale_backward_kernel>()

@@ -7,8 +7,8 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
-#include <limits>
 
+#include "base/empty.h"
 #include "base/fixed_product.h"
 #include "base/layout.h"
 #include "base/product.h"
@@ -23,12 +23,6 @@ namespace parallel_ext {
 namespace {
 
 using Blocks = std::vector<Range>;
-
-int64_t width_of(const Blocks& blocks) {
-  int64_t width = 0;
-  for (const Range block : blocks) width += block.size;
-  return width;
-}
 
 }  // namespace
 
@@ -47,16 +41,26 @@ std::vector<int64_t> sizes_of(const std::vector<Range>& blocks) {
   return sizes;
 }
 
-std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size) {
+int64_t width_of(const std::vector<Range>& blocks) {
+  int64_t width = 0;
+  for (const Range block : blocks) width += block.size;
+  return width;
+}
+
+std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size, int64_t copies) {
   TORCH_CHECK_VALUE(bounds.size() % 2 == 0, op, ": blocks ", bounds,
                     " are not pairs of start and stop");
   std::vector<Range> blocks;
+  int64_t covered = 0;
   for (size_t i = 0; i < bounds.size(); i += 2) {
     const int64_t start = bounds[i], stop = bounds[i + 1];
-    TORCH_CHECK_VALUE(0 <= start && start <= stop && stop <= size, op, ": the block [", start, ", ",
-                      stop, ") is not inside [0, ", size, ")");
+    const bool is_copy = copies > 1 && i > 0 && start == bounds[i - 2] && stop == covered;
+    TORCH_CHECK_VALUE((start == covered && start <= stop) || is_copy, op, ": the block [", start,
+                      ", ", stop, ") does not follow one that ends at ", covered);
     blocks.push_back({start, stop - start});
+    covered = stop;
   }
+  TORCH_CHECK_VALUE(covered == size, op, ": blocks ", bounds, " do not cover [0, ", size, ")");
   return blocks;
 }
 
@@ -146,29 +150,24 @@ struct ColumnCall {
   std::array<Blocks, 3> blocks;
 
   ColumnCall(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& second,
-             const at::Tensor& third, at::IntArrayRef bounds)
+             const at::Tensor& third, at::IntArrayRef bounds, int64_t copies, int64_t num_blocks)
       : weights{weight, second, third} {
+    check_copies(kOp, copies, num_blocks);
     TORCH_CHECK_VALUE(bounds.size() % weights.size() == 0, kOp, ": blocks ", bounds,
                       " are not equally many for each of ", weights.size(), " weights");
     const size_t each = bounds.size() / weights.size();
     for (size_t i = 0; i < weights.size(); ++i) {
       check_linear(kOp, input, weights[i], {});
-      blocks[i] = blocks_of(kOp, bounds.slice(i * each, each), weights[i].size(0));
+      blocks[i] =
+          blocks_of(kOp, bounds.slice(i * each, each), weights[i].size(0), i == 0 ? 1 : copies);
     }
   }
 };
 
-std::vector<int64_t> with_last(at::IntArrayRef shape, int64_t last) {
-  std::vector<int64_t> changed = shape.vec();
-  changed.back() = last;
-  return changed;
-}
-
 Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weight,
                                 const at::Tensor& second, const at::Tensor& third,
                                 at::IntArrayRef blocks, int64_t copies, int64_t num_blocks) {
-  check_copies(ColumnCall::kOp, copies, num_blocks);
-  const ColumnCall call(input, weight, second, third, blocks);
+  const ColumnCall call(input, weight, second, third, blocks, copies, num_blocks);
   const at::Tensor rows = as_matrix(input);
   const auto output = [&](size_t i) {
     at::Tensor out = column_product(rows, call.weights[i], call.blocks[i]);
@@ -181,12 +180,11 @@ Tensors<3> block_linears_kernel(const at::Tensor& input, const at::Tensor& weigh
 
 Tensors<3> block_linears_meta(const at::Tensor& input, const at::Tensor&, const at::Tensor&,
                               const at::Tensor&, at::IntArrayRef blocks) {
-  constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();  // the kernel checks it
   const size_t each = blocks.size() / 3;
   const auto output = [&](size_t i) {
-    auto shape = input.sym_sizes().vec();
-    shape.back() = width_of(blocks_of("block_linears", blocks.slice(i * each, each), kAnySize));
-    return at::empty_symint(shape, input.options());
+    int64_t width = 0;  // of blocks that the kernel checks
+    for (size_t j = 0; j < each; ++j) width += (j % 2 == 0 ? -1 : 1) * blocks[i * each + j];
+    return empty_with(input, -1, width);
   };
   return {output(0), output(1), output(2)};
 }
@@ -199,7 +197,7 @@ Tensors<4> block_linears_backward_kernel(const at::Tensor& grad, const at::Tenso
                                          std::array<bool, 4> needed, const Group& group) {
   const char* op = "block_linears_backward";
   choose_blas_for_one_thread(false);
-  const ColumnCall call(input, weight, second, third, bounds);
+  const ColumnCall call(input, weight, second, third, bounds, copies, num_blocks);
   const auto num_own = static_cast<int64_t>(call.blocks[0].size());
   const at::Tensor rows = as_matrix(input);
   std::array<at::Tensor, 3> grads;
@@ -288,9 +286,7 @@ at::Tensor block_row_linear_kernel(const at::Tensor& input, const at::Tensor& we
 }
 
 at::Tensor block_row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
-  auto shape = input.sym_sizes().vec();
-  shape.back() = weight.sym_size(0);
-  return at::empty_symint(shape, input.options());
+  return empty_with(input, -1, weight.sym_size(0));
 }
 
 // Local: the output is replicated, and so is its gradient.
@@ -337,32 +333,36 @@ struct BlockRowLinear : Gradient<BlockRowLinear, block_row_linear, Saved<0, 1>> 
   }
 };
 
+void check_heads(const char* op, const char* name, const at::Tensor& tensor, int64_t head_dim,
+                 int64_t times, bool repeated) {
+  check_floating(op, name, tensor);
+  const int64_t unit = repeated ? head_dim * times : head_dim;
+  TORCH_CHECK_VALUE(head_dim >= 1 && times >= 1 && tensor.dim() >= 1 && tensor.size(-1) % unit == 0,
+                    op, ": ", name, " of shape ", tensor.sizes(), " is not of heads of ", head_dim,
+                    ", each of which can be repeated ", times, " times");
+}
+
 // Each head `times` times, one behind the other: [..., heads * head_dim] -> [..., heads * times *
 // head_dim].
 at::Tensor repeat_heads_kernel(const at::Tensor& input, int64_t head_dim, int64_t times) {
-  const char* op = "repeat_heads";
-  check_floating(op, "input", input);
-  TORCH_CHECK_VALUE(
-      head_dim >= 1 && times >= 1 && input.dim() >= 1 && input.size(-1) % head_dim == 0, op,
-      ": input of shape ", input.sizes(), " is not of heads of ", head_dim,
-      ", each of which can be repeated ", times, " times");
-  const int64_t width = input.size(-1);
-  return as_matrix(input)
-      .contiguous()
-      .view({-1, width / head_dim, 1, head_dim})
+  check_heads("repeat_heads", "input", input, head_dim, times, /*repeated=*/false);
+  const at::Tensor rows = as_matrix(input).contiguous();
+  const int64_t width = rows.size(1);
+  return rows.view({rows.size(0), width / head_dim, 1, head_dim})
       .expand({-1, -1, times, -1})
       .reshape(with_last(input.sizes(), width * times));
 }
 
 at::Tensor repeat_heads_meta(const at::Tensor& input, int64_t, int64_t times) {
-  auto shape = input.sym_sizes().vec();
-  shape.back() = shape.back() * times;
-  return at::empty_symint(shape, input.options());
+  return empty_with(input, -1, input.sym_size(-1) * times);
 }
 
 at::Tensor repeat_heads_backward_kernel(const at::Tensor& grad_output, int64_t head_dim,
                                         int64_t times) {
-  const auto repeats = grad_output.contiguous().view({-1, times, head_dim}).unbind(1);
+  check_heads("repeat_heads_backward", "grad_output", grad_output, head_dim, times,
+              /*repeated=*/true);
+  const int64_t heads = grad_output.numel() / (head_dim * times);
+  const auto repeats = grad_output.contiguous().view({heads, times, head_dim}).unbind(1);
   std::vector<at::Tensor> addends;
   for (const auto& each : repeats) addends.push_back(each.contiguous());
   return tree_sum(addends, grad_output.scalar_type())
@@ -370,9 +370,8 @@ at::Tensor repeat_heads_backward_kernel(const at::Tensor& grad_output, int64_t h
 }
 
 at::Tensor repeat_heads_backward_meta(const at::Tensor& grad_output, int64_t, int64_t times) {
-  auto shape = grad_output.sym_sizes().vec();
-  shape.back() = shape.back() / times;
-  return at::empty_symint(shape, grad_output.options());
+  TORCH_CHECK_VALUE(times >= 1, "repeat_heads_backward: times must be at least 1, got ", times);
+  return empty_with(grad_output, -1, grad_output.sym_size(-1) / times);
 }
 
 struct RepeatHeads : Gradient<RepeatHeads, repeat_heads, Saved<>> {

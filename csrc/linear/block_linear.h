@@ -11,11 +11,14 @@
 
 namespace parallel_ext {
 
-// `bounds`: start and stop of each block in a rank's `size` indices.
-std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size);
+// `bounds`: start and stop of each block in a rank's `size` indices, which they cover in order; of
+// all blocks `copies` consecutive ones are the same.
+std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size,
+                             int64_t copies = 1);
 
-// The sizes of blocks.
+// The sizes of blocks, and their sum.
 std::vector<int64_t> sizes_of(const std::vector<Range>& blocks);
+int64_t width_of(const std::vector<Range>& blocks);
 
 // Whether fixed_product_of_blocks may compute all blocks at once: they follow each other, and no
 // product is so small that the place of its matrices decides its bits. `other_size`: rows of the

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/dropout_mask.h"
+#include "base/empty.h"
 #include "base/kernel_choice.h"
 #include "base/philox_aten.h"
 #include "check.h"
@@ -250,10 +251,6 @@ at::Tensor seeded_dropout_backward_kernel(const at::Tensor& grad_output, double 
   return dropped("seeded_dropout_backward", grad_output, p, counter);
 }
 
-at::Tensor seeded_dropout_meta(const at::Tensor& input) {
-  return at::empty_like(input, at::MemoryFormat::Contiguous);
-}
-
 struct SeededDropout : Gradient<SeededDropout, seeded_dropout, Saved<>> {
   static variable_list rule(const ForwardCall<seeded_dropout>& forward,
                             const variable_list& grads) {
@@ -267,11 +264,11 @@ struct SeededDropout : Gradient<SeededDropout, seeded_dropout, Saved<>> {
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<seeded_dropout>(library)
       .kernel<seeded_dropout_kernel>()
-      .meta<seeded_dropout_meta>()
+      .meta<same_shape_meta>()
       .gradient<SeededDropout>();
   implement<seeded_dropout_backward>(library)
       .kernel<seeded_dropout_backward_kernel>()
-      .meta<seeded_dropout_meta>();
+      .meta<same_shape_meta>();
 }
 
 }  // namespace parallel_ext

@@ -9,11 +9,12 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "base/empty.h"
+#include "base/exp.h"
 #include "base/kernel_choice.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "linear/ops.h"
-#include "moe/gated_silu.h"
 
 namespace parallel_ext {
 namespace {
@@ -158,10 +159,6 @@ at::Tensor gradient(const at::Tensor& grad_in, const at::Tensor& input_in) {
   return output;
 }
 
-at::Tensor activated_meta(const at::Tensor& input) {
-  return at::empty_like(input, at::MemoryFormat::Contiguous);
-}
-
 struct FixedSilu : Gradient<FixedSilu, fixed_silu, Saved<0>> {
   static variable_list rule(const ForwardCall<fixed_silu>& forward, const variable_list& grads) {
     const auto [input] = forward.arguments();
@@ -181,14 +178,14 @@ struct FixedGelu : Gradient<FixedGelu, fixed_gelu, Saved<0>> {
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<fixed_silu>(library)
       .kernel<activated<Silu>>()
-      .meta<activated_meta>()
+      .meta<same_shape_meta>()
       .gradient<FixedSilu>();
-  implement<fixed_silu_backward>(library).kernel<gradient<Silu>>().meta<activated_meta>();
+  implement<fixed_silu_backward>(library).kernel<gradient<Silu>>().meta<same_shape_meta>();
   implement<fixed_gelu>(library)
       .kernel<activated<Gelu>>()
-      .meta<activated_meta>()
+      .meta<same_shape_meta>()
       .gradient<FixedGelu>();
-  implement<fixed_gelu_backward>(library).kernel<gradient<Gelu>>().meta<activated_meta>();
+  implement<fixed_gelu_backward>(library).kernel<gradient<Gelu>>().meta<same_shape_meta>();
 }
 
 }  // namespace parallel_ext

@@ -15,14 +15,14 @@ at::Tensor sum_leaves_kernel(at::TensorList values, at::IntArrayRef bounds, at::
   std::vector<at::Tensor> addends;
   for (size_t i = 0; i < values.size(); ++i) {
     nodes.push_back({bounds[2 * i], bounds[2 * i + 1]});
-    TORCH_CHECK_VALUE(nodes[i].width > 0 && nodes[i].start % nodes[i].width == 0, op, ": nodes ",
-                      bounds, " are not nodes of a tree");
     check_floating(op, "values", values[i]);
     check_shape(op, "values", values[i], values[0].sizes());
     TORCH_CHECK_TYPE(wide_type(values[i]) == wide_type(values[0]), op,
                      ": values of float64 and of other dtypes cannot be summed together");
     addends.push_back(values[i].contiguous());
   }
+  TORCH_CHECK_VALUE(make_a_node(nodes), op, ": nodes ", bounds,
+                    " are not nodes of a tree that follow each other and make one of it");
   return tree_sum(nodes, addends, dtype);
 }
 

@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm.h>
 
+#include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
@@ -27,8 +28,8 @@ at::Tensor columns(const at::Tensor& input, const at::Tensor& weight,
   if (features > 0) {  // else there is nothing to launch
     bias ? at::addmm_out(output, *bias, rows, weight.t()) : at::mm_out(output, rows, weight.t());
   }
-  std::vector<int64_t> shape = input.sizes().vec(), strides(shape.size());
-  shape.back() = features;
+  const std::vector<int64_t> shape = with_last(input.sizes(), features);
+  std::vector<int64_t> strides(shape.size());
   int64_t stride = row_stride;
   strides.back() = 1;
   for (auto dim = static_cast<int64_t>(shape.size()) - 2; dim >= 0; --dim) {
@@ -40,8 +41,8 @@ at::Tensor columns(const at::Tensor& input, const at::Tensor& weight,
 
 at::Tensor columns_meta(const at::Tensor& input, const at::Tensor& weight,
                         const c10::SymInt& row_stride) {
-  auto shape = input.sym_sizes().vec(), strides = shape;
-  shape.back() = weight.sym_size(0);
+  const auto shape = shape_with(input, -1, weight.sym_size(0));
+  auto strides = shape;
   c10::SymInt stride = row_stride;
   strides.back() = 1;
   for (auto dim = static_cast<int64_t>(shape.size()) - 2; dim >= 0; --dim) {
@@ -179,15 +180,11 @@ at::Tensor row_linear_kernel(const at::Tensor& input, const at::Tensor& weight,
   at::Tensor output = at::mm(as_matrix(input), weight.t());
   all_reduce_sum("row_linear", output, group);  // numel(output), every rank
   if (bias) output.add_(*bias);
-  std::vector<int64_t> shape = input.sizes().vec();
-  shape.back() = weight.size(0);
-  return output.view(shape);
+  return output.view(with_last(input.sizes(), weight.size(0)));
 }
 
 at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
-  auto shape = input.sym_sizes().vec();
-  shape.back() = weight.sym_size(0);
-  return at::empty_symint(shape, input.options());
+  return empty_with(input, -1, weight.sym_size(0));
 }
 
 struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {

@@ -18,6 +18,13 @@ inline at::Tensor as_matrix(const at::Tensor& tensor) {
   return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
 }
 
+// [..., K] -> [..., last].
+inline std::vector<int64_t> with_last(at::IntArrayRef shape, int64_t last) {
+  std::vector<int64_t> changed = shape.vec();
+  changed.back() = last;
+  return changed;
+}
+
 // Writes zeros between the rows of a matrix that we have allocated, where its row stride is larger
 // than its row length. On CPUs with AMX, oneDNN's bf16 GEMMs multiply the memory between the rows
 // by zero, and a NaN there stays NaN (github.com/uxlfoundation/oneDNN/issues/5717).
@@ -53,9 +60,7 @@ inline void check_grad_output(const char* op, const at::Tensor& grad_output,
                               const at::Tensor& input, const at::Tensor& weight) {
   check_linear(op, input, weight, {});
   check_same_dtype(op, "grad_output", grad_output, "input", input);
-  std::vector<int64_t> shape = input.sizes().vec();
-  shape.back() = weight.size(0);
-  check_shape(op, "grad_output", grad_output, shape);
+  check_shape(op, "grad_output", grad_output, with_last(input.sizes(), weight.size(0)));
 }
 
 // An adapter works in the dtype of the base layer, to which the result is rounded anyway; but in

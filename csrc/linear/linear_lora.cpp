@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/empty.h"
 #include "check.h"
 #include "comm/comm.h"
 #include "linear/dropout.h"
@@ -85,17 +86,14 @@ Tensors<2> lora_linear_forward_kernel(const at::Tensor& input, const at::Tensor&
     all_reduce_sum(op, output, group);  // numel(output), every rank
     if (bias) output.add_(*bias);
   }
-  std::vector<int64_t> shape = input.sizes().vec();
-  shape.back() = weight.size(0);
-  return {output.view(shape), lora_a_out};
+  return {output.view(with_last(input.sizes(), weight.size(0))), lora_a_out};
 }
 
 Tensors<2> lora_linear_forward_meta(const at::Tensor& input, const at::Tensor& weight,
                                     const at::Tensor& lora_a) {
-  auto shape = input.sym_sizes().vec();
+  const auto shape = shape_with(input, -1, weight.sym_size(0));
   c10::SymInt num_tokens = 1;
   for (size_t dim = 0; dim + 1 < shape.size(); ++dim) num_tokens = num_tokens * shape[dim];
-  shape.back() = weight.sym_size(0);
   return {at::empty_symint(shape, input.options()),
           at::empty_symint({lora_a.sym_size(0), num_tokens},
                            input.options().dtype(dtype_of_adapter(input)))};
@@ -107,8 +105,7 @@ at::Tensor through_dropout(const at::Tensor& rows, const at::Tensor& grad_lora_a
                            const at::Tensor& lora_a, const Dropout& dropout, double scale,
                            const at::Tensor& grad_input) {
   // A 16-bit sum over all tiles would round once for each tile.
-  const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor grad_a = at::zeros(lora_a.sizes(), lora_a.options().dtype(wide));
+  at::Tensor grad_a = at::zeros(lora_a.sizes(), lora_a.options().dtype(wide_type(rows)));
   for_tiles(rows, [&](int64_t first, const at::Tensor& input, const at::Tensor& dropped) {
     const at::Tensor grads = grad_lora_a_out.narrow(1, first, input.size(0));
     if (grad_input.defined()) {

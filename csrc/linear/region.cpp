@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/empty.h"
 #include "base/shares.h"
 #include "check.h"
 #include "comm/comm.h"
@@ -51,14 +52,8 @@ at::Tensor gather_from_region_kernel(const at::Tensor& shard, at::IntArrayRef si
   return at::cat(parts, -1);
 }
 
-at::Tensor same_shape_meta(const at::Tensor& input) {
-  return at::empty_like(input, at::MemoryFormat::Contiguous);
-}
-
 at::Tensor gather_from_region_meta(const at::Tensor& shard, at::IntArrayRef sizes) {
-  auto shape = shard.sym_sizes().vec();
-  shape.back() = sum_of_counts("gather_from_region", "sizes", sizes);
-  return at::empty_symint(shape, shard.options());
+  return empty_with(shard, -1, sum_of_counts("gather_from_region", "sizes", sizes));
 }
 
 // reduce_from_region and copy_to_region are each other's backward.

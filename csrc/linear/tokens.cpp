@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "base/empty.h"
 #include "base/kernel_choice.h"
 #include "base/layout.h"
 #include "base/shares.h"
@@ -153,18 +154,15 @@ at::Tensor sum_tokens_kernel(const at::Tensor& partial, at::IntArrayRef sizes, i
   return all.view(of_ranks).sum(0, false, wide_type(partial)).to(partial.scalar_type());
 }
 
-at::Tensor with_tokens(const at::Tensor& like, int64_t tokens) {
-  auto shape = like.sym_sizes().vec();
-  shape[shape.size() - 2] = tokens;
-  return at::empty_symint(shape, like.options());
-}
-
-at::Tensor own_tokens_meta(const at::Tensor& input, at::IntArrayRef sizes, int64_t rank) {
-  return with_tokens(input, sizes[rank]);
+template <const auto& op>
+at::Tensor own_tokens_meta(const at::Tensor& input, at::IntArrayRef sizes, int64_t rank,
+                           const Group& group) {
+  check_sizes(op.kName, sizes, rank, group.size);
+  return empty_with(input, -2, sizes[rank]);
 }
 
 at::Tensor gather_tokens_meta(const at::Tensor& shard, at::IntArrayRef sizes) {
-  return with_tokens(shard, sum_of_counts("gather_tokens", "sizes", sizes));
+  return empty_with(shard, -2, sum_of_counts("gather_tokens", "sizes", sizes));
 }
 
 struct TakeTokens : Gradient<TakeTokens, take_tokens, Saved<>> {
@@ -194,7 +192,7 @@ struct SumTokens : Gradient<SumTokens, sum_tokens, Saved<>> {
 TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<take_tokens>(library)
       .kernel<take_tokens_kernel>()
-      .meta<own_tokens_meta>()
+      .meta<own_tokens_meta<take_tokens>>()
       .gradient<TakeTokens>();
   implement<gather_tokens>(library)
       .kernel<gather_tokens_kernel>()
@@ -202,7 +200,7 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
       .gradient<GatherTokens>();
   implement<sum_tokens>(library)
       .kernel<sum_tokens_kernel>()
-      .meta<own_tokens_meta>()
+      .meta<own_tokens_meta<sum_tokens>>()
       .gradient<SumTokens>();
 }
 

@@ -2,6 +2,7 @@
 // product for the rows of each expert and leaf (base/fixed_product.h).
 #include <ATen/ops/empty.h>
 
+#include "base/empty.h"
 #include "base/fixed_product.h"
 #include "base/workspace.h"
 #include "check.h"

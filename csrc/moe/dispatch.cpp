@@ -2,6 +2,7 @@
 // of the experts back. Each is the backward of the other.
 #include <ATen/ops/empty.h>
 
+#include "base/empty.h"
 #include "check.h"
 #include "moe/exchange.h"
 #include "moe/ops.h"

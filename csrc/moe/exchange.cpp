@@ -87,6 +87,9 @@ ExchangeLayout::ExchangeLayout(const char* op, const ExchangePlan& plan,
                       " choices and sends ", receive_rows[peer], " for ", of_peer,
                       "; there cannot be more rows than choices");
   }
+  TORCH_CHECK_VALUE(send_rows[rank] == send_slots[rank], op, ": rank ", rank, " sends itself ",
+                    send_rows[rank], " rows for ", send_slots[rank],
+                    " choices; to itself it sends one for each");
 }
 
 int64_t ExchangeLayout::num_slots() const { return sum_of(send_slots); }

@@ -6,13 +6,6 @@
 
 namespace parallel_ext {
 
-// 1 / (1 + exp(-x)), without overflow.
-template <typename wide_t>
-PARALLEL_EXT_INLINE wide_t sigmoid(wide_t x) {
-  const wide_t small = exp_below_88(x < 0 ? x : -x);
-  return (x < 0 ? small : wide_t(1)) / (1 + small);
-}
-
 template <typename wide_t>
 PARALLEL_EXT_INLINE wide_t gated_silu(wide_t gate, wide_t up, wide_t weight) {
   return gate * sigmoid(gate) * up * weight;

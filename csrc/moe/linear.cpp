@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "moe/grouped.h"

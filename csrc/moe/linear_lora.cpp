@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "linear/linear.h"

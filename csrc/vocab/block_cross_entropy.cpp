@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "base/empty.h"
 #include "base/fixed_product.h"
 #include "base/kernel_choice.h"
 #include "base/layout.h"
@@ -122,6 +123,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
   choose_blas_for_one_thread(false);
   check_call(input, head_weight, lora_a_out, lora_b, labels_in, loss);
   const auto blocks = blocks_of(kOp, bounds, head_weight.size(0));
+  check_own_blocks(kOp, static_cast<int64_t>(blocks.size()), num_blocks, group);
   const at::Tensor labels = labels_in.contiguous();
   const StatsRows rows(loss.label_smoothing > 0, false, false);
   const Tokens tokens = tokens_of(loss, labels);

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"

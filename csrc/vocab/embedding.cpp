@@ -177,7 +177,7 @@ at::Tensor vocab_embedding_backward_aten(const at::Tensor& grad_output, const at
   row = row.masked_fill((row < 0).logical_or(row >= num_rows), num_rows);
   if (padding_idx) row = row.masked_fill(row == *padding_idx - vocab_start, num_rows);
   const int64_t hidden = grad_output.size(-1);
-  const auto sum_type = grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto sum_type = wide_type(grad_output);
   at::Tensor sum = at::zeros({num_rows + 1, hidden}, grad_output.options().dtype(sum_type));
   sum.index_add_(0, row, grad_output.reshape({ids.numel(), hidden}).to(sum_type));
   return sum.narrow(0, 0, num_rows).to(grad_output.scalar_type()).contiguous();

@@ -5,6 +5,7 @@
 // gathered.
 #include <ATen/ops/empty.h>
 
+#include "base/empty.h"
 #include "base/kernel_choice.h"
 #include "base/shares.h"
 #include "check.h"
@@ -57,9 +58,9 @@ at::Tensor of_tokens_cpu(const at::Tensor& ids_in, const at::Tensor& weight, int
 
 at::Tensor of_tokens_meta(const at::Tensor& ids, const at::Tensor& weight, int64_t, int64_t,
                           std::optional<int64_t>, at::IntArrayRef, at::IntArrayRef tokens,
-                          int64_t rank) {
-  auto shape = ids.sym_sizes().vec();
-  shape.back() = tokens[rank];
+                          int64_t rank, const Group& group) {
+  check_sizes(kOp, tokens, rank, group.size);
+  auto shape = shape_with(ids, -1, tokens[rank]);
   shape.push_back(weight.sym_size(1));
   return at::empty_symint(shape, weight.options());
 }

@@ -2,6 +2,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/empty.h>
 
+#include "base/empty.h"
 #include "base/kernel_choice.h"
 #include "check.h"
 #include "comm/comm.h"

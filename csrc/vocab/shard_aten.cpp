@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "check.h"
+#include "vocab/loss_paths.h"
 #include "vocab/shard.h"
 
 namespace parallel_ext {
@@ -45,8 +46,7 @@ void fill_stats(const VocabShard& shard, const StatsRows& rows, const at::Tensor
       .copy_(z.gather(1, column).squeeze(1).masked_fill(own.logical_not(), 0));
   if (rows.id >= 0) {
     const at::Tensor id = z.argmax(1) + shard.vocab_start;
-    const bool wide = partial_stats.scalar_type() == at::kDouble;
-    partial_stats.select(0, rows.id).view(wide ? at::kLong : at::kInt).copy_(id);
+    view_as_ids(partial_stats.select(0, rows.id)).copy_(id);
   }
   z = z - in_columns(max.masked_fill(max == kLowest, 0));
   if (rows.smooth >= 0) {
@@ -99,8 +99,7 @@ at::Tensor vocab_shard_stats_aten(const VocabShard& shard, const StatsRows& rows
   if (size == 0) {
     partial_stats.select(0, StatsRows::kMax).fill_(kLowest);
     if (rows.id < 0) return partial_stats;
-    const bool wide = partial_stats.scalar_type() == at::kDouble;
-    partial_stats.select(0, rows.id).view(wide ? at::kLong : at::kInt).fill_(kLastId);
+    view_as_ids(partial_stats.select(0, rows.id)).fill_(kLastId);
     return partial_stats;
   }
   const int64_t step = tokens_at_a_time(size);

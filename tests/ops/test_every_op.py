@@ -428,7 +428,7 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         "block_bias": [
             (_values(2, 4), _values(4), blocks, 1, *last_of_blocks),
             (_values(2, 1, 4, dtype=bf16), _values(4, dtype=bf16), [0, 1, 1, 4], 1, *last_of_two),
-            (_values(2, 4), _values(4), blocks, group.size, *last_of_blocks),
+            (_values(4, 2).T, _values(4), blocks, group.size, *last_of_blocks),
         ],
         "block_bias_backward": [
             (_plain(2, 4), _plain(4), blocks, 1, *last_of_blocks),
@@ -437,6 +437,7 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
         ],
         "block_scale": [
             (_values(2, 4, 3), _values(3), blocks, *last_of_blocks),
+            (_values(4, 2, 3).transpose(0, 1), _values(3), blocks, *last_of_blocks),
             (_values(2, 4, 3, dtype=bf16), _values(3, dtype=bf16), [0, 1, 1, 4], *last_of_two),
         ],
         "block_scale_backward": [

@@ -263,6 +263,18 @@ REFUSALS = {
         lambda: ops.sum_leaves([ONES(2), ONES(2)], [(1, 2), (3, 1)], torch.float32),
         "ValueError: sum_leaves: nodes [1, 2, 3, 1] are not nodes of a tree",
     ),
+    "a node twice": (
+        lambda: ops.sum_leaves([ONES(2), ONES(2)], [(0, 1), (0, 1)], torch.float32),
+        "ValueError: sum_leaves: nodes [0, 1, 0, 1] are not nodes of a tree",
+    ),
+    "nodes of two halves": (
+        lambda: ops.sum_leaves([ONES(2), ONES(2)], [(1, 1), (2, 1)], torch.float32),
+        "ValueError: sum_leaves: nodes [1, 1, 2, 1] are not nodes of a tree that follow each other",
+    ),
+    "nodes of three": (
+        lambda: ops.sum_leaves([ONES(2), ONES(2)], [(0, 3), (3, 3)], torch.float32),
+        "ValueError: sum_leaves: nodes [0, 3, 3, 3] are not nodes of a tree",
+    ),
     "leaves of several sizes": (
         lambda: ops.sum_leaves([ONES(2), ONES(3)], [(0, 1), (1, 1)], torch.float32),
         "ValueError: sum_leaves: values must have the shape [2], got [3]",
@@ -278,6 +290,19 @@ REFUSALS = {
     "counts of other rows": (
         lambda: ops.block_experts(ONES(2, 3), ONES(1, 2, 4, 3), [2, 1]),
         "ValueError: block_experts: the counts [2, 1] add up to 3, but there are 2 rows",
+    ),
+    "fewer rows to itself than choices": (
+        lambda: INTERNAL.moe_dispatch(
+            *(
+                ONES(1, 4),
+                ONES(1, 2),
+                torch.tensor([[0, 0]]),
+                torch.arange(2),
+                torch.zeros_like(INTS[:2]),
+            ),
+            *([2, 1], [2, 1], [1], 0, 1, ""),
+        ),
+        "ValueError: moe_dispatch: rank 0 sends itself 1 rows for 2 choices",
     ),
     # Plans in Python.
     "a short message": (
@@ -329,7 +354,67 @@ REFUSALS = {
     ),
     "a block behind the rows": (
         lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((0, 5),), 1)]),
-        "ValueError: block_linears: the block [0, 5) is not inside [0, 4)",
+        "ValueError: block_linears: blocks [0, 5] do not cover [0, 4)",
+    ),
+    "blocks that leave rows out": (
+        lambda: INTERNAL.block_row_linear_backward(
+            ONES(2, 3), ONES(2, 4), ONES(3, 4), [0, 2], [True] * 3
+        ),
+        "ValueError: block_row_linear_backward: blocks [0, 2] do not cover [0, 4)",
+    ),
+    "blocks in another order": (
+        lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((2, 4), (0, 2)), 2)]),
+        "ValueError: block_linears: the block [2, 4) does not follow one that ends at 0",
+    ),
+    "a block twice, without copies": (
+        lambda: ops.block_bias(ONES(1, 4), ONES(2), ops.Blocks(((0, 2), (0, 2)), 2)),
+        "ValueError: block_bias: the block [0, 2) does not follow one that ends at 2",
+    ),
+    "a loss of blocks that leave ids out": (
+        lambda: ops.block_linear_cross_entropy(
+            *(ONES(1, 2), ONES(4, 2), torch.zeros(1, dtype=torch.int64)),
+            *(ops.Blocks(((2, 4),), 1), 4, (0, 4), ops.LossOptions()),
+        ),
+        "ValueError: block_linear_cross_entropy: the block [2, 4) does not follow one that ends",
+    ),
+    "a loss of no block": (
+        lambda: ops.block_linear_cross_entropy(
+            *(ONES(1, 2), ONES(4, 2), torch.zeros(1, dtype=torch.int64)),
+            *(ops.Blocks((), 1), 4, (0, 4), ops.LossOptions()),
+        ),
+        "ValueError: block_linear_cross_entropy: blocks [] do not cover [0, 4)",
+    ),
+    "blocks of another rank": (
+        lambda: ops.block_linear_cross_entropy(
+            *(ONES(1, 2), ONES(4, 2), torch.zeros(1, dtype=torch.int64)),
+            *(ops.Blocks(((0, 4),), 2), 4, (0, 4), ops.LossOptions()),
+        ),
+        "ValueError: block_linear_cross_entropy: rank 0 holds 2 of the 2 blocks, got 1",
+    ),
+    "heads of no width": (
+        lambda: ops.repeat_heads(ONES(1, 4), 3, 2),
+        "ValueError: repeat_heads: input of shape [1, 4] is not of heads of 3",
+    ),
+    "a gradient of heads that were not repeated": (
+        lambda: INTERNAL.repeat_heads_backward(ONES(1, 6), 2, 2),
+        "ValueError: repeat_heads_backward: grad_output of shape [1, 6] is not of heads of 2",
+    ),
+    "a gradient of another bias": (
+        lambda: INTERNAL.block_bias_backward(ONES(2, 3), ONES(4), [0, 4], 1, 1, 1, ""),
+        "ValueError: block_bias_backward: grad_output of shape [2, 3] must have 4 features",
+    ),
+    # What only Meta kernels meet: the others check first.
+    "a scalar that is no row": (
+        lambda: ops.row_linear(torch.ones((), device="meta"), ONES(3, 2, device="meta")),
+        "ValueError: a tensor of 1 dimensions or more is needed, got one of 0",
+    ),
+    "tokens of no rank": (
+        lambda: INTERNAL.take_tokens(ONES(2, 4, 3, device="meta"), [4], 7, 1, ""),
+        "ValueError: take_tokens: rank 7 is not in [0, 1)",
+    ),
+    "no repeats": (
+        lambda: INTERNAL.repeat_heads_backward(ONES(1, 6, device="meta"), 2, 0),
+        "ValueError: repeat_heads_backward: times must be at least 1, got 0",
     ),
     "blocks of no copy": (
         lambda: ops.block_linears(ONES(1, 2), [ONES(4, 2)], [ops.Blocks(((0, 4),), 1)], copies=0),
@@ -347,7 +432,7 @@ REFUSALS = {
     ),
     "a block in reverse": (
         lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks(((3, 1),), 1)),
-        "ValueError: block_row_linear: the block [3, 1) is not inside [0, 4)",
+        "ValueError: block_row_linear: the block [3, 1) does not follow one that ends at 0",
     ),
     "blocks of no rank": (
         lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks(((0, 2), (2, 4)), 3)),
@@ -355,7 +440,7 @@ REFUSALS = {
     ),
     "no block": (
         lambda: ops.block_row_linear(ONES(1, 4), ONES(3, 4), ops.Blocks((), 0)),
-        "ValueError: block_row_linear: 0 blocks are too few for 1 ranks",
+        "ValueError: block_row_linear: blocks [] do not cover [0, 4)",
     ),
     "a counter without a feature": (
         lambda: INTERNAL.seeded_dropout(ONES(2, 2), 0.5, [1, 1, 0]),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import fork
 from reference_ops import (
     ALL_SIZES,
     NOTICED,
@@ -268,6 +272,29 @@ def _checked_order(group: Group, steps_of_ranks: list[list[str]]) -> int:
 def test_order_check_passes_ranks_that_agree():
     steps = ["reduce 6", "gather", "reduce 4"]
     assert on_ranks(2, _checked_order, [steps, steps]) == [3, 3]
+
+
+def _after_a_job_of_its_own(rank: int, folder: str, pipe: Connection) -> None:
+    _C.set_order_check(True)
+    jobs = [("alone", 0, 1)] if rank == 0 else []
+    for name, number, size in [*jobs, ("both", rank, 2)]:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{name}", rank=number, world_size=size
+        )
+        name = dist.group.WORLD.group_name
+        total = torch.ops.parallel_ext.reduce_from_region(torch.ones(1), size, name)
+        dist.destroy_process_group()
+    pipe.send(total.item())
+
+
+def test_order_check_counts_from_the_start_of_a_group(tmp_path):
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    for rank, (_, theirs) in enumerate(pipes):
+        fork(rank, _after_a_job_of_its_own, rank, str(tmp_path), theirs)
+        theirs.close()
+    for ours, _ in pipes:
+        assert ours.poll(60)
+        assert ours.recv() == 2
 
 
 @pytest.mark.parametrize(
