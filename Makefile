@@ -5,7 +5,7 @@
 #   make demo-cogagent    LoRA on a tiny CogAgent, merged and read again
 #   make demo-trainer    an ordinary script with HuggingFace's Trainer, unchanged on 2 ranks
 #   make demo-checkpoint    a job that is stopped and killed, and resumes elsewhere
-#   make demo-invariant     one training in seven layouts, with the same bits
+#   make demo-invariant     one training in six layouts, with the same bits
 #   make lint    formatting and static checks            make bench  the benchmarks
 #   make test-slow    sweeps that take minutes
 #   make soak         FAULTS (200) in STEPS (1000) by SEED; after each a checkpoint must be right
@@ -31,7 +31,8 @@ ENV := MAX_JOBS=$(MAX_JOBS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := $(shell find csrc parallel_ext -type f -not -name '*.so' -not -name '*.pyc') setup.py pyproject.toml
 
 .PHONY: demo demo-lora demo-mixtral demo-cogagent demo-trainer demo-invariant test test-oldest
-.PHONY: demo-checkpoint test-interplay soak test-slow test-gpu bench-gpu interplay-page docs lint bench clean
+.PHONY: demo-checkpoint test-interplay soak test-slow sanitize test-gpu bench-gpu
+.PHONY: interplay-page docs lint bench clean
 
 # torch comes first and alone: nothing after it may ask for another one.
 $(VENV)/environment: pyproject.toml
@@ -140,6 +141,7 @@ bench: $(VENV)/installed $(WORK)/smollm2/config.json
 	$(ENV) SMOLLM2=$(abspath $(WORK)/smollm2) $(PY) benchmarks/generation.py
 	$(ENV) $(PY) benchmarks/cogagent.py
 	$(ENV) $(PY) benchmarks/sequence_parallel.py
+	$(ENV) $(PY) benchmarks/invariant.py
 
 clean:
 	rm -rf $(WORK) build dist *.egg-info $(VENV)/installed

@@ -8,6 +8,9 @@ import setuptools
 
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
+if sys.platform != "linux":
+    sys.exit(f"parallel_ext runs on Linux only, and this is {sys.platform}")
+
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension

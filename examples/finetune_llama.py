@@ -92,20 +92,26 @@ def peak_mib() -> float:
 
 
 def common_parser(description: str) -> argparse.ArgumentParser:
-    """The options of every fine-tuning example."""
+    """The options of every training example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", help="HuggingFace directory or hub id")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share one model")
     parser.add_argument("--text", type=Path, help="a text file; Python's reference by default")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--first", type=int, default=0, help="number of the first batch")
     parser.add_argument("--rows", type=int, default=1, help="sequences in a batch")
     parser.add_argument("--tokens", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--report", type=Path, help="JSON file for what happened")
+    return parser
+
+
+def finetuning_parser(description: str) -> argparse.ArgumentParser:
+    """The options of every fine-tuning example."""
+    parser = common_parser(description)
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch")
     parser.add_argument("--out", type=Path, help="directory to save to")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--report", type=Path, help="JSON file for what happened")
     return parser
 
 
@@ -164,7 +170,7 @@ def save_and_finish(
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0])
+    parser = finetuning_parser(__doc__.splitlines()[0])
     parser.add_argument("--check-gradients", action="store_true", help="against one process")
     options = parser.parse_args()
 

@@ -16,8 +16,8 @@ from typing import Any
 import peft
 import torch
 from finetune_llama import (
-    common_parser,
     continuation,
+    finetuning_parser,
     finish,
     last_logits,
     of_all_ranks,
@@ -51,7 +51,7 @@ def adapted(model: Any, options: argparse.Namespace) -> peft.PeftModel:
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0])
+    parser = finetuning_parser(__doc__.splitlines()[0])
     parser.set_defaults(learning_rate=1e-3)
     parser.add_argument("--adapter", type=Path, help="PEFT directory to train further, as it is")
     parser.add_argument("--r", type=int, default=8, help="rank of a new adapter")
@@ -76,12 +76,13 @@ def main() -> None:
         model.save_pretrained(options.out)
     report["peak MiB"] = of_all_ranks(peak_mib())
 
-    ids = data[0]["input_ids"]
-    report["logits"] = last_logits(model, ids)
-    model.merge_adapter()
-    report["merged logits"] = last_logits(model, ids)
-    model.unmerge_adapter()
-    report["unmerged logits"] = last_logits(model, ids)
+    if options.report:  # what the adapter does, beside the base and merged into it
+        ids = data[0]["input_ids"]
+        report["logits"] = last_logits(model, ids)
+        model.merge_adapter()
+        report["merged logits"] = last_logits(model, ids)
+        model.unmerge_adapter()
+        report["unmerged logits"] = last_logits(model, ids)
     finish(options, mesh, report)
 
 

@@ -18,9 +18,9 @@ import torch
 import transformers
 from finetune_llama import (
     batches,
-    common_parser,
     continuation,
     default_text,
+    finetuning_parser,
     made_by_rank_0,
     of_all_ranks,
     save_and_finish,
@@ -98,7 +98,7 @@ def train_watched(
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0])
+    parser = finetuning_parser(__doc__.splitlines()[0])
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument("--zero", type=int, default=2, choices=(2, 3), help="stage of ZeRO over dp")
     parser.add_argument("--from-dense", help="a Llama to make MODEL from, if it is not there")
