@@ -140,11 +140,10 @@ def read(file: SafetensorsFile, mesh: Mesh) -> dict[str, torch.Tensor]:
     """
     check_kinds(file)
     rank, states = mesh.rank, {}
-    for name, entry in file.tensors.items():
+    for name in file.tensors:
         kind, _, of = name.partition(".")
         if of == f"{rank:05}":
-            states[kind] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-            file.read_box(name, tuple((0, size) for size in entry.shape), states[kind])
+            states[kind] = file.read(name)
     missing = _KINDS.keys() - states.keys() - ({"cuda"} if mesh.device.type != "cuda" else set())
     if missing:
         raise CheckpointError(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME
+from parallel_ext.checkpoint.source import ADAPTER_CONFIG_NAME
 from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
-from parallel_ext.cli.saved import ADAPTER_CONFIG, existing
+from parallel_ext.cli.saved import existing
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME
 from parallel_ext.io.progress import progress_bar
@@ -104,7 +105,7 @@ def _kind(source: Path) -> str:
         return _DCP
     if (source / CONFIG_NAME).exists():
         return _MODEL
-    if (source / ADAPTER_CONFIG).exists():
+    if (source / ADAPTER_CONFIG_NAME).exists():
         raise CheckpointError(
             f"{source} is an adapter of PEFT already; parallel-ext merge merges it"
         )

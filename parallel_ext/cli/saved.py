@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, RNG_NAME, STATE_FOLDER, read_manifest
-from parallel_ext.checkpoint.source import ADAPTER_NAME
+from parallel_ext.checkpoint.source import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, HFDirectory
@@ -18,7 +18,6 @@ from parallel_ext.io.safetensors_reader import SafetensorsFile, TensorEntry
 from parallel_ext.io.schema import read_json
 
 OPTIMIZER = "optimizer: "  # before the names of its tensors
-ADAPTER_CONFIG = "adapter_config.json"
 PATHS = "a model's or adapter's directory, a training checkpoint, or a safetensors file"
 
 
@@ -82,9 +81,9 @@ def open_saved(path: Path) -> Iterator[Saved]:
             path = latest_checkpoint(path)
         if (path / COMMIT_NAME).exists():
             yield _checkpoint(path, files)
-        elif (path / ADAPTER_CONFIG).exists():
+        elif (path / ADAPTER_CONFIG_NAME).exists():
             file = files.enter_context(SafetensorsFile(path / ADAPTER_NAME))
-            config = read_json(path / ADAPTER_CONFIG)
+            config = read_json(path / ADAPTER_CONFIG_NAME)
             known = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
             facts = {name: config[name] for name in known if name in config}
             yield Saved("adapter", path, facts, dict.fromkeys(file.tensors, file))

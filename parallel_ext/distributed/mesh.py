@@ -158,6 +158,8 @@ class Mesh:
             The group of the list that holds this tp rank; a group of one where the list has one.
         """
         shared = [ranks for ranks in partition if len(ranks) > 1]
+        if not shared:
+            return ALONE
         rows = range(self.dp_size)
         return self._made_once(
             [[row * self.tp_size + r for r in ranks] for row in rows for ranks in shared]

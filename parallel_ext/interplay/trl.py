@@ -102,6 +102,7 @@ def _fields(
         bias=head.bias,
         entropy="entropy" in wanted,
         argmax="is_top1" in wanted,
+        log_sum_exp="log_sum_sq_probs" in wanted,
         group=head.group,
     )
     log_probs = -statistics.loss.view(mask.shape)
@@ -115,7 +116,7 @@ def _fields(
         if "mean_logits" in wanted:
             fields["mean_logits"] = _mean_logits(head, hidden, scale).masked_fill(~mask, 0)
         if "log_sum_sq_probs" in wanted:
-            squares = _log_sum_of_squares(head, hidden, shifted, scale)
+            squares = _log_sum_exp(head, hidden, shifted, 2 * scale) - 2 * statistics.log_sum_exp
             fields["log_sum_sq_probs"] = squares.view(mask.shape).masked_fill(~mask, 0)
     if wants_balance(model, state, kwargs):
         fields["aux_loss"] = output.aux_loss
@@ -132,22 +133,17 @@ def _mean_logits(head: VocabParallelHead, hidden: torch.Tensor, scale: float) ->
     return (hidden.to(wide) @ total[:-1] + total[-1]) * (scale / head.out_features)
 
 
-def _log_sum_of_squares(
+def _log_sum_exp(
     head: VocabParallelHead, hidden: torch.Tensor, labels: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the log of the sum of squared probabilities, from two log-sum-exps."""
-
-    def log_sum_exp(scale: float) -> torch.Tensor:
-        return ops.linear_vocab_cross_entropy_statistics(
-            hidden.flatten(0, -2),
-            head.weight,
-            labels.reshape(-1),
-            head.out_features,
-            head.vocab_range,
-            ops.LossOptions(reduction="none", logit_scale=scale),
-            bias=head.bias,
-            log_sum_exp=True,
-            group=head.group,
-        ).log_sum_exp
-
-    return log_sum_exp(2 * scale) - 2 * log_sum_exp(scale)
+    return ops.linear_vocab_cross_entropy_statistics(
+        hidden.flatten(0, -2),
+        head.weight,
+        labels.reshape(-1),
+        head.out_features,
+        head.vocab_range,
+        ops.LossOptions(reduction="none", logit_scale=scale),
+        bias=head.bias,
+        log_sum_exp=True,
+        group=head.group,
+    ).log_sum_exp

@@ -275,6 +275,13 @@ class SafetensorsFile:
                 )
             done += count
 
+    def read(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into new memory of the CPU; errors as of :meth:`read_box`."""
+        entry = self.tensors[name]
+        value = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self.read_box(name, tuple((0, size) for size in entry.shape), value)
+        return value
+
     def read_box(
         self,
         name: str,
@@ -364,7 +371,10 @@ class SafetensorsFile:
     def _skip(self, start: int, stop: int, check: ChunkCheck) -> None:
         """Read bytes that nobody wants, for the hash alone."""
         if start < stop:
-            room = self._rooms.pop() if self._rooms else memoryview(bytearray(HOT_BYTES))
+            try:  # other threads take some too
+                room = self._rooms.pop()
+            except IndexError:
+                room = memoryview(bytearray(HOT_BYTES))
             for at in range(start, stop, HOT_BYTES):
                 self._read_hot(room[: stop - at], at, check)
             self._rooms.append(room)

@@ -15,7 +15,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from parallel_ext.checkpoint.manifest import Manifest
-from parallel_ext.checkpoint.source import ADAPTER_NAME
+from parallel_ext.checkpoint.source import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.hf_writer import files_that
 from parallel_ext.io.safe_open import shown
@@ -31,7 +31,6 @@ from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 
-_CONFIG_NAME = "adapter_config.json"
 # Fields of a configuration that decide the function of the factors, beside names and shapes.
 _FUNCTION = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
@@ -129,7 +128,8 @@ class AdapterContents:
                 f"{directory} holds a whole model, but this one has the adapter {self._adapter!r}; "
                 "load it before adapters are added"
             )
-        saved = parse_json(manifest.read(directory, _CONFIG_NAME), directory / _CONFIG_NAME)
+        config = manifest.read(directory, ADAPTER_CONFIG_NAME)
+        saved = parse_json(config, directory / ADAPTER_CONFIG_NAME)
         file = cleanup.enter_context(manifest.open(directory, ADAPTER_NAME))
         self._check_function(saved, directory)
         found = {name: entry.shape for name, entry in file.tensors.items()}

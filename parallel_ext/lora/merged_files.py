@@ -72,12 +72,6 @@ class _Adapter:
             else:
                 self.whole[inner.replace(".base_layer.", ".")] = name
 
-    def _read(self, name: str) -> torch.Tensor:
-        entry = self.file.tensors[name]
-        value = torch.empty(entry.shape, dtype=entry.dtype)
-        self.file.read_box(name, tuple((0, size) for size in entry.shape), value)
-        return value
-
     def _scale(self, module: str, r: int) -> float:
         """Return what the product of the factors of a module is multiplied by, as PEFT has it."""
         pattern = self.config.alpha_pattern or {}
@@ -98,7 +92,7 @@ class _Adapter:
             CheckpointError: a factor is missing, or does not fit the tensor.
         """
         module = target.rpartition(".")[0]
-        found = {kind: self._read(name).to(wide) for kind, name in self.factors[target].items()}
+        found = {kind: self.file.read(name).to(wide) for kind, name in self.factors[target].items()}
         if target.endswith(".bias"):
             rank = self.file.tensors[self.factors[f"{module}.weight"]["a"]].shape[0]
             values = found["bias"] * self._scale(module, rank)

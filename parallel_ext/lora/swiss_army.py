@@ -30,13 +30,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.safetensors_writer import write_tensors
 from parallel_ext.lora.swiss_army_files import FACTOR, SavedRank, Source, read_ranks
 from parallel_ext.models.cogagent.configuration import CogAgentConfig
 from parallel_ext.models.cogagent.modeling import CogAgentForCausalLM
-
-_FILE = "adapter_model.safetensors"
 
 # In a layer: theirs -> ours, matrices joined in its rows, whether ranks shard its columns.
 _DECODER = {
@@ -133,8 +132,10 @@ def import_swiss_army_lora(
     import peft  # only those who have adapters need it
 
     folder = Path(out)
-    if (folder / _FILE).exists():
-        raise FileExistsError(f"{folder / _FILE} is there already; import into another directory")
+    if (folder / ADAPTER_NAME).exists():
+        raise FileExistsError(
+            f"{folder / ADAPTER_NAME} is there already; import into another directory"
+        )
     if not math.isfinite(lora_alpha):
         raise ValueError(f"lora_alpha must be a finite number, got {lora_alpha}")
     ranks = read_ranks(source, allow_pickle)
@@ -166,7 +167,7 @@ def import_swiss_army_lora(
         alpha_pattern={name: joined * lora_alpha for name, joined in fused.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / _FILE, _adapter(ranks, linears, adapted))
+    write_tensors(folder / ADAPTER_NAME, _adapter(ranks, linears, adapted))
     lora.save_pretrained(os.fspath(folder))
 
 

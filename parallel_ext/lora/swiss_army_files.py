@@ -89,11 +89,7 @@ def _rank_files(folder: Path) -> list[Path]:
 def _read(part: Any, where: str, allow_pickle: bool) -> SavedRank:
     if isinstance(part, Path) and part.suffix == ".safetensors":
         with SafetensorsFile(part) as file:
-            factors = {}
-            for name, entry in file.tensors.items():
-                if FACTOR.fullmatch(name):
-                    factors[name] = torch.empty(entry.shape, dtype=entry.dtype)
-                    file.read_box(name, tuple((0, n) for n in entry.shape), factors[name])
+            factors = {name: file.read(name) for name in file.tensors if FACTOR.fullmatch(name)}
             return SavedRank(where, factors, sorted(file.tensors.keys() - factors.keys()))
     raw = _unpickled(part, allow_pickle) if isinstance(part, Path) else part
     module = raw.get("module", raw) if isinstance(raw, Mapping) else None

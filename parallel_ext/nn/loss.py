@@ -51,7 +51,7 @@ def causal_lm_loss(
         vocab_range: this rank's ids, ``(start, stop)``.
         mesh: the ranks.
         num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted with one
-            all-gather of two numbers over dp when None, with ``sums_over_dp`` on this rank alone.
+            all-gather of three numbers over dp when None, with ``sums_over_dp`` on this rank alone.
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.

@@ -28,9 +28,13 @@ class ShardedModule(nn.Module):
 
     def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:
         super().__init__()
-        self.layouts = dict(layouts)
         self.group = group
-        self._shapes = {name: each.local_shape(group.rank) for name, each in layouts.items()}
+        self.set_layouts(layouts)
+
+    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
+        """Take other sizes; the parameters are set by the caller."""
+        self.layouts = dict(layouts)
+        self._shapes = {name: each.local_shape(self.group.rank) for name, each in layouts.items()}
 
     def shard(self, attribute: str) -> torch.Tensor | None:
         """Return this rank's shard of a parameter, for a forward; None if there is no parameter.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,6 @@ class VocabParallelEmbedding(ShardedModule):
         self.padding_idx = padding_idx
         self.weight = weight
         self.partials, self.tied = partials, tied
-        self.set_layouts(self.layouts)
 
     @classmethod
     def from_plain(
@@ -112,9 +111,9 @@ class VocabParallelEmbedding(ShardedModule):
             own.weight.data[own.padding_idx - start] = 0
         return own
 
-    def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
+    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
         """Take the sizes of the embedding from ``layouts``; ``weight`` is this rank's shard."""
-        self.layouts = layouts
+        super().set_layouts(layouts)
         rows = layouts["weight"]
         self.num_embeddings, self.embedding_dim = rows.shape
         ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
@@ -187,7 +186,6 @@ class VocabParallelHead(ShardedModule):
         super().__init__(layouts, group)
         self.weight, self.bias = weight, bias
         self.partials, self.tied = partials, tied
-        self.set_layouts(self.layouts)
 
     @classmethod
     def from_plain(
@@ -235,9 +233,10 @@ class VocabParallelHead(ShardedModule):
         plain = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
         return drawn_linear(cls.from_plain(plain, group, vocab_multiple_of), device)
 
-    def set_layouts(self, layouts: dict[str, TensorLayout]) -> None:
+    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
         """Take the sizes of the head from ``layouts``; ``weight`` is this rank's shard."""
-        self.layouts, rows = layouts, layouts["weight"]
+        super().set_layouts(layouts)
+        rows = layouts["weight"]
         self.out_features, self.in_features = rows.shape
         ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
         self.vocab_range: Range = ranges[self.group.rank]

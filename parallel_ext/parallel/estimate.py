@@ -37,7 +37,7 @@ STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter, in the parameter's dtype."""
 
 _FEW = 3  # layers that are run where all are equal; what the middle one adds, each adds
-_TILE = 8192  # tokens whose logits the fused loss holds at once on a GPU
+_TILE, _TILE_OF_FROZEN = 8192, 4096  # tokens whose logits the fused loss holds at once on a GPU
 _AGREEMENT = 32  # bytes by which tp ranks compare the inputs of a forward
 
 
@@ -337,7 +337,8 @@ def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tupl
         parts["end"] += held.nbytes(0, adapter=True)
     received = held.largest_layer(0) if dp > 1 and step.zero == 2 else 0  # not in backward
     logits = step.dtype if step.autocast is None else step.autocast
-    tile = min(step.rows * step.tokens, _TILE) * held.vocab_rows * logits.itemsize
+    most = _TILE if step.adapt is None else _TILE_OF_FROZEN  # adapters leave the head frozen
+    tile = min(step.rows * step.tokens, most) * held.vocab_rows * logits.itemsize
     forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + tile)
     return forward, max(parts.values()) - received
 

@@ -322,8 +322,7 @@ class Replacer:
         query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
         if self._replicas is None:  # the same ranks in every layer
             partition = sorted({key.replicas(rank) for rank in range(key.copy_size)})
-            alone = len(partition) == self.mesh.tp_size
-            self._replicas = ops.ALONE if alone else self.mesh.tp_subgroup(partition)
+            self._replicas = self.mesh.tp_subgroup(partition)
         self._column(f"{path}.{names.query}")
         self._column(f"{path}.{names.key}", self._replicas)
         self._column(f"{path}.{names.value}", self._replicas)

@@ -7,11 +7,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.parallel.state import model_of, state_of
+from parallel_ext.sharding.digests import content_digest
 from parallel_ext.training.leaf_balance import sharing_balance_loss
 from parallel_ext.training.leaf_loop import LeafLoop
 from parallel_ext.training.leaf_rounds import LeafRounds
@@ -126,8 +126,7 @@ def _digest(value: Any) -> str:
         return f"[{', '.join(map(_digest, value))}]"
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(content)}"
+    return f"{value.dtype} {tuple(value.shape)} {content_digest(value)}"
 
 
 def _count_of_labels(batch: Mapping[str, Any]) -> torch.Tensor:
