@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import world
 from parallel_ext.parallel.owners import Owned, owners_of
-from parallel_ext.parallel.state import STATE_NAME, parallel_models, state_of
+from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.shards import LocalShard, Unplaced
 from parallel_ext.sharding.slices import layout_of_state, like, local_part, take
@@ -60,9 +60,11 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
     Raises:
         RuntimeError: it is, or nothing shows that it looks at single elements; or it is fused, and
-            the model has ``px.Invariant``; or leaves of a batch are still to run.
+            the model has ``px.Invariant``; or leaves of a batch are still to run; or gradients wait
+            for their sum.
     """
     _refuse_among_leaves(optimizer)
+    _refuse_before_sums(optimizer)
     if optimizer not in _verdicts:
         _refuse_fused(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)
@@ -91,6 +93,21 @@ def _refuse_among_leaves(optimizer: torch.optim.Optimizer) -> None:
                 "accelerator.backward(loss), and an epoch is a multiple of "
                 "gradient_accumulation_steps * dp batches"
             )
+
+
+def _refuse_before_sums(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if gradients of a model of the optimizer have not been summed over the ranks."""
+    waiting = [model for model in parallel_models() if _waits(state_of(model))]
+    if waiting and any(owned.model in waiting for owned in _owners(optimizer).values()):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step after a backward under px.no_sync, whose gradients "
+            "the next backward outside of it sums over the ranks: run the last backward before a "
+            "step outside of px.no_sync"
+        )
+
+
+def _waits(state: ParallelState) -> bool:
+    return any(each is not None and each.wait() for each in (state.partials, state.fsdp_gradients))
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:

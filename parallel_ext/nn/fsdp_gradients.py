@@ -85,6 +85,12 @@ class FSDPGradients:
         for parameter in self._parameters:
             set_held_gradients(parameter, (None, None))
 
+    def wait(self) -> bool:
+        """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
+        if not self._syncs:
+            return any(g is not None for p in self._parameters for g in held_gradients(p))
+        return any(each.sharded_param.grad is gradient for each, gradient in self._anchors)
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let backwards find no held gradients, and hold none back, inside the context."""

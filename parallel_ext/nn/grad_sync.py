@@ -112,6 +112,7 @@ class PartialGradients:
         self._session: weakref.ref[_Session] | None = None
         self._pending: dict[str, _Entry] = {}
         self._synchronize = True
+        self._unaveraged = False
         self.late: set[str] = set()
         self._at_once: frozenset[str] = frozenset()
         self._averaged: dict[Group, list[nn.Parameter]] = {}
@@ -205,6 +206,7 @@ class PartialGradients:
         self._pending = {n: entry for n, entry in self._pending.items() if not entry.dropped()}
         for name, entry in session.entries.items():
             self._merge(self._pending, name, entry)
+        self._unaveraged = not self._synchronize
         if not self._synchronize:
             for entry in self._pending.values():
                 entry.anchor()
@@ -232,6 +234,13 @@ class PartialGradients:
             raise
         finally:
             self._synchronize = True
+
+    def wait(self) -> bool:
+        """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
+        if any(not entry.dropped() for entry in self._pending.values()):
+            return True
+        averaged = (each.grad for group in self._averaged.values() for each in group)
+        return self._unaveraged and any(grad is not None and grad.any() for grad in averaged)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

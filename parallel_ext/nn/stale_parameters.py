@@ -1,4 +1,4 @@
-"""Refuse the steps of optimizers that hold parameters which a model no longer has."""
+"""Refuse what would be lost with parameters that a model replaces: hooks, and steps on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext.distributed.errors import first_few
+from parallel_ext.sharding._torch_private import gradient_hooks
 
 # A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -28,6 +29,14 @@ def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
 def replaced_by(function: str) -> str:
     """Return the reason, for an error, why ``function`` has made a parameter stale."""
     return f"was built before {function} and still holds parameters that it replaced"
+
+
+def refuse_gradient_hooks(op_name: str, name: str, parameter: nn.Parameter) -> None:
+    """Raise if a parameter that is to be replaced has hooks, which the new one would not have."""
+    if any(gradient_hooks(parameter)):
+        raise ValueError(
+            f"{op_name}: {name} has gradient hooks, which would be lost; add them after {op_name}"
+        )
 
 
 def refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

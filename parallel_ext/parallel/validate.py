@@ -14,6 +14,7 @@ from parallel_ext.models import OWN, PUBLISHED, SPECS, learn, why_unserved
 from parallel_ext.models._transformers_private import is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
+from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
@@ -104,6 +105,8 @@ def _parameter_names(model: nn.Module) -> set[str]:
 
 
 def _check_bare(path: str, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        refuse_gradient_hooks("parallelize", f"{path}.{name}", parameter)
     if output_hooks(module) or input_hooks(module) or "forward" in module.__dict__:
         raise ValueError(
             f"parallelize: {path} has hooks or a forward of its own, which its replacement "

@@ -65,7 +65,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def to_shards(model: nn.Module) -> None:
-    """Free what FSDP has gathered, so that the parameters of ``model`` are this rank's shards."""
+    """Free what FSDP has gathered, so that the parameters of ``model`` are this rank's shards.
+
+    Raises:
+        RuntimeError: what it has gathered was changed, by ``before_reshard`` of the model.
+    """
     for _, module in _named_modules(model):
         if hasattr(type(module), "reshard"):
+            vars(module).get("before_reshard", _nothing)()
             module.reshard()
+
+
+def _nothing() -> None: ...

@@ -17,7 +17,7 @@ from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
+from parallel_ext.nn.stale_parameters import mark_stale, refuse_gradient_hooks, replaced_by
 from parallel_ext.ops import Group
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
@@ -26,6 +26,7 @@ from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.training.fsdp_collectives import exchange_by
+from parallel_ext.training.fsdp_parameters import FSDPParameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,8 +54,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
 
     Raises:
         TypeError: the model was not parallelized before.
-        ValueError: another mesh, another stage, or a model that is data parallel already; on all
-            ranks.
+        ValueError: another mesh, another stage, parameters with gradient hooks, or a model that is
+            data parallel already; on all ranks.
         RuntimeError: with several dp ranks, torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
 
@@ -77,6 +78,9 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
+        if mesh.dp_size > 1:
+            for name, parameter in own.named_parameters():
+                refuse_gradient_hooks("data_parallel", name, parameter)
         return own, state
 
     own, state = mesh.control.run_on_all("data_parallel", prepare)
@@ -191,9 +195,10 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         state.leaf_sums = LeafSums(mesh.dp_size)
     exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
-    state.fsdp_gradients = FSDPGradients(model)
-    model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
-    model.register_forward_hook(_AfterForward(state))  # after FSDP's own
+    state.fsdp_gradients, parameters = FSDPGradients(model), FSDPParameters(model)
+    model.before_reshard = parameters.before_reshard
+    model.register_forward_pre_hook(_BeforeForward(state, parameters), prepend=True)
+    model.register_forward_hook(_AfterForward(state, parameters))  # around FSDP's own
     if state.partials is not None:
         for module in model.modules():
             if "partials" in vars(module):  # what PEFT trains whole is a copy, and has its own
@@ -229,17 +234,20 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 
 class _BeforeForward:
-    """A forward pre-hook that lets training continue after a backward has raised.
+    """A forward pre-hook that lets training continue from whatever the last step has left.
 
-    FSDP would otherwise wait for the end of that one, and leave gradients unreduced for good.
+    After a backward has raised FSDP would wait for its end, and leave gradients unreduced for good.
+    What it has gathered for a forward that no backward followed, it would take for the weights.
     """
 
-    def __init__(self, state: ParallelState) -> None:
-        self._state = state
+    def __init__(self, state: ParallelState, parameters: FSDPParameters) -> None:
+        self._state, self._parameters = state, parameters
 
     def __call__(self, model: nn.Module, args: object) -> None:
         if self._state.fsdp_gradients.backward_broke_off():
             self._state.fsdp_gradients.reset()
+        if not self._state.generates:
+            self._parameters.before_forward()
 
 
 class _AfterForward:
@@ -249,8 +257,8 @@ class _AfterForward:
     shards until backward, where an optimizer that is built then would find them.
     """
 
-    def __init__(self, state: ParallelState) -> None:
-        self._state, self._remembered = state, False
+    def __init__(self, state: ParallelState, parameters: FSDPParameters) -> None:
+        self._state, self._parameters, self._remembered = state, parameters, False
 
     def __call__(self, model: nn.Module, args: object, output: object) -> None:
         if not self._remembered:
@@ -259,7 +267,9 @@ class _AfterForward:
             for name, parameter in model.named_parameters():
                 if name in self._state.fsdp_sharded and not hasattr(parameter, "to_local"):
                     mark_stale(parameter, name, reason)
-        if not torch.is_grad_enabled() and not self._state.generates:
+        if torch.is_grad_enabled():
+            self._parameters.after_forward()
+        elif not self._state.generates:
             to_shards(model)
         for tensor in _tensors(output):
             if tensor.requires_grad:

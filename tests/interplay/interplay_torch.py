@@ -120,7 +120,7 @@ def first(values: Any) -> torch.Tensor:
 @exact(
     "torch.Tensor.register_hook",
     "torch.Tensor.register_post_accumulate_grad_hook",
-    how="with the final gradient; the optimizer may step in them",
+    how="with the final gradient; the optimizer may step in them; `register_hook` not under FSDP",
     spreads=(Spread(2), Spread(4)),
 )
 def gradient_hooks(trial: Trial) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +197,10 @@ def test_gradients_over_a_bf16_base_are_as_exact_as_the_single_process(
 ) -> None:
     for found in pool(2).run(_low_precision, tmp_path, {}, autocast):
         assert found["dtypes"] == {"torch.float32" if autocast else "torch.bfloat16"}
-        for name, error in found["ours"].items():
-            assert error <= max(2.5 * found["theirs"][name], 2e-2), name
+        # Of one element, and of a CPU's own bf16 kernels, each is a draw: the median is not.
+        ratios = {name: error / found["theirs"][name] for name, error in found["ours"].items()}
+        assert statistics.median(ratios.values()) <= 1.5
+        assert worst(ratios) <= (5, "")
 
 
 # The step of a mask.

@@ -267,6 +267,8 @@ def _parallelize(case: str) -> None:
         setattr(model.model.embed_tokens, case, EMBEDDING_OPTIONS[case])
     elif case == "own loss":
         model.loss_function = lambda *_, **__: None
+    elif case == "gradient hook":
+        model.lm_head.weight.register_post_accumulate_grad_hook(print)
     elif case == "wrong rows":
         model.config.vocab_size = 99
     elif case == "other weights":
@@ -299,6 +301,7 @@ def _parallelize(case: str) -> None:
         "other model": ["no spec for model_type 'gpt2'", "supported are cogagent, gemma"],
         "twice": ["parallel already"],
         "hook": ["lm_head has hooks"],
+        "gradient hook": ["parallelize: lm_head.weight has gradient hooks, which would be lost"],
         "subclass": ["model.layers.0.mlp.up_proj is a MyLinear"],
         **{
             option: [f"model.embed_tokens has {option}={value}, which the parallel embedding"]

@@ -307,6 +307,8 @@ def _misused(case: str) -> None:
         px.data_parallel(model, mesh)
         model(**batch(tiny.vocab_size)).loss.backward()
         optimizer.step()
+    if case == "hooks before":
+        model.lm_head.weight.register_hook(torch.zeros_like)
     px.data_parallel(model, mesh, **({"zero": 1} if case == "stage" else {}))
     if case == "twice":
         px.data_parallel(model, mesh)
@@ -318,6 +320,31 @@ def _misused(case: str) -> None:
         px.parallelize(model, mesh)
     elif case == "reduced by FSDP":
         px.no_data_parallel(model)
+    elif case == "hooks":
+        model.lm_head.weight.register_hook(torch.zeros_like)
+        model(**batch(tiny.vocab_size))
+    elif case == "changed while gathered":
+        model(**batch(tiny.vocab_size))
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2)
+        px.check_replicas(model)
+    elif case == "replaced":
+        model.model.norm.weight = nn.Parameter(torch.ones(model.model.norm.weight.shape))
+        model(**batch(tiny.vocab_size))
+    elif case == "other data":
+        model.model.norm.weight.data = torch.ones(model.model.norm.weight.shape)
+        model(**batch(tiny.vocab_size))
+    elif case in ("step after no_sync", "step in no_sync"):
+        optimizer = torch.optim.AdamW(model.parameters())
+        with px.no_sync(model):
+            model(**batch(tiny.vocab_size)).loss.backward()
+            if case == "step in no_sync":
+                optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # of nothing
+        with px.no_sync(model):
+            model(**batch(tiny.vocab_size)).loss.backward()
+        optimizer.step()
 
 
 MISUSE = {
@@ -328,11 +355,41 @@ MISUSE = {
     "adapter": "add adapters before px.data_parallel",
     "parallelize again": "this model is parallel already",
     "optimizer": "AdamW was built before px.data_parallel",
+    "hooks before": "data_parallel: lm_head.weight has gradient hooks, which would be lost",
+    "hooks": "lm_head.weight has a hook of register_hook, which FSDP never calls",
+    "changed while gathered": "model.norm.weight was changed between a forward and its backward",
+    "replaced": "model.norm.weight was replaced after px.data_parallel",
+    "other data": "model.norm.weight was replaced after px.data_parallel",
+    "step after no_sync": "AdamW.step after a backward under px.no_sync",
+    "step in no_sync": "AdamW.step after a backward under px.no_sync",
     "another mesh": "data_parallel: this model was parallelized with Mesh(",
     "reduced by the caller": "data_parallel: px.no_data_parallel was called on this model",
     "reduced by FSDP": "no_data_parallel: px.data_parallel was called on this model",
     "experts on several dp ranks": "at dp=2, tp=1, ep=2 gradients of experts have parts on several",
 }
+
+
+def _without_a_backward(zero: int) -> dict[str, float]:
+    """Steps between which a forward has no backward, and a parameter is frozen while gathered."""
+    tiny, mesh = Tiny(), Layout(2, 1, 1).mesh()
+    reference = tiny.model()
+    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for seed in (3, 4, 5):
+        whole, own = own_batch(tiny, mesh, seed)
+        for each, data, optimizer in zip((model, reference), (own, whole), optimizers, strict=True):
+            each(**data).loss.backward()
+            each(**data)
+            each.model.norm.weight.requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad()
+    return shard_differences(model, dict(reference.named_parameters()), False)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_forward_without_a_backward_leaves_the_weights_of_the_next(zero: int) -> None:
+    for found in pool(2).run(_without_a_backward, zero):
+        assert worst(found)[0] <= 1e-10
 
 
 @pytest.mark.parametrize("case", MISUSE)
