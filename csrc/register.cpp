@@ -254,6 +254,4 @@ TORCH_LIBRARY(parallel_ext, library) {
       "str group_name) -> (Tensor, Tensor)");
   def("moe_take_tokens_backward(Tensor grad_input, Tensor grad_weights, int[] sizes, "
       "bool[2] needed, int rank, int group_size, str group_name) -> (Tensor, Tensor)");
-  def("moe_gather_tokens(Tensor slice, int[] sizes, int rank, int group_size, str group_name) -> "
-      "Tensor");
 }

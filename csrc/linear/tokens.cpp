@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "base/empty.h"
@@ -101,14 +102,18 @@ at::Tensor gather_tokens_kernel(const at::Tensor& shard, at::IntArrayRef sizes, 
     tokens.part(output, rank).copy_(own);
     return output;
   }
-  const at::Tensor rows = own.view({tokens.rows(rank), tokens.hidden()}).repeat({group.size, 1});
-  const std::vector<int64_t> sent(group.size, tokens.rows(rank));
-  std::vector<int64_t> received;
-  for (int64_t peer = 0; peer < group.size; ++peer) received.push_back(tokens.rows(peer));
-  const at::Tensor all = all_to_all_rows(op, rows, sent, received, group);
+  // NCCL gathers messages of equal size only; the surplus is dropped below.
+  const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
+  at::Tensor message = own;
+  if (sizes[rank] < *most) {
+    message = at::empty(tokens.shape(*most), shard.options());
+    message.narrow(-2, 0, sizes[rank]).copy_(own);
+  }
+  const at::Tensor all = all_gather(op, message, group);
+  if (*least == *most && tokens.sequences() == 1) return all.view(tokens.shape(tokens.all()));
   std::vector<at::Tensor> parts;
-  for (int64_t peer = 0, first = 0; peer < group.size; first += received[peer++]) {
-    parts.push_back(all.narrow(0, first, received[peer]).view(tokens.shape(sizes[peer])));
+  for (int64_t peer = 0; peer < group.size; ++peer) {
+    parts.push_back(all[peer].narrow(-2, 0, sizes[peer]));
   }
   return at::cat(parts, -2);
 }

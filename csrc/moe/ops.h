@@ -151,8 +151,4 @@ PARALLEL_EXT_OP(moe_take_tokens_backward,
                            at::IntArrayRef sizes, std::array<bool, 2> needed, int64_t rank,
                            const Group& group));
 
-// sharded [sizes[rank], H] -> replicated [T, H]. Backward: this rank's rows.
-PARALLEL_EXT_OP(moe_gather_tokens, at::Tensor(const at::Tensor& slice, at::IntArrayRef sizes,
-                                              int64_t rank, const Group& group));
-
 }  // namespace parallel_ext

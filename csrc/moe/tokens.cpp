@@ -1,5 +1,5 @@
 // The tokens of a mixture of experts under tensor parallelism: every rank takes its share of the
-// replicated tokens, and the outputs for all shares are gathered again.
+// replicated tokens. gather_tokens (linear/tokens.cpp) joins the outputs for all shares again.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -101,14 +101,6 @@ Tensors<2> moe_take_tokens_backward_kernel(const at::Tensor& grad_input,
           needed[1] ? wholes.back() : std::get<1>(none)};
 }
 
-at::Tensor moe_gather_tokens_kernel(const at::Tensor& slice, at::IntArrayRef sizes, int64_t rank,
-                                    const Group& group) {
-  const char* op = "moe_gather_tokens";
-  check_sizes(op, sizes, rank, group.size);
-  check_own_rows(op, "slice", slice, sizes, rank);
-  return gather_rows(op, {slice}, sizes, group)[0];
-}
-
 at::Tensor rows_like(const at::Tensor& tensor, int64_t num_rows) {
   return at::empty_symint({num_rows, tensor.sym_size(1)}, tensor.options());
 }
@@ -128,10 +120,6 @@ Tensors<2> moe_take_tokens_backward_meta(const at::Tensor& grad_input,
   return {whole(grad_input, needed[0]), whole(grad_weights, needed[1])};
 }
 
-at::Tensor moe_gather_tokens_meta(const at::Tensor& slice, at::IntArrayRef sizes) {
-  return rows_like(slice, sum_of(sizes));
-}
-
 struct MoeTakeTokens : Gradient<MoeTakeTokens, moe_take_tokens, Saved<>> {
   static constexpr int output_of(size_t argument) { return static_cast<int>(argument); }
 
@@ -140,16 +128,6 @@ struct MoeTakeTokens : Gradient<MoeTakeTokens, moe_take_tokens, Saved<>> {
     const auto [input, weights, sizes, rank, group] = forward.arguments();
     return forward.gradients(
         moe_take_tokens_backward(grads[0], grads[1], sizes, forward.needed<2>(), rank, group));
-  }
-};
-
-struct MoeGatherTokens : Gradient<MoeGatherTokens, moe_gather_tokens, Saved<>> {
-  static variable_list rule(const ForwardCall<moe_gather_tokens>& forward,
-                            const variable_list& grads) {
-    const auto [slice, sizes, rank, group] = forward.arguments();
-    // The derivative of this slice would hold this rank's rows only, not those of all ranks.
-    refuse_second_derivative("moe_gather_tokens", {grads[0]});
-    return forward.gradients(grads[0].narrow(0, first_token(sizes, rank), sizes[rank]));
   }
 };
 
@@ -163,10 +141,6 @@ TORCH_LIBRARY_FRAGMENT(parallel_ext, library) {
   implement<moe_take_tokens_backward>(library)
       .kernel<moe_take_tokens_backward_kernel>()
       .meta<moe_take_tokens_backward_meta>();
-  implement<moe_gather_tokens>(library)
-      .kernel<moe_gather_tokens_kernel>()
-      .meta<moe_gather_tokens_meta>()
-      .gradient<MoeGatherTokens>();
 }
 
 }  // namespace parallel_ext

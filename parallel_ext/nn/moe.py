@@ -184,7 +184,7 @@ class ExpertParallelExperts(ShardedModule):
         tokens, weights = ops.moe_take_tokens(hidden_states, top_k_weights, sizes, self.tp)
         choices = top_k_index[slice(*slices[self.tp.rank])]
         output = self._own_tokens(tokens, choices, weights, adapters)
-        return ops.moe_gather_tokens(output, sizes, self.tp)
+        return ops.gather_tokens(output, sizes, self.tp, partial_gradient=False)
 
     def _own_tokens(
         self,

@@ -375,28 +375,3 @@ def moe_take_tokens(
     return torch.ops.parallel_ext.moe_take_tokens(
         input, weights, list(sizes), group.rank, group.size, group.name
     )
-
-
-def moe_gather_tokens(slice: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
-    """All-gather the ranks' shares of the tokens.
-
-    Args:
-        slice: [sizes[group.rank], H], floating point; this rank's rows.
-        sizes: tokens of every rank, zeros allowed; T in all.
-        group: the tensor-parallel group.
-
-    Returns:
-        [T, H], replicated; its gradient, which every rank holds whole, is sliced to the own rows.
-
-    Raises:
-        TypeError, ValueError: dtype, shape or sizes do not fit.
-
-    Example:
-        >>> moe_gather_tokens(torch.ones(3, 2), [3], ALONE).shape
-        torch.Size([3, 2])
-    """
-    check_group("moe_gather_tokens", group)
-    check_tensors("moe_gather_tokens", slice=slice)
-    return torch.ops.parallel_ext.moe_gather_tokens(
-        slice, list(sizes), group.rank, group.size, group.name
-    )

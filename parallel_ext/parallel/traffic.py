@@ -71,7 +71,7 @@ def _gather_from_region(args: dict[str, Any], out: Any) -> Sent:
 
 
 def _gather_tokens(args: dict[str, Any], out: Any) -> Sent:
-    return "all_to_all", (args["group_size"] - 1) * args["shard"].nbytes
+    return "all_gather", out.nbytes // sum(args["sizes"]) * max(args["sizes"]) if out.numel() else 0
 
 
 def _sum_tokens(args: dict[str, Any], out: Any) -> Sent:
@@ -83,7 +83,8 @@ def _embedding_of_tokens(args: dict[str, Any], out: Any) -> Sent:
 
 
 def _embedding_of_tokens_backward(args: dict[str, Any], out: Any) -> Sent:
-    return "all_to_all", (args["group_size"] - 1) * args["grad_output"].nbytes
+    sequences = math.prod(args["ids"].shape[:-1])
+    return "all_gather", sequences * max(args["tokens"]) * _row_bytes(args["grad_output"])
 
 
 def _statistics(args: dict[str, Any], out: Any) -> Sent:
@@ -98,10 +99,6 @@ def _take_tokens_backward(args: dict[str, Any], out: Any) -> Sent:
     gradients = zip((args["grad_input"], args["grad_weights"]), args["needed"], strict=True)
     nbytes = sum(_row_bytes(gradient) for gradient, needed in gradients if needed)
     return ("all_gather", max(args["sizes"]) * nbytes) if any(args["needed"]) else None
-
-
-def _moe_gather_tokens(args: dict[str, Any], out: Any) -> Sent:
-    return "all_gather", max(args["sizes"]) * _row_bytes(args["slice"])
 
 
 class _Exchange:
@@ -158,7 +155,6 @@ _RULES: dict[str, Callable[[dict[str, Any], Any], Sent]] = {
     "vocab_cross_entropy_forward": _statistics,
     "linear_vocab_cross_entropy_forward": _statistics,
     "moe_take_tokens_backward": _take_tokens_backward,
-    "moe_gather_tokens": _moe_gather_tokens,
     "moe_dispatch": _moe_dispatch,
     "moe_dispatch_backward": _moe_dispatch_backward,
     "moe_combine": _moe_combine,

@@ -476,11 +476,6 @@ def opcheck_samples(group: Group) -> dict[str, list[tuple]]:
             (_plain(3, own).T, _plain(2).expand(own, 2), sizes, [0, 1], group.rank, *of_group),
             (_plain(own, 3), _plain(own, 2), sizes, [False, False], group.rank, *of_group),
         ],
-        "moe_gather_tokens": [
-            (_values(own, 3), sizes, group.rank, *of_group),
-            (_values(3, 2, dtype=bf16).T, [2] * group.size, group.rank, *of_group),
-            (_values(0, 3), [0] * group.size, group.rank, *of_group),
-        ],
     }
 
 
@@ -509,7 +504,6 @@ COLLECTIVES: dict[str, tuple[tuple[str, int] | None, tuple[str, int] | None]] = 
     "row_linear": (("all_reduce", 3 * 4 * 4), None),
     "lora_linear": (("all_reduce", 3 * 4 * 4), None),
     "vocab_cross_entropy": (("all_gather", (4 * 3 + 2) * 4), None),
-    "moe_gather_tokens": (("all_gather", 3 * 3 * 4), None),
 }
 
 

@@ -23,7 +23,7 @@ from reference_ops import (
 )
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Group, copy_to_region, moe_gather_tokens, moe_take_tokens
+from parallel_ext.ops import ALONE, Group, copy_to_region, gather_tokens, moe_take_tokens
 from parallel_ext.sharding.layout import split
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -87,16 +87,20 @@ def test_a_rank_takes_its_rows_and_holds_the_gradients_of_all(kind, dtypes, size
     on_ranks(size, _taken, kind, dtypes)
 
 
+def _joined_by(slice: torch.Tensor, sizes: list[int], group: Group) -> torch.Tensor:
+    return gather_tokens(slice, sizes, group, partial_gradient=False)
+
+
 def _joined(group: Group, kind: str, dtype: torch.dtype) -> None:
     sizes, full, _ = _tokens(kind, group, (dtype, dtype))
     own = _own(sizes, group)
     for layout, grad in grad_outputs(full.shape, dtype).items():
         part = full[own].requires_grad_()
-        output = moe_gather_tokens(part, sizes, group)
+        output = _joined_by(part, sizes, group)
         assert _same(output, full)
         assert _same(torch.autograd.grad(output, part, grad)[0], grad[own]), layout
     columns = torch.randn(HIDDEN, sum(sizes), dtype=dtype).T
-    assert _same(moe_gather_tokens(columns[own], sizes, group), columns)
+    assert _same(_joined_by(columns[own], sizes, group), columns)
 
 
 @ALL_SIZES
@@ -127,7 +131,7 @@ def _single_numbers(group: Group) -> None:
     outputs = moe_take_tokens(*leaves, sizes, group)
     for found in torch.autograd.grad(outputs, leaves, [number.expand(1, 1)] * 2):
         assert _same(found, torch.full((group.size, 1), 3.0))
-    assert _same(moe_gather_tokens(number.expand(1, 1), sizes, group), found)
+    assert _same(_joined_by(number.expand(1, 1), sizes, group), found)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -139,19 +143,19 @@ def test_single_numbers_of_any_strides_travel(size):
 
 Take = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 BORDERS: dict[str, tuple[Take, Callable[..., torch.Tensor]]] = {
-    "whole": (moe_take_tokens, moe_gather_tokens),
+    "whole": (moe_take_tokens, _joined_by),
     "no exchange in backward": (
         lambda input, weights, sizes, group: (
             input[_own(sizes, group)],
             weights[_own(sizes, group)],
         ),
-        moe_gather_tokens,
+        _joined_by,
     ),
     "gradients summed in backward": (
         lambda input, weights, sizes, group: moe_take_tokens(
             copy_to_region(input, group), copy_to_region(weights, group), sizes, group
         ),
-        moe_gather_tokens,
+        _joined_by,
     ),
 }
 
@@ -220,15 +224,16 @@ def test_one_message_brings_the_gradients_that_are_needed(kind, needed, size):
 def _sent_by_gather(group: Group, kind: str) -> list[dict[str, int]]:
     sizes, full, _ = _tokens(kind, group, (BF16, FP32))
     part = full[_own(sizes, group)].requires_grad_()
-    return counted_both_ways(lambda: moe_gather_tokens(part, sizes, group))
+    return counted_both_ways(lambda: _joined_by(part, sizes, group))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @ALL_KINDS
 def test_gather_sends_one_message_and_nothing_in_backward(kind, size):
-    bytes_sent = max(SIZES[kind](size)) * HIDDEN * 2
-    expected = {"all_gather": 1, "all_gather_bytes": bytes_sent, "in_shared_memory": 1}
-    assert on_ranks(size, _sent_by_gather, kind) == [[expected if size > 1 else {}, {}]] * size
+    for own, sent in zip(SIZES[kind](size), on_ranks(size, _sent_by_gather, kind), strict=True):
+        swapped = {"swap": 1, "swap_bytes": (size - 1) * own * HIDDEN * 2, "in_shared_memory": 1}
+        assert sent[0].items() >= (swapped if size > 1 else {}).items()
+        assert sent[1] == {}
 
 
 def _one_output_used(group: Group, used: int) -> None:
@@ -255,11 +260,10 @@ def test_autocast_changes_no_dtype():
     on_ranks(2, _under_autocast)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_second_derivative_is_refused(number):
     x = torch.randn(3, 2, dtype=FP64, requires_grad=True)
-    taken = moe_take_tokens(x, x, [3], ALONE)
-    output = (*taken, moe_gather_tokens(x, [3], ALONE))[number]
+    output = moe_take_tokens(x, x, [3], ALONE)[number]
     with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
         torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
 
@@ -311,26 +315,6 @@ REFUSALS = {
     "weights of integers": (
         _take(3, [2, 1], weights=torch.ones(3, 1, dtype=torch.int64)),
         "TypeError: moe_take_tokens: weights must be floating point, got Long",
-    ),
-    "gather: sizes of another group": (
-        lambda group: moe_gather_tokens(torch.ones(3, 2), [3], group),
-        "ValueError: moe_gather_tokens: 1 sizes were given for a group of 2 ranks",
-    ),
-    "gather: a negative size": (
-        lambda group: moe_gather_tokens(torch.ones(3, 2), [3, -3], group),
-        "ValueError: moe_gather_tokens: sizes [3, -3] has a negative number",
-    ),
-    "gather: rows of another rank": (
-        lambda group: moe_gather_tokens(torch.ones(2 + group.rank, 2), [3, 2], group),
-        "ValueError: rows of slice, got shape",
-    ),
-    "gather: a slice of integers": (
-        lambda group: moe_gather_tokens(torch.ones(3, 2, dtype=torch.int64), [3, 3], group),
-        "TypeError: moe_gather_tokens: slice must be floating point, got Long",
-    ),
-    "gather: a slice of one dimension": (
-        lambda group: moe_gather_tokens(torch.ones(3), [3, 3], group),
-        "ValueError: moe_gather_tokens: expected 2 dimensions in slice, got shape [3]",
     ),
 }
 

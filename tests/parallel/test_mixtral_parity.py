@@ -408,8 +408,8 @@ def _counts(layout: Layout, layers: int) -> tuple[dict[str, int], dict[str, int]
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_layer_takes_the_collectives_of_the_table(layers: int) -> None:
     for forward, backward in pool(2).run(_counts, Layout(1, 2, 2), layers):
-        assert forward["all_gather"] == 2 + 2 * layers  # counts, and the tokens' slices
-        assert forward["swap"] == 1 + 2 * layers  # and the embedding
+        assert forward["all_gather"] == 2 + layers  # counts
+        assert forward["swap"] == 1 + 3 * layers  # the embedding, experts, the tokens' slices
         assert backward["swap"] == 2 * layers
         assert forward["all_reduce"] == layers  # attention
         assert backward["all_gather"] == layers  # dX and the weights' gradients, in one message
