@@ -26,10 +26,11 @@ class FSDPGradients:
 
     Args:
         model: after ``fully_shard``, whose root it is.
+        collectives: how often FSDP has run each, by what it does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, collectives: dict[str, int]) -> None:
+        self._model, self.collectives = model, collectives
         self._parameters = list(fsdp_parameters(model))
         self._anchors: list[tuple[Any, torch.Tensor]] = []
         self._syncs, self._running = True, False

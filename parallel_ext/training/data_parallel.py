@@ -189,9 +189,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     model.register_forward_pre_hook(_arrive, prepend=True)  # before FSDP's, which gathers
     if state.invariant is not None:
         state.leaf_sums = LeafSums(mesh.dp_size)
-    exchange_by(model, mesh, state.leaf_sums)
+    collectives = exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
-    state.fsdp_gradients = FSDPGradients(model)
+    state.fsdp_gradients = FSDPGradients(model, collectives)
     model.register_forward_pre_hook(_BeforeForward(state), prepend=True)  # before FSDP's own
     model.register_forward_hook(_AfterForward(state))  # after FSDP's own
     if state.partials is not None:

@@ -340,6 +340,39 @@ def test_misuse_is_one_clear_error_on_all_ranks(case: str) -> None:
     pool(2).assert_raises(_misused, case, words=MISUSE[case])
 
 
+def _other_parts(how: str, zero: int) -> None:
+    """Every dp rank trains, skips or lacks a layer of its own, and goes on for two steps."""
+    tiny, mesh = Tiny(), mesh_of(tp=1)
+    model = px.data_parallel(parallel(tiny.model(), mesh), mesh, zero)
+    layers = model.model.layers
+    if how == "frozen":
+        layers[mesh.dp_rank].requires_grad_(False)
+    elif how == "skipped":
+        layers[mesh.dp_rank].forward = lambda hidden, **options: hidden
+    elif how == "left out":
+        del layers[mesh.dp_rank]
+    for _ in range(2):
+        model(**batch(tiny.vocab_size), use_cache=False).loss.backward()
+        if how != "skipped":
+            raise AssertionError("a backward has run")
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    {
+        "frozen": (
+            "requires_grad of model.layers.0.self_attn.q_proj.weight (dp rank 0: False, "
+            "dp rank 1: True), and"
+        ),
+        "skipped": "sums of the gradients of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+        "left out": "gathers of the weights of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+    }.items(),
+)
+def test_dp_ranks_that_train_other_parts_are_told(how: str, words: str, zero: int) -> None:
+    pool(2).assert_raises(_other_parts, how, zero, error="DisagreementError", words=words)
+
+
 def _merged() -> None:
     mesh = mesh_of(tp=1)
     model = peft.get_peft_model(parallel(Tiny().model(), mesh), config(target_modules=ALL))
