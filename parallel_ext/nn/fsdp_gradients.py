@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
     fsdp_parameters,
+    gathered_parameter,
     held_gradients,
     running_backward,
     set_held_gradients,
@@ -34,6 +35,11 @@ class FSDPGradients:
         self._parameters = list(fsdp_parameters(model))
         self._anchors: list[tuple[Any, torch.Tensor]] = []
         self._syncs, self._running = True, False
+
+    def are_of_gathered(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether one of some parameters is what FSDP gathers, now or put aside."""
+        gathered = {id(gathered_parameter(parameter)) for parameter in self._parameters}
+        return any(id(parameter) in gathered for parameter in parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

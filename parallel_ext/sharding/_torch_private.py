@@ -170,19 +170,24 @@ def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
+def gathered_parameter(parameter: Any) -> nn.Parameter | None:
+    """Return what forwards use of one of :func:`fsdp_parameters`; None before the first one."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
 def held_gradients(parameter: Any) -> Gradients:
     """Return the gradients that FSDP holds back for one of :func:`fsdp_parameters`.
 
     ``reset_iter_state`` leaves them, against its documentation, and ``unshard`` shows them in the
     gathered dtype only.
     """
-    gathered = getattr(parameter, "_unsharded_param", None)  # made by the first forward
+    gathered = gathered_parameter(parameter)
     return None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
 
 
 def set_held_gradients(parameter: Any, gradients: Gradients) -> None:
     """Put other gradients in the place of :func:`held_gradients`."""
-    if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+    if (gathered := gathered_parameter(parameter)) is not None:
         gathered.grad = gradients[0]
     parameter.unsharded_accumulated_grad = gradients[1]
 
