@@ -175,6 +175,32 @@ def gathered_parameter(parameter: Any) -> nn.Parameter | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
+def renew_gathered(model: nn.Module) -> None:
+    """Let FSDP forget the memory that it gathers into where it could not be written to.
+
+    FSDP makes it in the first forward, and neither after ``model.to(dtype)`` nor after
+    ``torch.inference_mode`` anew.
+    """
+    for module in model.modules():
+        if not hasattr(module, "reset_iter_state"):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if unfit := [p for p in group.fsdp_params if _gathers_into_unfit(p)]:
+                module.reshard()
+                for parameter in unfit:
+                    del parameter._unsharded_param
+                    parameter.all_gather_outputs = []
+                group._init_mp_dtypes()
+
+
+def _gathers_into_unfit(parameter: Any) -> bool:
+    gathered = gathered_parameter(parameter)
+    if gathered is None or any(gradient is not None for gradient in held_gradients(parameter)):
+        return False
+    inference = gathered.is_inference() and not torch.is_inference_mode_enabled()
+    return inference or gathered.dtype != parameter.sharded_param.dtype
+
+
 def held_gradients(parameter: Any) -> Gradients:
     """Return the gradients that FSDP holds back for one of :func:`fsdp_parameters`.
 

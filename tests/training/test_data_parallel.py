@@ -153,11 +153,17 @@ def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
     return trained, shard_differences(model, after, False)
 
 
-def _converted(dtype: torch.dtype) -> tuple[float, float]:
+def _converted(dtype: torch.dtype, before: str, zero: int) -> tuple[float, float]:
     """Errors of norm and weights after a step of a model that was converted once it was dealt."""
-    reference, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, 1, 1))
-    reference, model = reference.to(dtype), model.to(dtype)
+    reference, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, 1, 1), zero)
     whole, own = own_batch(Tiny(), mesh)
+    if before == "a step":
+        model(**own).loss.backward()
+        model.zero_grad()
+    elif before == "inference":
+        with torch.inference_mode():
+            model(**own)
+    reference, model = reference.to(dtype), model.to(dtype)
     norms = []
     for m, data, clip in (
         (reference, whole, nn.utils.clip_grad_norm_),
@@ -171,9 +177,11 @@ def _converted(dtype: torch.dtype) -> tuple[float, float]:
     return difference(norms[1], norms[0]), worst(after)[0]
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("before", ["nothing", "a step", "inference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_model_may_be_converted_afterwards(dtype: torch.dtype) -> None:
-    for errors in pool(2).run(_converted, dtype):
+def test_a_model_may_be_converted_afterwards(dtype: torch.dtype, before: str, zero: int) -> None:
+    for errors in pool(2).run(_converted, dtype, before, zero):
         assert max(errors) <= 1e-6
 
 
