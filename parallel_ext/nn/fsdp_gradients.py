@@ -56,7 +56,7 @@ class FSDPGradients:
 
     def _set_sync(self, syncs: bool) -> None:
         self._syncs = syncs
-        self._model.set_requires_gradient_sync(syncs)
+        type(self._model).set_requires_gradient_sync(self._model, syncs)  # its own is refused
 
     def _anchor(self) -> None:
         """Tie the held gradients to the ``.grad`` of their shards, made where there is none."""

@@ -190,6 +190,19 @@ def gradients_of_one(trial: Trial) -> None:
     trial.equal(gradients=True)
 
 
+@refused(
+    "torch.optim.swa_utils.AveragedModel (after px.data_parallel)",
+    "copy.deepcopy (after px.data_parallel)",
+    instead="px.full_state_dict",
+    spreads=DATA_PARALLEL,
+)
+def averaged_over_dp(trial: Trial) -> None:
+    each_refused(
+        lambda: copy.deepcopy(trial.model),
+        lambda: torch.optim.swa_utils.AveragedModel(trial.model),
+    )
+
+
 @exact("torch.optim.swa_utils.AveragedModel", "copy.deepcopy", how="shard by shard")
 def averaged(trial: Trial) -> None:
     means = [

@@ -198,6 +198,22 @@ def test_an_optimizer_that_holds_gathered_parameters_is_refused() -> None:
     pool(2).assert_raises(_optimizer_after, "forward", 2, words=words)
 
 
+def _loaded_after_a_forward(zero: int) -> dict[str, float]:
+    """Differences from what was loaded where FSDP may have left gathered weights."""
+    reference, model, mesh = spread(Tiny(), Layout(2, 1, 1), zero)
+    state = model.state_dict()
+    state |= {name: state[name] * 2 for name, _ in model.named_parameters()}
+    model(**own_batch(Tiny(), mesh)[1])
+    model.load_state_dict(state)
+    doubled = {name: p.detach() * 2 for name, p in reference.named_parameters()}
+    return shard_differences(model, doubled, False)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_state_dict_is_loaded_into_shards_after_a_forward(zero: int) -> None:
+    assert_within(pool(2).run(_loaded_after_a_forward, zero))
+
+
 def _owned_while_gathered() -> tuple[int, int, int]:
     """How many parameters a model with FSDP has, are not in it after a forward, and are owned."""
     tiny, mesh = Tiny(), Layout(2, 1, 1).mesh()
@@ -326,6 +342,12 @@ def _misused(case: str) -> None:
         px.parallelize(model, mesh)
     elif case == "reduced by FSDP":
         px.no_data_parallel(model)
+    elif case == "a part of the model":
+        model.model(batch(tiny.vocab_size)["input_ids"])
+    elif case == "forward itself":
+        model.forward(**batch(tiny.vocab_size))
+    elif case == "gradients held back by FSDP":
+        model.set_requires_gradient_sync(False)
 
 
 MISUSE = {
@@ -339,6 +361,9 @@ MISUSE = {
     "another mesh": "data_parallel: this model was parallelized with Mesh(",
     "reduced by the caller": "data_parallel: px.no_data_parallel was called on this model",
     "reduced by FSDP": "no_data_parallel: px.data_parallel was called on this model",
+    "a part of the model": "after px.data_parallel call the model itself",
+    "forward itself": "after px.data_parallel call the model itself",
+    "gradients held back by FSDP": "use with px.no_sync(model)",
     "experts on several dp ranks": "at dp=2, tp=1, ep=2 gradients of experts have parts on several",
 }
 
