@@ -13,6 +13,9 @@ from parallel_ext.distributed.errors import DisagreementError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.sharding._torch_private import disable_compiler
 
+SUMS = "sums of the gradients of"
+"""How the names of collectives begin that sum gradients."""
+
 
 class TrainedParts:
     """What a dp rank trains of a model, to be compared with the others where a loss is counted.
@@ -58,11 +61,13 @@ class TrainedParts:
             places = (torch.stack(of_ranks) != own).any(0).nonzero().flatten().tolist()
             differing = [f"{names[place]} ({self._of_each(place, of_ranks)})" for place in places]
         more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+        done = "would be averaged with each other"
+        if any(each.startswith(SUMS) for each in differing):
+            done = "were averaged with each other: load the last checkpoint"
         raise DisagreementError(
             f"the loss: the dp ranks train different parts of the model: {differing[0]}{more}. "
-            "Their gradients would be averaged with those of other parts, and perhaps were in the "
-            "backward before; freeze or skip the same on all dp ranks, as by random numbers of "
-            "one seed, and load the last checkpoint where a step was taken since"
+            f"Gradients of different parts {done}; freeze, skip and leave out the same on all dp "
+            "ranks, as by random numbers of one seed"
         )
 
     def _of_each(self, place: int, of_ranks: Sequence[torch.Tensor]) -> str:

@@ -13,6 +13,7 @@ from parallel_ext import _C
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.trained_parts import SUMS
 from parallel_ext.ops import Group
 
 
@@ -35,7 +36,7 @@ def exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> dict[str
             module.set_custom_all_gather(gather)
             if sums is None:
                 reduce = Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
-                reduce.count(runs, f"sums of the gradients of {name}")
+                reduce.count(runs, f"{SUMS} {name}")
             else:
                 module.set_gradient_divide_factor(1.0)
                 reduce = (

@@ -395,14 +395,22 @@ def _other_parts(how: str, zero: int) -> None:
     ("how", "words"),
     {
         "frozen": (
-            "requires_grad of model.layers.0.self_attn.q_proj.weight (dp rank 0: False, "
-            "dp rank 1: True), and"
+            "requires_grad of model.layers.0.self_attn.q_proj.weight (dp rank 0: False,",
+            "would be averaged with each other",
         ),
-        "skipped": "sums of the gradients of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
-        "left out": "gathers of the weights of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+        "skipped": (
+            "sums of the gradients of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+            "were averaged with each other: load the last checkpoint",
+        ),
+        "left out": (
+            "gathers of the weights of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+            "would be averaged with each other",
+        ),
     }.items(),
 )
-def test_dp_ranks_that_train_other_parts_are_told(how: str, words: str, zero: int) -> None:
+def test_dp_ranks_that_train_other_parts_are_told(
+    how: str, words: tuple[str, str], zero: int
+) -> None:
     pool(2).assert_raises(_other_parts, how, zero, error="DisagreementError", words=words)
 
 
