@@ -185,7 +185,7 @@ def renew_gathered(model: nn.Module) -> None:
         if not hasattr(module, "reset_iter_state"):
             continue
         for group in module._get_fsdp_state()._fsdp_param_groups:
-            if unfit := [p for p in group.fsdp_params if _gathers_into_unfit(p)]:
+            if unfit := [p for p in group.fsdp_params if gathers_into_unfit(p)]:
                 module.reshard()
                 for parameter in unfit:
                     del parameter._unsharded_param
@@ -193,12 +193,14 @@ def renew_gathered(model: nn.Module) -> None:
                 group._init_mp_dtypes()
 
 
-def _gathers_into_unfit(parameter: Any) -> bool:
+def gathers_into_unfit(parameter: Any) -> bool:
+    """Return whether :func:`renew_gathered` is to be called, for one of :func:`fsdp_parameters`."""
     gathered = gathered_parameter(parameter)
-    if gathered is None or any(gradient is not None for gradient in held_gradients(parameter)):
+    if gathered is None:
         return False
     inference = gathered.is_inference() and not torch.is_inference_mode_enabled()
-    return inference or gathered.dtype != parameter.sharded_param.dtype
+    unfit = inference or gathered.dtype != parameter.sharded_param.dtype
+    return unfit and all(gradient is None for gradient in held_gradients(parameter))
 
 
 def held_gradients(parameter: Any) -> Gradients:

@@ -23,7 +23,6 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
-from parallel_ext.sharding._torch_private import renew_gathered
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.training.fsdp_collectives import exchange_by
@@ -146,7 +145,7 @@ def _check_torch() -> None:
 
 def _arrive(model: nn.Module, args: Any) -> None:
     arrive("forward")
-    renew_gathered(model)
+    state_of(model).fsdp_gradients.make_room()
 
 
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
