@@ -12,7 +12,7 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_of
-from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.grad_scaler import unscale_on_all_ranks
 from parallel_ext.training.gradients import LaidOut, scale_to_norm, total_norm
@@ -157,13 +157,24 @@ def grad(plain: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwa
 def _refuse_what_comes_late(function: str, inputs: Any) -> None:
     listed = [inputs] if isinstance(inputs, torch.Tensor) else inputs
     parameters = [each for each in listed if isinstance(each, nn.Parameter)]
-    for owned in owners_of(parameters).values() if parameters else ():
-        partials, layout = state_of(owned.model).partials, owned.layout
+    if not parameters:
+        return
+    of_fsdp = [state_of(model).fsdp_gradients for model in parallel_models()]
+    if any(gradients and gradients.are_of_gathered(parameters) for gradients in of_fsdp):
+        raise _comes_late(function, "what px.data_parallel gathers")
+    for owned in owners_of(parameters).values():
+        state, layout = state_of(owned.model), owned.layout
+        partials = state.partials
         late = partials is not None and partials.late & {owned.name, layout.name}
+        late = late or owned.name in state.fsdp_sharded
         # Of some ranks nobody else has the key-value heads, but every rank raises or none.
         if late or any(len(layout.replicas(rank)) > 1 for rank in range(layout.copy_size)):
-            raise NotImplementedError(
-                f"{function} is not supported on a parallel model for {owned.name}, whose gradient "
-                "is summed over ranks at the end of a whole backward; call loss.backward() and "
-                "read .grad, and freeze others before by requires_grad_(False)"
-            )
+            raise _comes_late(function, owned.name)
+
+
+def _comes_late(function: str, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{function} is not supported on a parallel model for {name}, whose gradient is summed "
+        "over ranks at the end of a whole backward; call loss.backward() and read .grad, and "
+        "freeze others before by requires_grad_(False)"
+    )

@@ -45,11 +45,11 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
         ("holds, unknown to its layout,", values.keys() - layout.tensors.keys()),
     ):
         if names:
-            hint = (
-                "; it has adapters: merge_and_unload() them, or save them by save_pretrained"
-                if any(".base_layer." in name or "lora_" in name for name in values)
-                else ""
-            )
+            hint = ""
+            if any(".base_layer." in name or "lora_" in name for name in values):
+                hint = "; it has adapters: merge_and_unload() them, or save them by save_pretrained"
+            elif names & {name for name, _ in model.named_parameters(remove_duplicate=False)}:
+                hint = ", tied since to another parameter; tie weights before px.parallelize"
             raise CheckpointError(f"the model {kind} {first_few(sorted(names))}{hint}")
     check_shapes(values, layout, rank)
     return {name: values[name] for name in layout.tensors}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,10 @@ from torch import nn
 from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
     fsdp_parameters,
+    gathered_parameter,
+    gathers_into_unfit,
     held_gradients,
+    renew_gathered,
     running_backward,
     set_held_gradients,
 )
@@ -26,13 +29,24 @@ class FSDPGradients:
 
     Args:
         model: after ``fully_shard``, whose root it is.
+        collectives: how often FSDP has run each, by what it does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, collectives: dict[str, int]) -> None:
+        self._model, self.collectives = model, collectives
         self._parameters = list(fsdp_parameters(model))
         self._anchors: list[tuple[Any, torch.Tensor]] = []
         self._syncs, self._running = True, False
+
+    def make_room(self) -> None:
+        """Let FSDP gather into new memory after ``model.to(dtype)`` or an inference mode."""
+        if any(map(gathers_into_unfit, self._parameters)):
+            renew_gathered(self._model)
+
+    def are_of_gathered(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether one of some parameters is what FSDP gathers, now or put aside."""
+        gathered = {id(gathered_parameter(parameter)) for parameter in self._parameters}
+        return any(id(parameter) in gathered for parameter in parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -49,7 +63,7 @@ class FSDPGradients:
 
     def _set_sync(self, syncs: bool) -> None:
         self._syncs = syncs
-        self._model.set_requires_gradient_sync(syncs)
+        type(self._model).set_requires_gradient_sync(self._model, syncs)  # its own is refused
 
     def _anchor(self) -> None:
         """Tie the held gradients to the ``.grad`` of their shards, made where there is none."""

@@ -15,6 +15,7 @@ from parallel_ext.ops.group import Range
 
 if TYPE_CHECKING:  # it needs more than torch, which the heads of nn do without
     from parallel_ext.nn.replicas import ReplicaPiece
+    from parallel_ext.nn.trained_parts import TrainedParts
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 """Options of :class:`ops.LossOptions` that a call of a model takes beside its labels."""
@@ -35,6 +36,7 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     head: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     compared: ReplicaPiece | None = None,
+    trained: TrainedParts | None = None,
     blocks: ops.Blocks | None = None,
     adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     tokens: list[int] | None = None,
@@ -51,11 +53,12 @@ def causal_lm_loss(
         vocab_range: this rank's ids, ``(start, stop)``.
         mesh: the ranks.
         num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted with one
-            all-gather of three numbers over dp when None, with ``sums_over_dp`` on this rank alone.
+            all-gather of four numbers over dp when None, with ``sums_over_dp`` on this rank alone.
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
         compared: a part of a parameter that the dp ranks compare meanwhile.
+        trained: what they train, which they compare as well where they count.
         blocks: of the rows of ``head`` under ``px.Invariant``, else None.
         adapter: with ``blocks``, of the head: [..., S, R] and [stop - start, R], whose product is
             added to the logits.
@@ -72,7 +75,7 @@ def causal_lm_loss(
     Raises:
         DisagreementError: some dp ranks compute gradients and others do not, as when one of them
             has evaluated on more batches than another; their counts do not belong together. Or
-            they hold different values of ``compared``.
+            they hold different values of ``compared``, or train different parts of the model.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -96,20 +99,23 @@ def causal_lm_loss(
     if count is None and sums_over_dp:
         count = (targets != ignore_index).sum()
     elif count is None or compared is not None:
-        counted = _count_over_dp(targets != ignore_index, mesh, compared)
+        counted = _count_over_dp(targets != ignore_index, mesh, compared, trained)
         count = counted if count is None else count
     if isinstance(count, torch.Tensor):
         count = count.to(local_sum)
     return local_sum * (1 if sums_over_dp else mesh.dp_size) / count
 
 
-def share_of_loss(loss: torch.Tensor, labels: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def share_of_loss(
+    loss: torch.Tensor, labels: torch.Tensor, mesh: Mesh, trained: TrainedParts | None
+) -> torch.Tensor:
     """Return this dp rank's share of a mean over the labels of all dp ranks.
 
     Args:
         loss: the mean over this rank's labels, a scalar.
         labels: [...], of which integers of -100 do not count; each rank has one at least that does.
         mesh: the ranks.
+        trained: what the dp ranks train, which they compare meanwhile.
 
     Returns:
         ``loss * own * dp_size / count``, a scalar: the mean over the dp ranks is the loss of the
@@ -118,7 +124,8 @@ def share_of_loss(loss: torch.Tensor, labels: torch.Tensor, mesh: Mesh) -> torch
     valid = torch.ones_like(labels, dtype=torch.bool)
     if not labels.is_floating_point():
         valid = labels != -100
-    return loss * (valid.sum() * mesh.dp_size / _count_over_dp(valid, mesh, None)).to(loss)
+    count = _count_over_dp(valid, mesh, None, trained)
+    return loss * (valid.sum() * mesh.dp_size / count).to(loss)
 
 
 def balance_loss(
@@ -236,20 +243,28 @@ def _sum_in_halves(values: torch.Tensor) -> torch.Tensor:
     return values[0]
 
 
-def _count_over_dp(valid: torch.Tensor, mesh: Mesh, compared: ReplicaPiece | None) -> torch.Tensor:
+def _count_over_dp(
+    valid: torch.Tensor,
+    mesh: Mesh,
+    compared: ReplicaPiece | None,
+    trained: TrainedParts | None,
+) -> torch.Tensor:
     """Return the number of valid tokens of all dp ranks, which must all make the same call."""
     if mesh.dp_size == 1:
         return valid.sum()
     number = 0 if compared is None else compared.number() >> 16  # exact in fp64
-    own = valid.new_tensor([0, torch.is_grad_enabled(), number], dtype=torch.float64)
+    parts = 0 if trained is None else trained.number()
+    own = valid.new_tensor([0, torch.is_grad_enabled(), number, parts], dtype=torch.float64)
     own[0] = valid.sum()
-    ranks = ops.gather_from_region(own, [3] * mesh.dp_size, mesh.dp).view(-1, 3)
+    ranks = ops.gather_from_region(own, [4] * mesh.dp_size, mesh.dp).view(-1, 4)
     if valid.device.type == "cpu" and len(set(ranks[:, 1].tolist())) > 1:
         training = [f"dp rank {rank}" for rank, grad in enumerate(ranks[:, 1].tolist()) if grad]
         raise DisagreementError(
             f"the loss of {', '.join(training)} is computed with gradients, that of the other dp "
             "ranks without; the dp ranks must make equally many forwards with labels"
         )
+    if trained is not None:
+        trained.check(ranks[:, 3].tolist(), mesh)
     if compared is not None:
         compared.check(ranks[:, 2].tolist(), "the loss")
     return ranks[:, 0].sum()

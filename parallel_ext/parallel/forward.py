@@ -18,6 +18,7 @@ from parallel_ext.models.invariant import check_attention
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
 from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
 from parallel_ext.nn.replicas import ReplicaPiece
+from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
@@ -91,7 +92,9 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
     elif classifies and state.mesh.dp_size > 1 and inputs.get("labels") is not None:
-        output.loss = share_of_loss(output.loss, inputs["labels"], state.mesh)
+        output.loss = share_of_loss(
+            *(output.loss, inputs["labels"], state.mesh), _trained_over_dp(model, state)
+        )
     if trains_apart:  # an evaluation, unless somebody goes backward from it
         _refuse_backward_apart(state, output)
     return output if want_dict else output.to_tuple()
@@ -169,6 +172,7 @@ def _with_loss(
     loss = call.loss(
         *(logits, labels, model.config.vocab_size, state.vocab_range, state.mesh),
         compared=compared,
+        trained=_trained_over_dp(model, state),
         sums_over_dp=state.in_leaf,
         **options,
     )
@@ -394,3 +398,13 @@ def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | 
     if state.in_leaf:  # of which the dp ranks may have unequally many
         return None
     return state.replicas_over_dp.now(model)
+
+
+def _trained_over_dp(model: nn.Module, state: ParallelState) -> TrainedParts | None:
+    """Return what the dp ranks compare of what they train, None where nobody would wait for it."""
+    gradients = state.fsdp_gradients
+    if gradients is None or state.in_leaf or not torch.is_grad_enabled():
+        return None
+    if state.mesh.device.type != "cpu":
+        return None
+    return TrainedParts(model, gradients.collectives)

@@ -22,6 +22,7 @@ from parallel_ext.parallel.input_agreement import Agreement
 from parallel_ext.parallel.joining import remember
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.shards import LocalShard, Marker
 
 STATE_NAME = "parallel_ext_local_shards"
@@ -189,6 +190,7 @@ def check_state_dict(
         RuntimeError: it holds the shards of another rank, or full tensors after ``data_parallel``.
     """
     state: ParallelState = getattr(model, STATE_NAME)
+    to_shards(model)  # into which it is loaded, whatever FSDP has gathered
     marker = state_dict.get(f"{prefix}{STATE_NAME}._extra_state")
     if isinstance(marker, torch.Tensor):  # torch puts an object there beside full tensors
         state.check_marker(marker, "state_dict")

@@ -171,8 +171,36 @@ def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_parameter(parameter: Any) -> nn.Parameter | None:
-    """Return what FSDP puts into the model for one of :func:`fsdp_parameters`; None at first."""
+    """Return what forwards use of one of :func:`fsdp_parameters`; None before the first one."""
     return getattr(parameter, "_unsharded_param", None)
+
+
+def renew_gathered(model: nn.Module) -> None:
+    """Let FSDP forget the memory that it gathers into where it could not be written to.
+
+    FSDP makes it in the first forward, and neither after ``model.to(dtype)`` nor after
+    ``torch.inference_mode`` anew.
+    """
+    for module in model.modules():
+        if not hasattr(module, "reset_iter_state"):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if unfit := [p for p in group.fsdp_params if gathers_into_unfit(p)]:
+                module.reshard()
+                for parameter in unfit:
+                    del parameter._unsharded_param
+                    parameter.all_gather_outputs = []
+                group._init_mp_dtypes()
+
+
+def gathers_into_unfit(parameter: Any) -> bool:
+    """Return whether :func:`renew_gathered` is to be called, for one of :func:`fsdp_parameters`."""
+    gathered = gathered_parameter(parameter)
+    if gathered is None:
+        return False
+    inference = gathered.is_inference() and not torch.is_inference_mode_enabled()
+    unfit = inference or gathered.dtype != parameter.sharded_param.dtype
+    return unfit and all(gradient is None for gradient in held_gradients(parameter))
 
 
 def has_memory(parameter: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -92,6 +92,9 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             setattr(own.get_submodule(owner), method, RunsOnAny(mesh))
         for module in {own, model}:  # perhaps inside PEFT's
             module.zero_grad = MethodType(_zero_grad, module)
+        own.set_requires_gradient_sync = _refuse_gradient_sync
+        own.__deepcopy__ = _refuse_copy
+        own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
     state.zero = zero
     return model
 
@@ -146,6 +149,7 @@ def _check_torch() -> None:
 
 def _arrive(model: nn.Module, args: Any) -> None:
     arrive("forward")
+    state_of(model).fsdp_gradients.make_room()
 
 
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
@@ -193,9 +197,9 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     model.register_forward_pre_hook(_arrive, prepend=True)  # before FSDP's, which gathers
     if state.invariant is not None:
         state.leaf_sums = LeafSums(mesh.dp_size)
-    exchange_by(model, mesh, state.leaf_sums)
+    collectives = exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
-    state.fsdp_gradients, parameters = FSDPGradients(model), FSDPParameters(model)
+    state.fsdp_gradients, parameters = FSDPGradients(model, collectives), FSDPParameters(model)
     model.before_reshard = parameters.before_reshard
     model.register_forward_pre_hook(_BeforeForward(state, parameters), prepend=True)
     model.register_forward_hook(_AfterForward(state, parameters))  # around FSDP's own
@@ -231,6 +235,31 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
     """
     to_shards(model)
     type(model).zero_grad(model, set_to_none)
+
+
+def _refuse_gradient_sync(*args: Any, **options: Any) -> NoReturn:
+    raise NotImplementedError(
+        "set_requires_gradient_sync is not supported after px.data_parallel; use "
+        "with px.no_sync(model): backwards inside it hold their gradients back"
+    )
+
+
+def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
+    raise NotImplementedError(
+        "copy.deepcopy is not supported on a parallel model after px.data_parallel; "
+        "px.full_state_dict(model) gathers full tensors, and an average of weights can be kept of "
+        "clones of this rank's shards, model.parameters()"
+    )
+
+
+def _refuse_sharded(embedding: nn.Module, args: Any) -> None:
+    """A forward pre-hook of the embedding, which FSDP gathers before a forward of the model."""
+    if any(hasattr(parameter, "to_local") for parameter in embedding.parameters()):
+        raise RuntimeError(
+            "the weights of the embedding are sharded over the dp ranks until model(...) is "
+            "called; after px.data_parallel call the model itself, not model.forward(...) or a "
+            "part of it such as model.model(...)"
+        )
 
 
 class _BeforeForward:

@@ -13,21 +13,30 @@ from parallel_ext import _C
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.trained_parts import SUMS
 from parallel_ext.ops import Group
 
 
-def exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
-    """Let FSDP's collectives name the ranks that are missing, and ``sums`` sum gradients."""
+def exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> dict[str, int]:
+    """Let FSDP's collectives name the ranks that are missing, and ``sums`` sum gradients.
+
+    Returns:
+        How often each has run, by what it does; it changes as they run.
+    """
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
+    runs: dict[str, int] = {}
+    for path, module in model.named_modules():
+        name = path or type(module).__name__
         if isinstance(module, FSDPModule):
             of_experts = isinstance(module, ExpertParallelExperts)
             group = mesh.group_of_columns(mesh.ep_size if of_experts else mesh.tp_size)
             gather = Collective(dist.all_gather_into_tensor, "all_gather", mesh, group)
+            gather.count(runs, f"gathers of the weights of {name}")
             module.set_custom_all_gather(gather)
             if sums is None:
                 reduce = Collective(dist.reduce_scatter_tensor, "reduce_scatter", mesh, group)
+                reduce.count(runs, f"{SUMS} {name}")
             else:
                 module.set_gradient_divide_factor(1.0)
                 reduce = (
@@ -36,6 +45,7 @@ def exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> None:
                     else _SumOverLeaves(dist.all_to_all_single, "all_to_all", mesh, group, sums)
                 )
             module.set_custom_reduce_scatter(reduce)
+    return runs
 
 
 class _Allocation:
@@ -68,11 +78,18 @@ class Collective(_Allocation):
         self, plain: Callable[..., dist.Work | None], kind: str, mesh: Mesh, group: Group
     ) -> None:
         self._plain, self._kind, self._mesh, self._group = plain, kind, mesh, group
+        self._runs, self._name = {"": 0}, ""
+
+    def count(self, runs: dict[str, int], name: str) -> None:
+        """Count under ``name`` in ``runs`` how often it runs."""
+        self._runs, self._name = runs, name
+        runs[name] = 0
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> dist.Work | None:
         group = self._group
+        self._runs[self._name] += 1
         with _C.ExchangeRange(self._kind, input_tensor.nbytes, group.size, group.name):
             return self._mesh.control.run_collective(
                 group,

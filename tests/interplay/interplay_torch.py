@@ -161,22 +161,26 @@ def functional_call(trial: Trial) -> None:
     "torch.autograd.grad (of what ranks sum)",
     "torch.autograd.backward (inputs= of what ranks sum)",
     instead="call loss.backward() and read .grad",
-    spreads=(Spread(4),),
+    spreads=(Spread(4), *DATA_PARALLEL),
 )
 def gradients_of_some(trial: Trial) -> None:
-    weight, loss = (
-        trial.model.model.layers[0].self_attn.k_proj.weight,
-        trial.model(**trial.own).loss,
-    )
+    projection = trial.model.model.layers[0].self_attn.k_proj
+    weight, loss = projection.weight, trial.model(**trial.own).loss
+    gathered = projection.weight  # by FSDP of stage 2
     each_refused(
         lambda: torch.autograd.grad(loss, weight),
         lambda: torch.autograd.grad(loss, inputs=[weight], allow_unused=True),
         lambda: loss.backward(inputs=weight),
+        lambda: torch.autograd.grad(loss, gathered),  # which the first refusal has put aside
         lambda: torch.autograd.backward([loss], inputs=[trial.model.lm_head.weight, weight]),
     )
 
 
-@exact("torch.autograd.grad", "torch.autograd.backward (inputs=)", how="of sharded parameters")
+@exact(
+    "torch.autograd.grad",
+    "torch.autograd.backward (inputs=)",
+    how="of what tp shards and no dp rank",
+)
 def gradients_of_one(trial: Trial) -> None:
     for model in (trial.model, trial.reference):
         head, query = model.lm_head.weight, model.model.layers[0].self_attn.q_proj.weight
@@ -184,6 +188,19 @@ def gradients_of_one(trial: Trial) -> None:
         (head.grad,) = torch.autograd.grad(loss, head, retain_graph=True)
         loss.backward(inputs=query)
     trial.equal(gradients=True)
+
+
+@refused(
+    "torch.optim.swa_utils.AveragedModel (after px.data_parallel)",
+    "copy.deepcopy (after px.data_parallel)",
+    instead="px.full_state_dict",
+    spreads=DATA_PARALLEL,
+)
+def averaged_over_dp(trial: Trial) -> None:
+    each_refused(
+        lambda: copy.deepcopy(trial.model),
+        lambda: torch.optim.swa_utils.AveragedModel(trial.model),
+    )
 
 
 @exact("torch.optim.swa_utils.AveragedModel", "copy.deepcopy", how="shard by shard")

@@ -412,6 +412,14 @@ def test_a_model_that_no_longer_fits_its_layout_is_refused() -> None:
         local_values(model, layout, 0)
 
 
+def test_weights_that_were_tied_too_late_are_told_so() -> None:
+    model = _model()
+    layout = state_of(parallelize(model, init_mesh())).layout
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(CheckpointError, match=r"lacks lm_head.weight, tied since .* before px"):
+        local_values(model, layout, 0)
+
+
 # Reading ------------------------------------------------------------------------------------------
 
 

@@ -153,11 +153,17 @@ def _optimizer_after(what: str, zero: int) -> tuple[bool, dict[str, float]]:
     return trained, shard_differences(model, after, False)
 
 
-def _converted(dtype: torch.dtype) -> tuple[float, float]:
+def _converted(dtype: torch.dtype, before: str, zero: int) -> tuple[float, float]:
     """Errors of norm and weights after a step of a model that was converted once it was dealt."""
-    reference, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, 1, 1))
-    reference, model = reference.to(dtype), model.to(dtype)
+    reference, model, mesh = spread(Tiny(dtype=torch.float32), Layout(2, 1, 1), zero)
     whole, own = own_batch(Tiny(), mesh)
+    if before == "a step":
+        model(**own).loss.backward()
+        model.zero_grad()
+    elif before == "inference":
+        with torch.inference_mode():
+            model(**own)
+    reference, model = reference.to(dtype), model.to(dtype)
     norms = []
     for m, data, clip in (
         (reference, whole, nn.utils.clip_grad_norm_),
@@ -171,9 +177,11 @@ def _converted(dtype: torch.dtype) -> tuple[float, float]:
     return difference(norms[1], norms[0]), worst(after)[0]
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("before", ["nothing", "a step", "inference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_model_may_be_converted_afterwards(dtype: torch.dtype) -> None:
-    for errors in pool(2).run(_converted, dtype):
+def test_a_model_may_be_converted_afterwards(dtype: torch.dtype, before: str, zero: int) -> None:
+    for errors in pool(2).run(_converted, dtype, before, zero):
         assert max(errors) <= 1e-6
 
 
@@ -188,6 +196,22 @@ def test_an_optimizer_that_is_built_later_trains_the_model(what: str, zero: int)
 def test_an_optimizer_that_holds_gathered_parameters_is_refused() -> None:
     words = "AdamW was built between forward and backward"
     pool(2).assert_raises(_optimizer_after, "forward", 2, words=words)
+
+
+def _loaded_after_a_forward(zero: int) -> dict[str, float]:
+    """Differences from what was loaded where FSDP may have left gathered weights."""
+    reference, model, mesh = spread(Tiny(), Layout(2, 1, 1), zero)
+    state = model.state_dict()
+    state |= {name: state[name] * 2 for name, _ in model.named_parameters()}
+    model(**own_batch(Tiny(), mesh)[1])
+    model.load_state_dict(state)
+    doubled = {name: p.detach() * 2 for name, p in reference.named_parameters()}
+    return shard_differences(model, doubled, False)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_state_dict_is_loaded_into_shards_after_a_forward(zero: int) -> None:
+    assert_within(pool(2).run(_loaded_after_a_forward, zero))
 
 
 def _owned_while_gathered() -> tuple[int, int, int]:
@@ -345,6 +369,12 @@ def _misused(case: str) -> None:
         with px.no_sync(model):
             model(**batch(tiny.vocab_size)).loss.backward()
         optimizer.step()
+    elif case == "a part of the model":
+        model.model(batch(tiny.vocab_size)["input_ids"])
+    elif case == "forward itself":
+        model.forward(**batch(tiny.vocab_size))
+    elif case == "gradients held back by FSDP":
+        model.set_requires_gradient_sync(False)
 
 
 MISUSE = {
@@ -365,6 +395,9 @@ MISUSE = {
     "another mesh": "data_parallel: this model was parallelized with Mesh(",
     "reduced by the caller": "data_parallel: px.no_data_parallel was called on this model",
     "reduced by FSDP": "no_data_parallel: px.data_parallel was called on this model",
+    "a part of the model": "after px.data_parallel call the model itself",
+    "forward itself": "after px.data_parallel call the model itself",
+    "gradients held back by FSDP": "use with px.no_sync(model)",
     "experts on several dp ranks": "at dp=2, tp=1, ep=2 gradients of experts have parts on several",
 }
 
@@ -395,6 +428,47 @@ def test_a_forward_without_a_backward_leaves_the_weights_of_the_next(zero: int) 
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_is_one_clear_error_on_all_ranks(case: str) -> None:
     pool(2).assert_raises(_misused, case, words=MISUSE[case])
+
+
+def _other_parts(how: str, zero: int) -> None:
+    """Every dp rank trains, skips or lacks a layer of its own, and goes on for two steps."""
+    tiny, mesh = Tiny(), mesh_of(tp=1)
+    model = px.data_parallel(parallel(tiny.model(), mesh), mesh, zero)
+    layers = model.model.layers
+    if how == "frozen":
+        layers[mesh.dp_rank].requires_grad_(False)
+    elif how == "skipped":
+        layers[mesh.dp_rank].forward = lambda hidden, **options: hidden
+    elif how == "left out":
+        del layers[mesh.dp_rank]
+    for _ in range(2):
+        model(**batch(tiny.vocab_size), use_cache=False).loss.backward()
+        if how != "skipped":
+            raise AssertionError("a backward has run")
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    {
+        "frozen": (
+            "requires_grad of model.layers.0.self_attn.q_proj.weight (dp rank 0: False,",
+            "would be averaged with each other",
+        ),
+        "skipped": (
+            "sums of the gradients of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+            "were averaged with each other: load the last checkpoint",
+        ),
+        "left out": (
+            "gathers of the weights of model.layers.0 (dp rank 0: 0, dp rank 1: 1), and 1",
+            "would be averaged with each other",
+        ),
+    }.items(),
+)
+def test_dp_ranks_that_train_other_parts_are_told(
+    how: str, words: tuple[str, str], zero: int
+) -> None:
+    pool(2).assert_raises(_other_parts, how, zero, error="DisagreementError", words=words)
 
 
 def _merged() -> None:
