@@ -203,6 +203,11 @@ def gathers_into_unfit(parameter: Any) -> bool:
     return unfit and all(gradient is None for gradient in held_gradients(parameter))
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that changes when ``.data =`` gives a tensor another storage."""
+    return tensor.untyped_storage()._cdata
+
+
 def has_memory(parameter: torch.Tensor) -> bool:
     """Return whether a DTensor has memory beside its local tensor's, as ``.data =`` gives it."""
     try:

@@ -11,6 +11,7 @@ from parallel_ext.sharding._torch_private import (
     gradient_hooks,
     has_memory,
     own_parameters,
+    storage_of,
     version_of,
 )
 from parallel_ext.sharding.named_shards import to_shards
@@ -36,6 +37,7 @@ class FSDPParameters:
             if id(shard) in of_shards  # a tied one in each of its places
         ]
         self._versions: dict[str, int] = {}
+        self._storages: dict[str, int] = {}
 
     def before_forward(self) -> None:
         """Put the shards back into the model, which an optimizer may have changed meanwhile.
@@ -47,7 +49,11 @@ class FSDPParameters:
         trains = torch.is_grad_enabled()
         for name, each, module, attribute in self._parameters:
             shard, own = each.sharded_param, own_parameters(module).get(attribute)
-            if own is not gathered_parameter(each) and (own is not shard or has_memory(shard)):
+            is_lost = own is not shard and own is not gathered_parameter(each)
+            if (storage := storage_of(shard)) != self._storages.get(name):
+                is_lost = is_lost or has_memory(shard)
+                self._storages[name] = -1 if is_lost else storage
+            if is_lost:
                 raise RuntimeError(
                     f"{name} was replaced after px.data_parallel, and FSDP would overwrite it: "
                     "replace it before, or copy into it under torch.no_grad()"
