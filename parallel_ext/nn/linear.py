@@ -117,6 +117,11 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
         self.weight, self.bias = weight, bias
         self.replicas, self.partials = replicas, partials
 
+    @property
+    def communicates(self) -> bool:
+        held = self.layouts["weight"].held  # of all ranks, of which only some may have replicas
+        return len(set(held)) < len(held)
+
     @classmethod
     def from_plain(
         cls, plain: nn.Linear, group: Group | dist.ProcessGroup, multiple_of: int = 1
@@ -175,6 +180,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward; gradients of replicated rows are summed."""
+        self.mark.is_set = True
         return self._for_use("weight"), self._for_use("bias")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -183,6 +189,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
             return computed
         if self.replicas.size == 1 and not torch.is_grad_enabled():
             # It has less to do: decoding.
+            self.mark.is_set = True
             return functional.linear(input, self.shard("weight"), self.shard("bias"))
         return ops.column_linear(input, *self.for_use())
 
@@ -279,6 +286,7 @@ class RowParallelLinear(ShardedModule):
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward."""
+        self.mark.is_set = True
         bias = self.bias
         if bias is not None and self.summed_over.size < self.group.size and self.group.rank:
             bias = bias - bias.detach()
