@@ -290,6 +290,7 @@ def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
     # Where ep groups lie within tp groups, each computes all tokens: no expert has rows elsewhere.
     tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
     put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
+    put.watch(path, names.experts)
     if names.shared_gate is not None:
         gate = put.model.get_submodule(f"{path}.{names.shared_gate}")
         gate.forward = MethodType(_gate_logits, gate)

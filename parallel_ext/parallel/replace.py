@@ -414,6 +414,7 @@ class Replacer:
                 routing=routing,
             ),
         )
+        self.watch(path, names.experts)
 
 
 def names_of_parts(model: nn.Module) -> Iterator[str]:
