@@ -267,6 +267,14 @@ def _parallelize(case: str) -> None:
         up.__class__ = type("MyLinear", (torch.nn.Linear,), {})
     elif case in EMBEDDING_OPTIONS:
         setattr(model.model.embed_tokens, case, EMBEDDING_OPTIONS[case])
+    elif case == "shared norm":
+        first, second = model.model.layers
+        second.input_layernorm.weight = first.input_layernorm.weight
+    elif case == "shared linear":
+        first, second = model.model.layers
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    elif case == "shared layer":
+        model.model.layers[1] = model.model.layers[0]
     elif case == "own loss":
         model.loss_function = lambda *_, **__: None
     elif case == "wrong rows":
@@ -306,6 +314,12 @@ def _parallelize(case: str) -> None:
             option: [f"model.embed_tokens has {option}={value}, which the parallel embedding"]
             for option, value in EMBEDDING_OPTIONS.items()
         },
+        "shared norm": [
+            "model.layers.1.input_layernorm.weight is the same parameter as model.layers.0.",
+            "which LlamaForCausalLM does not tie",
+        ],
+        "shared linear": ["model.layers.1.mlp.up_proj.weight is the same parameter as"],
+        "shared layer": ["model.layers.1.self_attn.q_proj.weight is the same parameter as"],
         "own loss": ["loss_function was replaced on this instance"],
         "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
         "other weights": ["must be equal on all ranks, but is of shape", "load the same weights"],
