@@ -378,7 +378,14 @@ def pruned(trial: Trial) -> None:
         lambda: prune.identity(module, "weight"),
         lambda: prune.custom_from_mask(module, "weight", torch.ones_like(module.weight)),
         lambda: prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=0.3),
+        # Of what every rank holds whole, each would draw a mask of its own.
+        lambda: prune.random_unstructured(trial.model.model.norm, "weight", 0.3),
     )
+
+
+@refused("torch.ao.quantization.quantize_dynamic", instead="do it to a plain model")
+def quantized(trial: Trial) -> None:
+    torch.ao.quantization.quantize_dynamic(trial.model, {nn.Linear})
 
 
 # torch.optim
@@ -705,7 +712,13 @@ def distributed_data_parallel_alone(trial: Trial) -> None:
     spreads=(Spread(1, 2), Spread(2, 2)),
 )
 def trained_apart(trial: Trial) -> None:
-    trial.model(**trial.own)
+    try:
+        trial.model(**trial.own)
+    except RuntimeError as error:
+        close("gradients of the dp ranks" in str(error), True)
+    else:
+        raise AssertionError("the forward of the model was not refused")
+    trial.model.model(trial.own["input_ids"])  # the decoder alone
 
 
 @refused(
