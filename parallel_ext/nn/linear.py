@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,18 @@ class ComputesAhead:
         raise NotImplementedError
 
     def attach(self, module: nn.Module) -> None:
-        """Let every forward of ``module`` begin with this hook."""
-        module.register_forward_pre_hook(self, with_kwargs=True)
+        """Let every forward of ``module`` begin with this hook, behind all that others add."""
+        self._handle = module.register_forward_pre_hook(self, with_kwargs=True)
         module.register_forward_hook(self._drop, always_call=True)
+        vars(module)["register_forward_pre_hook"] = partial(self._register, module)
+
+    def _register(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook of others, and this one behind it."""
+        register = type(module).register_forward_pre_hook
+        handle = register(module, *args, **kwargs)
+        self._handle.remove()
+        self._handle = register(module, self, with_kwargs=True)
+        return handle
 
     def serve(self, layers: Sequence[nn.Module], input: torch.Tensor, results: Iterable) -> None:
         """Let the calls of ``layers`` on ``input``, in this forward, find their results."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,12 @@ def foreign_state_dict(trial: Trial) -> None:
     trial.model.load_state_dict(torch.load(trial.folder / f"{1 - trial.mesh.rank}.pt"))
 
 
-@exact("torch.nn.Module.register_forward_hook", "torch.nn.Module.register_full_backward_hook")
+@exact(
+    "torch.nn.Module.register_forward_hook",
+    "torch.nn.Module.register_full_backward_hook",
+    how="as in one process; with [sequence_parallel](parallelize.md#sequence-parallelism) some see "
+    "a rank's own tokens",
+)
 def module_hooks(trial: Trial) -> None:
     norms: list[list[float]] = []
     for model in (trial.model, trial.reference):
@@ -111,6 +117,37 @@ def module_hooks(trial: Trial) -> None:
         )
     trial.backward()
     close(torch.tensor(norms[0]), torch.tensor(norms[1]))
+
+
+@exact(
+    "torch.nn.Module.register_forward_pre_hook",
+    how="the same; what one on a linear of an attention or MLP adds has "
+    "[its part](limits.md#training) of a gradient",
+)
+def pre_hooks(trial: Trial) -> None:
+    # Of a copy too, whose own hooks come behind as well.
+    for model in (copy.deepcopy(trial.model), trial.model):
+        gradients = []
+        for each in (model, copy.deepcopy(trial.reference)):
+            layer, added = each.model.layers[0], []
+            for name in ("self_attn", "mlp"):
+                vector = torch.full((72,), 0.1, dtype=torch.float64, requires_grad=True)
+                layer.get_submodule(name).register_forward_pre_hook(
+                    partial(with_added, vector), with_kwargs=True
+                )
+                added.append(vector)
+            each(**trial.whole).loss.backward()
+            gradients.append([vector.grad for vector in added])
+        for ours, theirs in zip(*gradients, strict=True):
+            close(ours, theirs)
+
+
+def with_added(
+    vector: torch.Tensor, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    if args:
+        return (args[0] + vector, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + vector}
 
 
 def first(values: Any) -> torch.Tensor:
