@@ -151,15 +151,14 @@ def layout_of(
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, str] = {}
     ends = [f"{path}.weight" for path in spec.ends]
-    may_be_tied = {*ends, *(getattr(model, "_tied_weights_keys", None) or ())}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in names:
             tied[name] = names[id(parameter)]
-            if name not in may_be_tied:
+            if name not in ends or tied[name] not in ends:
                 raise ValueError(
-                    f"parallelize: {name} is the same parameter as {tied[name]}, which "
-                    f"{type(model).__name__} does not tie, so a load of its files would not share "
-                    "it; give each module a parameter of its own before"
+                    f"parallelize: {name} is the same parameter as {tied[name]}, which nothing in "
+                    "the files would say; only embedding and head may share theirs, so give each "
+                    "module a parameter of its own before"
                 )
         else:
             names[id(parameter)] = name
