@@ -26,6 +26,7 @@ _LOSS = (
     "rows"
 )
 _NORM = "call it before px.parallelize, while the tensors are whole"
+_PLAIN = "do it to a plain model, of what model.save_pretrained writes"
 _PEFT = "use peft: peft.get_peft_model, peft.PeftModel.from_pretrained"
 _PLACED = "px.parallelize and px.from_pretrained have placed it"
 _REPLICAS = "px.data_parallel(model, mesh) trains the dp ranks together"
@@ -66,8 +67,7 @@ def _each(module: str, names: str, instead: str, where: Where = Where.SHARDED) -
 
 _FILLS = """uniform_ normal_ trunc_normal_ eye_ dirac_ orthogonal_ sparse_
     xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_"""
-_PRUNES = """l1_unstructured random_unstructured global_unstructured ln_structured
-    random_structured identity custom_from_mask"""
+_PRUNES = "l1_unstructured global_unstructured ln_structured identity custom_from_mask"
 _ADAPTERS = """PeftAdapterMixin.load_adapter PeftAdapterMixin.add_adapter
     PeftAdapterMixin.get_adapter_state_dict"""
 
@@ -82,6 +82,8 @@ REFUSALS = [
     *_each("torch.nn.utils.spectral_norm", "spectral_norm", _NORM),
     *_each("torch.nn.utils.weight_norm", "weight_norm", _NORM),
     *_each("torch.nn.utils.prune", _PRUNES, _NORM),
+    *_each("torch.nn.utils.prune", "random_unstructured random_structured", _NORM, Where.RANKS),
+    *_each("torch.ao.quantization", "quantize_dynamic", _PLAIN, Where.ALWAYS),
     *_each("torch.nn.utils.fusion", "fuse_linear_bn_eval fuse_conv_bn_eval", _NORM),
     *_each(
         "torch.optim",

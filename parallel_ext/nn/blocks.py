@@ -65,6 +65,7 @@ class BlockColumnLinear(ComputedAhead, ShardedModule):
         self.repeats = repeats or (1,) * len(layout.parts)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.mark.is_set = True
         if self.alone:
             return self.like_weight(input, self.weight, self.bias)
         products = self.take_computed(input)
@@ -161,6 +162,7 @@ class BlockRowLinear(ShardedModule):
         self.blocks = own_blocks(layouts["weight"], group.rank)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.mark.is_set = True
         return ops.block_row_linear(input, self.weight, self.blocks, self.bias, self.group)
 
     def like_weight(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,18 @@ class ComputesAhead:
         raise NotImplementedError
 
     def attach(self, module: nn.Module) -> None:
-        """Let every forward of ``module`` begin with this hook."""
-        module.register_forward_pre_hook(self, with_kwargs=True)
+        """Let every forward of ``module`` begin with this hook, behind all that others add."""
+        self._handle = module.register_forward_pre_hook(self, with_kwargs=True)
         module.register_forward_hook(self._drop, always_call=True)
+        vars(module)["register_forward_pre_hook"] = partial(self._register, module)
+
+    def _register(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook of others, and this one behind it."""
+        register = type(module).register_forward_pre_hook
+        handle = register(module, *args, **kwargs)
+        self._handle.remove()
+        self._handle = register(module, self, with_kwargs=True)
+        return handle
 
     def serve(self, layers: Sequence[nn.Module], input: torch.Tensor, results: Iterable) -> None:
         """Let the calls of ``layers`` on ``input``, in this forward, find their results."""
@@ -116,6 +126,11 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
         self.out_features, self.in_features = layouts["weight"].shape
         self.weight, self.bias = weight, bias
         self.replicas, self.partials = replicas, partials
+
+    @property
+    def communicates(self) -> bool:
+        held = self.layouts["weight"].held  # of all ranks, of which only some may have replicas
+        return len(set(held)) < len(held)
 
     @classmethod
     def from_plain(
@@ -175,6 +190,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward; gradients of replicated rows are summed."""
+        self.mark.is_set = True
         return self._for_use("weight"), self._for_use("bias")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -183,6 +199,7 @@ class ColumnParallelLinear(ComputedAhead, ShardedModule):
             return computed
         if self.replicas.size == 1 and not torch.is_grad_enabled():
             # It has less to do: decoding.
+            self.mark.is_set = True
             return functional.linear(input, self.shard("weight"), self.shard("bias"))
         return ops.column_linear(input, *self.for_use())
 
@@ -279,6 +296,7 @@ class RowParallelLinear(ShardedModule):
 
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward."""
+        self.mark.is_set = True
         bias = self.bias
         if bias is not None and self.summed_over.size < self.group.size and self.group.rank:
             bias = bias - bias.detach()

@@ -102,6 +102,10 @@ class ExpertParallelExperts(ShardedModule):
         ranges = [layout.ranges(rank)[0] for rank in range(layout.copy_size)]
         self.experts_per_rank = [stop - start for start, stop in ranges]
 
+    @property
+    def communicates(self) -> bool:
+        return max(self.group.size, self.tp.size) > 1
+
     @classmethod
     def from_plain(
         cls,
@@ -176,6 +180,7 @@ class ExpertParallelExperts(ShardedModule):
         top_k_weights: torch.Tensor,
         adapters: Mapping[str, LowRank] | None = None,
     ) -> torch.Tensor:
+        self.mark.is_set = True
         adapters = adapters or {}
         if self.tp.size == 1 or (self.divided is not None and self.divided()):
             return self._own_tokens(hidden_states, top_k_index, top_k_weights, adapters)

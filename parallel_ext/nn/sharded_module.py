@@ -17,6 +17,15 @@ from parallel_ext.sharding.shards import LocalShard
 from parallel_ext.sharding.slices import like, local_part, take
 
 
+class Mark:
+    """Whether a layer's own forward has run, for who asks after a forward of a module around it."""
+
+    is_set = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return self  # PEFT trains a copy of a layer in its place
+
+
 class ShardedModule(nn.Module):
     """A module some of whose parameters are sharded over the ranks of a group.
 
@@ -24,12 +33,18 @@ class ShardedModule(nn.Module):
         layouts: attribute name of a parameter -> where its logical tensor lives.
         group: the ranks that one copy is sharded over, and which of them this process is: the
             tensor-parallel group, or for experts the expert-parallel one.
+        mark: set by a forward of a layer in an attention, an MLP or a mixture.
     """
 
     def __init__(self, layouts: Mapping[str, TensorLayout], group: Group) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.mark = group, Mark()
         self.set_layouts(layouts)
+
+    @property
+    def communicates(self) -> bool:
+        """Return whether another forward in its place would leave something to be summed."""
+        return self.group.size > 1
 
     def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
         """Take other sizes; the parameters are set by the caller."""

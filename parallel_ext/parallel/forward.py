@@ -298,6 +298,15 @@ class _RefuseBypass:
             raise _bypass(self.model)
 
 
+class _RefuseApart(_RefuseBypass):
+    """A forward pre-hook of the decoder, which may be trained alone: as in the model's forward."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        state: ParallelState = getattr(self.model, STATE_NAME)
+        if module.training and torch.is_grad_enabled() and state.trains_apart:
+            _refuse_training_apart(state)
+
+
 def watch_forward(model: nn.Module) -> None:
     """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours.
 
@@ -312,6 +321,9 @@ def watch_forward(model: nn.Module) -> None:
         heads = [] if spec.head is None else [own.get_submodule(spec.head)]
         for module in (*own.get_submodule(spec.layers), *heads):
             module.register_forward_pre_hook(refuse)
+        if getattr(own, STATE_NAME).mesh.dp_size > 1:
+            decoder = own.get_submodule(spec.layers.rpartition(".")[0])
+            decoder.register_forward_pre_hook(_RefuseApart(own))
 
 
 def _replaced(model: nn.Module) -> bool:

@@ -234,6 +234,7 @@ def _replace_attention(
         layers = {names.query: (), names.key: shared, names.value: shared}
     _replace_inputs(put, path, layers)
     put.put(f"{path}.{names.output}", BlockRowLinear(*put.shards(f"{path}.{names.output}"), tp))
+    put.watch(path, *names.inputs, names.output)
     module.num_key_value_groups = 1  # each query head gets a key-value head of its own
     rows, count = module.get_submodule(names.query).blocks[0]
     if names.is_joined:
@@ -258,6 +259,7 @@ def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
     _replace_inputs(put, path, {name: () for name in names.inputs})
     for name in names.outputs:
         put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
+    put.watch(path, *names.inputs, *names.outputs)
 
 
 def _replace_activations(module: nn.Module) -> None:
@@ -278,6 +280,7 @@ def _replace_region(put: Replacer, path: str, names: RegionNames) -> None:
         setattr(module, names.heads, own[-1][1] * num_heads // features)
     for name in names.outputs:
         put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
+    put.watch(path, *names.inputs, *names.outputs)
 
 
 def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
@@ -287,6 +290,7 @@ def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:
     # Where ep groups lie within tp groups, each computes all tokens: no expert has rows elsewhere.
     tp = mesh.tp if mesh.ep_size >= mesh.tp_size else mesh.ep
     put.put(experts, BlockExperts(*shards, FixedSilu(), mesh.ep, tp=tp, routing=routing))
+    put.watch(path, names.experts)
     if names.shared_gate is not None:
         gate = put.model.get_submodule(f"{path}.{names.shared_gate}")
         gate.forward = MethodType(_gate_logits, gate)

@@ -150,15 +150,22 @@ def layout_of(
     names: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, str] = {}
+    ends = [f"{path}.weight" for path in spec.ends]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in names:
             tied[name] = names[id(parameter)]
+            if name not in ends or tied[name] not in ends:
+                raise ValueError(
+                    f"parallelize: {name} is the same parameter as {tied[name]}, which nothing in "
+                    "the files would say; only embedding and head may share theirs, so give each "
+                    "module a parameter of its own before"
+                )
         else:
             names[id(parameter)] = name
             shapes[name] = tuple(parameter.shape)
     config = model.config
     rows = config.vocab_size
-    for name in (f"{path}.weight" for path in spec.ends):
+    for name in ends:
         shape = shapes[tied.get(name, name)]
         if shape[0] != rows:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,7 +24,7 @@ from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.region import entered
 from parallel_ext.nn.routing import Product, Routing
-from parallel_ext.nn.sharded_module import ShardedModule
+from parallel_ext.nn.sharded_module import Mark, ShardedModule
 from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
@@ -89,18 +89,29 @@ class CopyInput(ComputesAhead):
 
 
 class WantSharded:
-    """A forward pre-hook: with gradients, refuses a module of whose layers one is not sharded.
+    """Hooks of a module: refuse it where another layer, or forward, stands for one of its layers.
 
-    Of a plain one every rank computes all, and what is summed over the ranks is a multiple.
+    Of a plain layer every rank computes all, and what is summed over the ranks is a multiple. Where
+    the own forward of one that communicates did not run, ranks keep their parts of a sum.
 
     Args:
+        path: of the module.
         layers: names in the module of those that ``px.parallelize`` has replaced.
+        marks: by names of those of them that communicate.
     """
 
-    def __init__(self, *layers: str) -> None:
-        self.layers = layers
+    def __init__(self, path: str, layers: Sequence[str], marks: Mapping[str, Mark]) -> None:
+        self.path, self.layers, self.marks = path, layers, marks
 
-    def __call__(self, module: nn.Module, args: tuple) -> None:
+    def attach(self, module: nn.Module) -> None:
+        """Let every forward of ``module`` be watched."""
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after)
+
+    def before(self, module: nn.Module, args: tuple) -> None:
+        """With gradients, raise if a layer was replaced; forget which have run."""
+        for mark in self.marks.values():
+            mark.is_set = False
         for name in self.layers if torch.is_grad_enabled() else ():
             if isinstance(getattr(module, name, None), ShardedModule):  # in a quarter of the time
                 continue
@@ -110,10 +121,27 @@ class WantSharded:
                 continue
             if not any(isinstance(each, ShardedModule) for each in layer.modules()):
                 raise RuntimeError(
-                    f"{name} of a {type(module).__name__} was replaced by a "
-                    f"{type(layer).__name__}, but must be, or hold, what px.parallelize has put "
-                    "there; model.load_state_dict changes its values"
+                    f"{self.path}.{name} was replaced by a {type(layer).__name__}, but must be, or "
+                    "hold, what px.parallelize has put there; model.load_state_dict changes its "
+                    "values"
                 )
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Raise unless the layers that communicate have run."""
+        for name, mark in self.marks.items():
+            if not mark.is_set:
+                self._refuse(module, name)
+
+    def _refuse(self, module: nn.Module, name: str) -> None:
+        try:
+            module.get_submodule(name)
+        except AttributeError:  # a forward of the user's own does without it
+            return
+        raise RuntimeError(
+            f"the forward that px.parallelize has given {self.path}.{name} did not run, without "
+            "which each rank keeps its part of a sum; what stands in its place, or uses the "
+            "weight, must call it; forward hooks change what a layer is given and returns"
+        )
 
 
 class CopyOutput:
@@ -295,9 +323,13 @@ class Replacer:
         sums = sums and not path.startswith(self._unsummed)
         self.put(path, RowParallelLinear(*shards, self.mesh.tp, self.partials, sums))
 
-    def _watch(self, path: str, *layers: str) -> None:
-        if self.mesh.tp_size > 1:
-            self.model.get_submodule(path).register_forward_pre_hook(WantSharded(*layers))
+    def watch(self, path: str, *layers: str) -> None:
+        """Let the module at ``path`` refuse to run without these layers of it, once replaced."""
+        module = self.model.get_submodule(path)
+        named = {name: module.get_submodule(name) for name in layers}
+        marks = {name: layer.mark for name, layer in named.items() if layer.communicates}
+        if marks:
+            WantSharded(path, layers, marks).attach(module)
 
     def _norm_of_shards(self, path: str, replicas: Group) -> None:
         weight, _, layouts = self.shards(path)
@@ -310,7 +342,7 @@ class Replacer:
         module, rank = self.model.get_submodule(path), self.mesh.tp_rank
         self._column(f"{path}.{names.query}")
         self._row(f"{path}.{names.output}")
-        self._watch(path, names.query, names.output)
+        self.watch(path, names.query, names.output)
         (first, last), (kv_first, kv_last), _ = self.layout[f"{path}.{names.query}.weight"].ranges(
             rank
         )
@@ -327,7 +359,7 @@ class Replacer:
         self._column(f"{path}.{names.key}", self._replicas)
         self._column(f"{path}.{names.value}", self._replicas)
         self._row(f"{path}.{names.output}")
-        self._watch(path, names.query, names.key, names.value, names.output)
+        self.watch(path, names.query, names.key, names.value, names.output)
         for name, replicas in (
             (names.query_norm, ops.ALONE),
             (names.key_norm, self._replicas),
@@ -346,7 +378,7 @@ class Replacer:
             self._column(f"{path}.{name}")
         for name in names.outputs:
             self._row(f"{path}.{name}", sums=not names.merges)
-        self._watch(path, *names.inputs, *names.outputs)
+        self.watch(path, *names.inputs, *names.outputs)
         module = self.model.get_submodule(path)
         for name in names.attributes():
             setattr(module, name, getattr(module, name) // self.mesh.tp_size)
@@ -382,6 +414,7 @@ class Replacer:
                 routing=routing,
             ),
         )
+        self.watch(path, names.experts)
 
 
 def names_of_parts(model: nn.Module) -> Iterator[str]:

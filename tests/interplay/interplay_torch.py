@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,29 @@ def foreign_state_dict(trial: Trial) -> None:
     trial.model.load_state_dict(torch.load(trial.folder / f"{1 - trial.mesh.rank}.pt"))
 
 
-@exact("torch.nn.Module.register_forward_hook", "torch.nn.Module.register_full_backward_hook")
+@refused(
+    "torch.nn.Module.forward (of a sharded linear that sums, or of experts: replaced)",
+    instead="what stands in its place, or uses the weight, must call it",
+)
+def patched(trial: Trial) -> None:
+    layer = trial.model.model.layers[0].self_attn.o_proj
+    own = layer.forward
+    try:
+        layer.forward = partial(lambda forward, x: forward(x), own)
+        trial.model(**trial.own)  # which calls it
+        layer.forward = lambda x: functional.linear(x, layer.weight)
+        with torch.no_grad():
+            trial.model(**trial.own)
+    finally:
+        layer.forward = own
+
+
+@exact(
+    "torch.nn.Module.register_forward_hook",
+    "torch.nn.Module.register_full_backward_hook",
+    how="as in one process; with [sequence_parallel](parallelize.md#sequence-parallelism) some see "
+    "a rank's own tokens",
+)
 def module_hooks(trial: Trial) -> None:
     norms: list[list[float]] = []
     for model in (trial.model, trial.reference):
@@ -111,6 +134,37 @@ def module_hooks(trial: Trial) -> None:
         )
     trial.backward()
     close(torch.tensor(norms[0]), torch.tensor(norms[1]))
+
+
+@exact(
+    "torch.nn.Module.register_forward_pre_hook",
+    how="the same; what one on a linear of an attention or MLP adds has "
+    "[its part](limits.md#training) of a gradient",
+)
+def pre_hooks(trial: Trial) -> None:
+    # Of a copy too, whose own hooks come behind as well.
+    for model in (copy.deepcopy(trial.model), trial.model):
+        gradients = []
+        for each in (model, copy.deepcopy(trial.reference)):
+            layer, added = each.model.layers[0], []
+            for name in ("self_attn", "mlp"):
+                vector = torch.full((72,), 0.1, dtype=torch.float64, requires_grad=True)
+                layer.get_submodule(name).register_forward_pre_hook(
+                    partial(with_added, vector), with_kwargs=True
+                )
+                added.append(vector)
+            each(**trial.whole).loss.backward()
+            gradients.append([vector.grad for vector in added])
+        for ours, theirs in zip(*gradients, strict=True):
+            close(ours, theirs)
+
+
+def with_added(
+    vector: torch.Tensor, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    if args:
+        return (args[0] + vector, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + vector}
 
 
 def first(values: Any) -> torch.Tensor:
@@ -395,7 +449,14 @@ def pruned(trial: Trial) -> None:
         lambda: prune.identity(module, "weight"),
         lambda: prune.custom_from_mask(module, "weight", torch.ones_like(module.weight)),
         lambda: prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=0.3),
+        # Of what every rank holds whole, each would draw a mask of its own.
+        lambda: prune.random_unstructured(trial.model.model.norm, "weight", 0.3),
     )
+
+
+@refused("torch.ao.quantization.quantize_dynamic", instead="do it to a plain model")
+def quantized(trial: Trial) -> None:
+    torch.ao.quantization.quantize_dynamic(trial.model, {nn.Linear})
 
 
 # torch.optim
@@ -722,7 +783,13 @@ def distributed_data_parallel_alone(trial: Trial) -> None:
     spreads=(Spread(1, 2), Spread(2, 2)),
 )
 def trained_apart(trial: Trial) -> None:
-    trial.model(**trial.own)
+    try:
+        trial.model(**trial.own)
+    except RuntimeError as error:
+        close("gradients of the dp ranks" in str(error), True)
+    else:
+        raise AssertionError("the forward of the model was not refused")
+    trial.model.model(trial.own["input_ids"])  # the decoder alone
 
 
 @refused(

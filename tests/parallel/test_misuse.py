@@ -7,7 +7,9 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -265,6 +267,14 @@ def _parallelize(case: str) -> None:
         up.__class__ = type("MyLinear", (torch.nn.Linear,), {})
     elif case in EMBEDDING_OPTIONS:
         setattr(model.model.embed_tokens, case, EMBEDDING_OPTIONS[case])
+    elif case == "shared norm":
+        first, second = model.model.layers
+        second.input_layernorm.weight = first.input_layernorm.weight
+    elif case == "shared linear":
+        first, second = model.model.layers
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    elif case == "shared layer":
+        model.model.layers[1] = model.model.layers[0]
     elif case == "own loss":
         model.loss_function = lambda *_, **__: None
     elif case == "gradient hook":
@@ -307,6 +317,12 @@ def _parallelize(case: str) -> None:
             option: [f"model.embed_tokens has {option}={value}, which the parallel embedding"]
             for option, value in EMBEDDING_OPTIONS.items()
         },
+        "shared norm": [
+            "model.layers.1.input_layernorm.weight is the same parameter as model.layers.0.",
+            "only embedding and head may share theirs",
+        ],
+        "shared linear": ["model.layers.1.mlp.up_proj.weight is the same parameter as"],
+        "shared layer": ["model.layers.1.self_attn.q_proj.weight is the same parameter as"],
         "own loss": ["loss_function was replaced on this instance"],
         "wrong rows": ["(101, 72)", "config.vocab_size is 99", "expected (99, 72)"],
         "other weights": ["must be equal on all ranks, but is of shape", "load the same weights"],
@@ -350,8 +366,87 @@ def _with_plain_layers(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_plain_layers_in_the_place_of_sharded_ones_are_refused(sequence_parallel: bool) -> None:
-    words = "gate_proj of a LlamaMLP was replaced by a Linear"
+    words = "model.layers.1.mlp.gate_proj was replaced by a Linear"
     pool(2).assert_raises(_with_plain_layers, sequence_parallel, error="RuntimeError", words=words)
+
+
+class _OfShard(torch.nn.Module):
+    """A layer made from the shard of another, as quantizers make them."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input, self.weight)
+
+
+def _without_own_forward(how: str, options: dict[str, Any]) -> None:
+    """Let a layer that sums over ranks, or shares its heads with others, compute otherwise."""
+    model, one = parallel(TINY.model(), mesh_of(), **options).eval(), batch(TINY.vocab_size)
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    linear = torch.nn.functional.linear
+    layer = attention.k_proj if how == "replicas" else attention.o_proj
+    if how == "module":
+        attention.o_proj = _OfShard(attention.o_proj)
+    elif how == "weight":
+        mlp.forward = lambda x: linear(mlp.gate_proj(x) * mlp.up_proj(x), mlp.down_proj.weight)
+    else:
+        layer.forward = lambda x: linear(x, layer.weight)
+    if how == "training":
+        model.train()(**one).loss.backward()
+    with torch.no_grad():
+        model(**one)
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "options"),
+    [
+        ("forward", "self_attn.o_proj", {}),
+        ("training", "self_attn.o_proj", {}),
+        ("training", "self_attn.o_proj", {"sequence_parallel": True}),
+        ("module", "self_attn.o_proj", {}),
+        ("weight", "mlp.down_proj", {}),
+        ("replicas", "self_attn.k_proj", {}),
+        ("forward", "self_attn.o_proj", {"invariant": px.Invariant()}),
+    ],
+)
+def test_a_layer_whose_own_forward_does_not_run_is_refused(
+    how: str, name: str, options: dict[str, Any]
+) -> None:
+    words = f"px.parallelize has given model.layers.1.{name} did not run"
+    ranks = pool(4 if how == "replicas" else 2)
+    ranks.assert_raises(_without_own_forward, how, options, error="RuntimeError", words=words)
+
+
+def _with_wrappers(compiled: bool) -> None:
+    """Wrap forwards and modules, and leave out a layer: what these return is as it was."""
+    model, one = parallel(TINY.model(), mesh_of()), batch(TINY.vocab_size)
+    model.gradient_checkpointing_enable()
+    model.model.layers[0].mlp.forward = lambda x: 0 * x
+    del model.model.layers[0].mlp.down_proj
+    losses = []
+    for wrapped in (False, True):
+        for layer in model.model.layers if wrapped else ():
+            own = layer.self_attn.o_proj
+            own.forward = partial(lambda forward, x: forward(x), own.forward)
+            layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj)
+        losses.append(model(**one).loss)
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    if compiled:
+        model.gradient_checkpointing_disable()
+        model.model.layers[1].compile(fullgraph=True, backend="aot_eager")
+        with mock.patch.object(torch._dynamo.config, "error_on_recompile", True):
+            for _ in range(3):
+                losses.append(model(**one).loss)
+                losses[-1].backward()
+        assert max(abs(each - losses[0]) for each in losses) < 1e-12 * losses[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wrappers_that_call_the_forward_of_a_layer_are_served(compiled: bool) -> None:
+    pool(2).run(_with_wrappers, compiled)
 
 
 def _unsupported(what: str) -> None:

@@ -293,5 +293,19 @@ def test_a_router_whose_forward_was_replaced_is_refused() -> None:
         parallel(plain, px.init_mesh())
 
 
+def _experts_of_others(wrapped: bool) -> None:
+    model, mesh = _parallel(Layout(2, 1, 2))
+    own = model.model.layers[1].mlp.experts
+    forward = own.forward if wrapped else lambda hidden, *_: 2 * hidden
+    own.forward = lambda *args: forward(*args)
+    _step(model, mesh)
+
+
+def test_experts_whose_forward_was_replaced_are_refused() -> None:
+    words = "px.parallelize has given model.layers.1.mlp.experts did not run"
+    pool(2).assert_raises(_experts_of_others, False, error="RuntimeError", words=words)
+    pool(2).run(_experts_of_others, True)
+
+
 def _smallest(self: nn.Module, hidden: torch.Tensor) -> Any:
     return torch.topk(hidden, 2, largest=False)
