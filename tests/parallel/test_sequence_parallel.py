@@ -242,7 +242,7 @@ def _without(broken: str, tiny: Tiny) -> float:
     elif broken == "bias of one rank":
         layer.mlp.down_proj.summed_over = layer.mlp.down_proj.group
         layer.mlp.down_proj.forward = lambda x: torch.nn.functional.linear(
-            x, layer.mlp.down_proj.weight, layer.mlp.down_proj.bias
+            x, layer.mlp.down_proj.for_use()[0], layer.mlp.down_proj.bias
         )
     one = batch(tiny.vocab_size)
     reference(**one).loss.backward()
