@@ -24,8 +24,7 @@ std::vector<TreeNode> maximal_nodes(int64_t begin, int64_t end, int64_t count);
 bool make_a_node(const std::vector<TreeNode>& nodes);
 
 // The sum of `values`, of equal shape and contiguous, each the value of one of the `nodes`, which
-// make one.
-// Added in fp32, or in fp64 where they and `dtype` are, and cast once to `dtype`.
+// make one: added in fp32, or in fp64 where they and `dtype` are, and cast once to `dtype`.
 at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Tensor>& values,
                     at::ScalarType dtype);
 

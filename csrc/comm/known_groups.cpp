@@ -50,6 +50,7 @@ at::Tensor gather_into_new(const ProcessGroup& group, const at::Tensor& part,
 namespace {
 
 std::mutex groups_mutex;
+
 // What this process knows of a group.
 struct KnownGroup {
   // To tell a group from a destroyed one of the same name.
