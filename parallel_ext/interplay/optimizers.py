@@ -107,7 +107,9 @@ def _refuse_before_sums(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _waits(state: ParallelState) -> bool:
-    return any(each is not None and each.wait() for each in (state.partials, state.fsdp_gradients))
+    return any(
+        each is not None and each.is_waiting() for each in (state.partials, state.fsdp_gradients)
+    )
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:

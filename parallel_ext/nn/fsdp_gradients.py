@@ -99,7 +99,7 @@ class FSDPGradients:
         for parameter in self._parameters:
             set_held_gradients(parameter, (None, None))
 
-    def wait(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
         if not self._syncs:
             return any(g is not None for p in self._parameters for g in held_gradients(p))

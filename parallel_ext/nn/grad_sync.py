@@ -235,7 +235,7 @@ class PartialGradients:
         finally:
             self._synchronize = True
 
-    def wait(self) -> bool:
+    def is_waiting(self) -> bool:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
         if any(not entry.dropped() for entry in self._pending.values()):
             return True
