@@ -99,7 +99,7 @@ def _by_hand(forwards: list[Choices], layout: Layout) -> tuple[dict[str, float],
 def _row_bytes() -> int:
     counts = px._C.collective_counts()
     sent = counts.get("swap_bytes", 0) + counts.get("all_to_all_bytes", 0)
-    return sent - counts.get("vocab_embedding/bytes", 0)
+    return sent - sum(counts.get(f"{op}/bytes", 0) for op in ("vocab_embedding", "gather_tokens"))
 
 
 WITH_EVALUATION, ATEN = "with evaluations", "rows travel in one all-to-all"
