@@ -425,6 +425,24 @@ def test_a_forward_without_a_backward_leaves_the_weights_of_the_next(zero: int) 
         assert worst(found)[0] <= 1e-10
 
 
+def _two_forwards(zero: int) -> dict[str, float]:
+    """Gradients of two losses, of which the second is gathered for while the first waits."""
+    tiny, mesh = Tiny(), Layout(2, 1, 1).mesh()
+    reference = tiny.model()
+    model = px.data_parallel(parallel(reference, mesh), mesh, zero)
+    batches = [own_batch(tiny, mesh, seed) for seed in (3, 4)]
+    for each, own in ((reference, False), (model, True)):
+        first, second = (each(**batch[own]).loss for batch in batches)
+        (first + 2 * second).backward()
+    return shard_differences(model, gradients_of(reference), True)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_two_forwards_may_have_one_backward(zero: int) -> None:
+    for found in pool(2).run(_two_forwards, zero):
+        assert worst(found)[0] <= 1e-10
+
+
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_is_one_clear_error_on_all_ranks(case: str) -> None:
     pool(2).assert_raises(_misused, case, words=MISUSE[case])
