@@ -13,9 +13,7 @@ from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
     fsdp_parameters,
     gathered_parameter,
-    gathers_into_unfit,
     held_gradients,
-    renew_gathered,
     running_backward,
     set_held_gradients,
 )
@@ -37,11 +35,6 @@ class FSDPGradients:
         self._parameters = list(fsdp_parameters(model))
         self._anchors: list[tuple[Any, torch.Tensor]] = []
         self._syncs, self._running = True, False
-
-    def make_room(self) -> None:
-        """Let FSDP gather into new memory after ``model.to(dtype)`` or an inference mode."""
-        if any(map(gathers_into_unfit, self._parameters)):
-            renew_gathered(self._model)
 
     def are_of_gathered(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether one of some parameters is what FSDP gathers, now or put aside."""

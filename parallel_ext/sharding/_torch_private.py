@@ -178,8 +178,8 @@ def gathered_parameter(parameter: Any) -> nn.Parameter | None:
 def renew_gathered(model: nn.Module) -> None:
     """Let FSDP forget the memory that it gathers into where it could not be written to.
 
-    FSDP makes it in the first forward, and neither after ``model.to(dtype)`` nor after
-    ``torch.inference_mode`` anew.
+    FSDP makes it in the first forward, and not again after ``model.to(dtype)`` or
+    ``torch.inference_mode``.
     """
     for module in model.modules():
         if not hasattr(module, "reset_iter_state"):

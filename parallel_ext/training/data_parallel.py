@@ -149,7 +149,6 @@ def _check_torch() -> None:
 
 def _arrive(model: nn.Module, args: Any) -> None:
     arrive("forward")
-    state_of(model).fsdp_gradients.make_room()
 
 
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
@@ -277,6 +276,7 @@ class _BeforeForward:
             self._state.fsdp_gradients.reset()
         if not self._state.generates:
             self._parameters.before_forward()
+        self._parameters.make_room()
 
 
 class _AfterForward:

@@ -8,9 +8,11 @@ from torch import nn
 from parallel_ext.sharding._torch_private import (
     fsdp_parameters,
     gathered_parameter,
+    gathers_into_unfit,
     gradient_hooks,
     has_memory,
     own_parameters,
+    renew_gathered,
     storage_of,
     version_of,
 )
@@ -38,6 +40,11 @@ class FSDPParameters:
         ]
         self._versions: dict[str, int] = {}
         self._storages: dict[str, int] = {}
+
+    def make_room(self) -> None:
+        """Let FSDP gather into new memory after ``model.to(dtype)`` or an inference mode."""
+        if any(gathers_into_unfit(each) for _, each, _, _ in self._parameters):
+            renew_gathered(self._model)
 
     def before_forward(self) -> None:
         """Put the shards back into the model, which an optimizer may have changed meanwhile.
