@@ -219,7 +219,7 @@ class BeginLayer:
         self.own.begin(args[0], kwargs[POSITIONS][0].size(-2))  # the cosines [..., S, head_dim]
 
 
-class EnterBlock:
+class EnterSublayer:
     """A forward pre-hook of an attention or MLP: gathers the tokens that its ranks hold."""
 
     def __init__(self, own: OwnTokens) -> None:
@@ -231,7 +231,7 @@ class EnterBlock:
         return args, {**kwargs, "hidden_states": self.own.enter(kwargs["hidden_states"])}
 
 
-class LeaveBlock:
+class LeaveSublayer:
     """A forward hook of an attention or MLP: sums its output, where tokens are own for these."""
 
     def __init__(self, own: OwnTokens) -> None:
@@ -348,8 +348,8 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
             in_parts += [f"{path}.{name}" for name in beside_experts(module, sublayer)]
             _give_own_tokens(module, sublayer, own)
         else:
-            module.register_forward_pre_hook(EnterBlock(own), with_kwargs=True)
-            module.register_forward_hook(LeaveBlock(own))
+            module.register_forward_pre_hook(EnterSublayer(own), with_kwargs=True)
+            module.register_forward_hook(LeaveSublayer(own))
     for path in in_parts:
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)

@@ -33,7 +33,7 @@ import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.models import SPECS
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
-from parallel_ext.parallel.sequence import EnterBlock, GatherAll
+from parallel_ext.parallel.sequence import EnterSublayer, GatherAll
 
 STEPS = 3
 
@@ -229,8 +229,8 @@ def _without(broken: str, tiny: Tiny) -> float:
             if hasattr(module, "used_in_parts"):
                 module.used_in_parts.group = ops.ALONE
     elif broken == "sum of the input's gradient":
-        hook = next(h for h in layer.mlp._forward_pre_hooks.values() if isinstance(h, EnterBlock))
-        own = hook.own
+        hooks = layer.mlp._forward_pre_hooks.values()
+        own = next(hook.own for hook in hooks if isinstance(hook, EnterSublayer))
         own.enter = lambda hidden: ops.gather_tokens(hidden, own.now(), own.group, False)
     elif broken == "gradient of the last norm":
         norm = model.model.norm
