@@ -1,4 +1,4 @@
-"""Private names of torch for which it has no public ones; tried with torch 2.13.
+"""Private names of torch for which it has no public ones; tried with torch 2.13 and 2.14.
 
 They stand here and nowhere else in the package; ``docs/internals.md`` says what each is needed for.
 """

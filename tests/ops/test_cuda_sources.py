@@ -339,7 +339,9 @@ def test_setup_builds_for_gpus_that_are_not_there(
     if not chosen:
         monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
-    if known is not None:
+    if known is None:  # a torch for the CPU
+        monkeypatch.delattr(torch._C, "_cuda_getArchFlags", raising=False)
+    else:
         monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: known, raising=False)
     _extension(monkeypatch, "13.0", toolkit)
     assert os.environ.get("TORCH_CUDA_ARCH_LIST") == expected
