@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ext import ops
-from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
@@ -53,7 +53,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         ``model``.
 
     Raises:
-        TypeError: the model was not parallelized before.
+        TypeError: the model was not parallelized before, or no mesh was given.
         ValueError: another mesh, another stage, parameters with gradient hooks, or a model that is
             data parallel already; on all ranks.
         RuntimeError: with several dp ranks, torch is older than 2.13.
@@ -64,6 +64,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     Example:
         >>> model = data_parallel(model, mesh, zero=3)  # doctest: +SKIP
     """
+    check_mesh("data_parallel", mesh)
     mesh.control.barrier("data_parallel")
 
     def prepare() -> tuple[nn.Module, ParallelState]:

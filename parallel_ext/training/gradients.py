@@ -74,18 +74,25 @@ def clip_grad_norm_(
         The norm before clipping, a scalar; the same bits on every rank.
 
     Raises:
+        TypeError: it is no parallel model.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
         CollectiveTimeout: not all ranks called it.
 
     Source: ``torch.nn.utils.clip_grad_norm_``, whose arithmetic it follows.
     """
+    op_name = "clip_grad_norm_"
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"px.{op_name} takes the model, got a {type(model).__name__}; "
+            f"torch.nn.utils.{op_name} takes its parameters, and does the same"
+        )
+    mesh = state_of(model).mesh
     to_shards(model)
     gradients = [
         (local_part(parameter.grad), layout)
         for _, parameter, layout in named_shards(model)
         if parameter.grad is not None
     ]
-    mesh, op_name = state_of(model).mesh, "clip_grad_norm_"
     norm = total_norm({mesh: gradients}, [], norm_type, error_if_nonfinite, op_name)
     scale_to_norm([gradient for gradient, _ in gradients], max_norm, norm)
     return norm

@@ -540,6 +540,8 @@ def test_an_uneven_vocabulary_is_said_once_on_rank_0() -> None:
 def test_functions_for_parallel_models_refuse_plain_ones() -> None:
     with pytest.raises(TypeError, match="is not a parallel model; call px.parallelize"):
         px.clip_grad_norm_(TINY.model(), 1.0)
+    with pytest.raises(TypeError, match="takes the model, got a generator; torch.nn.utils"):
+        px.clip_grad_norm_(TINY.model().parameters(), 1.0)
 
 
 def test_attention_dropout_is_accepted_on_demand() -> None:
@@ -559,6 +561,8 @@ def test_what_is_no_parallel_model_is_named() -> None:
         px.RoutingMetrics(3)
     with pytest.raises(TypeError, match="GradScaler needs the mesh .* given a float"):
         px.GradScaler(0.0)
+    with pytest.raises(TypeError, match="data_parallel needs the mesh .* was given none"):
+        px.data_parallel(TINY.model(), None)
 
 
 @pytest.mark.parametrize("cls", [transformers.LlamaModel, transformers.LlamaForQuestionAnswering])
