@@ -23,6 +23,7 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
+from parallel_ext.sharding._torch_private import keep_name
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.training.fsdp_collectives import exchange_by
@@ -95,6 +96,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             module.zero_grad = MethodType(_zero_grad, module)
         own.set_requires_gradient_sync = _refuse_gradient_sync
         own.__deepcopy__ = _refuse_copy
+        keep_name(own, type(own).__name__.removeprefix("FSDP"))
         own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
     state.zero = zero
     return model

@@ -95,19 +95,27 @@ class TrainerMixin:
     ) -> Any:
         """Compute the loss by the trainer's own rule, whose factor of dp is not applied twice."""
         state = state_of(self.model)
-        by_rank = num_items_in_batch is None and self._mesh.dp_size > 1
-        if by_rank and class_of_trl(self) == "SFTTrainer":
-            # In an evaluation TRL would divide by the labels of this rank, and not of the batch.
+        spread, by_model = self._mesh.dp_size > 1, not self._computes_losses
+        if spread and num_items_in_batch is None and not by_model:
+            # In an evaluation it would be divided by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
         scales = self.args.average_tokens_across_devices
         # The loss of a leaf is not scaled: a number over 7, times 7, may have other bits.
-        self.args.average_tokens_across_devices = scales and not state.in_leaf
+        self.args.average_tokens_across_devices = not state.in_leaf and (
+            scales or (spread and not by_model)
+        )
         state.caller_scales_loss = self.args.average_tokens_across_devices
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             state.caller_scales_loss, self.args.average_tokens_across_devices = False, scales
+
+    @property
+    def _computes_losses(self) -> bool:
+        """Whether losses are computed from the logits of a rank, and not by the model."""
+        own = self.compute_loss_func is not None or self.label_smoother is not None
+        return own or class_of_trl(self) == "SFTTrainer"
 
     def training_step(
         self,

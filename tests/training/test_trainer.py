@@ -32,7 +32,7 @@ pytestmark = needs_trainer
 
 LLAMA, MIXTRAL = Tiny(layers=1), TinyMixtral(num_experts=5, layers=1, balance=True)
 ONE = Layout(1, 1, 1)
-LORA_ERROR = 1e-6  # PEFT's factors are of fp32
+FP32_ERROR = 1e-6  # PEFT's factors are of fp32, and sums of transformers' label smoothing
 ROWS_AT_ONCE = 4
 STEPS = {"logging_steps": 1, "save_steps": 1, "eval_steps": 2, "eval_strategy": "steps"}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -51,6 +51,10 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def error(self) -> float:
+        return FP32_ERROR if self.lora or "label_smoothing_factor" in self.options else 1e-9
+
+    @property
     def plain(self) -> Job:
         return replace(self, layout=None, zero=None)
 
@@ -67,6 +71,12 @@ JOBS = {
     "ep 2": Job(Layout(1, 2, 2), MIXTRAL),
     "dp 2, ep 2": Job(Layout(2, 1, 2), MIXTRAL, zero=2, rows=(24, 8)),
     "tp 2, label smoothing": Job(Layout(1, 2, 1), options={"label_smoothing_factor": 0.1}),
+    "dp 2, label smoothing": Job(DP, zero=2, options={"label_smoothing_factor": 0.1}),
+    "dp 2, label smoothing, counts of each rank": Job(
+        DP,
+        zero=2,
+        options={"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
+    ),
     "dp 2, own loss": Job(DP, zero=2, own_loss=True),
     "tp 2, checkpointing": Job(Layout(1, 2, 1), options={"gradient_checkpointing": True}),
     "dp 2, no clipping": Job(DP, zero=2, options={"max_grad_norm": 0.0}),
@@ -243,7 +253,7 @@ def check_same(ours: Any, theirs: Any, error: float = 1e-9) -> None:
 def test_a_training_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     job, theirs = JOBS[name], expected(name, tmp_path)
     for ours in pool(job.layout.world).run(run, job, tmp_path / "ours"):
-        check_same(ours, theirs, LORA_ERROR if job.lora else 1e-9)
+        check_same(ours, theirs, job.error)
 
 
 def test_the_comparison_notices_a_loss_that_is_scaled_twice(tmp_path: Path) -> None:
@@ -267,8 +277,7 @@ def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Pat
     rest = entries[1:]  # after the first step
     for ours in pool(JOBS[loaded].layout.world).run(run, JOBS[loaded], folder, True, 7):
         ours[0][-1].pop("train_loss"), (last := dict(rest[-1])).pop("train_loss")
-        error = LORA_ERROR if JOBS[loaded].lora else 1e-9
-        check_same(ours, ([*rest[:-1], last], *predicted), error)
+        check_same(ours, ([*rest[:-1], last], *predicted), JOBS[loaded].error)
 
 
 def _files(job: Job, folder: Path) -> None:
