@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import accelerate
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.interplay.data_loaders import (
+    dp_ranks_as_processes,
+    draw_equally,
+    skip_first_batches,
+    with_counted_rows,
+)
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
@@ -51,6 +56,7 @@ def extend_accelerator() -> None:
     extend(Accelerator.prepare_model, prepare_model)
     extend(Accelerator.unwrap_model, unwrap_model)
     extend(Accelerator.prepare_data_loader, prepare_data_loader)
+    extend(accelerate.skip_first_batches, skip_first_batches)
     extend(Accelerator.prepare_scheduler, prepare_scheduler)
     extend(AcceleratedScheduler.step, step_scheduler)
     extend(Accelerator.no_sync, no_sync)
@@ -198,8 +204,13 @@ def prepare_data_loader(
         NotImplementedError: ``dispatch_batches=True``, by which rank 0 cuts batches for processes.
     """
     _find_mesh(self)
+    if getattr(data_loader, "_is_accelerate_prepared", False):
+        return plain(self, data_loader, *args, **kwargs)
     mesh = _served(self)
-    if mesh is None or getattr(data_loader, "_is_accelerate_prepared", False):
+    if mesh is not None or (self in _meshes and self.dispatch_batches is False):
+        processes = 1 if self.split_batches else _meshes[self].dp_size
+        data_loader = with_counted_rows(data_loader, processes)
+    if mesh is None:
         return plain(self, data_loader, *args, **kwargs)
     if self.dispatch_batches:
         raise NotImplementedError(
@@ -207,36 +218,9 @@ def prepare_data_loader(
             "but tp ranks share theirs; pass DataLoaderConfiguration(dispatch_batches=False), by "
             "which every rank reads the data"
         )
-    _draw_equally(self, data_loader, mesh)
-    with _dp_ranks_as_processes(self, mesh):
+    draw_equally(self, data_loader, mesh)
+    with dp_ranks_as_processes(self, mesh):
         return plain(self, data_loader, *args, **kwargs)
-
-
-def _draw_equally(accelerator: Accelerator, data_loader: DataLoader, mesh: Mesh) -> None:
-    """Let a sampler without a generator of its own draw the same order on all ranks."""
-    sampler = get_sampler(data_loader)
-    if not isinstance(sampler, RandomSampler) or accelerator.use_seedable_sampler:
-        return
-    if sampler.generator is None:
-        own = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
-        seed = mesh.control.all_gather_object(own)[0]
-        sampler.generator = torch.Generator("cpu").manual_seed(seed)
-
-
-@contextmanager
-def _dp_ranks_as_processes(accelerator: Accelerator, mesh: Mesh) -> Iterator[None]:
-    """Let accelerate share data among dp ranks, each of which reads its own part."""
-    state, config = accelerator.state, accelerator.dataloader_config
-    kept = state.device_mesh, config.dispatch_batches
-    groups = [mesh.process_group(group) for group in (mesh.dp, mesh.tp)]
-    names = ("dp_shard", "tp")  # accelerate's
-    ranks = mesh.device_mesh.mesh.tolist()
-    state.device_mesh = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
-    config.dispatch_batches = False
-    try:
-        yield
-    finally:
-        state.device_mesh, config.dispatch_batches = kept
 
 
 def unwrap_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NoReturn
 
 import transformers
@@ -13,6 +14,8 @@ OLDEST = (5, 23)
 
 # The classes of trl whose losses and metrics are those of one process.
 _SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
+
+_PACKAGES = ("parallel_ext", "transformers", "trl")
 
 # Arguments of a trainer that are refused, unless they are None, False or 0 -> what to do.
 _WHY_NOT = {
@@ -94,6 +97,15 @@ def check_served(trainer: transformers.Trainer) -> None:
         raise ValueError(
             f"{name}: average_tokens_across_devices=False is not served at dp={mesh.dp_size}: TRL "
             "would divide the gradients by dp; leave it out"
+        )
+    own = [each for each in type(trainer).__mro__ if "compute_loss" in vars(each)]
+    own = [each.__name__ for each in own if each.__module__.split(".")[0] not in _PACKAGES]
+    if own and mesh.dp_size > 1:
+        warnings.warn(
+            f"{name}: what compute_loss of {own[0]} returns is averaged over the dp ranks, however "
+            "many labels each has; compute_loss_func= is given num_items_in_batch, by which the "
+            "loss is that of one process",
+            stacklevel=4,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ class Job:
     zero: int | None = None
     lora: bool = False
     own_loss: bool = False
+    iterable: bool = False  # data without a length
     rows: tuple[int, int] = (24, 7)  # for training and evaluation
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -80,9 +82,29 @@ JOBS = {
     "dp 2, own loss": Job(DP, zero=2, own_loss=True),
     "tp 2, checkpointing": Job(Layout(1, 2, 1), options={"gradient_checkpointing": True}),
     "dp 2, no clipping": Job(DP, zero=2, options={"max_grad_norm": 0.0}),
-    "dp 2, an epoch with a shorter last batch": Job(
+    "dp 2, a shorter last batch": Job(
         DP, zero=2, rows=(22, 7), options={"include_num_input_tokens_seen": "no"}
     ),
+    "dp 2, without the last batch": Job(
+        DP,
+        zero=2,
+        rows=(23, 7),
+        options={"dataloader_drop_last": True, "include_num_input_tokens_seen": "no"},
+    ),
+    **{
+        f"{name}, rows of unknown number": Job(
+            layout,
+            zero=zero,
+            iterable=True,
+            rows=(22, 7),
+            options={"max_steps": 5, "include_num_input_tokens_seen": "no"},
+        )
+        for name, layout, zero in (
+            ("tp 2", Layout(1, 2, 1), None),
+            ("dp 2", DP, 2),
+            ("dp 2, tp 2", BOTH, 2),
+        )
+    },
     "tp 2, weights alone": Job(Layout(1, 2, 1), options={"save_only_model": True}),
 }
 
@@ -97,6 +119,16 @@ def rows_of(number: int, seed: int, vocab_size: int) -> list[dict[str, torch.Ten
         labels[: row % 6] = -100
         rows.append({"input_ids": ids, "labels": labels})
     return rows
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows of which nobody knows how many there are."""
+
+    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self._rows)
 
 
 def fp64_loss(
@@ -170,6 +202,11 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
         model.load_state_dict(drawn, strict=False)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
+    data = Stream if job.iterable else list
+    if job.iterable and job.layout:  # each rank reads, and not the first one for all
+        reading = {"accelerator_config": {"dispatch_batches": False}}
+    else:
+        reading = {}
     args = transformers.TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -180,6 +217,7 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
         num_train_epochs=1,
         report_to=[],
         disable_tqdm=True,
+        **reading,
         **{"max_grad_norm": 0.3, "include_num_input_tokens_seen": "all", **STEPS, **job.options},
     )
     logs = Logs()
@@ -187,8 +225,8 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
     trainer = cls(
         model,
         args,
-        train_dataset=rows_of(job.rows[0], 1, job.tiny.vocab_size),
-        eval_dataset=rows_of(job.rows[1], 2, job.tiny.vocab_size),
+        train_dataset=data(rows_of(job.rows[0], 1, job.tiny.vocab_size)),
+        eval_dataset=data(rows_of(job.rows[1], 2, job.tiny.vocab_size)),
         compute_metrics=accuracy,
         compute_loss_func=own_loss if job.own_loss else None,
         callbacks=[logs],
@@ -215,7 +253,8 @@ def run(
         try:
             trainer, logs = made(job, folder, seed)
             trainer.train(resume_from_checkpoint=resume)
-            found = trainer.predict(rows_of(job.rows[1], 3, job.tiny.vocab_size))
+            data = Stream if job.iterable else list
+            found = trainer.predict(data(rows_of(job.rows[1], 3, job.tiny.vocab_size)))
             logits = torch.tensor(logits_of(found.predictions))
             return logs.entries, logits, found.metrics["test_loss"]
         finally:
@@ -265,7 +304,13 @@ def test_the_comparison_notices_a_loss_that_is_scaled_twice(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("tp 2", "tp 2"), ("tp 2", "dp 2"), ("dp 2, tp 2", "one rank"), ("dp 2, lora", "tp 2, lora")],
+    [
+        ("tp 2", "tp 2"),
+        ("tp 2", "dp 2"),
+        ("dp 2, tp 2", "one rank"),
+        ("dp 2, lora", "tp 2, lora"),
+        *[(2 * (f"dp 2, {how}",)) for how in ("a shorter last batch", "without the last batch")],
+    ],
 )
 def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Path) -> None:
     """From the last checkpoint that is complete; other weights are there before."""
@@ -365,3 +410,35 @@ def test_another_number_of_rows_a_step_is_refused(tmp_path: Path) -> None:
     pool(2).run(run, JOBS["tp 2"], tmp_path)
     words = "was made with 8 rows a step, but this run has 4"
     pool(2).assert_raises(_other_batch, JOBS["tp 2"], tmp_path, words=words)
+
+
+class OwnLoss(px.Trainer):
+    """A trainer with a loss of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def _warnings_of(name: str, cls: type, folder: Path, workers: int) -> list[str]:
+    job = replace(
+        JOBS[name],
+        iterable=workers > 0,
+        options={"dataloader_num_workers": workers, "max_steps": 1},
+    )
+    with world(), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer, _ = made(job, folder, cls=cls)
+        trainer.get_eval_dataloader()
+    return [str(each.message) for each in found if each.category is UserWarning]
+
+
+def test_a_loss_that_is_averaged_as_it_is_is_a_warning(tmp_path: Path) -> None:
+    (found,), *_ = pool(2).run(_warnings_of, "dp 2", OwnLoss, tmp_path, 0)
+    assert "compute_loss of OwnLoss returns is averaged over the dp ranks" in found
+    for name, cls in (("tp 2", OwnLoss), ("dp 2", px.Trainer)):
+        assert pool(2).run(_warnings_of, name, cls, tmp_path, 0) == [[], []]
+
+
+def test_rows_that_nobody_counts_are_a_warning(tmp_path: Path) -> None:
+    for found in pool(2).run(_warnings_of, "tp 2", px.Trainer, tmp_path, 1):
+        assert [words for words in found if "worker processes read an IterableDataset" in words]

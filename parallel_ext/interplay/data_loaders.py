@@ -1,0 +1,111 @@
+"""accelerate's data loaders around parallel models: who reads which rows, and how many."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import SkipBatchSampler, get_sampler
+from accelerate.state import GradientState
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from parallel_ext.distributed.mesh import Mesh
+
+
+def draw_equally(accelerator: Accelerator, data_loader: DataLoader, mesh: Mesh) -> None:
+    """Let a sampler without a generator of its own draw the same order on all ranks."""
+    sampler = get_sampler(data_loader)
+    if not isinstance(sampler, RandomSampler) or accelerator.use_seedable_sampler:
+        return
+    if sampler.generator is None:
+        own = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+        seed = mesh.control.all_gather_object(own)[0]
+        sampler.generator = torch.Generator("cpu").manual_seed(seed)
+
+
+@contextmanager
+def dp_ranks_as_processes(accelerator: Accelerator, mesh: Mesh) -> Iterator[None]:
+    """Let accelerate share data among dp ranks, each of which reads its own part."""
+    state, config = accelerator.state, accelerator.dataloader_config
+    kept = state.device_mesh, config.dispatch_batches
+    groups = [mesh.process_group(group) for group in (mesh.dp, mesh.tp)]
+    names = ("dp_shard", "tp")  # accelerate's
+    ranks = mesh.device_mesh.mesh.tolist()
+    state.device_mesh = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
+    config.dispatch_batches = False
+    try:
+        yield
+    finally:
+        state.device_mesh, config.dispatch_batches = kept
+
+
+def skip_first_batches(
+    plain: Callable[..., DataLoader], dataloader: DataLoader, num_batches: int = 0
+) -> DataLoader:
+    """Extend ``accelerate.skip_first_batches`` to say how many rows the last batch has.
+
+    accelerate's own forgets the size of a batch, and counts rows that fill up the last one.
+    """
+    rest = plain(dataloader, num_batches)
+    for skipping in (rest.sampler, rest.batch_sampler):
+        if isinstance(skipping, SkipBatchSampler):
+            for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
+                if hasattr(skipping.batch_sampler, name):
+                    setattr(skipping, name, getattr(skipping.batch_sampler, name))
+    if hasattr(dataloader, "_drop_last"):
+        rest._drop_last = dataloader._drop_last
+    return rest
+
+
+class CountedRows(IterableDataset):
+    """The rows of a dataset without a length, at whose end accelerate hears how many there were.
+
+    Args:
+        dataset: an iterable one.
+        rows_at_once: of all dp ranks.
+    """
+
+    def __init__(self, dataset: IterableDataset, rows_at_once: int) -> None:
+        self.dataset, self._rows_at_once = dataset, rows_at_once
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for row in self.dataset:
+            count += 1
+            yield row
+        if (loader := GradientState().active_dataloader) is not None:  # none in a worker process
+            loader.remainder = count % self._rows_at_once
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
+    """Return a loader that knows at its end how many rows its last batch has.
+
+    Args:
+        data_loader: of any dataset.
+        processes: among which accelerate will share the rows, with a batch of its size for each.
+    """
+    dataset, size = data_loader.dataset, data_loader.batch_size
+    known = not isinstance(dataset, IterableDataset) or hasattr(dataset, "__len__")
+    if known or size is None or data_loader.drop_last:
+        return data_loader
+    if data_loader.num_workers > 0:
+        warnings.warn(
+            "worker processes read an IterableDataset without a length, so the rows that fill up "
+            "its last batch count as if it had them; num_workers=0, drop_last=True or a __len__ of "
+            "the dataset avoid it",
+            stacklevel=2,
+        )
+    counted = copy(data_loader)
+    vars(counted)["dataset"] = CountedRows(dataset, size * processes)  # a loader lets nobody set it
+    return counted
