@@ -145,6 +145,7 @@ REFUSALS = [
         _PLACED,
         Where.RANKS,
     ),
+    *_each("accelerate.local_sgd", "LocalSGD.__init__", _REPLICAS, Where.RANKS),
     *_each("accelerate", "load_checkpoint_in_model load_checkpoint_and_dispatch", _LOAD),
     *_each(
         "accelerate",

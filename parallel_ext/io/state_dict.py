@@ -34,9 +34,10 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
     for own_name, parameter, shard in named_shards(model):
         name = layout.tied.get(shard.name, shard.name)
         if name in values:
-            raise CheckpointError(
+            raise _error(
+                model,
                 f"{own_name} was tied to {name} when the model was made parallel, but is a "
-                "parameter of its own now; call model.tie_weights()"
+                "parameter of its own now; call model.tie_weights()",
             )
         values[name] = local_part(parameter.detach())
     values.update(persistent_buffers(model))
@@ -46,13 +47,19 @@ def local_values(model: nn.Module, layout: ModelLayout, rank: int) -> dict[str, 
     ):
         if names:
             hint = ""
-            if any(".base_layer." in name or "lora_" in name for name in values):
-                hint = "; it has adapters: merge_and_unload() them, or save them by save_pretrained"
-            elif names & {name for name, _ in model.named_parameters(remove_duplicate=False)}:
+            if names & {name for name, _ in model.named_parameters(remove_duplicate=False)}:
                 hint = ", tied since to another parameter; tie weights before px.parallelize"
-            raise CheckpointError(f"the model {kind} {first_few(sorted(names))}{hint}")
+            raise _error(model, f"the model {kind} {first_few(sorted(names))}{hint}")
     check_shapes(values, layout, rank)
     return {name: values[name] for name in layout.tensors}
+
+
+def _error(model: nn.Module, what: str) -> CheckpointError:
+    """Return the error that the names of a model are not those of its layout."""
+    of_adapters = (".base_layer.", "lora_", ".modules_to_save.")
+    if any(mark in name for name, _ in model.named_parameters() for mark in of_adapters):
+        what = "the model has adapters; merge_and_unload() them, or save them by save_pretrained"
+    return CheckpointError(what)
 
 
 def check_shapes(values: Mapping[str, torch.Tensor], layout: ModelLayout, rank: int) -> None:

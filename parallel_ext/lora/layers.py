@@ -125,7 +125,10 @@ class Adapted(Mergeable):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Apply the base and its active adapters."""
         if kwargs.pop("adapter_names", None) is not None:
-            raise NotImplementedError("batches of several adapters are not supported here")
+            raise NotImplementedError(
+                "adapter_names=: batches of several adapters are not supported on a parallel "
+                "model; run the rows of each adapter by themselves, after model.set_adapter"
+            )
         if self.disable_adapters and self.merged:
             self.unmerge()
         active = self.here(self.active_adapters)

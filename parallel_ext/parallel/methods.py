@@ -115,15 +115,15 @@ def save_pretrained(
         CheckpointError, OSError: the directory cannot be written; the previous one is then whole.
     """
     refused = [
-        f"{name}={shown(value)}"
+        f"{name}={shown(value)}" if isinstance(value, (bool, int, str)) else f"{name}="
         for name, value in sorted(kwargs.items())
         if name not in _UNUSED and (name not in _DEFAULTS or value not in _DEFAULTS[name])
     ]
     if refused:
         raise TypeError(
-            f"save_pretrained of a parallel model does not take {', '.join(refused)}; it gathers "
-            "the tensors itself and writes safetensors files, which huggingface_hub.upload_folder "
-            "uploads"
+            f"save_pretrained of a parallel model does not take {', '.join(refused)}; leave it "
+            "out: it gathers the tensors itself and writes safetensors files, which "
+            "huggingface_hub.upload_folder uploads"
         )
     call_together(
         *(model, "save_pretrained", (save_directory,), {"max_shard_size": max_shard_size}),

@@ -12,6 +12,7 @@ from unittest import mock
 import accelerate
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from interplay import EVERYWHERE, TP, Spread, Trial, close, each_refused, exact, refused, step
@@ -360,6 +361,16 @@ def offloaded(trial: Trial) -> None:
         lambda: accelerate.prepare_pippy(trial.model),
         lambda: accelerate.cpu_offload(trial.model),
     )
+
+
+@refused(
+    "accelerate.local_sgd.LocalSGD",
+    instead="px.data_parallel(model, mesh) trains the dp ranks together",
+    spreads=EVERYWHERE,
+)
+def averaged_now_and_then(trial: Trial) -> None:
+    with accelerator_of(trial) as accelerator:
+        LocalSGD(accelerator, trial.model, local_sgd_steps=2)
 
 
 @refused(

@@ -832,6 +832,12 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
         HFDirectory(tmp_path / "absent")
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds an adapter of PEFT and no model; load its ba"):
+        HFDirectory(tmp_path)
+
+
 @pytest.mark.parametrize("vocab_size", [0, -1, True, 101.0, "101"])
 def test_a_wrong_option_is_refused(good: Path, vocab_size: Any) -> None:
     with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1, got"):

@@ -318,10 +318,13 @@ def test_a_combination_that_needs_whole_factors_is_refused() -> None:
     pool(2).assert_raises(_combine, "svd", words=words)
 
 
-def _whole_state() -> None:
-    px.full_state_dict(adapted())
+def _whole_state(modules_to_save: list[str] | None) -> None:
+    px.full_state_dict(adapted(modules_to_save=modules_to_save))
 
 
-def test_the_whole_state_of_an_adapted_model_is_refused_with_advice() -> None:
-    words = "it has adapters: merge_and_unload() them"
-    pool(2).assert_raises(_whole_state, error=CheckpointError.__name__, words=words)
+@pytest.mark.parametrize("saved", [None, ["embed_tokens"]])
+def test_the_whole_state_of_an_adapted_model_is_refused_with_advice(
+    saved: list[str] | None,
+) -> None:
+    words = "the model has adapters; merge_and_unload"
+    pool(2).assert_raises(_whole_state, saved, error=CheckpointError.__name__, words=words)

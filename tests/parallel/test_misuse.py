@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -570,3 +571,9 @@ def test_only_the_class_with_an_output_head_is_served(cls: type) -> None:
     model = cls(TINY.model().config)
     with pytest.raises(ValueError, match=f"{cls.__name__} is not served: .* ...ForCausalLM"):
         px.parallelize(model, px.init_mesh())
+
+
+def test_an_option_of_save_pretrained_is_refused_without_its_tensors(tmp_path: Path) -> None:
+    model = px.parallelize(TINY.model(), px.init_mesh())
+    with pytest.raises(TypeError, match="does not take state_dict=; leave it out: it gathers"):
+        model.save_pretrained(tmp_path, state_dict=model.state_dict())
