@@ -152,7 +152,8 @@ def total_norm(
             name = "the norm of the gradients that belong to no parallel model"
             value, advice = powers[0].item(), "average these gradients first"
             require_equal(mesh.control, op_name, {name: value}, advice=advice)
-        if any((layout.rows_of or layout).blocks for _, layout in held):
+        in_blocks = any((layout.rows_of or layout).blocks for _, layout in held)
+        if in_blocks and not infinite:  # the largest number is the same in any order
             powers.append(_sum_of_squares(held, mesh, norm_type, op_name))
             continue
         own = [t for t, layout in held if t.numel() > 0 and layout.primary_boxes(mesh.rank)]
@@ -180,10 +181,12 @@ def _sum_of_squares(
     Of each block it is computed alone, and the sum of all blocks is exact, whatever their order.
 
     Raises:
-        ValueError: the norm is another than the Euclidean one.
+        ValueError: the norm is not the Euclidean one.
     """
     if norm_type != 2.0:
-        raise ValueError(f"{op_name}: under px.Invariant norm_type must be 2, got {norm_type}")
+        raise ValueError(
+            f"{op_name}: under px.Invariant norm_type must be 2 or inf, got {norm_type}"
+        )
     group = mesh.tp if mesh.ep_size <= mesh.tp_size else mesh.ep  # whose ranks hold everything
     norms, counts = [], [0] * group.size
     for tensor, layout in held:
