@@ -54,12 +54,11 @@ def skip_first_batches(
     """
     rest = plain(dataloader, num_batches)
     for skipping in (rest.sampler, rest.batch_sampler):
-        if isinstance(skipping, SkipBatchSampler):
-            for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
-                if hasattr(skipping.batch_sampler, name):
-                    setattr(skipping, name, getattr(skipping.batch_sampler, name))
-    if hasattr(dataloader, "_drop_last"):
-        rest._drop_last = dataloader._drop_last
+        whole = getattr(skipping, "batch_sampler", None)
+        if isinstance(skipping, SkipBatchSampler) and not getattr(whole, "drop_last", False):
+            for name in ("batch_size", "num_processes", "split_batches"):
+                if hasattr(whole, name):
+                    setattr(skipping, name, getattr(whole, name))
     return rest
 
 
