@@ -21,7 +21,7 @@ from parallel_ext.io.hf_writer import write_directory
 from parallel_ext.io.safe_open import shown
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.forward import arguments_of
-from parallel_ext.parallel.joining import call_together
+from parallel_ext.parallel.joining import arrive, call_together
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part
@@ -50,6 +50,8 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
     mesh = state.mesh
     if mesh.tp_size == 1:
         return type(model).generate(model, *args, **kwargs)
+    if mesh.dp_size == 1:
+        arrive(f"{type(model).__name__}.generate")
     arguments = arguments_of(model, "generate", args, kwargs)
     arguments["model.generation_config"] = model.generation_config
     if state.agreement is not None:

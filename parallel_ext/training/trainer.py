@@ -102,8 +102,9 @@ class TrainerMixin:
             self.current_gradient_accumulation_steps = 1
         scales = self.args.average_tokens_across_devices
         # The loss of a leaf is not scaled: a number over 7, times 7, may have other bits.
+        # That of a model that classifies is divided by no count, and is the job's by itself.
         self.args.average_tokens_across_devices = not state.in_leaf and (
-            scales or (spread and not by_model)
+            (scales and state.spec.head is not None) or (spread and not by_model)
         )
         state.caller_scales_loss = self.args.average_tokens_across_devices
         try:
@@ -183,19 +184,26 @@ class TrainerMixin:
         drops them from what is gathered. The loss of the job must not see them either.
         """
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
-        if self._mesh.dp_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        filled = state.end_of_dataloader and state.remainder > 0 and self.accelerator.even_batches
+        if self._mesh.dp_size == 1 or not filled:
             return inputs
-        if class_of_trl(self) == "DPOTrainer":
-            rows = self.args.per_device_eval_batch_size * self._mesh.dp_size
+        training, split = self.model.training, self.accelerator.split_batches
+        size = self.args.train_batch_size if training else self.args.eval_batch_size
+        rows = size // self._mesh.dp_size if split else size
+        of_dpo = class_of_trl(self) == "DPOTrainer"
+        if not of_dpo and not torch.is_tensor(labels):
+            return inputs
+        # Numbers that a regression is to meet cannot say that they do not count, and of rows in one
+        # sequence nobody sees which are there a second time.
+        if of_dpo or labels.is_floating_point() or len(labels) != rows:
+            at_once = rows * self._mesh.dp_size
+            what = "training" if training else "evaluation"
             raise ValueError(
-                f"{type(self).__name__}: the evaluation would count pairs twice, which fill up the "
-                f"last batch; choose a dataset of a multiple of {rows} rows, that is "
-                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size} times "
-                f"dp={self._mesh.dp_size}"
+                f"{type(self).__name__}: the {what} would count rows twice, which fill up the last "
+                f"batch of the dp={self._mesh.dp_size} ranks; choose a dataset of a multiple of "
+                f"{at_once} rows, or dataloader_drop_last=True"
             )
-        if not torch.is_tensor(labels):
-            return inputs
-        own = max(0, state.remainder - self._mesh.dp_rank * len(labels))
+        own = max(0, state.remainder - self._mesh.dp_rank * rows)
         labels = labels.clone()
         labels[own:] = -100
         return {**inputs, "labels": labels}

@@ -98,6 +98,13 @@ def check_served(trainer: transformers.Trainer) -> None:
             f"{name}: average_tokens_across_devices=False is not served at dp={mesh.dp_size}: TRL "
             "would divide the gradients by dp; leave it out"
         )
+    losses = getattr(args, "loss_type", None)
+    losses = [losses] if isinstance(losses, str) else losses or ()
+    if class_of_trl(trainer) == "DPOTrainer" and "sft" in losses and mesh.dp_size > 1:
+        raise ValueError(
+            f"{name}: loss_type='sft' is not served at dp={mesh.dp_size}: TRL takes the mean of "
+            "the tokens of a rank, whatever their number; leave it out, or use tp"
+        )
     own = [each for each in type(trainer).__mro__ if "compute_loss" in vars(each)]
     own = [each.__name__ for each in own if each.__module__.split(".")[0] not in _PACKAGES]
     if own and mesh.dp_size > 1:
