@@ -233,6 +233,9 @@ REFUSED = {
     "precompute_ref_log_probs=True is not served": Case(
         "dpo", "pairs", arguments={"precompute_ref_log_probs": True}
     ),
+    "loss_type='sft' is not served at dp=2": Case(
+        "dpo", "pairs", arguments={"loss_type": ["sigmoid", "sft"]}
+    ),
     "a multiple of 6 rows": Case("dpo", "pairs", arguments={"per_device_eval_batch_size": 3}),
 }
 
