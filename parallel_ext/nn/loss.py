@@ -106,6 +106,19 @@ def causal_lm_loss(
     return local_sum * (1 if sums_over_dp else mesh.dp_size) / count
 
 
+def with_a_label(labels: torch.Tensor) -> torch.Tensor:
+    """Return labels of which one counts where none does: a mean over none is NaN, also times 0.
+
+    Args:
+        labels: [...], of which integers of -100 do not count.
+    """
+    if labels.is_floating_point():
+        return labels
+    changed = labels.flatten().clone()
+    changed[:1] = torch.where((labels == -100).all(), 0, changed[:1])
+    return changed.view_as(labels)
+
+
 def share_of_loss(
     loss: torch.Tensor, labels: torch.Tensor, mesh: Mesh, trained: TrainedParts | None
 ) -> torch.Tensor:
@@ -113,7 +126,8 @@ def share_of_loss(
 
     Args:
         loss: the mean over this rank's labels, a scalar.
-        labels: [...], of which integers of -100 do not count; each rank has one at least that does.
+        labels: [...], of which integers of -100 do not count. Where none counts, ``loss`` is finite
+            if it is that of :func:`with_a_label`.
         mesh: the ranks.
         trained: what the dp ranks train, which they compare meanwhile.
 

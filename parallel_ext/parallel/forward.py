@@ -16,7 +16,13 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.safe_open import shown
 from parallel_ext.models.invariant import check_attention
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
-from parallel_ext.nn.loss import LOSS_OPTIONS, OPTIONS_OF_THE_OP, balance_loss, share_of_loss
+from parallel_ext.nn.loss import (
+    LOSS_OPTIONS,
+    OPTIONS_OF_THE_OP,
+    balance_loss,
+    share_of_loss,
+    with_a_label,
+)
 from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -85,16 +91,17 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _refuse_what_fails(model, state, arguments, call)
     if trains_apart and model.training:
         _refuse_training_apart(state)
+    shared = inputs.get("labels") if classifies and state.mesh.dp_size > 1 else None
+    if shared is not None:
+        inputs["labels"] = with_a_label(shared)
     with running(call), _counted_if_trained(model, state):
         output = type(model).forward(model, **inputs, return_dict=True)
     if state.in_leaf and not state.leaf_is_batch and wants_balance(model, state, arguments):
         output.aux_loss = _share_of_balance(state, output, arguments)
     if call is not None:
         output = _with_loss(model, state, call, output, labels, arguments, options)
-    elif classifies and state.mesh.dp_size > 1 and inputs.get("labels") is not None:
-        output.loss = share_of_loss(
-            *(output.loss, inputs["labels"], state.mesh), _trained_over_dp(model, state)
-        )
+    elif shared is not None:
+        output.loss = share_of_loss(output.loss, shared, state.mesh, _trained_over_dp(model, state))
     if trains_apart:  # an evaluation, unless somebody goes backward from it
         _refuse_backward_apart(state, output)
     return output if want_dict else output.to_tuple()

@@ -95,8 +95,8 @@ class TrainerMixin:
     ) -> Any:
         """Compute the loss by the trainer's own rule, whose factor of dp is not applied twice."""
         state = state_of(self.model)
-        spread, by_model = self._mesh.dp_size > 1, not self._computes_losses
-        if spread and num_items_in_batch is None and not by_model:
+        by_rank = self._mesh.dp_size > 1 and self._computes_losses
+        if by_rank and num_items_in_batch is None:
             # In an evaluation it would be divided by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
@@ -104,7 +104,7 @@ class TrainerMixin:
         # The loss of a leaf is not scaled: a number over 7, times 7, may have other bits.
         # That of a model that classifies is divided by no count, and is the job's by itself.
         self.args.average_tokens_across_devices = not state.in_leaf and (
-            (scales and state.spec.head is not None) or (spread and not by_model)
+            by_rank or (scales and state.spec.head is not None)
         )
         state.caller_scales_loss = self.args.average_tokens_across_devices
         try:
@@ -156,7 +156,8 @@ class TrainerMixin:
         self, epoch_iterator: Iterator[dict[str, Any]], *args: Any, **kwargs: Any
     ) -> Any:
         """Take the batches of a step, without the labels of rows that fill up the last one."""
-        batches = map(self._without_filling, epoch_iterator)
+        size = self.args.train_batch_size
+        batches = (self._without_filling(each, "training", size) for each in epoch_iterator)
         return super().get_batch_samples(batches, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
@@ -171,25 +172,31 @@ class TrainerMixin:
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         """Evaluate one batch, without the rows that fill up the last one, on all dp ranks."""
-        inputs = self._without_filling(inputs)
+        inputs = self._without_filling(inputs, "evaluation", self.args.eval_batch_size)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and self._mesh.dp_size > 1:
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
 
-    def _without_filling(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _without_filling(self, inputs: dict[str, Any], what: str, size: int) -> dict[str, Any]:
         """Return a batch without the labels of rows that are there a second time.
 
         accelerate repeats rows so that the last batches of all dp ranks have the same size, and
         drops them from what is gathered. The loss of the job must not see them either.
+
+        Args:
+            inputs: the batch.
+            what: that it is for, in the error.
+            size: the rows of its loader's batches.
+
+        Raises:
+            ValueError: there are such rows, whose labels cannot say so.
         """
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         filled = state.end_of_dataloader and state.remainder > 0 and self.accelerator.even_batches
         if self._mesh.dp_size == 1 or not filled:
             return inputs
-        training, split = self.model.training, self.accelerator.split_batches
-        size = self.args.train_batch_size if training else self.args.eval_batch_size
-        rows = size // self._mesh.dp_size if split else size
+        rows = size // self._mesh.dp_size if self.accelerator.split_batches else size
         of_dpo = class_of_trl(self) == "DPOTrainer"
         if not of_dpo and not torch.is_tensor(labels):
             return inputs
@@ -197,7 +204,6 @@ class TrainerMixin:
         # sequence nobody sees which are there a second time.
         if of_dpo or labels.is_floating_point() or len(labels) != rows:
             at_once = rows * self._mesh.dp_size
-            what = "training" if training else "evaluation"
             raise ValueError(
                 f"{type(self).__name__}: the {what} would count rows twice, which fill up the last "
                 f"batch of the dp={self._mesh.dp_size} ranks; choose a dataset of a multiple of "
