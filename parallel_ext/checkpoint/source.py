@@ -23,8 +23,8 @@ from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards
 
-ADAPTER_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
-"""The files that an adapter is in; a directory with the first holds no whole model."""
+ADAPTER_NAME = "adapter_model.safetensors"
+"""The file that an adapter is in; a directory with it holds no whole model."""
 
 
 class Contents(Protocol):

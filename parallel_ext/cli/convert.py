@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME
-from parallel_ext.checkpoint.source import ADAPTER_CONFIG_NAME
 from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
 from parallel_ext.cli.saved import existing
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hf_reader import CONFIG_NAME
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new

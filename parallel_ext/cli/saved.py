@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, RNG_NAME, STATE_FOLDER, read_manifest
-from parallel_ext.checkpoint.source import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hf_reader import CONFIG_NAME, HFDirectory
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, CONFIG_NAME, HFDirectory
 from parallel_ext.io.safetensors_reader import SafetensorsFile, TensorEntry
 from parallel_ext.io.schema import read_json
 

@@ -21,7 +21,7 @@ from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
 from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 CONFIG_NAME = "config.json"
-ADAPTER_NAME = "adapter_config.json"  # PEFT's
+ADAPTER_CONFIG_NAME = "adapter_config.json"  # PEFT's
 GENERATION_CONFIG_NAME = "generation_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -64,7 +64,7 @@ class HFDirectory:
         self._open_file = open_file or (lambda name: SafetensorsFile(self.path / name))
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
-        if (self.path / ADAPTER_NAME).exists() and not (self.path / CONFIG_NAME).exists():
+        if (self.path / ADAPTER_CONFIG_NAME).exists() and not (self.path / CONFIG_NAME).exists():
             raise CheckpointError(
                 f"{self.path} holds an adapter of PEFT and no model; load its base, and then it by "
                 "peft.PeftModel.from_pretrained(base, path)"

@@ -15,8 +15,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from parallel_ext.checkpoint.manifest import Manifest
-from parallel_ext.checkpoint.source import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
 from parallel_ext.io.hf_writer import files_that
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile

@@ -15,6 +15,7 @@ OLDEST = (5, 23)
 # The classes of trl whose losses and metrics are those of one process.
 _SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
 
+# Whose losses are known.
 _PACKAGES = ("parallel_ext", "transformers", "trl")
 
 # Arguments of a trainer that are refused, unless they are None, False or 0 -> what to do.
@@ -105,11 +106,11 @@ def check_served(trainer: transformers.Trainer) -> None:
             f"{name}: loss_type='sft' is not served at dp={mesh.dp_size}: TRL takes the mean of "
             "the tokens of a rank, whatever their number; leave it out, or use tp"
         )
-    own = [each for each in type(trainer).__mro__ if "compute_loss" in vars(each)]
-    own = [each.__name__ for each in own if each.__module__.split(".")[0] not in _PACKAGES]
-    if own and mesh.dp_size > 1:
+    own = (each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    owner = next((c.__name__ for c in own if c.__module__.split(".")[0] not in _PACKAGES), None)
+    if owner is not None and mesh.dp_size > 1:
         warnings.warn(
-            f"{name}: what compute_loss of {own[0]} returns is averaged over the dp ranks, however "
+            f"{name}: what compute_loss of {owner} returns is averaged over the dp ranks, however "
             "many labels each has; compute_loss_func= is given num_items_in_batch, by which the "
             "loss is that of one process",
             stacklevel=4,

@@ -57,6 +57,10 @@ class Job:
         return FP32_ERROR if self.lora or "label_smoothing_factor" in self.options else 1e-9
 
     @property
+    def data(self) -> type:
+        return Stream if self.iterable else list
+
+    @property
     def plain(self) -> Job:
         return replace(self, layout=None, zero=None)
 
@@ -202,11 +206,7 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
         model.load_state_dict(drawn, strict=False)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
-    data = Stream if job.iterable else list
-    if job.iterable and job.layout:  # each rank reads, and not the first one for all
-        reading = {"accelerator_config": {"dispatch_batches": False}}
-    else:
-        reading = {}
+    each_reads = {"accelerator_config": {"dispatch_batches": False}}  # not rank 0 for all
     args = transformers.TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -217,7 +217,7 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
         num_train_epochs=1,
         report_to=[],
         disable_tqdm=True,
-        **reading,
+        **(each_reads if job.iterable and job.layout else {}),
         **{"max_grad_norm": 0.3, "include_num_input_tokens_seen": "all", **STEPS, **job.options},
     )
     logs = Logs()
@@ -225,8 +225,8 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
     trainer = cls(
         model,
         args,
-        train_dataset=data(rows_of(job.rows[0], 1, job.tiny.vocab_size)),
-        eval_dataset=data(rows_of(job.rows[1], 2, job.tiny.vocab_size)),
+        train_dataset=job.data(rows_of(job.rows[0], 1, job.tiny.vocab_size)),
+        eval_dataset=job.data(rows_of(job.rows[1], 2, job.tiny.vocab_size)),
         compute_metrics=accuracy,
         compute_loss_func=own_loss if job.own_loss else None,
         callbacks=[logs],
@@ -253,8 +253,7 @@ def run(
         try:
             trainer, logs = made(job, folder, seed)
             trainer.train(resume_from_checkpoint=resume)
-            data = Stream if job.iterable else list
-            found = trainer.predict(data(rows_of(job.rows[1], 3, job.tiny.vocab_size)))
+            found = trainer.predict(job.data(rows_of(job.rows[1], 3, job.tiny.vocab_size)))
             logits = torch.tensor(logits_of(found.predictions))
             return logs.entries, logits, found.metrics["test_loss"]
         finally:
