@@ -50,7 +50,7 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
     mesh = state.mesh
     if mesh.tp_size == 1:
         return type(model).generate(model, *args, **kwargs)
-    if mesh.dp_size == 1:
+    if mesh.dp_size == 1 or state.forwards_together:
         arrive(f"{type(model).__name__}.generate")
     arguments = arguments_of(model, "generate", args, kwargs)
     arguments["model.generation_config"] = model.generation_config

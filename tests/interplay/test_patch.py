@@ -215,6 +215,8 @@ def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
                 losses.append(model.eval()(input_ids=ids, labels=ids).loss.item())
             if first:
                 model.save_pretrained(f"{directory}/{step}")
+            if step == 2 and tp > 1:  # all dp ranks of a plain generate go their own ways
+                model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
             model.train()(input_ids=ids, labels=ids).loss.backward()
             if first and step == 1:
                 model.save_pretrained(f"{directory}/before-the-norm")
