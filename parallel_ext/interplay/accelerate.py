@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -309,16 +308,18 @@ def clip_grad_norm_(
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-def _first_of_tp(mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what the first tp rank of each dp rank has given to a gathered tensor."""
-    of_ranks = tensor.view(mesh.world_size, len(tensor) // mesh.world_size, *tensor.shape[1:])
-    return of_ranks[:: mesh.tp_size].flatten(0, 1)
-
-
 def gather(plain: Plain, self: Accelerator, tensor: Any) -> Any:
     """Extend ``Accelerator.gather`` to return what each dp rank has, once."""
-    gathered, mesh = plain(self, tensor), _served(self)
-    return gathered if mesh is None else recursively_apply(partial(_first_of_tp, mesh), gathered)
+    if (mesh := _served(self)) is None:
+        return plain(self, tensor)
+
+    def of_dp_ranks(own: torch.Tensor) -> torch.Tensor:
+        gathered = plain(self, own)
+        shape = (mesh.world_size, len(gathered) // mesh.world_size, *gathered.shape[1:])
+        of_dp = gathered.view(shape)[:: mesh.tp_size].flatten(0, 1)
+        return of_dp.view_as(own) if mesh.dp_size == 1 else of_dp  # one process keeps a scalar
+
+    return recursively_apply(of_dp_ranks, tensor, error_on_other_type=True)
 
 
 def gather_for_metrics(

@@ -34,7 +34,12 @@ from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel, state_of
 from parallel_ext.training.data_parallel import data_parallel
 from parallel_ext.training.trainer import TrainerMixin
-from parallel_ext.training.trainer_checks import check_class, check_served, refuse_model_init
+from parallel_ext.training.trainer_checks import (
+    check_class,
+    check_given,
+    check_served,
+    refuse_model_init,
+)
 
 # Options of from_pretrained that the mesh replaces, and options that change nothing here.
 _PLACED = {
@@ -314,6 +319,7 @@ def _start_trainer(
         return
     self.__class__ = _parallel(type(self))
     check_class(self)
+    check_given(self, (args, *rest), kwargs)
     _train_together(model)
     plain(self, model, args, *rest, **kwargs)
     joining.remember(self)

@@ -116,8 +116,7 @@ class AdapterContents:
             config.base_model_name_or_path = vars(base).get("name_or_path") or None
         found_by = None
         if config.task_type is None:
-            # fully_shard puts two classes before the model's own.
-            own = next(c for c in type(base).__mro__ if not c.__name__.startswith("FSDP"))
+            own = type(base)
             found_by = {"base_model_class": own.__name__, "parent_library": own.__module__}
         return files_that(lambda folder: config.save_pretrained(folder, auto_mapping_dict=found_by))
 

@@ -6,7 +6,6 @@ They stand here and nowhere else in the package; ``docs/internals.md`` says what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,11 +105,6 @@ def is_compiled(module: nn.Module) -> bool:
 def without_wrappers(name: str) -> str:
     """Return a parameter's name without those of ``torch.compile`` and ``checkpoint_wrapper``."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def keep_name(model: nn.Module, name: str) -> None:
-    """Let ``model`` say that its class has this name; HuggingFace's trainer goes by it."""
-    model._get_name = partial(str, name)
 
 
 def set_asked_by_ddp(model: nn.Module, names: Iterable[str]) -> None:

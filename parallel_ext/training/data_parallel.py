@@ -23,7 +23,6 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
-from parallel_ext.sharding._torch_private import keep_name
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.training.fsdp_collectives import exchange_by
@@ -87,6 +86,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
 
     own, state = mesh.control.run_on_all("data_parallel", prepare)
     if mesh.dp_size > 1:
+        plain_class = type(own)
         with called_by_this_package():
             _shard(own, state, zero)
         if state.spec.skips is not None:
@@ -96,7 +96,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             module.zero_grad = MethodType(_zero_grad, module)
         own.set_requires_gradient_sync = _refuse_gradient_sync
         own.__deepcopy__ = _refuse_copy
-        keep_name(own, type(own).__name__.removeprefix("FSDP"))
+        _keep_name(type(own), plain_class)
         own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
     state.zero = zero
     return model
@@ -244,6 +244,12 @@ def _refuse_gradient_sync(*args: Any, **options: Any) -> NoReturn:
         "set_requires_gradient_sync is not supported after px.data_parallel; use "
         "with px.no_sync(model): backwards inside it hold their gradients back"
     )
+
+
+def _keep_name(fsdp_class: type, plain_class: type) -> None:
+    """Let FSDP's subclass be named as the class, which libraries decide by and write to files."""
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(fsdp_class, name, getattr(plain_class, name))
 
 
 def _refuse_copy(memo: dict[int, Any]) -> NoReturn:

@@ -27,14 +27,15 @@ from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.extending import run_extensions
+from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.joining import call_together, remember
-from parallel_ext.parallel.state import state_of
+from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.accelerate import unwrapped
 from parallel_ext.training.trainer_checks import (
     check_class,
+    check_given,
     check_served,
     class_of_trl,
-    refuse_model_init,
 )
 from parallel_ext.training.trainer_leaves import check_leaves, run_leaves
 
@@ -69,8 +70,7 @@ class TrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_class(self)
-        if kwargs.get("model_init") is not None:
-            refuse_model_init(self)
+        check_given(self, args, kwargs)
         run_extensions()  # of what was imported after the model was loaded
         super().__init__(*args, **kwargs)
         remember(self)
@@ -164,19 +164,64 @@ class TrainerMixin:
         """Return this rank's share of the operations, which the trainer adds up over all ranks."""
         return super().floating_point_ops(inputs) / self.get_tp_size()
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the optimizer, with the groups of parameters of any layout.
+
+        The trainer has one group more for each mesh of parameters, with which training could not
+        resume on a layout of other meshes. torch's optimizers know parameters of all meshes.
+        """
+        given, trained = self.optimizer, [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if given is None and len({getattr(p, "device_mesh", None) for p in trained}) > 1:
+            names = set(self.get_decay_parameter_names(self.model))
+            decayed = {p for name, p in self.model.named_parameters() if name in names}
+            _join_groups(optimizer, decayed, self.args.weight_decay)
+        return optimizer
+
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # torch.nn.utils.clip_grad_norm_ knows parameters of all meshes
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where its mesh has put it."""
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
-        """Evaluate one batch, without the rows that fill up the last one, on all dp ranks."""
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """Evaluate one batch, without the rows that fill up the last one, on all dp ranks.
+
+        Raises:
+            ValueError: at dp > 1 the logits of a mixture's routers are to be predicted.
+        """
+        if not prediction_loss_only:
+            self._refuse_router_logits(inputs, ignore_keys or [])
         inputs = self._without_filling(inputs, "evaluation", self.args.eval_batch_size)
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys
+        )
         if loss is not None and self._mesh.dp_size > 1:
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
+
+    def _refuse_router_logits(self, inputs: dict[str, Any], ignore_keys: list[str]) -> None:
+        """Raise if dp ranks would put together what has a row for each token, and not for each row.
+
+        Raises:
+            ValueError: they would.
+        """
+        state, left_out = state_of(self.model), ["router_logits", "aux_loss"]
+        if self._mesh.dp_size == 1 or set(left_out) <= set(ignore_keys):
+            return
+        if wants_balance(model_of(self.model), state, inputs):
+            raise ValueError(
+                f"{type(self).__name__}: router_logits and aux_loss have no row for each sample, "
+                f"so dp={self._mesh.dp_size} ranks cannot put them together; pass ignore_keys="
+                f"{['past_key_values', *left_out]} to evaluate and predict, and as "
+                "ignore_keys_for_eval to train"
+            )
 
     def _without_filling(self, inputs: dict[str, Any], what: str, size: int) -> dict[str, Any]:
         """Return a batch without the labels of rows that are there a second time.
@@ -213,17 +258,6 @@ class TrainerMixin:
         labels = labels.clone()
         labels[own:] = -100
         return {**inputs, "labels": labels}
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to, where TRL's ``DPOTrainer`` is made with ``precompute_ref_log_probs``.
-
-        Raises:
-            ValueError: always: rank 0 caches them by the weights of its own shard.
-        """
-        raise ValueError(
-            f"{type(self).__name__}: precompute_ref_log_probs=True is not served; give TRL's "
-            "DPOTrainer a parallel ref_model"
-        )
 
     # --- Files ---
 
@@ -371,6 +405,19 @@ class Trainer(TrainerMixin, transformers.Trainer):
         >>> trainer = Trainer(model, args, train_dataset=rows)  # doctest: +SKIP
         >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
     """
+
+
+def _join_groups(
+    optimizer: torch.optim.Optimizer, decayed: set[nn.Parameter], weight_decay: float
+) -> None:
+    """Leave an optimizer two groups, of parameters whose weights decay and of others."""
+    groups, options = optimizer.param_groups, optimizer.param_groups[0]
+    with_decay = {**options, "params": [], "weight_decay": weight_decay}
+    without = {**options, "params": [], "weight_decay": 0.0}
+    for group in groups:
+        for parameter in group["params"]:
+            (with_decay if parameter in decayed else without)["params"].append(parameter)
+    groups[:] = [with_decay, without]
 
 
 def _link_files(source: Path, target: Path) -> None:

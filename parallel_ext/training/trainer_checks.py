@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import transformers
 
@@ -58,6 +59,25 @@ def check_class(trainer: transformers.Trainer) -> None:
         raise NotImplementedError(
             f"{name}: trl's {trl} is not supported around a parallel model; "
             f"{' and '.join(_SERVED_OF_TRL)} are"
+        )
+
+
+def check_given(
+    trainer: transformers.Trainer, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise unless the arguments of a trainer are served that act when it is made; before that.
+
+    Raises:
+        NotImplementedError: they have a function that makes the model.
+        ValueError: TRL's configuration has ``precompute_ref_log_probs``.
+    """
+    name = type(trainer).__name__
+    if kwargs.get("model_init") is not None:
+        refuse_model_init(trainer)
+    if any(getattr(each, "precompute_ref_log_probs", False) for each in (*args, *kwargs.values())):
+        raise ValueError(
+            f"{name}: precompute_ref_log_probs=True is not served: TRL would keep them by a digest "
+            "of the weights, of which a rank has its shards; give DPOTrainer a parallel ref_model"
         )
 
 

@@ -99,6 +99,25 @@ def test_an_adapter_does_not_depend_on_tp_and_its_files_are_those_of_peft(
     assert configs[0] == configs[1]
 
 
+def _save_sharded(directory: Path) -> tuple[str, str]:
+    model = parallel(TINY.model(), mesh := mesh_of(tp=1))
+    model = peft.get_peft_model(model, config())
+    px.data_parallel(model, mesh).save_pretrained(directory)
+    px.save_checkpoint(directory / "training", 1, model)
+    return repr(model.get_base_model()).partition("(")[0], type(model.get_base_model()).__module__
+
+
+def test_the_files_of_an_adapter_name_the_class_and_not_that_of_fsdp(tmp_path: Path) -> None:
+    """By which PEFT finds the class of the base, where a configuration has no task_type."""
+    model_class = type(TINY.model())
+    name = {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
+    assert {*pool(2).run(_save_sharded, tmp_path)} == {tuple(name.values())}
+    files = list(tmp_path.rglob("adapter_config.json"))
+    assert len(files) == 2
+    for file in files:
+        assert json.loads(file.read_text())["auto_mapping"] == name
+
+
 def _load(directory: Path, tiny: Tiny) -> dict[str, torch.Tensor]:
     return logits_in_life(parallel(tiny.model(), mesh_of()), directory, INPUTS)[0]
 

@@ -24,6 +24,7 @@ from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral
 from safetensors.torch import load_file
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from versions import needs_trainer
 
 import parallel_ext as px
@@ -50,6 +51,7 @@ class Job:
     own_loss: bool = False
     iterable: bool = False  # data without a length
     rows: tuple[int, int] = (24, 7)  # for training and evaluation
+    ignored: tuple[str, ...] = ()  # outputs that are not predicted
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +68,7 @@ class Job:
 
 
 DP, BOTH = Layout(2, 1, 1), Layout(2, 2, 1)
+OF_ROUTERS = ("past_key_values", "router_logits", "aux_loss")
 JOBS = {
     "one rank": Job(ONE),
     "tp 2": Job(Layout(1, 2, 1)),
@@ -75,7 +78,7 @@ JOBS = {
     "tp 2, lora": Job(Layout(1, 2, 1), lora=True),
     "dp 2, lora": Job(DP, zero=2, lora=True),
     "ep 2": Job(Layout(1, 2, 2), MIXTRAL),
-    "dp 2, ep 2": Job(Layout(2, 1, 2), MIXTRAL, zero=2, rows=(24, 8)),
+    "dp 2, ep 2": Job(Layout(2, 1, 2), MIXTRAL, zero=2, rows=(24, 8), ignored=OF_ROUTERS),
     "tp 2, label smoothing": Job(Layout(1, 2, 1), options={"label_smoothing_factor": 0.1}),
     "dp 2, label smoothing": Job(DP, zero=2, options={"label_smoothing_factor": 0.1}),
     "dp 2, label smoothing, counts of each rank": Job(
@@ -252,8 +255,10 @@ def run(
             unscaled.start()
         try:
             trainer, logs = made(job, folder, seed)
-            trainer.train(resume_from_checkpoint=resume)
-            found = trainer.predict(job.data(rows_of(job.rows[1], 3, job.tiny.vocab_size)))
+            ignored = list(job.ignored) or None
+            trainer.train(resume_from_checkpoint=resume, ignore_keys_for_eval=ignored)
+            rows = job.data(rows_of(job.rows[1], 3, job.tiny.vocab_size))
+            found = trainer.predict(rows, ignore_keys=ignored)
             logits = torch.tensor(logits_of(found.predictions))
             return logs.entries, logits, found.metrics["test_loss"]
         finally:
@@ -308,6 +313,8 @@ def test_the_comparison_notices_a_loss_that_is_scaled_twice(tmp_path: Path) -> N
         ("tp 2", "dp 2"),
         ("dp 2, tp 2", "one rank"),
         ("dp 2, lora", "tp 2, lora"),
+        ("dp 2, ep 2", "ep 2"),
+        ("ep 2", "dp 2, ep 2"),
         *[(2 * (f"dp 2, {how}",)) for how in ("a shorter last batch", "without the last batch")],
     ],
 )
@@ -322,6 +329,28 @@ def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Pat
     for ours in pool(JOBS[loaded].layout.world).run(run, JOBS[loaded], folder, True, 7):
         ours[0][-1].pop("train_loss"), (last := dict(rest[-1])).pop("train_loss")
         check_same(ours, ([*rest[:-1], last], *predicted), JOBS[loaded].error)
+
+
+def _predicted(job: Job, folder: Path) -> Any:
+    with world():
+        trainer, _ = made(job, folder)
+        rows = rows_of(job.rows[1], 3, job.tiny.vocab_size)
+        return trainer.predict(rows).predictions
+
+
+def test_all_predictions_of_a_mixture_are_those_of_one_process(tmp_path: Path) -> None:
+    """Those of its routers have a row for each token, and the balance loss is one number."""
+    job = JOBS["ep 2"]
+    (theirs,) = pool(1).run(_predicted, job.plain, tmp_path)
+    for ours in pool(2).run(_predicted, job, tmp_path):
+        assert len(ours) == len(theirs) == 3
+        for own, of_plain in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+            assert own == pytest.approx(of_plain, rel=1e-9)
+
+
+def test_router_logits_of_dp_ranks_are_refused(tmp_path: Path) -> None:
+    job, words = JOBS["dp 2, ep 2"], "router_logits and aux_loss have no row for each sample"
+    pool(2).assert_raises(_predicted, job, tmp_path, words=words)
 
 
 def _files(job: Job, folder: Path) -> None:

@@ -231,7 +231,7 @@ REFUSED = {
     ),
     "sync_ref_model=True is not served": Case("dpo", "pairs", arguments={"sync_ref_model": True}),
     "precompute_ref_log_probs=True is not served": Case(
-        "dpo", "pairs", arguments={"precompute_ref_log_probs": True}
+        "dpo", "pairs", own_reference=False, arguments={"precompute_ref_log_probs": True}
     ),
     "loss_type='sft' is not served at dp=2": Case(
         "dpo", "pairs", arguments={"loss_type": ["sigmoid", "sft"]}
