@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import GeneratorType
 from typing import Any
 
@@ -139,26 +139,36 @@ def unscale_grads_(
     return unscale_on_all_ranks(self, meshes.pop(), optimizer, *args)
 
 
-def backward(plain: Callable[..., None], *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+def backward(
+    plain: Callable[..., None],
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
     """Extend ``torch.autograd.backward`` to refuse to leave out what is summed at its end."""
-    if inputs is None:
-        plain(*args, **kwargs)
-        return
-    _refuse_what_comes_late("torch.autograd.backward(inputs=)", inputs)
-    plain(*args, inputs=inputs, **kwargs)
+    if inputs is not None:
+        inputs = _without_what_comes_late("torch.autograd.backward(inputs=)", inputs)
+    plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
 
 def grad(plain: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``torch.autograd.grad`` to refuse gradients that only a backward's end has."""
-    _refuse_what_comes_late("torch.autograd.grad", inputs)
+    inputs = _without_what_comes_late("torch.autograd.grad", inputs)
     return plain(outputs, inputs, *args, **kwargs)
 
 
-def _refuse_what_comes_late(function: str, inputs: Any) -> None:
-    listed = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+def _without_what_comes_late(function: str, inputs: Any) -> Any:
+    """Return the inputs of a call, or raise for a gradient that only a backward's end has."""
+    if isinstance(inputs, Iterator):
+        inputs = tuple(inputs)
+    listed = inputs.values() if isinstance(inputs, dict) else inputs
+    listed = [inputs] if isinstance(inputs, torch.Tensor) else listed
     parameters = [each for each in listed if isinstance(each, nn.Parameter)]
     if not parameters:
-        return
+        return inputs
     of_fsdp = [state_of(model).fsdp_gradients for model in parallel_models()]
     if any(gradients and gradients.are_of_gathered(parameters) for gradients in of_fsdp):
         raise _comes_late(function, "what px.data_parallel gathers")
@@ -170,6 +180,7 @@ def _refuse_what_comes_late(function: str, inputs: Any) -> None:
         # Of some ranks nobody else has the key-value heads, but every rank raises or none.
         if late or any(len(layout.replicas(rank)) > 1 for rank in range(layout.copy_size)):
             raise _comes_late(function, owned.name)
+    return inputs
 
 
 def _comes_late(function: str, name: str) -> NotImplementedError:

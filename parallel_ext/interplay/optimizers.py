@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.control import world
+from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.owners import Owned, owners_of
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
@@ -150,7 +151,7 @@ def _verdict(optimizer: torch.optim.Optimizer) -> str:
 
 def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether steps on two parts of a small matrix equal those on the whole of it."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), called_by_this_package():
         whole = torch.linspace(-1, 2, 48, dtype=torch.float64).pow(3).reshape(6, 8)
         stepped = _stepped(optimizer, whole)
         for dim, sizes in ((0, (1, 5)), (1, (2, 6))):

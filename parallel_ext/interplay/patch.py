@@ -27,7 +27,7 @@ from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import joining
 from parallel_ext.parallel.configuration import served
-from parallel_ext.parallel.extending import run_extensions
+from parallel_ext.parallel.extending import is_called_by_this_package, run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
@@ -43,13 +43,10 @@ from parallel_ext.training.trainer_checks import (
 
 # Options of from_pretrained that the mesh replaces, and options that change nothing here.
 _PLACED = {
-    *("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder", "offload_state_dict"),
+    *("device_map", "max_memory", "offload_folder", "offload_state_dict"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config"),
 }
-_UNUSED = {
-    *("_from_auto", "_commit_hash", "force_download", "use_safetensors", "weights_only"),
-    *("disable_mmap", "proxies", "trust_remote_code"),
-}
+_UNUSED = {"_from_auto", "_commit_hash", "use_safetensors", "proxies", "trust_remote_code"}
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"
@@ -119,8 +116,8 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     uses_cpu = mesh.device.type == "cpu" and _USE_CPU not in os.environ
     if uses_cpu:
         os.environ[_USE_CPU] = "true"
-    _patches.append(_Patch(options, mesh, uses_cpu))
     joining.start(mesh)
+    _patches.append(_Patch(options, mesh, uses_cpu))
     _end_at_exit()
     for function, extension in _EXTENDED.items():
         extend(function, extension)
@@ -176,7 +173,7 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
     return from_pretrained(source, patched.mesh, config=config, **kwargs)
 
 
-_OF_THE_HUB = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def _configuration(
@@ -249,7 +246,8 @@ def _start_optimizer(
         RuntimeError: it gets parameters that each rank would train for itself.
     """
     patched = _patches[0]
-    if isinstance(params, torch.Tensor) or patched.mesh.world_size == 1:
+    alone = patched.mesh.world_size == 1 or is_called_by_this_package()
+    if isinstance(params, torch.Tensor) or alone:
         plain(self, params, defaults)
         return
     params = [_with_list(each) for each in params]
@@ -265,7 +263,7 @@ def _start_optimizer(
             "causal language model by from_pretrained, call px.parallelize(model, mesh), or "
             "px.unpatch() to train it so"
         )
-    for model in {owned.model for owned in owners.values()}:
+    for model in dict.fromkeys(owned.model for owned in owners.values()):
         _train_together(model)
     now = {
         key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them

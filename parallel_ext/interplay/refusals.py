@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from enum import Enum
 from functools import partial
-from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -167,8 +166,9 @@ def register(refusals: list[Refusal]) -> None:
 
 
 def _refuse(refusal: Refusal, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args = tuple(list(each) if isinstance(each, GeneratorType) else each for each in args)
-    kwargs = {k: list(v) if isinstance(v, GeneratorType) else v for k, v in kwargs.items()}
+    once = (Iterator, ValuesView)  # which are gone through once, or are no list
+    args = tuple(list(each) if isinstance(each, once) else each for each in args)
+    kwargs = {k: list(v) if isinstance(v, once) else v for k, v in kwargs.items()}
     if not is_called_by_this_package():
         made = refusal.function.endswith(".__init__")  # the object itself is not there yet
         refuse(refusal, args[1:] if made else args, kwargs)

@@ -16,7 +16,7 @@ from parallel_ext import ops
 from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
-from parallel_ext.parallel.forward import wants_balance
+from parallel_ext.parallel.forward import balance_of, wants_balance
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, own_state
 
 _MODULE = "trl.trainer.utils"
@@ -119,8 +119,8 @@ def _fields(
             squares = _log_sum_exp(head, hidden, shifted, 2 * scale) - 2 * statistics.log_sum_exp
             fields["log_sum_sq_probs"] = squares.view(mask.shape).masked_fill(~mask, 0)
     if wants_balance(model, state, kwargs):
-        fields["aux_loss"] = output.aux_loss
-        loss = loss + model.router_aux_loss_coef * output.aux_loss
+        fields["aux_loss"] = balance_of(model, state, output, kwargs)
+        loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
     return {**fields, "loss": loss}
 
 

@@ -44,6 +44,7 @@ class FSDPGradients:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backwards inside the context hold their gradients back; drop them if it raises."""
+        before = self._syncs
         self._set_sync(False)
         try:
             yield
@@ -52,7 +53,7 @@ class FSDPGradients:
             self.drop()
             raise
         finally:
-            self._set_sync(True)
+            self._set_sync(before)
 
     def _set_sync(self, syncs: bool) -> None:
         self._syncs = syncs

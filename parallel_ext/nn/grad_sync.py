@@ -226,14 +226,14 @@ class PartialGradients:
 
         ``zero_grad`` and an exception drop them.
         """
-        self._synchronize = False
+        before, self._synchronize = self._synchronize, False
         try:
             yield
         except BaseException:
             self._pending = {}
             raise
         finally:
-            self._synchronize = True
+            self._synchronize = before
 
     def is_waiting(self) -> bool:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""

@@ -72,13 +72,13 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if want_dict is None:
         want_dict = model.config.return_dict
     state.forward_ran = True
-    counts_over_dp = labels is not None and "num_items_in_batch" not in options
-    counts_apart = labels is not None and options.get("num_items_in_batch") is None
-    if state.in_leaf and not state.leaf_is_batch and counts_apart:
+    has_labels = arguments.get("labels") is not None
+    counts = has_labels and options.get("num_items_in_batch") is None
+    if state.in_leaf and not state.leaf_is_batch and counts and not classifies:
         raise ValueError(
             "a leaf with labels needs num_items_in_batch=, the labels that count in the whole batch"
         )
-    meets_over_dp = state.forwards_together or counts_over_dp
+    meets_over_dp = state.forwards_together or counts
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     _check_ends(model, state)
@@ -186,11 +186,7 @@ def _with_loss(
     if compared is not None:
         state.replicas_over_dp.done()
     if wants_balance(model, state, arguments):
-        if state.mesh.dp_size > 1 and not state.in_leaf:  # HuggingFace knows this rank's tokens
-            mask = arguments.get("attention_mask")
-            fields["aux_loss"] = balance_loss(
-                output.router_logits, model.num_experts_per_tok, mask, state.mesh
-            )
+        fields["aux_loss"] = balance_of(model, state, output, arguments)
         loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
     if state.caller_scales_loss and options.get("num_items_in_batch") is not None:
         loss = loss / state.mesh.dp_size
@@ -202,6 +198,16 @@ def _with_loss(
     if not torch.compiler.is_compiling():
         object.__setattr__(trained, "logits", NoLogits())  # beside the items
     return trained
+
+
+def balance_of(
+    model: nn.Module, state: ParallelState, output: Any, arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the load balancing loss of all dp ranks' tokens; the output's is of this rank's."""
+    if state.mesh.dp_size == 1 or state.in_leaf:
+        return output.aux_loss
+    mask = arguments.get("attention_mask")
+    return balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)
 
 
 def _share_of_balance(
@@ -222,6 +228,8 @@ def _compare_inputs(
 ) -> None:
     """Raise on all tp ranks unless they are about to run the same forward."""
     compared, grad = dict(arguments), torch.is_grad_enabled()
+    if state.spec.head is None and "labels" in compared:  # they are no ids of tokens
+        compared["labels of classes"] = compared.pop("labels")
     if call is not None and call.why_not is not None:
         compared["loss of logits, since"] = call.why_not
     mode = f"{'train' if model.training else 'eval'}, {'grad' if grad else 'no grad'}"
@@ -260,6 +268,10 @@ def _refuse_what_fails(
             "hidden states or shards; compute your own from the logits of a call without labels"
         )
     if call is not None and call.why_not is not None and state.fused_loss is True:
+        if state.invariant is not None:
+            raise ValueError(
+                f"px.Invariant computes head and loss in one op, but {call.why_not}; undo that"
+            )
         raise ValueError(f"fused_loss=True, but {call.why_not}; undo that, or pass 'auto'")
     if state.mesh.tp_size > 1 and (
         arguments.get("output_attentions") or model.config.output_attentions

@@ -57,7 +57,8 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
     if state.agreement is not None:
         state.agreement.check(f"{type(model).__name__}.generate", arguments, "")
     configs = (arguments.get("generation_config"), model.generation_config)
-    if "max_time" in kwargs or any(getattr(config, "max_time", None) for config in configs):
+    asked = arguments.get("max_time") is not None
+    if asked or any(getattr(config, "max_time", None) for config in configs):
         raise NotImplementedError(
             "max_time under tp is not supported: the ranks' clocks would stop them at different "
             "lengths; use max_new_tokens"

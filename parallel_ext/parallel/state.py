@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -207,7 +208,8 @@ def check_state_dict(
         )
 
 
-_parallel_models: WeakSet[nn.Module] = WeakSet()
+_parallel_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_numbers = count()
 
 
 class Remembered:
@@ -219,7 +221,7 @@ class Remembered:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        _parallel_models.add(model)
+        _parallel_models[next(_numbers)] = model
         remember(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Remembered:
@@ -227,8 +229,11 @@ class Remembered:
 
 
 def parallel_models() -> list[nn.Module]:
-    """Return the HuggingFace models of this process that are parallel, in no order."""
-    return list(_parallel_models)
+    """Return the HuggingFace models of this process that are parallel, first those made first.
+
+    So they have one order on all ranks, which communicate for one model after the other.
+    """
+    return [model for _, model in sorted(_parallel_models.items())]
 
 
 def own_state(module: nn.Module) -> ParallelState | None:

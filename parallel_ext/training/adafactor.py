@@ -110,10 +110,11 @@ class Adafactor(torch.optim.Adafactor):
             with torch.enable_grad():
                 loss = closure()
         mesh = state_of(self._model).mesh
-        tensors = list(self._tensors(mesh.rank))
+        op_name = "Adafactor.step"
+        tensors = mesh.control.run_on_all(op_name, lambda: list(self._tensors(mesh.rank)))
         parts = [tensor.parts() for tensor in tensors]
         length = sum(part.numel() for own in parts for part in own)
-        mesh.control.barrier(f"Adafactor.step of {len(tensors)} parameters with {length} sums")
+        mesh.control.barrier(f"{op_name} of {len(tensors)} parameters with {length} sums")
         sums = iter(_over_ranks([part for own in parts for part in own], mesh))
         for tensor, own in zip(tensors, parts, strict=True):
             tensor.take_sums([next(sums) for _ in own])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.loss import LOSS_OPTIONS
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
@@ -79,24 +80,10 @@ def check_gradients(
         CollectiveTimeout: not all ranks called it.
     """
     own, state = model_of(model), state_of(model)
-    if any(".base_layer." in name for name, _ in own.named_parameters()):
-        raise NotImplementedError(
-            "check_gradients of a model with adapters is not supported: check the model before "
-            "they are added, or after merge_and_unload"
-        )
-    if any(routing.forced for routing in state.routings):
-        raise RuntimeError(
-            "check_gradients: the routing is forced, but the single-process model chooses by its "
-            "router; call px.force_routing(model, None) first"
-        )
-    options = [name for name in LOSS_OPTIONS if name in batch]
-    if options:
-        raise NotImplementedError(
-            f"check_gradients does not take {', '.join(options)}: the single-process model's loss "
-            "has no such option; leave it out"
-        )
     mesh = state.mesh
     mesh.control.barrier("check_gradients")
+    mesh.control.run_on_all("check_gradients", lambda: _check(own, state, batch, layers))
+    require_equal(mesh.control, "check_gradients", {"layers": layers})
     to_shards(own)
     with _first_layers(own, layers), _own_gradients_aside(own, state):
         loss = own(**batch).loss
@@ -237,6 +224,30 @@ def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[Non
         state.reduced_by_caller = by_caller
 
 
+def _check(
+    model: nn.Module, state: ParallelState, batch: Mapping[str, Any], layers: int | None
+) -> None:
+    """Raise unless the gradients of this model and batch can be checked."""
+    if any(".base_layer." in name for name, _ in model.named_parameters()):
+        raise NotImplementedError(
+            "check_gradients of a model with adapters is not supported: check the model before "
+            "they are added, or after merge_and_unload"
+        )
+    if any(routing.forced for routing in state.routings):
+        raise RuntimeError(
+            "check_gradients: the routing is forced, but the single-process model chooses by its "
+            "router; call px.force_routing(model, None) first"
+        )
+    if options := [name for name in LOSS_OPTIONS if name in batch]:
+        raise NotImplementedError(
+            f"check_gradients does not take {', '.join(options)}: the single-process model's loss "
+            "has no such option; leave it out"
+        )
+    all_layers = len(model.get_submodule(state.spec.layers))
+    if layers is not None and not 1 <= layers <= all_layers:
+        raise ValueError(f"check_gradients: layers={layers} is not in 1 to {all_layers}")
+
+
 @contextmanager
 def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
     """Run the block with only the first ``count`` decoder layers in the model."""
@@ -244,8 +255,6 @@ def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
     layers = model.get_submodule(path)
     if count is None:
         count = len(layers)
-    if not 1 <= count <= len(layers):
-        raise ValueError(f"check_gradients: layers={count} is not in 1 to {len(layers)}")
     configured = model.config.num_hidden_layers
     model.set_submodule(path, layers[:count])
     model.config.num_hidden_layers = count

@@ -47,7 +47,9 @@ def train_leaves(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     Example:
         >>> loss = train_leaves(model, {"input_ids": ids, "labels": ids})  # doctest: +SKIP
     """
-    items = {"num_items_in_batch": _count_of_labels(batch), **batch}
+    control = state_of(model).mesh.control
+    count = control.run_on_all("train_leaves", lambda: _count_of_labels(batch))
+    items = {"num_items_in_batch": count, **batch}
     with leaves(model, len(batch["labels"]), batch) as own:
         for leaf in own:
             own.backward(model(**_part(items, leaf)).loss)
@@ -90,21 +92,26 @@ def leaves(
         tensor(2.3)
     """
     state, module = state_of(model), model_of(model)
-    state.mesh.control.barrier("leaves")
-    if state.invariant is None:
-        raise ValueError("leaves: make the model with px.parallelize(..., invariant=)")
-    if not module.training:
-        raise ValueError("leaves: call model.train() before")
-    if state.leaf_loop is not None:
-        raise RuntimeError("leaves: those of another batch are running")
-    if type(rows) is not int or rows < 1:
-        raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
     items = {} if batch is None else batch
-    others = {name: len(v) for name, v in items.items() if _has_rows(v) and len(v) != rows}
-    if others:
-        raise ValueError(
-            f"leaves: every tensor of the batch must have its {rows} rows, but there are {others}"
-        )
+
+    def check() -> None:
+        if state.invariant is None:
+            raise ValueError("leaves: make the model with px.parallelize(..., invariant=)")
+        if not module.training:
+            raise ValueError("leaves: call model.train() before")
+        if state.leaf_loop is not None:
+            raise RuntimeError("leaves: those of another batch are running")
+        if type(rows) is not int or rows < 1:
+            raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
+        others = {name: len(v) for name, v in items.items() if _has_rows(v) and len(v) != rows}
+        if others:
+            raise ValueError(
+                f"leaves: every tensor of the batch must have its {rows} rows, but there are "
+                f"{others}"
+            )
+
+    state.mesh.control.barrier("leaves")
+    state.mesh.control.run_on_all("leaves", check)
     compared = {"rows": rows, **{name: _digest(value) for name, value in items.items()}}
     require_equal(
         *(state.mesh.control, "leaves", compared),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -36,6 +37,7 @@ from parallel_ext.training.trainer_checks import (
     check_given,
     check_served,
     class_of_trl,
+    refuse_model_init,
 )
 from parallel_ext.training.trainer_leaves import check_leaves, run_leaves
 
@@ -75,6 +77,10 @@ class TrainerMixin:
         super().__init__(*args, **kwargs)
         remember(self)
         check_served(self)
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a function that makes the model; see :func:`refuse_model_init`."""
+        refuse_model_init(self)
 
     @property
     def _mesh(self) -> Mesh:
@@ -275,11 +281,11 @@ class TrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, in a checkpoint with all that training needs to resume."""
-        if _internal_call:
-            self._save_step(Path(self.args.output_dir if output_dir is None else output_dir))
+        if _internal_call and output_dir is not None:  # without one it is what goes to the hub
+            self._save_step(Path(output_dir))
             return
         self._save(output_dir)
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_beside(self, output_dir: str | os.PathLike[str]) -> None:
@@ -337,8 +343,9 @@ class TrainerMixin:
 
         def find() -> str | None:
             folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-            numbered = {int(p.name.rpartition("-")[2]): p for p in folders if _is_number(p)}
-            newest_first = (numbered[number] for number in sorted(numbered, reverse=True))
+            matches = {p: re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", p.name) for p in folders}
+            numbers = {path: int(match[1]) for path, match in matches.items() if match}
+            newest_first = sorted(numbers, key=numbers.__getitem__, reverse=True)
             return next((str(path) for path in newest_first if _is_complete(path)), None)
 
         found = self._mesh.control.run_on_all("train", find)
@@ -443,10 +450,6 @@ def _step_in(root: Path) -> Path:
             "weights of a HuggingFace directory"
         )
     return path
-
-
-def _is_number(path: Path) -> bool:
-    return path.name.rpartition("-")[2].isdecimal()
 
 
 def _is_complete(checkpoint: Path) -> bool:

@@ -68,12 +68,9 @@ def check_given(
     """Raise unless the arguments of a trainer are served that act when it is made; before that.
 
     Raises:
-        NotImplementedError: they have a function that makes the model.
         ValueError: TRL's configuration has ``precompute_ref_log_probs``.
     """
     name = type(trainer).__name__
-    if kwargs.get("model_init") is not None:
-        refuse_model_init(trainer)
     if any(getattr(each, "precompute_ref_log_probs", False) for each in (*args, *kwargs.values())):
         raise ValueError(
             f"{name}: precompute_ref_log_probs=True is not served: TRL would keep them by a digest "

@@ -224,9 +224,11 @@ def gradients_of_some(trial: Trial) -> None:
     each_refused(
         lambda: torch.autograd.grad(loss, weight),
         lambda: torch.autograd.grad(loss, inputs=[weight], allow_unused=True),
+        lambda: torch.autograd.grad(loss, {"of keys": weight}, allow_unused=True),
         lambda: loss.backward(inputs=weight),
         lambda: torch.autograd.grad(loss, gathered),  # which the first refusal has put aside
         lambda: torch.autograd.backward([loss], inputs=[trial.model.lm_head.weight, weight]),
+        lambda: torch.autograd.backward([loss], None, None, False, None, [weight]),
     )
 
 
@@ -239,7 +241,7 @@ def gradients_of_one(trial: Trial) -> None:
     for model in (trial.model, trial.reference):
         head, query = model.lm_head.weight, model.model.layers[0].self_attn.q_proj.weight
         loss = model(**trial.whole).loss
-        (head.grad,) = torch.autograd.grad(loss, head, retain_graph=True)
+        (head.grad,) = torch.autograd.grad(loss, (p for p in [head]), retain_graph=True)
         loss.backward(inputs=query)
     trial.equal(gradients=True)
 
@@ -385,7 +387,11 @@ def linear_cross_entropy(trial: Trial) -> None:
 
 @refused("torch.nn.utils.parameters_to_vector", instead="px.full_state_dict", spreads=EVERYWHERE)
 def parameters_to_vector(trial: Trial) -> None:
-    utils.parameters_to_vector(trial.model.parameters())
+    each_refused(
+        lambda: utils.parameters_to_vector(trial.model.parameters()),
+        lambda: utils.parameters_to_vector(filter(torch.is_tensor, trial.model.parameters())),
+        lambda: utils.parameters_to_vector(dict(trial.model.named_parameters()).values()),
+    )
 
 
 @refused("torch.nn.utils.vector_to_parameters", instead="model.load_state_dict", spreads=EVERYWHERE)

@@ -248,6 +248,61 @@ def test_a_save_on_rank_0_alone_is_joined_by_the_others(
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
 
 
+def _saved_before_an_evaluation(directory: str) -> float:
+    """The loss of dp ranks whose forward communicates, where rank 0 saves before."""
+    torch.manual_seed(1)
+    model = transformers.LlamaForSequenceClassification(Tiny(dtype=torch.float32).config()).eval()
+    model = px.parallelize(model, px.patch())
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    model.config.pad_token_id = 0
+    try:
+        if dist.get_rank() == 0:
+            model.save_pretrained(directory)
+        with torch.no_grad():
+            return model(input_ids=ids, labels=torch.tensor([0, 1])).loss.item()
+    finally:
+        px.unpatch()
+
+
+def test_a_save_is_joined_where_a_classifier_is_evaluated(tmp_path: Path) -> None:
+    first, second = pool(2).run(_saved_before_an_evaluation, str(tmp_path), timeout_s=60.0)
+    assert first == second
+    assert (tmp_path / "config.json").is_file()
+
+
+class _SignSGD(torch.optim.Optimizer):
+    """An optimizer of a user's own, which looks at single elements."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+def _step_of_own(directory: str) -> bool:
+    px.patch(tp=2)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        optimizer = _SignSGD(model.parameters())
+        before = model.lm_head.weight.detach().clone()
+        ids = torch.tensor([[5, 6, 7]])
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        return torch.equal(before, model.lm_head.weight)
+    finally:
+        px.unpatch()
+
+
+def test_an_optimizer_of_ones_own_steps_on_shards(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    assert pool(2).run(_step_of_own, str(tmp_path)) == [False, False]
+
+
 def _saves_a_copy(directory: str) -> None:
     px.patch(tp=2)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import pool
 from reference import Tiny, batch, difference, gradients_of, parallel, shard_differences, worst
 from reference_mixtral import TinyMixtral
@@ -58,31 +59,48 @@ def test_the_fused_head_equals_trl_in_one_process(tp: int, temperature: float, d
 
 
 def _of_a_mixture(tp: int, count: int | None, shifted: bool, asked: dict[str, bool]) -> list[float]:
-    """How far loss, balance loss and gradients are from those of TRL in one process."""
+    """How far loss, balance loss and gradients are from those of TRL in one process.
+
+    With a ``count``, by which TRL's trainer takes the sum of the dp ranks' losses for their mean.
+    """
     tiny = TinyMixtral(balance=not asked)
-    reference = tiny.model()
-    model = parallel(reference, px.init_mesh(tp=tp))
+    reference, mesh = tiny.model(), px.init_mesh(tp=tp)
+    model = parallel(reference, mesh)
+    if mesh.dp_size > 1:
+        px.data_parallel(model, mesh)
     inputs = batch(tiny.vocab_size)
     labels = inputs.pop("labels")
     inputs |= {"shift_labels": labels} if shifted else {"labels": labels}
+    own_rows = {name: value[mesh.dp_rank :: mesh.dp_size] for name, value in inputs.items()}
     outputs = []
-    for each in (reference, model):
+    for each, given, dp in ((reference, inputs, 1), (model, own_rows, mesh.dp_size)):
         trl_utils.add_fused_lm_head(each)
-        outputs.append(each(**inputs, **asked, num_items_in_batch=count, fused_lm_head=True))
+        divisor = None if count is None else count / dp
+        outputs.append(each(**given, **asked, num_items_in_batch=divisor, fused_lm_head=True))
         outputs[-1].loss.backward()
     plain, own = outputs
-    differences = [difference(own.loss, plain.loss), difference(own.aux_loss, plain.aux_loss)]
+    found = torch.stack([own.loss.detach(), own.aux_loss.detach()])
+    if mesh.dp_size > 1:
+        dist.all_reduce(found)
+    loss, balance = found / mesh.dp_size
+    differences = [difference(loss, plain.loss), difference(balance, plain.aux_loss)]
     gradients = shard_differences(model, gradients_of(reference), True)
     return [*differences, worst(gradients)[0]]
 
 
 @pytest.mark.parametrize(
     ("tp", "count", "shifted", "asked"),
-    [(2, None, False, {"output_router_logits": True}), (2, 23, True, {}), (1, None, True, {})],
-    ids=["asked for", "by the configuration", "of one rank"],
+    [
+        (2, None, False, {"output_router_logits": True}),
+        (2, 23, True, {}),
+        (1, None, True, {}),
+        (1, 23, False, {}),
+    ],
+    ids=["asked for", "by the configuration", "of one rank", "of dp ranks"],
 )
 def test_a_mixture_adds_its_balance_loss(
     tp: int, count: int | None, shifted: bool, asked: dict[str, bool]
 ) -> None:
-    for differences in pool(tp).run(_of_a_mixture, tp, count, shifted, asked):
+    ranks = 1 if tp == 1 and count is None else 2
+    for differences in pool(ranks).run(_of_a_mixture, tp, count, shifted, asked):
         assert max(differences) < 1e-5

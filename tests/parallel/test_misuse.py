@@ -464,6 +464,16 @@ def test_what_tp_cannot_do_is_refused_by_name(what: str) -> None:
     pool(2).assert_raises(_unsupported, what, error="NotImplementedError", words=what)
 
 
+def _generated_in_any_time() -> int:
+    ids = batch(TINY.vocab_size)["input_ids"]
+    answer = parallel(TINY.model(), mesh_of()).generate(ids, max_time=None, max_new_tokens=1)
+    return answer.shape[1] - ids.shape[1]
+
+
+def test_no_max_time_is_served() -> None:
+    assert pool(2).run(_generated_in_any_time) == [1, 1]
+
+
 def _other_meshes() -> None:
     px.init_mesh(tp=1 + dist.get_rank())
 

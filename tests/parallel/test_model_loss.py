@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from reference_loss import dense_statistics
 import parallel_ext as px
 from parallel_ext import ops
 from parallel_ext.parallel.plan import Options
+from parallel_ext.parallel.state import parallel_models
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
 EACH_OPTION = {name: {name: value} for name, value in OPTIONS.items()} | {"all": OPTIONS}
@@ -302,6 +304,26 @@ def test_fused_loss_is_a_switch() -> None:
 )
 def test_a_fused_loss_that_cannot_be_is_refused(how: str, fused_loss: object, words: str) -> None:
     pool(2).assert_raises(_forced, how, fused_loss, error="ValueError", words=words)
+
+
+def _invariant_with_a_hook() -> None:
+    model = parallel(Tiny().model(), mesh_of(), invariant=px.Invariant(2))
+    _change(model, "a hook")
+    model(**batch(101))
+
+
+def test_a_head_that_px_invariant_cannot_fuse_is_refused() -> None:
+    words = "px.Invariant computes head and loss in one op, but the output head has a hook"
+    pool(2).assert_raises(_invariant_with_a_hook, error="ValueError", words=words)
+
+
+def test_parallel_models_are_listed_as_they_were_made() -> None:
+    """So that ranks which communicate for each of them do it in one order."""
+    mesh, tiny = px.init_mesh(), Tiny(layers=1)
+    made = [parallel(tiny.model(), mesh) for _ in range(12)]
+    copied = copy.deepcopy(made[3])
+    del made[5]
+    assert [each for each in parallel_models() if each in {*made, copied}] == [*made, copied]
 
 
 def _called_inside_another(train: bool) -> tuple[float, torch.Size]:

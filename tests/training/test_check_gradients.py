@@ -61,12 +61,16 @@ def test_frozen_parameters_are_left_out() -> None:
     assert pool(2).run(_frozen) == [names, names]
 
 
-def _too_many_layers() -> None:
-    px.check_gradients(parallel(TINY.model(), mesh_of()), batch(TINY.vocab_size), layers=3)
+def _layers(of_rank_0: int, of_rank_1: int) -> None:
+    layers = (of_rank_0, of_rank_1)[dist.get_rank()]
+    px.check_gradients(parallel(TINY.model(), mesh_of()), batch(TINY.vocab_size), layers=layers)
 
 
-def test_layers_out_of_range_are_refused() -> None:
-    pool(2).assert_raises(_too_many_layers, words="layers=3 is not in 1 to 2")
+@pytest.mark.parametrize(
+    ("layers", "words"), [((2, 3), "layers=3 is not in 1 to 2"), ((1, 2), "layers must be equal")]
+)
+def test_layers_of_one_rank_are_refused_on_all(layers: tuple[int, int], words: str) -> None:
+    pool(2).assert_raises(_layers, *layers, words=words)
 
 
 def _other_lengths() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import pool
-from reference import assert_within, gradients_of, shard_differences, worst
+from reference import Tiny, assert_within, gradients_of, shard_differences, worst
 from reference_mixtral import Layout, TinyMixtral, own_batch, spread
 
 import parallel_ext as px
@@ -78,6 +78,30 @@ def _dropped(how: str, zero: int) -> tuple[float, str]:
 )
 def test_what_was_dropped_is_in_no_later_gradient(how: str, zero: int) -> None:
     assert_within(pool(2).run(_dropped, how, zero))
+
+
+def _nested(layout: Layout, zero: int | None) -> tuple[float, str]:
+    tiny = Tiny(heads=4, key_value_heads=1)
+    reference, model, mesh = spread(tiny, layout, zero)
+    data = [own_batch(tiny, mesh, seed) for seed in (3, 4, 5)]
+    for whole, _ in data:
+        reference(**whole).loss.backward()
+    optimizer = torch.optim.SGD(model.parameters())
+    with px.no_sync(model):
+        with px.no_sync(model):
+            model(**data[0][1]).loss.backward()
+        model(**data[1][1]).loss.backward()
+        with pytest.raises(RuntimeError, match=r"step after a backward under px\.no_sync"):
+            optimizer.step()
+    model(**data[2][1]).loss.backward()
+    return worst(shard_differences(model, gradients_of(reference), True))
+
+
+@pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 2, 1), None), (Layout(2, 1, 1), 2)])
+def test_the_inner_one_of_two_contexts_does_not_end_the_outer(
+    layout: Layout, zero: int | None
+) -> None:
+    assert_within(pool(2).run(_nested, layout, zero))
 
 
 def _checked(inside: bool, zero: int) -> tuple[tuple[float, str], float]:

@@ -392,6 +392,7 @@ def _refusals() -> list[str]:
         refused(lambda: px.train_leaves(made(leaves=2).eval(), whole)),
         refused(lambda: px.train_leaves(model, {"input_ids": whole["input_ids"]})),
         refused(lambda: px.train_leaves(model, short)),
+        refused(lambda: px.train_leaves(model, whole if mesh.rank else short)),
         refused(lambda: px.train_leaves(model, own)),
         refused(lambda: model(**whole).loss.backward()),
     ]
@@ -526,6 +527,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         "px.parallelize(..., invariant=)",
         "model.train()",
         "has no labels",
+        "must have its 3 rows",
         "must have its 3 rows",
         "every rank passes those of the whole batch",
         "needs px.train_leaves",

@@ -322,6 +322,7 @@ def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Pat
     """From the last checkpoint that is complete; other weights are there before."""
     folder = tmp_path / "ours"
     pool(JOBS[saved].layout.world).run(run, JOBS[saved], folder)
+    shutil.copytree(folder / "checkpoint-3", folder / "checkpoint-kept-99")  # by a user
     (folder / "checkpoint-3" / "trainer_state.json").write_text('{"epoch":')  # killed while written
     shutil.rmtree(folder / "checkpoint-2" / "parallel_ext")  # killed before
     entries, *predicted = expected(loaded, tmp_path)
@@ -374,6 +375,28 @@ def test_files_are_huggingfaces_and_lie_on_the_disk_once(tmp_path: Path) -> None
     assert state["global_step"] == 3
 
 
+def _pushed(job: Job, folder: Path) -> set[str]:
+    """What lies where a model goes to the hub from, after a training."""
+    with world():
+        trainer, _ = made(job, folder / "job")
+        trainer.train()
+        trainer.init_hf_repo = mock.Mock()
+        trainer.hub_model_id = "user/model"
+        with (
+            mock.patch("transformers.trainer.hf_api") as hub,
+            mock.patch.object(px.Trainer, "create_model_card"),
+        ):
+            trainer.push_to_hub(blocking=True)
+        assert hub().upload_folder.call_count == (dist.get_rank() == 0)
+        return {path.name for path in (folder / "job").iterdir()}
+
+
+def test_what_goes_to_the_hub_is_the_model_beside_its_checkpoints(tmp_path: Path) -> None:
+    for found in pool(2).run(_pushed, JOBS["tp 2"], tmp_path):
+        assert {"config.json", "model.safetensors.index.json", "checkpoint-3"} <= found
+        assert not found & {"parallel_ext", "trainer_state.json"}
+
+
 def _best(job: Job, folder: Path) -> tuple[float, float]:
     with world():
         trainer, logs = made(job, folder)
@@ -418,8 +441,9 @@ def test_a_plain_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_function_that_makes_the_model_is_refused(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path))
     with world(), pytest.raises(NotImplementedError, match="model_init= is not supported"):
-        px.Trainer(model_init=LLAMA.model, args=transformers.TrainingArguments(str(tmp_path)))
+        px.Trainer(None, args, None, None, None, None, LLAMA.model)
 
 
 def _other_batch(job: Job, folder: Path) -> None:
