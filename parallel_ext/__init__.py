@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from parallel_ext.training.adafactor import Adafactor
     from parallel_ext.training.data_parallel import data_parallel, no_data_parallel
     from parallel_ext.training.forced_routing import force_routing
-    from parallel_ext.training.grad_scaler import GradScaler
     from parallel_ext.training.gradient_check import GradientReport, check_gradients
     from parallel_ext.training.gradients import clip_grad_norm_, no_sync
     from parallel_ext.training.leaves import leaves, train_leaves
@@ -94,7 +93,6 @@ _HOMES = {
     "training.adafactor": ("Adafactor",),
     "training.data_parallel": ("data_parallel", "no_data_parallel"),
     "training.forced_routing": ("force_routing",),
-    "training.grad_scaler": ("GradScaler",),
     "training.gradient_check": ("GradientReport", "check_gradients"),
     "training.gradients": ("clip_grad_norm_", "no_sync"),
     "training.leaves": ("leaves", "train_leaves"),

@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
-from parallel_ext.distributed.mesh import Mesh, check_mesh
+from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.sharding._torch_private import unscale_all
 from parallel_ext.sharding.slices import local_part
-
-
-class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a parallel model: an overflow on one rank counts on all.
-
-    An infinity in one rank's shard would else let that rank skip the step and lower its scale while
-    the others step. torch's own does the same once a model is parallel; this one says which mesh.
-
-    Every rank makes it and calls ``scale``, ``unscale_``, ``step`` and ``update``, which do what
-    they do in torch; ``px.clip_grad_norm_`` belongs after ``unscale_``. For each
-    optimizer and step the ranks compare their scales and all-gather one number, over tp and over
-    dp; with ``data_parallel`` or without it.
-
-    Args:
-        mesh: the ranks of the model, and their device.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of
-            ``torch.amp.GradScaler``; the same on all ranks.
-
-    Raises:
-        DisagreementError: by ``unscale_`` or ``step``, on all ranks: their scales differ.
-        CollectiveTimeout: by the same: not all ranks called it.
-
-    Example:
-        >>> scaler = GradScaler(mesh)  # doctest: +SKIP
-        >>> scaler.scale(model(**batch).loss).backward()  # doctest: +SKIP
-        >>> scaler.step(optimizer)  # doctest: +SKIP
-        >>> scaler.update()  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        check_mesh("GradScaler", mesh)
-        self._mesh = mesh
-        device = mesh.device.type
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, *args: Any
-    ) -> dict[torch.device, torch.Tensor]:
-        return unscale_on_all_ranks(self, self._mesh, optimizer, *args)
 
 
 def unscale_on_all_ranks(

@@ -570,8 +570,8 @@ def test_what_is_no_parallel_model_is_named() -> None:
             call()
     with pytest.raises(TypeError, match="int is not a parallel model"):
         px.RoutingMetrics(3)
-    with pytest.raises(TypeError, match="GradScaler needs the mesh .* given a float"):
-        px.GradScaler(0.0)
+    with pytest.raises(TypeError, match="data_parallel needs the mesh .* given a float"):
+        px.data_parallel(TINY.model(), 0.0)
     with pytest.raises(TypeError, match="data_parallel needs the mesh .* was given none"):
         px.data_parallel(TINY.model(), None)
 

@@ -40,10 +40,7 @@ def _train(
 ) -> tuple[list[float], list[float], float]:
     """The scales of both, and how far our parameters are from those of the single process."""
     reference, model, mesh = spread(TINY, layout, zero)
-    scalers = (
-        torch.amp.GradScaler("cpu", init_scale, growth_interval=2),
-        px.GradScaler(mesh, init_scale, growth_interval=2),
-    )
+    scalers = [torch.amp.GradScaler("cpu", init_scale, growth_interval=2) for _ in range(2)]
     ours, theirs = _optimizer(model, name), _optimizer(reference, name)
     scales: tuple[list[float], list[float]] = [], []
     for step in range(5):
@@ -75,11 +72,11 @@ def test_steps_and_scales_are_those_of_the_single_process(
         assert error <= FLOOR[torch.float16]
 
 
-def _overflow(own: bool, name: str, clip: bool) -> tuple[bool, float]:
+def _overflow(name: str, clip: bool) -> tuple[bool, float]:
     """Whether a rank made the step when only the last one holds an infinity, and its scale."""
     _, model, mesh = spread(TINY, Layout(1, 2, 1), None)
     optimizer = _optimizer(model, name)
-    scaler = px.GradScaler(mesh) if own else torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(**batch(TINY.vocab_size)).loss).backward()
     if mesh.rank == 1:
         model.lm_head.weight.grad[3, 5] = float("inf")
@@ -91,16 +88,15 @@ def _overflow(own: bool, name: str, clip: bool) -> tuple[bool, float]:
     return not torch.equal(model.lm_head.weight, before), scaler.get_scale()
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["px", "torch"])
 @pytest.mark.parametrize("clip", [False, True], ids=["", "unscaled before"])
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
-def test_all_ranks_skip_the_step_when_one_shard_overflows(own: bool, name: str, clip: bool) -> None:
-    assert pool(2).run(_overflow, own, name, clip) == [(False, 2.0**15)] * 2
+def test_all_ranks_skip_the_step_when_one_shard_overflows(name: str, clip: bool) -> None:
+    assert pool(2).run(_overflow, name, clip) == [(False, 2.0**15)] * 2
 
 
 def _overflow_without_extension() -> tuple[bool, float]:
     with mock.patch.object(interplay_gradients, "owners_of", return_value={}):
-        return _overflow(False, "SGD", False)
+        return _overflow("SGD", False)
 
 
 def test_the_test_above_notices_ranks_that_decide_alone() -> None:
@@ -110,13 +106,13 @@ def test_the_test_above_notices_ranks_that_decide_alone() -> None:
 def _scaled_otherwise() -> None:
     _, model, mesh = spread(TINY, Layout(1, 2, 1), None)
     optimizer = _optimizer(model, "SGD")
-    scaler = px.GradScaler(mesh, init_scale=2.0 ** (8 + mesh.rank))
+    scaler = torch.amp.GradScaler("cpu", 2.0 ** (8 + mesh.rank))
     _step(model, optimizer, scaler, batch(TINY.vocab_size))
 
 
 def _in_fp16() -> None:
     model = parallel(replace(TINY, dtype=torch.float16).model(), mesh_of())
-    _step(model, _optimizer(model, "SGD"), px.GradScaler(mesh_of()), batch(TINY.vocab_size))
+    _step(model, _optimizer(model, "SGD"), torch.amp.GradScaler("cpu"), batch(TINY.vocab_size))
 
 
 def test_scales_that_differ_and_gradients_in_fp16_are_refused_on_all_ranks() -> None:
@@ -132,11 +128,5 @@ def test_scales_that_differ_and_gradients_in_fp16_are_refused_on_all_ranks() -> 
 
 def test_one_process_needs_no_other_ranks() -> None:
     model = parallel(TINY.model(), px.init_mesh())
-    scaler = px.GradScaler(px.init_mesh(), enabled=False)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     assert _step(model, _optimizer(model, "SGD"), scaler, batch(TINY.vocab_size)) == 1.0
-
-
-def test_the_factors_of_the_scale_are_those_that_were_given() -> None:
-    scaler = px.GradScaler(px.init_mesh(), 8.0, 3.0, 0.25, 7)
-    given = scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()
-    assert (*given, scaler.get_growth_interval()) == (8.0, 3.0, 0.25, 7)
