@@ -188,8 +188,6 @@ def _with_loss(
     if wants_balance(model, state, arguments):
         fields["aux_loss"] = balance_of(model, state, output, arguments)
         loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
-    if state.caller_scales_loss and options.get("num_items_in_batch") is not None:
-        loss = loss / state.mesh.dp_size
     fields["loss"] = loss
     if _wants_logits(model, state):
         fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)

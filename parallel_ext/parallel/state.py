@@ -65,8 +65,6 @@ class ParallelState(nn.Module):
         generates: whether ``generate`` is running.
         replicas_over_dp: what of the parameters the dp ranks compare next.
         own_forward: the function that stands for the class's forward in the instance.
-        caller_scales_loss: whether the caller multiplies a loss that has ``num_items_in_batch`` by
-            the number of dp ranks, as HuggingFace's trainer does.
         forward_ran: whether it has begun in this call; False only where another forward stands
             there and has not called it yet.
         drops: whether the model has dropout outside of what is sharded.
@@ -106,7 +104,6 @@ class ParallelState(nn.Module):
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
         self.replicas_over_dp = ReplicaCycle(tuple(ranks), mesh.world_size)
         self.own_forward: Callable[..., Any] | None = None
-        self.caller_scales_loss = False
         self.forward_ran = True
         self.drops = False
 

@@ -99,24 +99,18 @@ class TrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Compute the loss by the trainer's own rule, whose factor of dp is not applied twice."""
-        state = state_of(self.model)
-        by_rank = self._mesh.dp_size > 1 and self._computes_losses
-        if by_rank and num_items_in_batch is None:
+        """Compute the loss, times dp where it is of a rank's logits; the model's is the job's."""
+        of_rank = self._mesh.dp_size > 1 and self._computes_losses
+        if of_rank and num_items_in_batch is None:
             # In an evaluation it would be divided by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
-        scales = self.args.average_tokens_across_devices
-        # The loss of a leaf is not scaled: a number over 7, times 7, may have other bits.
-        # That of a model that classifies is divided by no count, and is the job's by itself.
-        self.args.average_tokens_across_devices = not state.in_leaf and (
-            by_rank or (scales and state.spec.head is not None)
-        )
-        state.caller_scales_loss = self.args.average_tokens_across_devices
+        asked = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = of_rank
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            state.caller_scales_loss, self.args.average_tokens_across_devices = False, scales
+            self.args.average_tokens_across_devices = asked
 
     @property
     def _computes_losses(self) -> bool:
