@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.ops import Group
@@ -39,3 +41,21 @@ def entered(hidden: torch.Tensor, group: Group, unchanged: bool = False) -> torc
     if not (hidden.requires_grad and torch.is_grad_enabled()):
         return hidden
     return _Entered.apply(hidden, group) if unchanged else ops.copy_to_region(hidden, group)
+
+
+class ChangeOutput:
+    """A forward hook: changes what a module returns, or the first of it.
+
+    Args:
+        change: returns another tensor for the one that it is given.
+    """
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.change = change
+
+    def __call__(
+        self, module: nn.Module, args: tuple, output: torch.Tensor | tuple
+    ) -> torch.Tensor | tuple:
+        if isinstance(output, tuple):
+            return (self.change(output[0]), *output[1:])
+        return self.change(output)

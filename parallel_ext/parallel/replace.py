@@ -22,7 +22,7 @@ from parallel_ext.nn.linear import (
 )
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.norm import RMSNormOfShards
-from parallel_ext.nn.region import entered
+from parallel_ext.nn.region import ChangeOutput, entered
 from parallel_ext.nn.routing import Product, Routing
 from parallel_ext.nn.sharded_module import Mark, ShardedModule
 from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
@@ -144,30 +144,6 @@ class WantSharded:
         )
 
 
-class CopyOutput:
-    """A forward hook: what a module returns enters tensor-parallel regions behind it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return entered(output, self.group)
-
-
-class SumOutput:
-    """A forward hook: what a module returns, or the first of it, is this rank's addend."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(
-        self, module: nn.Module, args: tuple, output: torch.Tensor | tuple
-    ) -> torch.Tensor | tuple:
-        if isinstance(output, tuple):
-            return (ops.reduce_from_region(output[0], self.group), *output[1:])
-        return ops.reduce_from_region(output, self.group)
-
-
 def replace_modules(model: nn.Module, plan: Plan) -> tuple[PartialGradients | None, list[Routing]]:
     """Replace all modules that the plan's spec names, each old weight freed before the next.
 
@@ -200,7 +176,8 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
     spec, tp = plan.spec, plan.mesh.tp
     if tp.size == 1:
         return
-    copy_output = CopyOutput(tp)
+    sum_output = ChangeOutput(partial(ops.reduce_from_region, group=tp))
+    copy_output = ChangeOutput(partial(entered, group=tp))
     for path in spec.shared:
         model.get_submodule(path).register_forward_hook(copy_output)
     for path, sublayer in spec.sublayers(plan.layout).items():
@@ -216,7 +193,7 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
             readers = () if sublayer in spec.regions else sublayer.inputs
             CopyInput(tp, tuple(readers)).attach(module)
         if isinstance(sublayer, RegionNames) and sublayer.merges:
-            module.register_forward_hook(SumOutput(tp))
+            module.register_forward_hook(sum_output)
 
 
 class OfRank:

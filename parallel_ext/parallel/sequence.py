@@ -31,7 +31,7 @@ from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.fused_loss import are_listened_to, current_loss_call
 from parallel_ext.nn.grad_sync import PartialGradients, UsedInParts
 from parallel_ext.nn.recomputation import once, watch_checkpoints
-from parallel_ext.nn.region import entered
+from parallel_ext.nn.region import ChangeOutput, entered
 from parallel_ext.ops import Group
 from parallel_ext.parallel.check_sequence import (
     POSITIONS,
@@ -191,11 +191,15 @@ class WatchEnds:
         self.own.embeds = False
 
 
-class TakeOwn:
-    """A forward pre-hook of the first decoder layer: takes this rank's tokens in training."""
+class _OfOwnTokens:
+    """A hook that knows the tokens of each rank."""
 
     def __init__(self, own: OwnTokens) -> None:
         self.own = own
+
+
+class TakeOwn(_OfOwnTokens):
+    """A forward pre-hook of the first decoder layer: takes this rank's tokens in training."""
 
     def __call__(self, module: nn.Module, args: tuple) -> tuple | None:
         hidden, own = args[0], self.own
@@ -209,40 +213,20 @@ class TakeOwn:
         return (ops.take_tokens(hidden, sizes, own.group), *args[1:])
 
 
-class BeginLayer:
+class BeginLayer(_OfOwnTokens):
     """A forward pre-hook of a decoder layer: says whether its hidden states are of own tokens."""
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.own.begin(args[0], kwargs[POSITIONS][0].size(-2))  # the cosines [..., S, head_dim]
 
 
-class EnterSublayer:
+class EnterSublayer(_OfOwnTokens):
     """A forward pre-hook of an attention or MLP: gathers the tokens that its ranks hold."""
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
             return (self.own.enter(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.own.enter(kwargs["hidden_states"])}
-
-
-class LeaveSublayer:
-    """A forward hook of an attention or MLP: sums its output, where tokens are own for these."""
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
-
-    def __call__(
-        self, module: nn.Module, args: tuple, output: torch.Tensor | tuple
-    ) -> torch.Tensor | tuple:
-        if isinstance(output, tuple):
-            return (self.own.leave(output[0]), *output[1:])
-        return self.own.leave(output)
 
 
 class JitterOwn:
@@ -278,14 +262,11 @@ class JitterOwn:
             self._noise = None
 
 
-class GatherLogits:
+class GatherLogits(_OfOwnTokens):
     """A forward hook of a router: gathers its logits where the model returns those of all tokens.
 
     From these every rank computes the whole load balancing loss.
     """
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
         own, recomputed = self.own, running_backward() != -1
@@ -295,25 +276,19 @@ class GatherLogits:
         return (logits, *output[1:])
 
 
-class WantLogits:
+class WantLogits(_OfOwnTokens):
     """A forward pre-hook of the decoder: says whether it is to return the routers' logits."""
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         asked = kwargs.get("output_router_logits")
         self.own.wants_logits = module.config.output_router_logits if asked is None else bool(asked)
 
 
-class GatherAll:
+class GatherAll(_OfOwnTokens):
     """A forward hook of the final norm: every rank gets the hidden states of all tokens.
 
     Not where the output head takes those of own tokens.
     """
-
-    def __init__(self, own: OwnTokens) -> None:
-        self.own = own
 
     def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         sizes = self.own.now()
@@ -349,7 +324,7 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
             _give_own_tokens(module, sublayer, own)
         else:
             module.register_forward_pre_hook(EnterSublayer(own), with_kwargs=True)
-            module.register_forward_hook(LeaveSublayer(own))
+            module.register_forward_hook(ChangeOutput(own.leave))
     for path in in_parts:
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)

@@ -42,7 +42,7 @@ from reference_ops import counted
 from safetensors.torch import load_file
 
 import parallel_ext as px
-from parallel_ext.parallel.sequence import EnterSublayer
+from parallel_ext.nn.region import ChangeOutput
 
 TINY = TinyQwen2Moe(inner=17)
 OWN: dict[str, Any] = {"sequence_parallel": True}
@@ -233,9 +233,9 @@ def _broken(what: str) -> float:
     if what == "sum of the input's gradient":
         expert._forward_pre_hooks.clear()
     elif what == "order of the sums":
-        (enter,) = (h for h in expert._forward_pre_hooks.values() if isinstance(h, EnterSublayer))
-        plain = enter.own.leave
-        enter.own.leave = lambda partial: plain(partial.flip(0) if partial.dim() == 2 else partial)
+        (leave,) = (h for h in expert._forward_hooks.values() if isinstance(h, ChangeOutput))
+        plain = leave.change
+        leave.change = lambda partial: plain(partial.flip(0) if partial.dim() == 2 else partial)
     return worst(gradient_differences(reference, model, batch(TINY.vocab_size)))[0]
 
 
