@@ -27,7 +27,7 @@ from parallel_ext.interplay.data_loaders import (
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
-from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.owners import owners_in, owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
 from parallel_ext.sharding._torch_private import scheduler_steps
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
@@ -248,14 +248,11 @@ def prepare_scheduler(
 
     Under ``px.Invariant`` a step of the optimizer is one of the scheduler, on any layout.
     """
-    optimizer = getattr(scheduler, "optimizer", None)
-    groups = getattr(optimizer, "param_groups", [])
-    owners = owners_of(parameter for group in groups for parameter in group["params"])
     prepared = plain(self, scheduler, *args, **kwargs)
-    for owned in owners.values():
+    owners = owners_in(getattr(scheduler, "optimizer", None))
+    if (owned := next(iter(owners.values()), None)) is not None:
         by_leaves = state_of(owned.model).trains_by_leaves
         _steps[prepared] = 1 if by_leaves else owned.mesh.dp_size
-        break
     return prepared
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.joining import arrive
-from parallel_ext.parallel.owners import Owned, owners_of
+from parallel_ext.parallel.owners import Owned, owners_in, owners_of
 from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.grad_scaler import unscale_on_all_ranks
@@ -127,8 +127,7 @@ def unscale_grads_(
     *args: Any,
 ) -> dict[torch.device, torch.Tensor]:
     """Extend ``torch.amp.GradScaler`` so that an overflow on one rank counts on all ranks."""
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    meshes = {owned.mesh for owned in owners_of(parameters).values()}
+    meshes = {owned.mesh for owned in owners_in(optimizer).values()}
     if not meshes:
         return plain(self, optimizer, *args)
     if len(meshes) > 1:

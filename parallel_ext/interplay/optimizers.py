@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import world
 from parallel_ext.parallel.extending import called_by_this_package
-from parallel_ext.parallel.owners import Owned, owners_of
+from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.shards import LocalShard, Unplaced
@@ -72,7 +72,7 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     if not (verdict := _verdicts[optimizer]):
         return
     known = _known(optimizer) or _ANY
-    for owned in _owners(optimizer).values():
+    for owned in owners_in(optimizer).values():
         if owned.is_sharded and known.of in owned.name:
             raise RuntimeError(
                 f"{type(optimizer).__name__} {verdict}, but {owned.name} is sharded: rank 0 holds "
@@ -85,7 +85,7 @@ def _refuse_among_leaves(optimizer: torch.optim.Optimizer) -> None:
     """Raise if a model of the optimizer has no gradients yet, but those of some leaves."""
     if all(state_of(model).leaf_loop is None for model in parallel_models()):
         return
-    for owned in _owners(optimizer).values():
+    for owned in owners_in(optimizer).values():
         state = state_of(owned.model)
         if state.leaf_loop is not None:
             raise RuntimeError(
@@ -99,7 +99,7 @@ def _refuse_among_leaves(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_before_sums(optimizer: torch.optim.Optimizer) -> None:
     """Raise if gradients of a model of the optimizer have not been summed over the ranks."""
     waiting = [model for model in parallel_models() if _waits(state_of(model))]
-    if waiting and any(owned.model in waiting for owned in _owners(optimizer).values()):
+    if waiting and any(owned.model in waiting for owned in owners_in(optimizer).values()):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step after a backward under px.no_sync, whose gradients "
             "the next backward outside of it sums over the ranks: run the last backward before a "
@@ -116,7 +116,7 @@ def _waits(state: ParallelState) -> bool:
 def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
     """Raise for an optimizer whose kernel has other bits for the last elements of a tensor."""
     if any(group.get("fused") for group in optimizer.param_groups):
-        for owned in _owners(optimizer).values():
+        for owned in owners_in(optimizer).values():
             if state_of(owned.model).invariant is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} with fused=True has other bits at the end of a "
@@ -177,10 +177,6 @@ def _stepped(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Ten
     return parameter.detach()
 
 
-def _owners(optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
-    return owners_of(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _numbered(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -196,7 +192,7 @@ def _place_of(optimizer: torch.optim.Optimizer, key: str, place: TensorLayout) -
 
 def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer) -> dict[str, Any]:
     """Extend ``Optimizer.state_dict`` so that shards know their place; it adds a marker of them."""
-    result, owners, rank = plain(self), _owners(self), world()[0]
+    result, owners, rank = plain(self), owners_in(self), world()[0]
     if not any(owned.is_sharded for owned in owners.values()):
         return result
     state = dict(result["state"])
@@ -230,7 +226,7 @@ def load_state_dict(
     Raises:
         RuntimeError: shards are another rank's, or of unknown origin; on every rank.
     """
-    owners, op_name = _owners(self), f"{type(self).__name__}.load_state_dict"
+    owners, op_name = owners_in(self), f"{type(self).__name__}.load_state_dict"
     sharded = [owned for owned in owners.values() if owned.is_sharded]
     if not sharded:
         if STATE_NAME in state_dict:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -92,18 +93,16 @@ def _fields(
     if shifted is None:  # as TRL does, the last position of each row has no label
         hidden, shifted = hidden[:, :-1], labels[:, 1:]
     mask = shifted != -100
-    options = ops.LossOptions(reduction="none", logit_scale=scale)
-    where = (head.out_features, head.vocab_range, options)
-    statistics = ops.linear_vocab_cross_entropy_statistics(
-        hidden.flatten(0, -2),
-        head.weight,
-        shifted.reshape(-1),
-        *where,
+    targets, how = shifted.reshape(-1), ops.LossOptions(reduction="none", logit_scale=scale)
+    statistics_by = partial(
+        ops.linear_vocab_cross_entropy_statistics,
+        *(hidden.flatten(0, -2), head.weight, targets, head.out_features, head.vocab_range),
         bias=head.bias,
-        entropy="entropy" in wanted,
-        argmax="is_top1" in wanted,
-        log_sum_exp="log_sum_sq_probs" in wanted,
         group=head.group,
+    )
+    squared = "log_sum_sq_probs" in wanted
+    statistics = statistics_by(
+        how, entropy="entropy" in wanted, argmax="is_top1" in wanted, log_sum_exp=squared
     )
     log_probs = -statistics.loss.view(mask.shape)
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if count is None else count)
@@ -115,8 +114,9 @@ def _fields(
     with torch.no_grad():
         if "mean_logits" in wanted:
             fields["mean_logits"] = _mean_logits(head, hidden, scale).masked_fill(~mask, 0)
-        if "log_sum_sq_probs" in wanted:
-            squares = _log_sum_exp(head, hidden, shifted, 2 * scale) - 2 * statistics.log_sum_exp
+        if squared:
+            of_squares = statistics_by(replace(how, logit_scale=2 * scale), log_sum_exp=True)
+            squares = of_squares.log_sum_exp - 2 * statistics.log_sum_exp
             fields["log_sum_sq_probs"] = squares.view(mask.shape).masked_fill(~mask, 0)
     if wants_balance(model, state, kwargs):
         fields["aux_loss"] = balance_of(model, state, output, kwargs)
@@ -131,19 +131,3 @@ def _mean_logits(head: VocabParallelHead, hidden: torch.Tensor, scale: float) ->
     bias = rows.new_zeros(1) if head.bias is None else head.bias.sum(dtype=wide).view(1)
     total = ops.reduce_from_region(torch.cat([rows, bias]), head.group)
     return (hidden.to(wide) @ total[:-1] + total[-1]) * (scale / head.out_features)
-
-
-def _log_sum_exp(
-    head: VocabParallelHead, hidden: torch.Tensor, labels: torch.Tensor, scale: float
-) -> torch.Tensor:
-    return ops.linear_vocab_cross_entropy_statistics(
-        hidden.flatten(0, -2),
-        head.weight,
-        labels.reshape(-1),
-        head.out_features,
-        head.vocab_range,
-        ops.LossOptions(reduction="none", logit_scale=scale),
-        bias=head.bias,
-        log_sum_exp=True,
-        group=head.group,
-    ).log_sum_exp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -19,63 +20,63 @@ def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
     Raises:
         ValueError: names what cannot.
     """
-    refused = "parallelize: sequence_parallel=True "
+    for problem in _problems(model, spec):
+        raise ValueError(f"parallelize: sequence_parallel=True {problem}")
+
+
+def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
+    """Yield what keeps the tokens from being divided, each an end of a sentence."""
     for path, sublayer in sublayers_of_layers(model, spec).items():
         module = model.get_submodule(path)
         for name in beside_experts(module, sublayer) if isinstance(sublayer, MixtureNames) else []:
             linear = type(each := module.get_submodule(name)) is nn.Linear
             if name != sublayer.router and not linear:
-                raise ValueError(
-                    f"{refused}gives a mixture this rank's tokens, of which beside router and "
-                    f"experts only linears are right; {path}.{name} is a {type(each).__name__}"
+                yield (
+                    "gives a mixture this rank's tokens, of which beside router and experts only "
+                    f"linears are right; {path}.{name} is a {type(each).__name__}"
                 )
-        if (
-            isinstance(sublayer, MixtureNames)
-            and sublayer.jitter_of(model.config) > 0
-            and sublayer.block_jitter is None
-        ):
-            raise ValueError(
-                f"{refused}needs the attribute of {path} with the noise of {sublayer.jitter}; name "
-                "it by block_jitter in the spec"
+        noisy = isinstance(sublayer, MixtureNames) and sublayer.jitter_of(model.config) > 0
+        if noisy and sublayer.block_jitter is None:
+            yield (
+                f"needs the attribute of {path} with the noise of {sublayer.jitter}; name it by "
+                "block_jitter in the spec"
             )
         if isinstance(sublayer, RegionNames) and sublayer.entry is not None:
-            raise ValueError(f"{refused}does not serve the entry of {path}; leave it out")
+            yield f"does not serve the entry of {path}; leave it out"
         if isinstance(sublayer, AttentionNames) and (
             POSITIONS not in inspect.signature(type(module).forward).parameters
         ):
-            raise ValueError(
-                f"{refused}needs an attention that is given {POSITIONS}, which tell the number of "
-                f"tokens; {path} is a {type(module).__name__}"
+            yield (
+                f"needs an attention that is given {POSITIONS}, which tell the number of tokens; "
+                f"{path} is a {type(module).__name__}"
             )
     layer = type(model.get_submodule(f"{spec.layers}.0"))
     if spec.attention is None and POSITIONS not in inspect.signature(layer.forward).parameters:
-        raise ValueError(
-            f"{refused}needs decoder layers that are given {POSITIONS}, which tell the number of "
-            f"tokens; {spec.layers}.0 is a {layer.__name__}"
+        yield (
+            f"needs decoder layers that are given {POSITIONS}, which tell the number of tokens; "
+            f"{spec.layers}.0 is a {layer.__name__}"
         )
     if not spec.embedding.startswith(f"{decoder_of(spec)}."):
-        raise ValueError(
-            f"{refused}needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but "
-            f"it is {spec.embedding}"
+        yield (
+            f"needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but it is "
+            f"{spec.embedding}"
         )
     norms = norms_of(model, spec)
     for path in norms:
         if "Norm" not in type(module := model.get_submodule(path)).__name__:
-            raise ValueError(
-                f"{refused}divides the tokens of what stands between the sublayers, which must be "
-                f"norms; {path} is a {type(module).__name__}"
+            yield (
+                "divides the tokens of what stands between the sublayers, which must be norms; "
+                f"{path} is a {type(module).__name__}"
             )
     behind = [path for path in norms if not path.startswith(f"{spec.layers}.")]
     if len(behind) != 1:
-        raise ValueError(
-            f"{refused}needs one norm behind the decoder layers, but there are "
-            f"{', '.join(behind) or 'none'}"
-        )
+        there = ", ".join(behind) or "none"
+        yield f"needs one norm behind the decoder layers, but there are {there}"
     for path, module in model.get_submodule(spec.layers).named_modules():
         if type(module) is nn.Dropout and module.p > 0:
-            raise ValueError(
-                f"{refused}does not serve dropout between the sublayers, whose masks would depend "
-                f"on the layout; set that of {spec.layers}.{path}, {module.p}, to 0"
+            yield (
+                "does not serve dropout between the sublayers, whose masks would depend on the "
+                f"layout; set that of {spec.layers}.{path}, {module.p}, to 0"
             )
 
 

@@ -374,7 +374,7 @@ def _bypass(model: nn.Module) -> RuntimeError:
 
 def _refuse_backward_apart(state: ParallelState, output: Any) -> None:
     """Let a backward from what a forward returns be refused."""
-    for tensor in tree_leaves(dict(output.items())):
+    for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda grad: _refuse_training_apart(state))
 

@@ -78,6 +78,12 @@ def owners_of(tensors: Iterable[torch.Tensor]) -> dict[int, Owned]:
     return {key: owned for key, owned in found.items() if key in wanted}
 
 
+def owners_in(optimizer: torch.optim.Optimizer | None) -> dict[int, Owned]:
+    """Find which parameters of an optimizer are of parallel models, as :func:`owners_of` does."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return owners_of(parameter for group in groups for parameter in group["params"])
+
+
 def owner_of_memory(tensor: torch.Tensor) -> Owned | None:
     """Find the parameter of a parallel model of whose memory a plain tensor is a part.
 

@@ -17,7 +17,7 @@ from torch import nn
 from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.steps import complete_steps
-from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.owners import owners_in
 from parallel_ext.parallel.state import is_parallel, state_of
 
 LEFT_OUT: dict[str, Any] = {}
@@ -50,9 +50,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _owner(optimizer: Any) -> nn.Module | None:
     """Return the parallel model whose parameters an optimizer has; None for another's."""
-    groups = unwrapped(optimizer).param_groups
-    owners = owners_of(parameter for group in groups for parameter in group["params"])
-    return next((owned.model for owned in owners.values()), None)
+    return next((owned.model for owned in owners_in(unwrapped(optimizer)).values()), None)
 
 
 class _Parts:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.parallel.state import model_of, state_of
-from parallel_ext.training.leaf_rounds import LeafRounds
+from parallel_ext.training.leaf_rounds import LeafRounds, check_batches_of_step
 
 
 class LeafSteps:
@@ -84,13 +84,8 @@ class LeafSteps:
             noun="the batch's ",
             advice="give every dp rank as many",
         )
-        dp, begun = state.mesh.dp_size, f"Accelerator: under px.Invariant(leaves={self.count})"
-        if accelerator.gradient_accumulation_steps * dp != self.count:
-            raise ValueError(
-                f"{begun} a step is that many batches of dp ranks, but gradient_accumulation_steps="
-                f"{accelerator.gradient_accumulation_steps} times dp={dp} is another number; "
-                "choose leaves as their product, on all layouts that are compared"
-            )
+        check_batches_of_step("Accelerator", state, accelerator.gradient_accumulation_steps)
+        begun = f"Accelerator: under px.Invariant(leaves={self.count})"
         loader = accelerator.gradient_state.active_dataloader
         if loader is not None and isinstance(loader.dataset, IterableDataset):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +22,7 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
+from parallel_ext.sharding._torch_private import tree_leaves
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.training.fsdp_collectives import exchange_by
@@ -309,8 +309,8 @@ class _AfterForward:
             self._parameters.after_forward()
         elif not self._state.generates:
             to_shards(model)
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
@@ -318,15 +318,6 @@ class _AfterForward:
         self._state.fsdp_gradients.begin_backward()
         if self._state.partials is not None:
             self._state.partials.open()
-
-
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output, such as those of ``hidden_states``."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (tuple, list, Mapping)):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
 
 
 class RunsOnAny:

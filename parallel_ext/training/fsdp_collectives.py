@@ -42,7 +42,7 @@ def exchange_by(model: nn.Module, mesh: Mesh, sums: LeafSums | None) -> dict[str
                 reduce = (
                     _OwnRows()  # of experts, whose gradients are sums over the leaves before
                     if of_experts
-                    else _SumOverLeaves(dist.all_to_all_single, "all_to_all", mesh, group, sums)
+                    else _SumOverLeaves(sums, dist.all_to_all_single, "all_to_all", mesh, group)
                 )
             module.set_custom_reduce_scatter(reduce)
     return runs
@@ -104,15 +104,8 @@ class _SumOverLeaves(Collective):
     Each rank gets its rows of the gradients of all dp ranks, unsummed.
     """
 
-    def __init__(
-        self,
-        plain: Callable[..., dist.Work | None],
-        kind: str,
-        mesh: Mesh,
-        group: Group,
-        sums: LeafSums,
-    ) -> None:
-        super().__init__(plain, kind, mesh, group)
+    def __init__(self, sums: LeafSums, *of_the_collective: Any) -> None:
+        super().__init__(*of_the_collective)
         self._sums = sums
 
     def __call__(

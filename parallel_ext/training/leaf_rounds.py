@@ -18,6 +18,26 @@ from parallel_ext.training.fsdp_collectives import Collective
 from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
 
+def check_batches_of_step(name: str, state: ParallelState, accumulated: int) -> None:
+    """Raise unless the batches of each step are the leaves of the model's ``px.Invariant``.
+
+    Args:
+        name: what trains, for the error.
+        state: of the model.
+        accumulated: the batches of a dp rank in a step.
+
+    Raises:
+        ValueError: they are not.
+    """
+    leaves, dp = state.invariant.leaves, state.mesh.dp_size
+    if accumulated * dp != leaves:
+        raise ValueError(
+            f"{name}: under px.Invariant(leaves={leaves}) a step is {leaves} batches of dp ranks, "
+            f"but gradient_accumulation_steps={accumulated} times dp={dp} is another number; "
+            "choose leaves as their product, on all layouts that are compared"
+        )
+
+
 class LeafRounds(LeafLoop):
     """The leaves of one global batch, of which neighbours run at the same time.
 
@@ -48,13 +68,6 @@ class LeafRounds(LeafLoop):
         if self._state.leaf_sums is not None:
             first = number * self._state.mesh.dp_size
             self._state.leaf_sums.begin_round(first, len(self._ranges))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        if self._left and self._losses:
-            raise RuntimeError(
-                "leaves: under px.data_parallel a leaf has one backward; add its losses before"
-            )
-        super().backward(loss)
 
     def _end_round(self, number: int, loss: torch.Tensor) -> None:
         self._totals = self._take_gradients(self._sharded)

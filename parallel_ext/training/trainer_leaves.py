@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.leaf_balance import sharing_balance_loss
-from parallel_ext.training.leaf_rounds import LeafRounds
+from parallel_ext.training.leaf_rounds import LeafRounds, check_batches_of_step
 
 
 def check_leaves(trainer: transformers.Trainer) -> None:
@@ -23,14 +23,8 @@ def check_leaves(trainer: transformers.Trainer) -> None:
         ValueError: they are not, or something is not served there.
     """
     args, state, name = trainer.args, state_of(trainer.model), type(trainer).__name__
-    leaves, dp = state.invariant.leaves, state.mesh.dp_size
-    if args.gradient_accumulation_steps * dp != leaves:
-        raise ValueError(
-            f"{name}: under px.Invariant(leaves={leaves}) a step is {leaves} batches of "
-            f"per_device_train_batch_size, but gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps} times dp={dp} is another number; choose leaves as "
-            "their product, on all layouts that are compared"
-        )
+    leaves = state.invariant.leaves
+    check_batches_of_step(name, state, args.gradient_accumulation_steps)
     rows, data = args.train_batch_size * leaves, trainer.train_dataset
     if isinstance(data, IterableDataset) or not isinstance(data, Sized) or len(data) % rows:
         found = f"{len(data)} rows" if isinstance(data, Sized) else "no length"

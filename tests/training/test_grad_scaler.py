@@ -95,7 +95,7 @@ def test_all_ranks_skip_the_step_when_one_shard_overflows(name: str, clip: bool)
 
 
 def _overflow_without_extension() -> tuple[bool, float]:
-    with mock.patch.object(interplay_gradients, "owners_of", return_value={}):
+    with mock.patch.object(interplay_gradients, "owners_in", return_value={}):
         return _overflow("SGD", False)
 
 
