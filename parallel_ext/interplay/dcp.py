@@ -32,10 +32,9 @@ def extend_dcp() -> None:
     extend(dcp.save, save)
     extend(of_torch.get_model_state_dict, get_model_state_dict)
     extend(of_torch.set_model_state_dict, set_model_state_dict)
-    for name in ("get_state_dict", "set_state_dict"):
-        extend(getattr(of_torch, name), _without_full_tensors(name))
-    for name in ("get_optimizer_state_dict", "set_optimizer_state_dict"):
-        extend(getattr(of_torch, name), _without_full_tensors(name))
+    for of_what in ("state_dict", "optimizer_state_dict"):
+        for name in (f"get_{of_what}", f"set_{of_what}"):
+            extend(getattr(of_torch, name), _without_full_tensors(name))
 
 
 def save(plain: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -157,7 +157,7 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
             "peft.PeftModel.from_pretrained(model, directory)"
         )
     joining.arrive(f"{cls.__name__}.from_pretrained")
-    if not _is_of_table(cls):  # which knows what it reads itself
+    if not _is_built_by_us(cls):  # which knows what it reads itself
         return parallelize(plain(cls, source, *args, **kwargs), patched.mesh)
     if cls.config_class.model_type not in served():
         raise NotImplementedError(
@@ -196,7 +196,7 @@ def _is_causal(cls: type) -> bool:
     )
 
 
-def _is_of_table(cls: type) -> bool:
+def _is_built_by_us(cls: type) -> bool:
     """Return whether ``px.from_pretrained`` builds just this class."""
     return cls.__module__.startswith(("transformers.", "parallel_ext."))
 

@@ -190,7 +190,7 @@ def _ties(model: HFDirectory) -> bool:
 def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[torch.Tensor]:
     """Compute the rows of a tensor, some at a time."""
     there, name = (own.file, own.whole[spec.name]) if spec.name in own.whole else (file, spec.name)
-    wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(spec.dtype, torch.float32)
     added = own.rows_added(spec.name, spec.shape, wide) if spec.name in own.factors else None
     start = 0
     for rows in rows_of(there, name, spec.shape):

@@ -115,7 +115,7 @@ class PartialGradients:
         self._unaveraged = False
         self.late: set[str] = set()
         self._at_once: frozenset[str] = frozenset()
-        self._averaged: dict[Group, list[nn.Parameter]] = {}
+        self._averaged: dict[Group, dict[str, nn.Parameter]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
         return PartialGradients()
@@ -146,9 +146,8 @@ class PartialGradients:
             group: the ranks that hold them replicated, each with tokens of its own; a further
                 call is for another group.
         """
-        ordered = sorted(parameters, key=lambda item: item[0])
-        self._averaged[group] = [parameter for _, parameter in ordered]
-        self.late.update(name for name, _ in ordered)
+        self._averaged[group] = dict(sorted(parameters, key=lambda item: item[0]))
+        self.late.update(self._averaged[group])
 
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
@@ -167,12 +166,11 @@ class PartialGradients:
         Raises:
             RuntimeError: a parameter has hooks, which would see its gradient before the mean.
         """
-        for parameter in (each for group in self._averaged.values() for each in group):
+        for name, parameter in (each for of in self._averaged.values() for each in of.items()):
             if any(gradient_hooks(parameter)):
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} has gradient hooks, which "
-                    "would run before its gradient is averaged over the dp ranks; remove them, and "
-                    "use what backward leaves"
+                    f"{name} has gradient hooks, which would run before its gradient is averaged "
+                    "over the dp ranks; remove them, and use what backward leaves"
                 )
         if self._averaged:
             self._open(running_backward())
@@ -218,7 +216,7 @@ class PartialGradients:
         for group, entries in sorted(groups.items()):
             _sum_and_add(entries, group)
         for group, parameters in sorted(self._averaged.items()):
-            _average([p.grad for p in parameters if p.grad is not None], group)
+            _average([p.grad for p in parameters.values() if p.grad is not None], group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,7 +237,7 @@ class PartialGradients:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
         if any(not entry.dropped() for entry in self._pending.values()):
             return True
-        averaged = (each.grad for group in self._averaged.values() for each in group)
+        averaged = (each.grad for of in self._averaged.values() for each in of.values())
         return self._unaveraged and any(grad is not None and grad.any() for grad in averaged)
 
     @contextmanager

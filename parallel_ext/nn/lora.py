@@ -111,7 +111,7 @@ def input_dropout(
 
 def low_rank_product(factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``scale * B A``, what an adapter adds to the weight, in fp32 or wider."""
-    wide = torch.float64 if factor_a.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(factor_a.dtype, torch.float32)
     return factor_b.detach().to(wide) @ factor_a.detach().to(wide) * scale
 
 

@@ -167,17 +167,14 @@ def balance_loss(
     with top_k choices a token, so that perfect balance gives top_k.
     """
     first = router_logits[0]
-    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(first.dtype, torch.float32)
     num_experts = first.size(-1)
-    valid = None
-    if attention_mask is not None:
-        valid = attention_mask.reshape(-1).to(first.device, wide)
     chosen = first.new_zeros(num_experts, dtype=wide)
     probability, tokens = torch.zeros_like(chosen), chosen.new_zeros(1)
+    weight = _valid(first, attention_mask, wide)
     for logits in router_logits:
         probabilities = logits.softmax(-1)
         choices = probabilities.topk(top_k, -1).indices
-        weight = logits.new_ones(len(logits), dtype=wide) if valid is None else valid
         chosen.scatter_add_(0, choices.flatten(), weight.repeat_interleave(top_k))
         probability = probability + weight @ probabilities.to(wide)
         tokens += weight.sum()

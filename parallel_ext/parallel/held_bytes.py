@@ -57,6 +57,9 @@ class Held:
     """How many bytes of a model a rank holds.
 
     Args:
+        spec, layout: of the model.
+        tp, ep, world: ranks that share a copy of the dense parts, those of the experts, and all.
+        itemsize: bytes of an element of the model.
         further_layers: equal to the last one of the layout, and in the model beside its layers.
         idle: names of parameters that no step gives a gradient.
         skipped: prefixes of layers that no step runs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MethodType
 
 import torch
@@ -233,8 +233,7 @@ def _replace_attention(
         shared = (*of_heads, (times,))
         layers = {names.query: (), names.key: shared, names.value: shared}
     _replace_inputs(put, path, layers)
-    put.put(f"{path}.{names.output}", BlockRowLinear(*put.shards(f"{path}.{names.output}"), tp))
-    put.watch(path, *names.inputs, names.output)
+    _replace_outputs(put, path, names.inputs, [names.output])
     module.num_key_value_groups = 1  # each query head gets a key-value head of its own
     rows, count = module.get_submodule(names.query).blocks[0]
     if names.is_joined:
@@ -253,13 +252,19 @@ def _replace_attention(
         put.put(f"{path}.{name}", BlockHeadNorm(norm.weight, eps, own, tp, of_gemma))
 
 
+def _replace_outputs(
+    put: Replacer, path: str, inputs: Iterable[str], outputs: Iterable[str]
+) -> None:
+    """Replace the layers that write hidden states, after those that read them."""
+    for name in outputs:
+        put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), put.mesh.tp))
+    put.watch(path, *inputs, *outputs)
+
+
 def _replace_mlp(put: Replacer, path: str, names: RegionNames) -> None:
-    tp = put.mesh.tp
     _replace_activations(put.model.get_submodule(path))
     _replace_inputs(put, path, {name: () for name in names.inputs})
-    for name in names.outputs:
-        put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
-    put.watch(path, *names.inputs, *names.outputs)
+    _replace_outputs(put, path, names.inputs, names.outputs)
 
 
 def _replace_activations(module: nn.Module) -> None:
@@ -278,9 +283,7 @@ def _replace_region(put: Replacer, path: str, names: RegionNames) -> None:
         features = layer.out_features // len(layer.blocks)
         own, _ = layer.blocks[0]
         setattr(module, names.heads, own[-1][1] * num_heads // features)
-    for name in names.outputs:
-        put.put(f"{path}.{name}", BlockRowLinear(*put.shards(f"{path}.{name}"), tp))
-    put.watch(path, *names.inputs, *names.outputs)
+    _replace_outputs(put, path, names.inputs, names.outputs)
 
 
 def _replace_mixture(put: Replacer, path: str, names: MixtureNames) -> None:

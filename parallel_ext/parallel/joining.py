@@ -57,9 +57,7 @@ class _Meetings:
         """
         record = b"0" if own is None else b"1"
         saves = self.control.all_gather_bytes(record, place, self.group, timeout)
-        if b"1" not in saves:
-            return False
-        if b"0" not in saves:
+        if len(set(saves)) == 1:  # none saves, or all
             return False
         asked = self.control.all_gather_object(own, op_name=place, group=self.group)
         ranks = [rank for rank, request in enumerate(asked) if request is not None]

@@ -66,7 +66,8 @@ class Options:
         """Raise if an option is invalid, or contradicts another.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: one is, or does.
+            TypeError: ``invariant`` is no ``px.Invariant``.
         """
         if self.fused_loss not in (True, False, "auto"):
             raise ValueError(

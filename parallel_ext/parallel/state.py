@@ -49,6 +49,7 @@ class ParallelState(nn.Module):
         fused_loss: whether it computes head and loss in one op; "auto" where nothing else sees the
             logits.
         sequence_parallel: whether in training a tp rank keeps its own tokens between the sublayers.
+        invariant: the ``px.Invariant`` that was given; None without.
         partials: sums the partial gradients of replicated parameters; None with one rank.
         routings: those of the layers with a mixture of experts.
         routing_counter: counts what they choose; None unless ``RoutingMetrics`` asks for it.
@@ -59,14 +60,14 @@ class ParallelState(nn.Module):
         leaf_loop: the loop whose leaves are not all through, None between batches.
         leaf_is_batch: whether the losses of that leaf are those of a batch of its own.
         balance: the load balancing loss of the batch whose leaves run, if they have one.
-        fsdp_sharded: names of the parameters that it has sharded over dp ranks.
+        fsdp_sharded: names of the parameters that ``data_parallel`` has sharded over dp ranks.
         leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
         fsdp_gradients: what FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
         replicas_over_dp: what of the parameters the dp ranks compare next.
         own_forward: the function that stands for the class's forward in the instance.
-        forward_ran: whether it has begun in this call; False only where another forward stands
-            there and has not called it yet.
+        forward_ran: whether ``own_forward`` has begun in this call; False only where another
+            forward stands there and has not called it yet.
         drops: whether the model has dropout outside of what is sharded.
     """
 
@@ -140,7 +141,7 @@ class ParallelState(nn.Module):
         return self.mesh.dp_size > 1 and not summed and not by_caller
 
     def get_extra_state(self) -> Marker:
-        """Return which shards this rank holds, in numbers that :func:`in_words` names."""
+        """Return which shards this rank holds, in numbers that :func:`_in_words` names."""
         mesh = self.mesh
         tp = mesh.tp_rank, mesh.tp_size
         ep = (mesh.ep_rank, mesh.ep_size) if self.routings else (0, 1)

@@ -191,7 +191,7 @@ class _Tensor:
         self.trained, self.epsilon = False, 0.0
         self._layout, self._rank, self._row_factor = layout, rank, row_factor
         self._shard = local_part(parameter)
-        self._wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        self._wide = torch.promote_types(parameter.dtype, torch.float32)
         has_gradient, holds = parameter.grad is not None, self._shard.numel() > 0
         # A rank that holds nothing of the parameter takes part, with a gradient or without.
         self._votes = [float(holds and has_gradient), float(holds and not has_gradient)]

@@ -201,10 +201,10 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
         state.leaf_sums = LeafSums(mesh.dp_size)
     collectives = exchange_by(model, mesh, state.leaf_sums)
     _record(model, state, before, copy_sizes, sharded_elsewhere)
-    state.fsdp_gradients, parameters = FSDPGradients(model, collectives), FSDPParameters(model)
-    model.before_reshard = parameters.before_reshard
-    model.register_forward_pre_hook(_BeforeForward(state, parameters), prepend=True)
-    model.register_forward_hook(_AfterForward(state, parameters))  # around FSDP's own
+    state.fsdp_gradients, gathered = FSDPGradients(model, collectives), FSDPParameters(model)
+    model.before_reshard = gathered.before_reshard
+    model.register_forward_pre_hook(_BeforeForward(state, gathered), prepend=True)
+    model.register_forward_hook(_AfterForward(state, gathered))  # around FSDP's own
     if state.partials is not None:
         for module in model.modules():
             if "partials" in vars(module):  # what PEFT trains whole is a copy, and has its own
@@ -261,7 +261,7 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
 
 
 def _refuse_sharded(embedding: nn.Module, args: Any) -> None:
-    """A forward pre-hook of the embedding, which FSDP gathers before a forward of the model."""
+    """Raise unless FSDP has gathered the embedding, before a forward of it."""
     if any(hasattr(parameter, "to_local") for parameter in embedding.parameters()):
         raise RuntimeError(
             "the weights of the embedding are sharded over the dp ranks until model(...) is "

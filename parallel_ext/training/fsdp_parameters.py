@@ -59,7 +59,7 @@ class FSDPParameters:
             is_lost = own is not shard and own is not gathered_parameter(each)
             if (storage := storage_of(shard)) != self._storages.get(name):
                 is_lost = is_lost or has_memory(shard)
-                self._storages[name] = -1 if is_lost else storage
+                self._storages[name] = -1 if is_lost else storage  # -1 is refused again
             if is_lost:
                 raise RuntimeError(
                     f"{name} was replaced after px.data_parallel, and FSDP would overwrite it: "

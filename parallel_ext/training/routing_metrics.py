@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from types import TracebackType
 from typing import TextIO
 
 import torch
@@ -180,12 +179,7 @@ class RoutingMetrics:
     def __enter__(self) -> RoutingMetrics:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -114,7 +114,7 @@ class TrainerMixin:
 
     @property
     def _computes_losses(self) -> bool:
-        """Whether losses are computed from the logits of a rank, and not by the model."""
+        """Return whether losses are computed from the logits of a rank, and not by the model."""
         own = self.compute_loss_func is not None or self.label_smoother is not None
         return own or class_of_trl(self) == "SFTTrainer"
 
