@@ -100,7 +100,7 @@ class Estimate:
     sent: dict[str, dict[str, dict[str, int]]]
 
 
-class _Rank:
+class _PlannedMesh:
     """Rank 0 of a mesh that nobody has started: groups have a size, and communicate nothing."""
 
     def __init__(self, world: int, tp: int, ep: int) -> None:
@@ -175,7 +175,7 @@ class Planner:
         Raises:
             ValueError: the model cannot be sharded so.
         """
-        mesh, total = _Rank(world, tp, ep), len(self._layers)
+        mesh, total = _PlannedMesh(world, tp, ep), len(self._layers)
         few = _FEW if self._equal_layers else total
         with self._only(few):  # all that is decided below is the same for all layers
             check_servable(self._plain, mesh, allow_different_dropout=True)
@@ -215,7 +215,7 @@ class Planner:
         )
 
     def _run(
-        self, model: transformers.PreTrainedModel, step: Step, mesh: _Rank, further: int
+        self, model: transformers.PreTrainedModel, step: Step, mesh: _PlannedMesh, further: int
     ) -> tuple[dict[str, int], Traffic, Recorded]:
         """Return peaks of a step's parts with further layers, what it sends, and the marks."""
         recorded = run_step(
@@ -246,7 +246,7 @@ class Planner:
         return parts, sent, recorded
 
     def _parallel(
-        self, mesh: _Rank, layout: ModelLayout, step: Step
+        self, mesh: _PlannedMesh, layout: ModelLayout, step: Step
     ) -> transformers.PreTrainedModel:
         """Return a copy of the model, parallel and perhaps adapted, on meta."""
         # No step changes the configurations, whose copies would take longer than the modules'.
@@ -278,7 +278,7 @@ class Planner:
             self._plain.set_submodule(self._spec.layers, self._layers)
 
 
-def _runs_on_any(mesh: _Rank, *needed: bool) -> tuple[bool, ...]:
+def _runs_on_any(mesh: _PlannedMesh, *needed: bool) -> tuple[bool, ...]:
     """Stand for what the dp ranks agree on before they skip modules."""
     own = torch.empty(len(needed), device="meta")
     ops.gather_from_region(own, [len(needed)] * mesh.dp_size, mesh.dp)

@@ -30,7 +30,7 @@ from parallel_ext.nn.replicated import fix_replicated
 from parallel_ext.nn.routing import Routing
 from parallel_ext.ops import Blocks
 from parallel_ext.parallel.plan import Plan
-from parallel_ext.parallel.replace import OfRank, Replacer
+from parallel_ext.parallel.replace import ConfigOfRank, Replacer
 from parallel_ext.sharding.blocks import AttentionBlocks, own_blocks
 
 _SILU = (nn.SiLU, transformers.activations.SiLUActivation)
@@ -239,7 +239,7 @@ def _replace_attention(
     if names.is_joined:
         own_heads = (rows[-1][1] - rows[0][0]) // module.head_dim
         module.num_key_value_heads = own_heads
-        module.config = OfRank(module.config, num_attention_heads=own_heads)
+        module.config = ConfigOfRank(module.config, num_attention_heads=own_heads)
     own = Blocks(tuple((a // module.head_dim, b // module.head_dim) for a, b in rows), count)
     for name in names.full_norms:
         weight, _, layouts = put.shards(f"{path}.{name}")

@@ -196,7 +196,7 @@ def enter_and_leave(model: nn.Module, plan: Plan) -> None:
             module.register_forward_hook(sum_output)
 
 
-class OfRank:
+class ConfigOfRank:
     """A configuration some of whose numbers are this rank's; all else is read from the model's.
 
     Args:
@@ -325,7 +325,7 @@ class Replacer:
         )
         heads = (last - first) // module.head_dim
         module.num_key_value_heads = (kv_last - kv_first) // module.head_dim
-        module.config = OfRank(module.config, num_attention_heads=heads)
+        module.config = ConfigOfRank(module.config, num_attention_heads=heads)
 
     def attention(self, path: str, names: AttentionNames) -> None:
         query, key = (self.layout[f"{path}.{n}.weight"] for n in (names.query, names.key))
