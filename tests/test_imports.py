@@ -96,7 +96,7 @@ def test_of_training_only_what_resumes_a_job_imports_checkpoint() -> None:
         for path in _rooms()["training"]
         if any(name.startswith("parallel_ext.checkpoint") for name in _imported(path))
     }
-    assert found <= {"accelerate", "trainer"}
+    assert found <= {"accelerate", "trainer_files"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

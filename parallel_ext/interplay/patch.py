@@ -251,9 +251,7 @@ def _start_optimizer(
         plain(self, params, defaults)
         return
     params = [_with_list(each) for each in params]
-    tensors = list(
-        tensors_in([each["params"] if isinstance(each, dict) else each for each in params])
-    )
+    tensors = list(tensors_in(params))
     owners = owners_of(tensors)
     beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
     if beside and (not owners or patched.mesh.dp_size > 1):
@@ -281,10 +279,11 @@ def _train_together(model: nn.Module) -> None:
 
 
 def _with_list(group: Any) -> Any:
-    """Return a parameter, or a group of an optimizer whose parameters can be read twice."""
-    if not isinstance(group, dict) or isinstance(group["params"], torch.Tensor):
+    """Return a parameter, or a group of an optimizer with a list of its parameters."""
+    if not isinstance(group, dict):
         return group
-    return {**group, "params": list(group["params"])}
+    inner = group["params"]
+    return {**group, "params": [inner] if isinstance(inner, torch.Tensor) else list(inner)}
 
 
 def _exchanged(group: Any, now: dict[int, torch.Tensor]) -> Any:
@@ -292,9 +291,7 @@ def _exchanged(group: Any, now: dict[int, torch.Tensor]) -> Any:
         return now.get(id(group), group)
     if isinstance(group, tuple):
         return group[0], _exchanged(group[1], now)
-    inner = group["params"]
-    inner = [inner] if isinstance(inner, torch.Tensor) else inner
-    return {**group, "params": [_exchanged(each, now) for each in inner]}
+    return {**group, "params": [_exchanged(each, now) for each in group["params"]]}
 
 
 @cache
