@@ -58,14 +58,15 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     (``nn/fused_loss.py``). In evaluation, or where ``training_logits`` was asked for, it is
     computed from sharded logits, and these are gathered, replicated, over the true V. Loss and load
     balancing loss are then this dp rank's shares of those of all batches; without labels the latter
-    is that of the rank's own tokens, as in HuggingFace. A class that classifies has no sharded
-    logits and keeps its labels.
+    is that of the rank's own tokens, as in HuggingFace. ``balance_mask`` [B, S] stands for the
+    attention mask there. A class that classifies has no sharded logits and keeps its labels.
     """
     state: ParallelState = getattr(model, STATE_NAME)
     # Options of the loss are kept from the class, whose attention may know one by their name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
+    balance_mask = kwargs.pop("balance_mask", None)
     inputs = arguments_of(model, "forward", args, kwargs)
-    arguments = inputs | options
+    arguments = inputs | options | {"balance_mask": balance_mask}
     classifies = state.spec.head is None
     labels = None if classifies else inputs.pop("labels", None)
     want_dict = inputs.pop("return_dict", None)
@@ -204,7 +205,8 @@ def balance_of(
     """Return the load balancing loss of all dp ranks' tokens; the output's is of this rank's."""
     if state.mesh.dp_size == 1 or state.in_leaf:
         return output.aux_loss
-    mask = arguments.get("attention_mask")
+    mask = arguments.get("balance_mask")
+    mask = arguments.get("attention_mask") if mask is None else mask
     return balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)
 
 

@@ -203,7 +203,7 @@ class TrainerMixin(TrainerFiles):
             )
 
     def _without_filling(self, inputs: dict[str, Any], what: str, size: int) -> dict[str, Any]:
-        """Return a batch without the labels of rows that are there a second time.
+        """Return a batch in whose loss rows do not count that are there a second time.
 
         accelerate repeats rows so that the last batches of all dp ranks have the same size, and
         drops them from what is gathered. The loss of the job must not see them either.
@@ -234,9 +234,10 @@ class TrainerMixin(TrainerFiles):
                 f"{at_once} rows, or dataloader_drop_last=True"
             )
         own = max(0, state.remainder - self._mesh.dp_rank * rows)
-        labels = labels.clone()
-        labels[own:] = -100
-        return {**inputs, "labels": labels}
+        labels, mask = labels.clone(), inputs.get("attention_mask", torch.ones_like(labels)).clone()
+        labels[own:], mask[own:] = -100, 0
+        routed = wants_balance(model_of(self.model), state_of(self.model), inputs)
+        return {**inputs, "labels": labels, **({"balance_mask": mask} if routed else {})}
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to search.
