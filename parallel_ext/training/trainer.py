@@ -234,10 +234,13 @@ class TrainerMixin(TrainerFiles):
                 f"{at_once} rows, or dataloader_drop_last=True"
             )
         own = max(0, state.remainder - self._mesh.dp_rank * rows)
-        labels, mask = labels.clone(), inputs.get("attention_mask", torch.ones_like(labels)).clone()
-        labels[own:], mask[own:] = -100, 0
-        routed = wants_balance(model_of(self.model), state_of(self.model), inputs)
-        return {**inputs, "labels": labels, **({"balance_mask": mask} if routed else {})}
+        counted = {"labels": labels.clone()}
+        counted["labels"][own:] = -100
+        if wants_balance(model_of(self.model), state_of(self.model), inputs):
+            mask = inputs.get("attention_mask")
+            counted["balance_mask"] = torch.ones_like(labels) if mask is None else mask.clone()
+            counted["balance_mask"][own:] = 0
+        return {**inputs, **counted}
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to search.
