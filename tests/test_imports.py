@@ -45,7 +45,7 @@ PACKAGES = {
         "cli/plan",
     ],
     "huggingface_hub": ["parallel", "io/hf_"],
-    "accelerate": ["parallel", "training/accelerate", "interplay"],
+    "accelerate": ["parallel", "training/accelerate", "training/trainer", "interplay"],
     "peft": ["lora"],
 }
 """Where others than torch may be imported; the rest works with torch alone."""

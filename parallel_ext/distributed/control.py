@@ -342,12 +342,12 @@ class ControlPlane:
         wait = self.timeout
         if peer_lost:
             wait = min(wait, 2 * GRACE_S)  # half of the time has gone already
-        text = failure and f"{type(failure).__name__}: {failure}"
-        record = b"0" if failure else b"1"
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        record = b"1" if failure is None else b"0"
         try:
             if b"0" not in self.all_gather_bytes(record, op_name, timeout=wait):
                 return result
-            kind = failure and shared_class(failure)
+            kind = None if failure is None else shared_class(failure)
             outcomes = self.all_gather_object((text, kind, peer_lost), op_name=op_name)
         except CollectiveTimeout as error:
             if failure is None:

@@ -21,6 +21,9 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.data_loaders import (
     dp_ranks_as_processes,
     draw_equally,
+    drawn_together,
+    keep_length,
+    seed_workers_of_dp_ranks,
     skip_first_batches,
     with_counted_rows,
 )
@@ -205,12 +208,17 @@ def prepare_data_loader(
     _find_mesh(self)
     if getattr(data_loader, "_is_accelerate_prepared", False):
         return plain(self, data_loader, *args, **kwargs)
-    mesh = _served(self)
-    if mesh is not None or (self in _meshes and self.dispatch_batches is False):
-        processes = 1 if self.split_batches else _meshes[self].dp_size
-        data_loader = with_counted_rows(data_loader, processes)
-    if mesh is None:
+    mesh, of_models = _served(self), _meshes.get(self)
+    if of_models is None or of_models.world_size == 1:
         return plain(self, data_loader, *args, **kwargs)
+    dataset, processes = data_loader.dataset, 1 if self.split_batches else of_models.dp_size
+    if mesh is not None or self.dispatch_batches is False:
+        data_loader = with_counted_rows(data_loader, processes)
+    data_loader = drawn_together(data_loader, of_models)
+    if mesh is None:
+        prepared = plain(self, data_loader, *args, **kwargs)
+        keep_length(prepared, dataset, processes)
+        return prepared
     if self.dispatch_batches:
         raise NotImplementedError(
             "Accelerator.prepare_data_loader: dispatch_batches=True cuts a batch for each process, "
@@ -218,8 +226,11 @@ def prepare_data_loader(
             "which every rank reads the data"
         )
     draw_equally(self, data_loader, mesh)
+    seed_workers_of_dp_ranks(data_loader, mesh)
     with dp_ranks_as_processes(self, mesh):
-        return plain(self, data_loader, *args, **kwargs)
+        prepared = plain(self, data_loader, *args, **kwargs)
+    keep_length(prepared, dataset, processes)
+    return prepared
 
 
 def unwrap_model(

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 from accelerate import Accelerator
-from accelerate.data_loader import SkipBatchSampler, get_sampler
+from accelerate.data_loader import IterableDatasetShard, SkipBatchSampler, get_sampler
 from accelerate.state import GradientState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from parallel_ext.distributed.mesh import Mesh
 
@@ -27,6 +35,73 @@ def draw_equally(accelerator: Accelerator, data_loader: DataLoader, mesh: Mesh) 
         own = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
         seed = mesh.control.all_gather_object(own)[0]
         sampler.generator = torch.Generator("cpu").manual_seed(seed)
+
+
+class DrawnTogether(Sampler):
+    """A sampler that draws one order on all ranks, also where their random numbers differ.
+
+    Where all have the same, each draws by its own, as one process does. Else all draw by a
+    generator that rank 0 seeds.
+
+    Args:
+        sampler: any.
+        mesh: the ranks, which all go through it.
+    """
+
+    def __init__(self, sampler: Iterable[Any], mesh: Mesh) -> None:
+        self.sampler, self._mesh = sampler, mesh
+
+    def __iter__(self) -> Iterator[Any]:
+        control = self._mesh.control
+        state = torch.get_rng_state().numpy().tobytes()
+        if len(set(control.all_gather_object(xxhash.xxh3_64_hexdigest(state)))) == 1:
+            yield from self.sampler
+            return
+        own = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+        drawn = torch.Generator().manual_seed(control.all_gather_object(own)[0]).get_state()
+        items, end = None, object()
+        while True:
+            kept = torch.get_rng_state()
+            torch.set_rng_state(drawn)
+            try:
+                items = iter(self.sampler) if items is None else items  # many draw all at once here
+                item = next(items, end)
+                drawn = torch.get_rng_state()
+            finally:
+                torch.set_rng_state(kept)
+            if item is end:
+                return
+            yield item
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler":  # it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+
+def drawn_together(data_loader: DataLoader, mesh: Mesh) -> DataLoader:
+    """Return a loader whose sampler draws one order on all ranks; a copy, if it is another one.
+
+    accelerate sees to it for a ``RandomSampler``, and :func:`draw_equally` where that does not.
+    """
+    batches = data_loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if sampler is None or isinstance(sampler, (RandomSampler, SequentialSampler, DrawnTogether)):
+        return data_loader
+    together, batches = copy(data_loader), copy(batches)
+    batches.sampler = DrawnTogether(sampler, mesh)
+    vars(together)["batch_sampler"] = batches  # a loader lets nobody set it
+    return together
+
+
+def seed_workers_of_dp_ranks(data_loader: DataLoader, mesh: Mesh) -> None:
+    """Let worker processes of tp ranks draw the same, where a trainer seeds them by the process."""
+    function = data_loader.worker_init_fn
+    if isinstance(function, partial) and "rank" in function.keywords:
+        data_loader.worker_init_fn = partial(function, rank=mesh.dp_rank)
 
 
 @contextmanager
@@ -108,3 +183,17 @@ def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
     counted = copy(data_loader)
     vars(counted)["dataset"] = CountedRows(dataset, size * processes)  # a loader lets nobody set it
     return counted
+
+
+def keep_length(prepared: DataLoader, dataset: Any, processes: int) -> None:
+    """Tell accelerate the length of an iterable dataset, of which it would take that of a shard.
+
+    Args:
+        prepared: accelerate's loader.
+        dataset: that it was made of.
+        processes: as of :func:`with_counted_rows`.
+    """
+    shard = prepared.dataset
+    if isinstance(shard, IterableDatasetShard) and hasattr(dataset, "__len__"):
+        shard.total_dataset_length = len(dataset)
+        prepared.batch_sampler.num_processes = processes

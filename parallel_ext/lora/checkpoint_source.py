@@ -53,11 +53,13 @@ class AdapterContents:
     def __init__(self, model: nn.Module) -> None:
         self.model = _peft_model_in(model)
         adapters = list(self.model.peft_config)
+        if len(adapters) > 1:  # such as a frozen one that TRL compares with
+            adapters = [each for each in adapters if self._is_trained(each)]
         if len(adapters) != 1:
             raise CheckpointError(
-                f"the model has {len(adapters)} adapters, {', '.join(adapters)}, but a training "
-                "checkpoint holds one; delete_adapter() those that are not trained, and keep them "
-                "by save_pretrained"
+                f"the model trains {len(adapters)} adapters{''.join(f', {a}' for a in adapters)}, "
+                "but a training checkpoint holds one; freeze the others, or keep them by "
+                "save_pretrained"
             )
         self._adapter = adapters[0]
         to_shards(self.model)
@@ -77,6 +79,10 @@ class AdapterContents:
                 parts[first] = (*parts.get(first, ()), *own)
         self.layout = ModelLayout(layouts, {}, parts)
         self._refuse_what_would_be_lost()
+
+    def _is_trained(self, adapter: str) -> bool:
+        named = self.model.named_parameters()
+        return any(each.requires_grad and f".{adapter}." in f".{name}." for name, each in named)
 
     def _refuse_what_would_be_lost(self) -> None:
         saved = {id(tensor) for tensor in self._tensors.values()}

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 
 from parallel_ext.parallel.extending import run_extensions
@@ -139,9 +140,24 @@ class TrainerMixin(TrainerFiles):
         batches = (self._without_filling(each, "training", size) for each in epoch_iterator)
         return super().get_batch_samples(batches, *args, **kwargs)
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sampler of the job, which groups the rows of all dp ranks' steps by length."""
+        of_rank = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = of_rank * self._mesh.dp_size
+        try:
+            return super()._get_train_sampler(*args, **kwargs)
+        finally:
+            self.args.gradient_accumulation_steps = of_rank
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Return this rank's share of the operations, which the trainer adds up over all ranks."""
         return super().floating_point_ops(inputs) / self.get_tp_size()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End a training with the loss of all dp ranks, of whom each has added up its own."""
+        if self._mesh.dp_size > 1:
+            self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer, with the groups of parameters of any layout.
@@ -216,17 +232,22 @@ class TrainerMixin(TrainerFiles):
         Raises:
             ValueError: there are such rows, whose labels cannot say so.
         """
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        state = self.accelerator.gradient_state
         filled = state.end_of_dataloader and state.remainder > 0 and self.accelerator.even_batches
         if self._mesh.dp_size == 1 or not filled:
             return inputs
-        rows = size // self._mesh.dp_size if self.accelerator.split_batches else size
-        of_dpo = class_of_trl(self) == "DPOTrainer"
-        if not of_dpo and not torch.is_tensor(labels):
+        names = {"labels", "shift_labels", *self.label_names}
+        labels = {name: each for name, each in inputs.items() if name in names}
+        labels = {name: each for name, each in labels.items() if torch.is_tensor(each)}
+        if not labels and what == "evaluation":  # perhaps a prediction, which has no loss
             return inputs
+        rows = size // self._mesh.dp_size if self.accelerator.split_batches else size
+        if isinstance(state.active_dataloader, DataLoaderDispatcher):  # a short batch is cut, too
+            rows = min(rows, *map(len, labels.values()))
         # Numbers that a regression is to meet cannot say that they do not count, and of rows in one
         # sequence nobody sees which are there a second time.
-        if of_dpo or labels.is_floating_point() or len(labels) != rows:
+        countable = [not each.is_floating_point() and len(each) == rows for each in labels.values()]
+        if class_of_trl(self) == "DPOTrainer" or not labels or not all(countable):
             at_once = rows * self._mesh.dp_size
             raise ValueError(
                 f"{type(self).__name__}: the {what} would count rows twice, which fill up the last "
@@ -234,11 +255,12 @@ class TrainerMixin(TrainerFiles):
                 f"{at_once} rows, or dataloader_drop_last=True"
             )
         own = max(0, state.remainder - self._mesh.dp_rank * rows)
-        counted = {"labels": labels.clone()}
-        counted["labels"][own:] = -100
+        counted = {name: each.clone() for name, each in labels.items()}
+        for each in counted.values():
+            each[own:] = -100
         if wants_balance(model_of(self.model), state_of(self.model), inputs):
-            mask = inputs.get("attention_mask")
-            counted["balance_mask"] = torch.ones_like(labels) if mask is None else mask.clone()
+            mask, ids = inputs.get("attention_mask"), next(iter(labels.values()))
+            counted["balance_mask"] = torch.ones_like(ids) if mask is None else mask.clone()
             counted["balance_mask"][own:] = 0
         return {**inputs, **counted}
 

@@ -47,13 +47,19 @@ def check_class(trainer: transformers.Trainer) -> None:
 
     Raises:
         RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
-        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``.
+        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``, or
+            transformers' is ``Seq2SeqTrainer``.
     """
     name, trl = type(trainer).__name__, class_of_trl(trainer)
     if transformers_version() < OLDEST:
         raise RuntimeError(
             f"{name}: px.Trainer needs transformers {'.'.join(map(str, OLDEST))} or newer; this is "
             f"{transformers.__version__}"
+        )
+    if isinstance(trainer, transformers.Seq2SeqTrainer):
+        raise NotImplementedError(
+            f"{name}: transformers' Seq2SeqTrainer is not supported around a parallel model: it "
+            "counts rows that fill up a batch; use px.Trainer"
         )
     if trl is not None and trl not in _SERVED_OF_TRL:
         raise NotImplementedError(

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from parallel_ext.checkpoint import rng
 from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
-from parallel_ext.checkpoint.manifest import COMMIT_NAME, STATE_FOLDER, read_manifest
+from parallel_ext.checkpoint.manifest import COMMIT_NAME, read_manifest
 from parallel_ext.checkpoint.steps import latest_checkpoint
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
@@ -135,21 +135,25 @@ class TrainerFiles:
             return
         root = Path(checkpoint) / _FOLDER
         path = self._mesh.control.run_on_all("train", lambda: _step_in(root))
+        loop = self._mesh.control.run_on_all("train", lambda: self._loop_in(path))
         optimizer, scheduler = unwrapped(self.optimizer), self.lr_scheduler
-        if not any((path / STATE_FOLDER).glob("optim-*")):  # of save_only_model
+        if loop["optimizer"] is None:  # of save_only_model
             optimizer = scheduler = None
-        self._mesh.control.run_on_all("train", lambda: self._check_rows(path))
+        before = rng.capture(self._mesh)  # by which samplers draw the rows that are skipped
         load_checkpoint(root, self.model, optimizer, scheduler)
         self._random_states = rng.capture(self._mesh)
+        rng.restore(before, self._mesh)
 
-    def _check_rows(self, path: Path) -> None:
-        """Raise if the steps of a checkpoint had another number of rows, before it is loaded.
+    def _loop_in(self, path: Path) -> dict[str, Any]:
+        """Return what a checkpoint says of its training, before it is loaded.
 
         Raises:
-            ValueError: they had, so that other rows would be left out than were trained on.
+            ValueError: its steps had another number of rows, so that other rows would be left out
+                than were trained on.
         """
-        data_state = read_small_files(path, read_manifest(path))["data_state"]
-        then, now = data_state["rows_of_a_step"], self.get_total_train_batch_size(self.args)
+        loop = read_small_files(path, read_manifest(path))
+        then = loop["data_state"]["rows_of_a_step"]
+        now = self.get_total_train_batch_size(self.args)
         if then != now and not self.args.ignore_data_skip:
             raise ValueError(
                 f"train: the checkpoint was made with {then} rows a step, but this run has {now}: "
@@ -158,6 +162,7 @@ class TrainerFiles:
                 f"dp={self._mesh.dp_size}; choose them so that the product is {then}, or pass "
                 "ignore_data_skip=True, which begins with the first row again"
             )
+        return loop
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random numbers to those of the checkpoint, after the skipped rows drew some."""

@@ -297,6 +297,7 @@ def _refused(case: str, root: Path) -> None:
         save(root, 2, model, optimizer)
     elif case == "several":
         model.add_adapter("second", config())
+        model.base_model.set_adapter(["default", "second"])
         save(root, 2, model, optimizer)
     elif case == "state of the base":
         optimizer.state[base.norm.weight]["step"] = torch.tensor(1.0)
@@ -330,7 +331,7 @@ OTHER_ADAPTERS: dict[str, dict[str, Any]] = {
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 REFUSED = {
     "base": "base_model.model.model.norm.weight would be trained, but a checkpoint of an adapter",
-    "several": "the model has 2 adapters, default, second, but a training checkpoint holds one",
+    "several": "the model trains 2 adapters, default, second, but a training checkpoint holds",
     "state of the base": "AdamW holds state of base_model.model.model.norm.weight, which is frozen",
     "inner model": "LlamaForCausalLM has adapters, but is no PeftModel",
     "whole": "step-00000001 holds an adapter, but the model has none",

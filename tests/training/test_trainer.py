@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from versions import needs_trainer
 
 import parallel_ext as px
+from parallel_ext.interplay.data_loaders import drawn_together, seed_workers_of_dp_ranks
 from parallel_ext.training import trainer as px_trainer
 
 pytestmark = needs_trainer
@@ -49,7 +51,9 @@ class Job:
     zero: int | None = None
     lora: bool = False
     own_loss: bool = False
-    iterable: bool = False  # data without a length
+    data: type = list  # or Stream, or SizedStream
+    dispatched: bool = False  # rank 0 reads a stream for all
+    shifted: bool = False  # rows have shift_labels, too
     rows: tuple[int, int] = (24, 7)  # for training and evaluation
     ignored: tuple[str, ...] = ()  # outputs that are not predicted
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,16 +62,38 @@ class Job:
     def error(self) -> float:
         return FP32_ERROR if self.lora or "label_smoothing_factor" in self.options else 1e-9
 
-    @property
-    def data(self) -> type:
-        return Stream if self.iterable else list
+    def rows_for(self, what: int, seed: int) -> Any:
+        """The rows for training (0), or evaluation (1)."""
+        rows = rows_of(self.rows[what], seed, self.tiny.vocab_size)
+        for row in rows if self.shifted else ():
+            row["shift_labels"] = functional.pad(row["labels"], (0, 1), value=-100)[1:]
+        return self.data(rows)
 
     @property
     def plain(self) -> Job:
         return replace(self, layout=None, zero=None)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Rows of which nobody knows how many there are."""
+
+    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self._rows)
+
+
+class SizedStream(Stream):
+    """Rows that come one after the other, of a known number."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 DP, BOTH = Layout(2, 1, 1), Layout(2, 2, 1)
+GROUPED = {"train_sampling_strategy": "group_by_length"}
+UNCOUNTED = {"include_num_input_tokens_seen": "no"}
 OF_ROUTERS = ("past_key_values", "router_logits", "aux_loss")
 JOBS = {
     "one rank": Job(ONE),
@@ -110,9 +136,9 @@ JOBS = {
         f"{name}, rows of unknown number": Job(
             layout,
             zero=zero,
-            iterable=True,
+            data=Stream,
             rows=(22, 7),
-            options={"max_steps": 5, "include_num_input_tokens_seen": "no"},
+            options={"max_steps": 5, **UNCOUNTED},
         )
         for name, layout, zero in (
             ("tp 2", Layout(1, 2, 1), None),
@@ -120,6 +146,17 @@ JOBS = {
             ("dp 2, tp 2", BOTH, 2),
         )
     },
+    "dp 2, a stream of known length": Job(
+        DP, zero=2, data=SizedStream, rows=(22, 7), options=UNCOUNTED
+    ),
+    "dp 2, a stream that rank 0 reads": Job(
+        DP, zero=2, data=SizedStream, dispatched=True, rows=(22, 6), options=UNCOUNTED
+    ),
+    "dp 2, shifted labels": Job(DP, zero=2, shifted=True, rows=(22, 7), options=UNCOUNTED),
+    "dp 2, no logs": Job(DP, zero=2, options={"logging_steps": 500}),
+    "tp 2, rows by length": Job(Layout(1, 2, 1), options=GROUPED),
+    "dp 2, rows by length": Job(DP, zero=2, options=GROUPED),
+    "tp 2, SGD without a state": Job(Layout(1, 2, 1), options={"optim": "sgd"}),
     "tp 2, weights alone": Job(Layout(1, 2, 1), options={"save_only_model": True}),
 }
 
@@ -134,16 +171,6 @@ def rows_of(number: int, seed: int, vocab_size: int) -> list[dict[str, torch.Ten
         labels[: row % 6] = -100
         rows.append({"input_ids": ids, "labels": labels})
     return rows
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Rows of which nobody knows how many there are."""
-
-    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
-        self._rows = rows
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return iter(self._rows)
 
 
 def fp64_loss(
@@ -217,6 +244,7 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
         model.load_state_dict(drawn, strict=False)
     if job.zero:
         px.data_parallel(model, mesh, job.zero)
+    stream = job.data is not list and not job.dispatched
     each_reads = {"accelerator_config": {"dispatch_batches": False}}  # not rank 0 for all
     args = transformers.TrainingArguments(
         str(folder),
@@ -228,7 +256,7 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
         num_train_epochs=1,
         report_to=[],
         disable_tqdm=True,
-        **(each_reads if job.iterable and job.layout else {}),
+        **(each_reads if stream and job.layout else {}),
         **{"max_grad_norm": 0.3, "include_num_input_tokens_seen": "all", **STEPS, **job.options},
     )
     logs = Logs()
@@ -236,8 +264,8 @@ def made(job: Job, folder: Path, seed: int = 1, cls: type | None = None) -> tupl
     trainer = cls(
         model,
         args,
-        train_dataset=job.data(rows_of(job.rows[0], 1, job.tiny.vocab_size)),
-        eval_dataset=job.data(rows_of(job.rows[1], 2, job.tiny.vocab_size)),
+        train_dataset=job.rows_for(0, 1),
+        eval_dataset=job.rows_for(1, 2),
         compute_metrics=accuracy,
         compute_loss_func=own_loss if job.own_loss else None,
         callbacks=[logs],
@@ -265,8 +293,7 @@ def run(
             trainer, logs = made(job, folder, seed)
             ignored = list(job.ignored) or None
             trainer.train(resume_from_checkpoint=resume, ignore_keys_for_eval=ignored)
-            rows = job.data(rows_of(job.rows[1], 3, job.tiny.vocab_size))
-            found = trainer.predict(rows, ignore_keys=ignored)
+            found = trainer.predict(job.rows_for(1, 3), ignore_keys=ignored)
             logits = torch.tensor(logits_of(found.predictions))
             return logs.entries, logits, found.metrics["test_loss"]
         finally:
@@ -323,6 +350,9 @@ def test_the_comparison_notices_a_loss_that_is_scaled_twice(tmp_path: Path) -> N
         ("dp 2, lora", "tp 2, lora"),
         ("dp 2, ep 2", "ep 2"),
         ("ep 2", "dp 2, ep 2"),
+        ("tp 2, rows by length", "tp 2, rows by length"),
+        ("tp 2, rows by length", "dp 2, rows by length"),
+        ("tp 2, SGD without a state", "tp 2, SGD without a state"),
         *[(2 * (f"dp 2, {how}",)) for how in ("a shorter last batch", "without the last batch")],
     ],
 )
@@ -343,8 +373,7 @@ def test_a_training_resumes_on_any_layout(saved: str, loaded: str, tmp_path: Pat
 def _predicted(job: Job, folder: Path) -> Any:
     with world():
         trainer, _ = made(job, folder)
-        rows = rows_of(job.rows[1], 3, job.tiny.vocab_size)
-        return trainer.predict(rows).predictions
+        return trainer.predict(job.rows_for(1, 3)).predictions
 
 
 def test_all_predictions_of_a_mixture_are_those_of_one_process(tmp_path: Path) -> None:
@@ -439,8 +468,67 @@ def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tmp_
     pool(2).assert_raises(_made, job, tmp_path, words=words)
 
 
+class OfSequences(px.TrainerMixin, transformers.Seq2SeqTrainer):
+    """A trainer that gathers rows which fill up a batch."""
+
+
+class WithoutLabels(px.Trainer):
+    """A trainer whose rows have no labels of their own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labelled = {**inputs, "labels": inputs["input_ids"]}
+        return super().compute_loss(model, labelled, *args, **kwargs)
+
+    def get_batch_samples(self, batches: Any, *args: Any, **kwargs: Any) -> Any:
+        unlabelled = ({"input_ids": each["input_ids"]} for each in batches)
+        return super().get_batch_samples(unlabelled, *args, **kwargs)
+
+
 def test_other_trainers_are_refused_by_name(tmp_path: Path) -> None:
     pool(2).assert_raises(_made, JOBS["tp 2"], tmp_path, transformers.Trainer, words="px.Trainer")
+    words = "Seq2SeqTrainer is not supported"
+    pool(2).assert_raises(_made, JOBS["tp 2"], tmp_path, OfSequences, words=words)
+
+
+def test_rows_without_labels_that_would_count_twice_are_refused(tmp_path: Path) -> None:
+    job, words = JOBS["dp 2, a shorter last batch"], "the training would count rows twice"
+    pool(2).assert_raises(_made, job, tmp_path, WithoutLabels, words=words)
+
+
+class Permuted(torch.utils.data.Sampler):
+    """A sampler of a user's own; draws when it is asked for an iterator."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(24).tolist())
+
+
+def _order(apart: bool, together: bool = True) -> tuple[list[list[int]], list[float]]:
+    """Two orders of one sampler, and a number that is drawn after them."""
+    loader = torch.utils.data.DataLoader(range(24), 3, sampler=Permuted())
+    if together:
+        loader = drawn_together(loader, px.init_mesh())
+    torch.manual_seed(7 + apart * dist.get_rank())
+    orders = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    return orders, torch.rand(1).tolist()
+
+
+def test_a_sampler_draws_one_order_on_all_ranks() -> None:
+    assert pool(2).run(_order, False) == pool(2).run(_order, False, False)
+    (first, of_first), (second, of_second) = pool(2).run(_order, True)
+    assert first == second
+    assert first[0] != first[1]
+    assert of_first != of_second  # the noise of ranks stays their own
+
+
+def test_worker_processes_of_tp_ranks_have_one_seed() -> None:
+    mesh = mock.Mock(dp_rank=3)
+    seeded = partial(transformers.trainer_utils.seed_worker, num_workers=2, rank=7)
+    loader = torch.utils.data.DataLoader([], worker_init_fn=seeded)
+    seed_workers_of_dp_ranks(loader, mesh)
+    assert loader.worker_init_fn.keywords == {"num_workers": 2, "rank": 3}
 
 
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:
@@ -482,7 +570,7 @@ class OwnLoss(px.Trainer):
 def _warnings_of(name: str, cls: type, folder: Path, workers: int) -> list[str]:
     job = replace(
         JOBS[name],
-        iterable=workers > 0,
+        data=Stream if workers else list,
         options={"dataloader_num_workers": workers, "max_steps": 1},
     )
     with world(), warnings.catch_warnings(record=True) as found:
