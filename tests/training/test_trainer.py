@@ -152,7 +152,13 @@ JOBS = {
     "dp 2, a stream that rank 0 reads": Job(
         DP, zero=2, data=SizedStream, dispatched=True, rows=(22, 6), options=UNCOUNTED
     ),
-    "dp 2, shifted labels": Job(DP, zero=2, shifted=True, rows=(22, 7), options=UNCOUNTED),
+    "dp 2, shifted labels": Job(
+        DP,
+        zero=2,
+        shifted=True,
+        rows=(22, 7),
+        options={"remove_unused_columns": False, **UNCOUNTED},
+    ),
     "dp 2, no logs": Job(DP, zero=2, options={"logging_steps": 500}),
     "tp 2, rows by length": Job(Layout(1, 2, 1), options=GROUPED),
     "dp 2, rows by length": Job(DP, zero=2, options=GROUPED),
@@ -521,6 +527,17 @@ def test_a_sampler_draws_one_order_on_all_ranks() -> None:
     assert first == second
     assert first[0] != first[1]
     assert of_first != of_second  # the noise of ranks stays their own
+
+
+def _rows_that_are_grouped(job: Job, folder: Path) -> int:
+    with world():
+        return made(job, folder)[0]._get_train_sampler().batch_size
+
+
+def test_rows_are_grouped_by_length_in_steps_of_the_job(tmp_path: Path) -> None:
+    job = JOBS["dp 2, rows by length"]
+    plain = pool(1).run(_rows_that_are_grouped, job.plain, tmp_path)
+    assert pool(2).run(_rows_that_are_grouped, job, tmp_path) == 2 * plain
 
 
 def test_worker_processes_of_tp_ranks_have_one_seed() -> None:
