@@ -239,15 +239,16 @@ class TrainerMixin(TrainerFiles):
         names = {"labels", "shift_labels", *self.label_names}
         labels = {name: each for name, each in inputs.items() if name in names}
         labels = {name: each for name, each in labels.items() if torch.is_tensor(each)}
-        if not labels and what == "evaluation":  # perhaps a prediction, which has no loss
+        of_dpo = class_of_trl(self) == "DPOTrainer"
+        if not (labels or of_dpo) and what == "evaluation":  # perhaps a prediction without a loss
             return inputs
         rows = size // self._mesh.dp_size if self.accelerator.split_batches else size
         if isinstance(state.active_dataloader, DataLoaderDispatcher):  # a short batch is cut, too
-            rows = min(rows, *map(len, labels.values()))
+            rows = min([rows, *map(len, labels.values())])
         # Numbers that a regression is to meet cannot say that they do not count, and of rows in one
         # sequence nobody sees which are there a second time.
         countable = [not each.is_floating_point() and len(each) == rows for each in labels.values()]
-        if class_of_trl(self) == "DPOTrainer" or not labels or not all(countable):
+        if of_dpo or not labels or not all(countable):
             at_once = rows * self._mesh.dp_size
             raise ValueError(
                 f"{type(self).__name__}: the {what} would count rows twice, which fill up the last "
