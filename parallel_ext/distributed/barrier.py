@@ -62,9 +62,9 @@ def long_step(
 
 def _wait_for_all(store: LimitedStore, step: str, rank: int, hosts: Hosts, timeout: float) -> None:
     world_size = len(hosts)
-    store.set(f"{step}/{rank}", "1")
     if store.add(f"{step}/arrived", 1) == world_size:
         store.set(f"{step}/all_here", "1")
+    store.set(f"{step}/{rank}", "1")  # last: a rank that is lost before it is missed
     beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
     began = looked = time.monotonic()
     # Polled, since a wait in the store would warn of each second that it lasts. The pauses are a
@@ -124,6 +124,7 @@ class MonitoredBarrier:
             CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
             DisagreementError: all came, but to different things; names who is where.
         """
+        op_name = op_name.encode(errors="backslashreplace").decode()  # paths may have other bytes
         try:
             self._wait(op_name)
         except (CollectiveTimeout, DisagreementError):
@@ -136,25 +137,24 @@ class MonitoredBarrier:
     def _wait(self, op_name: str) -> None:
         marks = f"barrier/{self._number}"
         self._number += 1
-        self._store.set(f"{marks}/{self._rank}", op_name)
         self._store.add(f"{marks}/to {op_name}", 1)
         if self._store.add(f"{marks}/arrived", 1) == self._size:
             self._forget(self._number - 2)
-            self._store.set(f"{marks}/all_here", "1")
+            self._end(marks, "all here")
+        self._store.set(f"{marks}/{self._rank}", op_name)  # last: who is lost before it is missed
         try:
-            self._store.wait(f"{marks}/all_here", self._timeout)
+            self._store.wait(f"{marks}/end", self._timeout)
         except StoreLostError:
             raise
-        except RuntimeError as error:  # a TCPStore raises DistStoreError, a FileStore its base
-            self._store.set(f"{marks}/given_up", "1")
-            missing = self.absent(marks, range(self._size)) or "a rank that died"
+        except RuntimeError:  # a TCPStore raises DistStoreError, a FileStore its base
+            self._end(marks, "given up")
+        if self._store.get(f"{marks}/end") == b"given up":
+            missing = self.absent(marks, range(self._size))
             raise CollectiveTimeout(
                 f"{op_name}: every rank must call it, but {missing} did not within "
                 f"{self._timeout:g} s"
-            ) from error
-        if self._store.check([f"{marks}/given_up"]):
-            raise CollectiveTimeout(
-                f"{op_name}: rank {self._rank} came later than {self._timeout:g} s after the "
+                if missing
+                else f"{op_name}: rank {self._rank} came later than {self._timeout:g} s after the "
                 "others, who have given up waiting"
             )
         if self._store.add(f"{marks}/to {op_name}", 0) != self._size:
@@ -162,13 +162,18 @@ class MonitoredBarrier:
             seen = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise DisagreementError(f"the ranks are about to do different things: {seen}")
 
+    def _end(self, marks: str, how: str) -> None:
+        """Let a barrier end in one way on all ranks: that of the rank that ends it first."""
+        if self._store.add(f"{marks}/ends", 1) == 1:
+            self._store.set(f"{marks}/end", how)
+
     def _forget(self, number: int) -> None:
         """Delete the keys of a barrier that every rank has passed; the store stays small."""
         marks = f"barrier/{number}"
         if self._store.check([f"{marks}/0"]):
             names = {self._store.get(f"{marks}/{r}").decode() for r in range(self._size)}
             keys = [f"to {op_name}" for op_name in names] + [str(r) for r in range(self._size)]
-            for key in (*keys, "arrived", "all_here", "given_up"):
+            for key in (*keys, "arrived", "ends", "end"):
                 self._store.delete_key(f"{marks}/{key}")
 
     def close(self) -> None:
