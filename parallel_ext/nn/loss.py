@@ -52,13 +52,14 @@ def causal_lm_loss(
         vocab_size: V.
         vocab_range: this rank's ids, ``(start, stop)``.
         mesh: the ranks.
-        num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted with one
-            all-gather of four numbers over dp when None, with ``sums_over_dp`` on this rank alone.
+        num_items_in_batch: valid tokens over all dp ranks and accumulation steps; counted when
+            None, with ``sums_over_dp`` on this rank alone. Counting and comparing are one
+            all-gather of four numbers over dp.
         ignore_index: label of tokens that do not count.
         shift_labels: [..., S], labels already shifted; ``labels`` is not read then.
         head: weight [stop - start, H] and bias [stop - start] or None, this tp rank's rows.
         compared: a part of a parameter that the dp ranks compare meanwhile.
-        trained: what they train, which they compare as well where they count.
+        trained: what they train, which they compare as well.
         blocks: of the rows of ``head`` under ``px.Invariant``, else None.
         adapter: with ``blocks``, of the head: [..., S, R] and [stop - start, R], whose product is
             added to the logits.
@@ -98,7 +99,7 @@ def causal_lm_loss(
     count: Any = num_items_in_batch
     if count is None and sums_over_dp:
         count = (targets != ignore_index).sum()
-    elif count is None or compared is not None:
+    elif count is None or compared is not None or trained is not None:
         counted = _count_over_dp(targets != ignore_index, mesh, compared, trained)
         count = counted if count is None else count
     if isinstance(count, torch.Tensor):

@@ -79,7 +79,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "a leaf with labels needs num_items_in_batch=, the labels that count in the whole batch"
         )
-    meets_over_dp = state.forwards_together or counts
+    compares = has_labels and _compares_over_dp(model, state)
+    meets_over_dp = state.forwards_together or counts or compares
     if state.mesh.dp_size == 1 or (state.zero is None and meets_over_dp):
         arrive(f"{type(model).__name__}.forward")  # where FSDP gathers, before that
     _check_ends(model, state)
@@ -422,13 +423,15 @@ def wants_balance(model: nn.Module, state: ParallelState, arguments: Mapping[str
 @disable_compiler
 def _compared_over_dp(model: nn.Module, state: ParallelState) -> ReplicaPiece | None:
     """Return the piece of a parameter to compare over dp with the loss, None if there is none."""
-    trains = model.training and torch.is_grad_enabled()
-    # On a GPU the comparison would wait for the device.
-    if not trains or state.mesh.dp_size == 1 or state.mesh.device.type != "cpu":
-        return None
-    if state.in_leaf:  # of which the dp ranks may have unequally many
-        return None
-    return state.replicas_over_dp.now(model)
+    return state.replicas_over_dp.now(model) if _compares_over_dp(model, state) else None
+
+
+def _compares_over_dp(model: nn.Module, state: ParallelState) -> bool:
+    """Return whether the dp ranks compare a piece of a parameter with a loss."""
+    if state.mesh.dp_size == 1 or state.mesh.device.type != "cpu":  # a GPU would be waited for
+        return False
+    # The dp ranks may have unequally many leaves.
+    return model.training and torch.is_grad_enabled() and not state.in_leaf
 
 
 def _trained_over_dp(model: nn.Module, state: ParallelState) -> TrainedParts | None:

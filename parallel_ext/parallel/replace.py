@@ -314,11 +314,18 @@ class Replacer:
         norm = RMSNormOfShards(weight, layouts, eps, self.mesh.tp, replicas, self.partials)
         self.put(path, norm)
 
+    def _norms_of_heads(self, path: str, names: AttentionNames) -> None:
+        if self.mesh.tp_size > 1:
+            for norm in (f"{path}.{name}" for name in names.head_norms):
+                module = self.model.get_submodule(norm)
+                UsedInParts(norm, self.mesh.tp).attach(module, self.partials)
+
     def joined_attention(self, path: str, names: AttentionNames) -> None:
         """Replace the projections of an attention of which one joins query, key and value."""
         module, rank = self.model.get_submodule(path), self.mesh.tp_rank
         self._column(f"{path}.{names.query}")
         self._row(f"{path}.{names.output}")
+        self._norms_of_heads(path, names)
         self.watch(path, names.query, names.output)
         (first, last), (kv_first, kv_last), _ = self.layout[f"{path}.{names.query}.weight"].ranges(
             rank
@@ -343,10 +350,7 @@ class Replacer:
         ):
             if name is not None and self.mesh.tp_size > 1:
                 self._norm_of_shards(f"{path}.{name}", replicas)
-        if self.mesh.tp_size > 1:
-            for norm in (f"{path}.{name}" for name in names.head_norms):
-                module = self.model.get_submodule(norm)
-                UsedInParts(norm, self.mesh.tp).attach(module, self.partials)
+        self._norms_of_heads(path, names)
         heads, key_value_heads = (one.local_shape(self.mesh.rank)[0] for one in (query, key))
         self.model.get_submodule(path).num_key_value_groups = heads // key_value_heads
 

@@ -31,6 +31,7 @@ from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.olmo3 import modeling_olmo3
+from transformers.models.phi3 import modeling_phi3
 
 import parallel_ext as px
 from parallel_ext.models import SPECS
@@ -322,6 +323,67 @@ def test_a_parameter_of_an_attention_that_no_spec_names_is_refused() -> None:
     model = transformers.LlamaForCausalLM(_llama())
     model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="layers.0.self_attn.sinks: the spec does not say"):
+        px.parallelize(model, px.init_mesh())
+
+
+def test_a_parameter_of_an_mlp_that_no_spec_names_is_refused() -> None:
+    model = transformers.LlamaForCausalLM(_llama())
+    model.model.layers[0].mlp.norm = nn.RMSNorm(8)  # between gate and down each rank has a part
+    with pytest.raises(ValueError, match="layers.0.mlp.norm.weight: the spec does not say"):
+        px.parallelize(model, px.init_mesh())
+
+
+class _NormedAttention(modeling_phi3.Phi3Attention):
+    """With one linear for query, key and value, and norms of single heads."""
+
+    def __init__(self, config: transformers.PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.q_norm, self.k_norm = (modeling_phi3.Phi3RMSNorm(self.head_dim) for _ in range(2))
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, *_: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        heads, of_keys = self.config.num_attention_heads, self.num_key_value_heads
+        joined = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = joined.split([heads, of_keys, of_keys], 1)
+        query, key = self.q_norm(query), self.k_norm(key)
+        mixed = nn.functional.scaled_dot_product_attention(
+            *(query, key, value), is_causal=True, enable_gqa=True
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+@contextmanager
+def _phi3(dtype: torch.dtype, **names: Any) -> Iterator[transformers.PreTrainedModel]:
+    """A Phi-3 of this attention inside the context, and a spec with these names of norms."""
+    known = SPECS["phi3"]
+    with mock.patch.object(modeling_phi3, "Phi3Attention", _NormedAttention):
+        model = OfSpec("phi3", dtype=dtype).model()
+    px.register(replace(known, attention=replace(known.attention, **names)), replace=True)
+    try:
+        yield model
+    finally:
+        px.register(known, replace=True)
+
+
+def _normed(sequence_parallel: bool) -> dict[str, float]:
+    with _phi3(torch.float64, head_norms=("q_norm", "k_norm")) as reference:
+        model = parallel(reference, mesh_of(), sequence_parallel=sequence_parallel)
+        one = batches(OfSpec("phi3"), 1)
+        return differences_of_steps(reference, model, mesh_of(), [one])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norms_of_heads_of_a_joined_attention_have_the_gradients_of_one_process(
+    sequence_parallel: bool,
+) -> None:
+    assert_within(pool(3).run(_normed, sequence_parallel))
+
+
+def test_norms_over_all_heads_of_a_joined_attention_are_refused() -> None:
+    words = "self_attn.q_norm.weight.*: a norm over all heads is not supported where one linear"
+    names = {"query_norm": "q_norm", "key_norm": "k_norm", "norm_class": "Phi3RMSNorm"}
+    with _phi3(torch.float32, **names) as model, pytest.raises(ValueError, match=words):
         px.parallelize(model, px.init_mesh())
 
 

@@ -448,7 +448,7 @@ def test_misuse_is_one_clear_error_on_all_ranks(case: str) -> None:
     pool(2).assert_raises(_misused, case, words=MISUSE[case])
 
 
-def _other_parts(how: str, zero: int) -> None:
+def _other_parts(how: str, zero: int, count: int | None) -> None:
     """Every dp rank trains, skips or lacks a layer of its own, and goes on for two steps."""
     tiny, mesh = Tiny(), mesh_of(tp=1)
     model = px.data_parallel(parallel(tiny.model(), mesh), mesh, zero)
@@ -460,11 +460,13 @@ def _other_parts(how: str, zero: int) -> None:
     elif how == "left out":
         del layers[mesh.dp_rank]
     for _ in range(2):
-        model(**batch(tiny.vocab_size), use_cache=False).loss.backward()
+        one = batch(tiny.vocab_size)
+        model(**one, use_cache=False, num_items_in_batch=count).loss.backward()
         if how != "skipped":
             raise AssertionError("a backward has run")
 
 
+@pytest.mark.parametrize("count", [None, 20])
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize(
     ("how", "words"),
@@ -484,9 +486,9 @@ def _other_parts(how: str, zero: int) -> None:
     }.items(),
 )
 def test_dp_ranks_that_train_other_parts_are_told(
-    how: str, words: tuple[str, str], zero: int
+    how: str, words: tuple[str, str], zero: int, count: int | None
 ) -> None:
-    pool(2).assert_raises(_other_parts, how, zero, error="DisagreementError", words=words)
+    pool(2).assert_raises(_other_parts, how, zero, count, error="DisagreementError", words=words)
 
 
 def _merged() -> None:
