@@ -32,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="CLASS",
         help="a class of models that each rank loads whole; may be given several times",
     )
-    parser.add_argument("script", help="the script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", nargs=argparse.PARSER, help="the script, and its arguments")
     asked = parser.parse_args(arguments)
+    own = asked.script[asked.script[0] == "--" :]
     patch(tp=asked.tp, ep=asked.ep, zero=asked.zero, plain=asked.plain)
-    sys.argv = [asked.script, *asked.args]
-    sys.path[0] = os.path.dirname(os.path.abspath(asked.script))
+    sys.argv = own
+    sys.path[0] = os.path.dirname(os.path.abspath(own[0]))
     try:
-        script = runpy.run_path(asked.script, run_name="__main__")
+        script = runpy.run_path(own[0], run_name="__main__")
     except SystemExit as left:
         if left.code:
             joining.stop()  # the others need not wait for this rank's end

@@ -8,31 +8,36 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from parallel_ext.checkpoint.manifest import COMMIT_NAME
-from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
-from parallel_ext.cli.saved import existing
+from parallel_ext.cli.options import existing, positive
+from parallel_ext.cli.saved import (
+    ADAPTER,
+    CHECKPOINT,
+    MODEL,
+    NothingSavedError,
+    kind_of,
+    newest_step,
+)
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new
 
 # These import torch's DCP, transformers and PEFT, which takes seconds, where they are needed.
 
-_MODEL, _CHECKPOINT, _DCP, _SWISS_ARMY = "model", "checkpoint", "dcp", "swiss-army"
+_DCP, _SWISS_ARMY = "DCP", "checkpoint of SwissArmyTransformer"
 _FORMATS = {  # of a source -> what can be made of it; the first by default
-    _MODEL: ("hf",),
-    _CHECKPOINT: ("hf", "dcp"),
+    MODEL: ("hf",),
+    CHECKPOINT: ("hf", "dcp"),
     _DCP: ("checkpoint", "hf"),
     _SWISS_ARMY: ("peft",),
 }
-_OPTIONS = {  # the kinds of sources that an option is for
-    "--vocab-size": (_MODEL,),
-    "--filled-padding": (_MODEL,),
-    "--config": (_DCP, _SWISS_ARMY),
-    "--lora-alpha": (_SWISS_ARMY,),
-    "--adapters-only": (_SWISS_ARMY,),
-    "--allow-pickle": (_SWISS_ARMY,),
+_OPTIONS = {  # what an option is for: kinds of sources, and what is made of them
+    "--vocab-size": ((MODEL, "hf"),),
+    "--filled-padding": ((MODEL, "hf"),),
+    "--config": ((_DCP, "hf"), (_SWISS_ARMY, "peft")),
+    "--lora-alpha": ((_SWISS_ARMY, "peft"),),
+    "--adapters-only": ((_SWISS_ARMY, "peft"),),
+    "--allow-pickle": ((_SWISS_ARMY, "peft"),),
 }
 
 
@@ -51,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a training checkpoint: hf (default) or dcp; a DCP: checkpoint (default) or hf",
     )
     padded = parser.add_argument_group("of a padded vocabulary")
-    padded.add_argument("--vocab-size", type=int, metavar="V", help="its true number of rows")
+    padded.add_argument("--vocab-size", type=positive, metavar="V", help="its true number of rows")
     padded.add_argument(
         "--filled-padding",
         action="store_true",
@@ -72,21 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert a model, print what was made, and return 0."""
-    source = options.source
-    if source.is_dir() and complete_steps(source):
-        source = latest_checkpoint(source)
+    source = newest_step(options.source)
     kind = _kind(source)
     to = options.to or _FORMATS[kind][0]
     if to not in _FORMATS[kind]:
         raise CheckpointError(
             f"{source} is a {kind}, of which {' or '.join(_FORMATS[kind])} can be made, not {to}"
         )
-    for option, kinds in _OPTIONS.items():
+    for option, served in _OPTIONS.items():
         value = vars(options)[option.removeprefix("--").replace("-", "_")]
-        if value is not None and value is not False and kind not in kinds:
-            raise CheckpointError(
-                f"{option} is for a {' or '.join(kinds)}, but {source} is a {kind}"
-            )
+        if value is not None and value is not False and (kind, to) not in served:
+            known = " or ".join(f"--to {name} of a {each}" for each, name in served)
+            raise CheckpointError(f"{option} is for {known}, but {source} is a {kind}, --to {to}")
     with _progress(source, options.json) as progress:
         made = _CONVERSIONS[kind, to](source, options, progress)
     report = {"source": str(source), "out": str(options.out), "from": kind, "to": to, **made}
@@ -98,23 +100,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _kind(source: Path) -> str:
-    if (source / COMMIT_NAME).exists():
-        return _CHECKPOINT
-    if (source / ".metadata").exists():
+    names = [path.name for path in (source.iterdir() if source.is_dir() else [source])]
+    if ".metadata" in names:
         return _DCP
-    if (source / CONFIG_NAME).exists():
-        return _MODEL
-    if (source / ADAPTER_CONFIG_NAME).exists():
+    try:
+        kind = kind_of(source)
+    except NothingSavedError:
+        kind = ""
+    if kind == ADAPTER:
         raise CheckpointError(
             f"{source} is an adapter of PEFT already; parallel-ext merge merges it"
         )
-    names = (path.name for path in (source.iterdir() if source.is_dir() else [source]))
+    if kind in _FORMATS:
+        return kind
     if any(name == "latest" or name.endswith((".pt", ".safetensors")) for name in names):
         return _SWISS_ARMY
-    raise CheckpointError(
-        f"{source} is no HuggingFace model, training checkpoint, DCP or checkpoint of "
-        "SwissArmyTransformer"
-    )
+    raise CheckpointError(f"{source} is no {MODEL}, {CHECKPOINT}, {_DCP} or {_SWISS_ARMY}")
 
 
 def _progress(source: Path, quiet: bool) -> AbstractContextManager[Progress]:
@@ -178,9 +179,9 @@ def _adapter(source: Path, options: argparse.Namespace, progress: Progress) -> d
 
 
 _CONVERSIONS = {
-    (_MODEL, "hf"): _unpad,
-    (_CHECKPOINT, "hf"): _plain,
-    (_CHECKPOINT, "dcp"): _to_dcp,
+    (MODEL, "hf"): _unpad,
+    (CHECKPOINT, "hf"): _plain,
+    (CHECKPOINT, "dcp"): _to_dcp,
     (_DCP, "checkpoint"): _restore,
     (_DCP, "hf"): _of_dcp,
     (_SWISS_ARMY, "peft"): _adapter,

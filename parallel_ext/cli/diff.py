@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from parallel_ext.cli.saved import PATHS, Saved, existing, open_saved
+from parallel_ext.cli.options import existing, positive, tolerance
+from parallel_ext.cli.saved import PATHS, Saved, open_saved
 from parallel_ext.cli.tables import print_table
+from parallel_ext.io.rewrite import read_rows, row_ranges
 from parallel_ext.io.safetensors_reader import TensorEntry
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES
-from parallel_ext.sharding.reshard import STRIPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``diff``."""
     for name in ("first", "second"):
         parser.add_argument(name, type=existing, help=PATHS)
-    parser.add_argument("--top", type=int, default=20, metavar="N", help="tensors to print")
+    parser.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to print")
     parser.add_argument(
         "--rtol",
-        type=float,
+        type=tolerance,
         default=0.0,
         help="relative difference that counts as equal, by the largest element of a tensor",
     )
@@ -99,17 +100,9 @@ def _of_tensor(shown: str, first: Saved, name: str, second: Saved, other: str) -
         why = f"{list(entries[0].shape)} against {list(entries[1].shape)}"
         return Difference(shown, math.inf, math.inf, why)
     shape = entries[0].shape
-    rows = shape[0] if shape else 1
-    at_once = max(1, STRIPE_BYTES // 8 // max(1, math.prod(shape[1:])))
     largest = apart = 0.0
-    for start in range(0, rows, at_once):
-        box = [(0, size) for size in shape]
-        if shape:
-            box[0] = (start, min(start + at_once, rows))
-        parts = []
-        for file, key in sides:
-            parts.append(torch.empty([b - a for a, b in box], dtype=file.tensors[key].dtype))
-            file.read_box(key, tuple(box), parts[-1])
+    for start, stop in row_ranges(shape, 8 * math.prod(shape[1:])):
+        parts = [read_rows(file, key, start, stop) for file, key in sides]
         floating = any(part.is_floating_point() for part in parts)
         a, b = (part.to(torch.float64 if floating else torch.int64) for part in parts)
         same = (a == b) | (a.isnan() & b.isnan())

@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from parallel_ext.cli.saved import OPTIMIZER, PATHS, Saved, existing, open_saved
+from parallel_ext.cli.options import existing
+from parallel_ext.cli.saved import OPTIMIZER, PATHS, Saved, open_saved
 from parallel_ext.cli.tables import print_table
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES
 

@@ -35,6 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ValueError, NotImplementedError) as error:
         print(f"parallel-ext: {error}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
+from parallel_ext.cli.options import positive
 from parallel_ext.cli.tables import print_table
 from parallel_ext.distributed.errors import CheckpointError
 
@@ -30,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help="a directory with config.json, that file, or a name on the hub"
     )
     parser.add_argument("--world", type=_world, required=True, help="number of ranks")
-    parser.add_argument("--tp", type=_positive, help="only layouts with this tp")
-    parser.add_argument("--ep", type=_positive, help="only layouts with this ep")
-    parser.add_argument("--rows", type=_positive, default=1, help="of a dp rank's batch (1)")
-    parser.add_argument("--tokens", type=_positive, default=2048, help="of a row (2048)")
+    parser.add_argument("--tp", type=positive, help="only layouts with this tp")
+    parser.add_argument("--ep", type=positive, help="only layouts with this ep")
+    parser.add_argument("--rows", type=positive, default=1, help="of a dp rank's batch (1)")
+    parser.add_argument("--tokens", type=positive, default=2048, help="of a row (2048)")
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="of everything (bfloat16; float32 with --autocast)"
     )
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpointing", action="store_true", help="layers are recomputed in backward"
     )
     parser.add_argument(
-        "--lora-r", type=_positive, metavar="R", help="train an adapter of rank R on all-linear"
+        "--lora-r", type=positive, metavar="R", help="train an adapter of rank R on all-linear"
     )
     parser.add_argument(
         "--sequence-parallel",
@@ -147,15 +148,8 @@ def _sent(kinds: dict[str, dict[str, int]]) -> str:
     return f"{decimal(nbytes)} in {number}" if number else "-"
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
 def _world(text: str) -> int:
-    number = _positive(text)
+    number = positive(text)
     if number > _MOST_RANKS:  # of which the ranges of each tensor would be listed
         raise argparse.ArgumentTypeError(f"{text} is more than the {_MOST_RANKS} ranks of a plan")
     return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, CONFIG_NAME, HFDirect
 from parallel_ext.io.safetensors_reader import SafetensorsFile, TensorEntry
 from parallel_ext.io.schema import read_json
 
+CHECKPOINT, MODEL, ADAPTER, FILE = "training checkpoint", "HuggingFace model", "adapter", "file"
 OPTIMIZER = "optimizer: "  # before the names of its tensors
 PATHS = "a model's or adapter's directory, a training checkpoint, or a safetensors file"
 
@@ -25,16 +25,28 @@ class NothingSavedError(CheckpointError):
     """At a path lies nothing of the kinds that are read."""
 
 
-def existing(text: str) -> Path:
-    """Return the path that an option gives.
+def newest_step(path: Path) -> Path:
+    """Return the newest complete step of a root of training checkpoints; else the path itself."""
+    return latest_checkpoint(path) if path.is_dir() and complete_steps(path) else path
+
+
+def kind_of(path: Path) -> str:
+    """Return what is saved at a path, one of the kinds of :class:`Saved`.
 
     Raises:
-        ArgumentTypeError: nothing is there.
+        NothingSavedError: there is nothing of the kind.
     """
-    path = Path(text)
-    if not path.exists():
-        raise ArgumentTypeError(f"{text} does not exist")
-    return path
+    if (path / COMMIT_NAME).exists():
+        return CHECKPOINT
+    if (path / ADAPTER_CONFIG_NAME).exists():
+        return ADAPTER
+    if (path / CONFIG_NAME).exists():
+        return MODEL
+    if path.is_file():
+        return FILE
+    raise NothingSavedError(
+        f"{path} is no safetensors file, HuggingFace model, adapter or training checkpoint"
+    )
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class Saved:
     """Something saved that is open.
 
     Attributes:
-        kind: ``"training checkpoint"``, ``"HuggingFace model"``, ``"adapter"`` or ``"file"``.
+        kind: ``CHECKPOINT``, ``MODEL``, ``ADAPTER`` or ``FILE``.
         path: of the file, or of the directory that holds the files.
         facts: about it, by name, fit for JSON.
         file_of: the open file of each tensor, by its name there.
@@ -76,29 +88,25 @@ def open_saved(path: Path) -> Iterator[Saved]:
         NothingSavedError: there is nothing of the kind.
         CheckpointError: it is damaged.
     """
+    path = newest_step(path)
+    kind = kind_of(path)
     with ExitStack() as files:
-        if path.is_dir() and complete_steps(path):
-            path = latest_checkpoint(path)
-        if (path / COMMIT_NAME).exists():
+        if kind == CHECKPOINT:
             yield _checkpoint(path, files)
-        elif (path / ADAPTER_CONFIG_NAME).exists():
+        elif kind == ADAPTER:
             file = files.enter_context(SafetensorsFile(path / ADAPTER_NAME))
             config = read_json(path / ADAPTER_CONFIG_NAME)
             known = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
             facts = {name: config[name] for name in known if name in config}
-            yield Saved("adapter", path, facts, dict.fromkeys(file.tensors, file))
-        elif (path / CONFIG_NAME).exists():
+            yield Saved(kind, path, facts, dict.fromkeys(file.tensors, file))
+        elif kind == MODEL:
             model = files.enter_context(HFDirectory(path))
             known = ("model_type", "architectures", "transformers_version", "vocab_size")
             facts = {name: model.config[name] for name in known if name in model.config}
-            yield Saved("HuggingFace model", path, facts, model.file_of)
-        elif path.is_file():
-            file = files.enter_context(SafetensorsFile(path))
-            yield Saved("file", path, dict(file.metadata), dict.fromkeys(file.tensors, file))
+            yield Saved(kind, path, facts, model.file_of)
         else:
-            raise NothingSavedError(
-                f"{path} is no safetensors file, HuggingFace model, adapter or training checkpoint"
-            )
+            file = files.enter_context(SafetensorsFile(path))
+            yield Saved(kind, path, dict(file.metadata), dict.fromkeys(file.tensors, file))
 
 
 def _checkpoint(path: Path, files: ExitStack) -> Saved:
@@ -111,4 +119,4 @@ def _checkpoint(path: Path, files: ExitStack) -> Saved:
     facts = {"step": manifest.step, "save": manifest.number, **manifest.saved_by}
     if manifest.non_finite:
         facts["tensors with NaN or infinity"] = sorted(manifest.non_finite)
-    return Saved("training checkpoint", path, facts, file_of)
+    return Saved(CHECKPOINT, path, facts, file_of)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ext.checkpoint.verify import verify_checkpoint
-from parallel_ext.cli.saved import PATHS, NothingSavedError, existing, open_saved
+from parallel_ext.cli.options import existing
+from parallel_ext.cli.saved import CHECKPOINT, PATHS, NothingSavedError, open_saved
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.progress import progress_bar
 
@@ -40,7 +41,7 @@ def _check(path: Path, quiet: bool) -> dict[str, Any]:
     with open_saved(path) as saved:
         files = {file.path for file in saved.file_of.values()}
         num_bytes = sum(file.stat().st_size for file in files)
-        if saved.kind == "training checkpoint":
+        if saved.kind == CHECKPOINT:
             with progress_bar("", num_bytes, 0, False if quiet else None) as done:
                 verify_checkpoint(saved.path, done)
             checked = "every byte is that which was written"

@@ -14,9 +14,10 @@ import torch
 from peft.utils.other import get_pattern_key
 from transformers import CONFIG_MAPPING
 
+from parallel_ext.checkpoint.manifest import COMMIT_NAME
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
-from parallel_ext.io.hf_reader import HFDirectory
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, HFDirectory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, copy_beside, nothing, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
@@ -93,8 +94,9 @@ class _Adapter:
         """
         module = target.rpartition(".")[0]
         found = {kind: self.file.read(name).to(wide) for kind, name in self.factors[target].items()}
-        if target.endswith(".bias"):
-            rank = self.file.tensors[self.factors[f"{module}.weight"]["a"]].shape[0]
+        beside = self.factors.get(f"{module}.weight", {})
+        if target.endswith(".bias") and "a" in beside:
+            rank = self.file.tensors[beside["a"]].shape[0]
             values = found["bias"] * self._scale(module, rank)
             left, right = values.unsqueeze(1), torch.ones(1, 1, dtype=wide)
             expected: tuple[int, ...] = (len(values),)
@@ -127,7 +129,7 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     Args:
         adapter: folder of a LoRA adapter as PEFT saves it.
         base: folder of the model that it was trained on.
-        out: folder that is made, or replaced as a save does.
+        out: folder that is made, or replaced as a save does; not one of an adapter.
         progress: called with the bytes of each piece that was written.
 
     Raises:
@@ -137,13 +139,15 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     """
     if os.path.realpath(base) == os.path.realpath(out):
         raise CheckpointError(f"{out} is the model itself; merge into another folder")
+    if (out / ADAPTER_CONFIG_NAME).exists():  # which transformers would add to what is merged
+        raise CheckpointError(f"{out} holds an adapter; merge into another folder")
     with ExitStack() as files:
         own = _Adapter(adapter, files)
         model = files.enter_context(HFDirectory(base))
         _check(own, model)
         with Publication(out) as temporary:
             write_again(model, temporary, partial(_rows, own), progress)
-            copy_beside(base, temporary)
+            copy_beside(base, temporary, without=(COMMIT_NAME,))
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
         )
@@ -167,6 +171,12 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
             raise CheckpointError(
                 f"{own.file.path}: {name} is of shape {shape} there, but {model.shapes[name]} in "
                 f"{model.path}: the vocabulary was resized; merge with PEFT"
+            )
+        trained = name.rpartition(".")[0].endswith(tuple(own.config.modules_to_save or ()))
+        if trained and shape[0] == model.config.get("vocab_size") and _ties(model):
+            raise CheckpointError(
+                f"{own.file.path}: {name} was trained whole, but {model.path} has one tensor for "
+                "embedding and head, and would have both changed; untie them first"
             )
     for name, factors in own.factors.items():
         if "embedding a" in factors and _ties(model):

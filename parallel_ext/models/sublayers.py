@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,8 @@ class AttentionNames:
         """Return the layouts of the sharded parameters of the attention at ``path``.
 
         Raises:
-            ValueError: it has a parameter that the spec does not name, or a norm that it cannot
-                have.
+            ValueError: it has a norm that it cannot have.
         """
-        _refuse_others(path, self.modules(), shapes, "an attention with sharded heads")
         query, key_value = (
             tuple((start * head_dim, stop * head_dim) for start, stop in ranges)
             for ranges in (heads.query, heads.key_value)
@@ -170,11 +168,8 @@ class RegionNames:
         """Return the layouts of the sharded parameters of the module at ``path``.
 
         Raises:
-            ValueError: a rank would hold a part of a head, a bias would be summed, or a module
-                without ``entry`` has a parameter that the spec does not name.
+            ValueError: a rank would hold a part of a head, or a bias would be summed.
         """
-        if self.entry is None:
-            _refuse_others(path, self.modules(), shapes, "a module with sharded features")
         if num_heads is not None and num_heads % tp_size:
             raise ValueError(
                 f"{path} has {num_heads} heads, which tp={tp_size} does not divide; choose a tp "
@@ -297,17 +292,6 @@ def shard_rows(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:
     """Return layouts of a linear or table whose rows are sharded by ranges, bias included."""
     weight = shard_along(f"{path}.weight", shapes[f"{path}.weight"], 0, ranges)
     return {weight.name: weight, **_bias_beside(weight, shapes)}
-
-
-def _refuse_others(path: str, named: Iterable[str], shapes: Shapes, what: str) -> None:
-    """Raise if the module at ``path`` has a parameter in none of the modules that are named.
-
-    Each rank would have the gradient of its own part of a sharded input.
-    """
-    known = tuple(f"{path}.{name}." for name in named)
-    others = [name for name in shapes if name.startswith(f"{path}.") and not name.startswith(known)]
-    if others:
-        raise ValueError(f"{', '.join(others)}: the spec does not say how {what} shards it")
 
 
 def _shard_columns(path: str, shapes: Shapes, ranges: tuple[Range, ...]) -> Layouts:

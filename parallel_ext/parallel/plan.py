@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from torch import nn
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.models.invariant import plan_in_blocks
 from parallel_ext.models.spec import ModelSizes, ModelSpec, plan
-from parallel_ext.models.sublayers import RegionNames
+from parallel_ext.models.sublayers import MixtureNames, RegionNames
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -164,6 +164,7 @@ def layout_of(
         else:
             names[id(parameter)] = name
             shapes[name] = tuple(parameter.shape)
+    _refuse_unnamed(spec, shapes)
     config = model.config
     rows = config.vocab_size
     for name in ends:
@@ -181,6 +182,19 @@ def layout_of(
     else:
         layout = plan(*named, ep_size, vocab_multiple_of)
     return replace(layout, buffers=frozenset(buffers))
+
+
+def _refuse_unnamed(spec: ModelSpec, names: Collection[str]) -> None:
+    """Raise if a sublayer has a parameter in no module that the spec names.
+
+    It may be used for this rank's part of heads or features, and its gradient would be one of them.
+    """
+    for path, sublayer in spec.sublayers(names).items():
+        if isinstance(sublayer, MixtureNames) or getattr(sublayer, "entry", None) is not None:
+            continue  # what else is there sees whole tokens
+        known = tuple(f"{path}.{name}." for name in sublayer.modules())
+        if others := [n for n in names if n.startswith(f"{path}.") and not n.startswith(known)]:
+            raise ValueError(f"{', '.join(others)}: the spec does not say how tp ranks shard it")
 
 
 def _sizes(model: nn.Module, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:

@@ -182,7 +182,8 @@ def test_diff_says_why_tensors_cannot_be_compared(
     "arguments",
     [
         *([], ["verify", "/nowhere"], ["verify", "/tmp"], ["compare"], ["diff", "/tmp"]),
-        ["inspect", "/tmp"],
+        *(["inspect", "/tmp"], ["diff", "/tmp", "/tmp", "--rtol", "nan"]),
+        *(["diff", "/tmp", "/tmp", "--top", "-1"], ["convert", "/tmp", "out", "--vocab-size", "0"]),
     ],
 )
 def test_wrong_use_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_checkpoint_becomes_a_plain_model(
 ) -> None:
     step, out = px.latest_checkpoint(saved / "checkpoints"), tmp_path / "out"
     found = _json(capsys, saved / "checkpoints", out)
-    assert (found["from"], found["to"], found["tensors"]) == ("checkpoint", "hf", 21)
+    assert (found["from"], found["to"], found["tensors"]) == ("training checkpoint", "hf", 21)
     assert _same(_tensors(out), _tensors(step))
     expected = {path.name for path in step.iterdir()} - {"COMMIT", "parallel_state"}
     assert {path.name for path in out.iterdir()} == expected
@@ -357,10 +357,13 @@ def test_stripes_of_rows_are_the_whole(
     ("options", "message"),
     [
         (["--to", "peft"], "not peft"),
-        (["--vocab-size", "9"], "--vocab-size is for a model, but"),
-        (["--config", "/tmp"], "--config is for a dcp or swiss-army, but"),
-        (["--lora-alpha", "0"], "--lora-alpha is for a swiss-army, but"),
-        (["--allow-pickle"], "--allow-pickle is for a swiss-army, but"),
+        (["--vocab-size", "9"], "--vocab-size is for --to hf of a HuggingFace model, but"),
+        (
+            ["--config", "/tmp"],
+            "--config is for --to hf of a DCP or --to peft of a check",
+        ),
+        (["--lora-alpha", "0"], "--lora-alpha is for --to peft of a checkpoint of Swiss"),
+        (["--allow-pickle"], "--allow-pickle is for --to peft of a checkpoint of Swiss"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

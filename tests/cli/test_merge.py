@@ -11,10 +11,12 @@ import peft
 import pytest
 import torch
 import transformers
+from ranks import pool
 from reference import Tiny
 from reference_mixtral import TinyMixtral
 from safetensors.torch import load_file, save_file
 
+import parallel_ext as px
 from parallel_ext.cli.main import main
 from parallel_ext.io import rewrite
 from parallel_ext.lora import merged_files
@@ -99,6 +101,29 @@ def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monke
         torch.testing.assert_close(one[name], other[name])
 
 
+def _steps(root: Path) -> None:
+    """Save the model itself, and then a step of the adapter of ``_trained``, as checkpoints."""
+    mesh = px.init_mesh()
+    px.save_checkpoint(root / "base", 3, px.parallelize(TINY.model(), mesh))
+    options = {"r": 3, "lora_alpha": 7, "target_modules": LINEARS, "init_lora_weights": False}
+    adapted = peft.get_peft_model(px.parallelize(TINY.model(), mesh), peft.LoraConfig(**options))
+    px.save_checkpoint(root / "adapter", 5, adapted)
+    adapted.save_pretrained(root / "plain adapter")
+
+
+def test_training_checkpoints_merge_as_what_they_hold(tmp_path: Path) -> None:
+    pool(1).run(_steps, tmp_path)
+    TINY.model().save_pretrained(tmp_path / "plain base")
+    places = [tmp_path / name for name in ("adapter", "base", "out")]
+    assert main(["merge", *map(str, places)]) == 0
+    plain = [tmp_path / name for name in ("plain adapter", "plain base", "plain out")]
+    assert main(["merge", *map(str, plain)]) == 0
+    merged, expected = _tensors(places[-1]), _tensors(plain[-1])
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+    assert not (places[-1] / "COMMIT").exists()
+
+
 def _refused(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:
     assert main(["merge", *map(str, paths)]) == 2
     return capsys.readouterr().err
@@ -136,6 +161,18 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     assert "on tied weights" in _refused(capsys, tmp_path / "head", tied, out)
     _trained(TINY.model(), tmp_path / "embedding", target_modules=["embed_tokens"])
     assert "would change both" in _refused(capsys, tmp_path / "embedding", tied, out)
+    whole = tmp_path / "whole"
+    _trained(Tiny(dtype=torch.float32, tied=True).model(), whole, modules_to_save=["embed_tokens"])
+    assert "was trained whole" in _refused(capsys, whole, tied, out)
+    assert "holds an adapter" in _refused(capsys, good, base, good)
+    biases = tmp_path / "biases"
+    _trained(TINY.model(), biases, lora_bias=True, target_modules=["q_proj"])
+    tensors = load_file(biases / "adapter_model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if name.endswith("lora_B.bias")},
+        biases / "adapter_model.safetensors",
+    )
+    assert "self_attn.q_proj has bias alone" in _refused(capsys, biases, base, out)
     assert "Not a directory" in _refused(capsys, good, base, base / "config.json" / "out")
     config = json.loads((base / "config.json").read_text())
     quantized = tmp_path / "quantized"

@@ -97,6 +97,14 @@ def test_an_unchanged_script_equals_one_process(tmp_path: Path, kind: str) -> No
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_a_script_has_its_own_arguments(tmp_path: Path, before: list[str]) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint('argv', *sys.argv)")
+    command = [sys.executable, "-m", "parallel_ext.run", *before, "script.py", "--", "a", "--tp=3"]
+    printed = finished(run_forked(command, cwd=tmp_path))
+    assert "argv script.py -- a --tp=3" in printed
+
+
 TRAINED = """
 import sys
 import torch
