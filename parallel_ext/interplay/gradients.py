@@ -125,17 +125,18 @@ def unscale_grads_(
     self: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
     *args: Any,
+    **kwargs: Any,
 ) -> dict[torch.device, torch.Tensor]:
     """Extend ``torch.amp.GradScaler`` so that an overflow on one rank counts on all ranks."""
     meshes = {owned.mesh for owned in owners_in(optimizer).values()}
     if not meshes:
-        return plain(self, optimizer, *args)
+        return plain(self, optimizer, *args, **kwargs)
     if len(meshes) > 1:
         raise NotImplementedError(
             "GradScaler: an optimizer of models on several meshes is not supported; build one "
             "optimizer for each"
         )
-    return unscale_on_all_ranks(self, meshes.pop(), optimizer, *args)
+    return unscale_on_all_ranks(self, meshes.pop(), optimizer, *args, **kwargs)
 
 
 def backward(

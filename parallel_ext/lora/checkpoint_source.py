@@ -144,7 +144,7 @@ class AdapterContents:
             raise CheckpointError(
                 f"{directory}: the adapter there is not the model's {self._adapter!r}: {problems}"
             )
-        merged = [path for path, module in self._adapted() if module.merged]
+        merged = [p for p, module in self._adapted() if self._adapter in module.merged_adapters]
         if merged:
             raise CheckpointError(
                 f"the adapter {self._adapter!r} is merged into {merged[0]}; unmerge_adapter() "
@@ -172,7 +172,8 @@ class AdapterContents:
         return {
             path: module.dropout_masks(self._adapter)
             for path, module in self._adapted()
-            if isinstance(module.lora_dropout[self._adapter], nn.Dropout)
+            if self._adapter in module.lora_dropout
+            and isinstance(module.lora_dropout[self._adapter], nn.Dropout)
         }
 
     def dropout_masks_after(self, saved: Any) -> Callable[[], None]:

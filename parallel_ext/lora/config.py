@@ -33,8 +33,14 @@ class LoraConfig(peft.LoraConfig):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> LoraConfig:
-        """Read a configuration as ``peft.LoraConfig.from_pretrained`` does, into this class."""
+        """Read a configuration as ``peft.LoraConfig.from_pretrained`` does, into this class.
+
+        Raises:
+            TypeError: it is of another kind of adapter, which PEFT would return.
+        """
         config = peft.LoraConfig.from_pretrained(*args, **kwargs)
+        if not isinstance(config, peft.LoraConfig):
+            raise TypeError(f"the configuration is a {type(config).__name__}, not one of LoRA")
         fields = (field.name for field in dataclasses.fields(peft.LoraConfig) if field.init)
         return cls(**{name: getattr(config, name) for name in fields})
 
@@ -61,8 +67,9 @@ def refuse_unsupported(config: peft.PeftConfig, op_name: str) -> None:
         for field in dataclasses.fields(peft.LoraConfig)
         if field.name not in _SUPPORTED and changed(field.name)
     ]
-    if config.init_lora_weights not in (True, False, "gaussian"):
-        given.append(f"init_lora_weights={config.init_lora_weights!r}")
+    start = config.init_lora_weights
+    if not isinstance(start, bool) and start != "gaussian":  # 0 is not False everywhere in PEFT
+        given.append(f"init_lora_weights={start!r}")
     if given:
         raise NotImplementedError(
             f"{op_name}: LoRA on a parallel model does not support {', '.join(given)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
@@ -117,9 +118,13 @@ def save_pretrained(
     if state is None:
         plain(self, save_directory, *args, **kwargs)
         return
+    given = inspect.signature(plain).bind(self, save_directory, *args, **kwargs).arguments
+    options = {**given, **given.get("kwargs", {})}
+    for name in ("self", "save_directory", "kwargs"):
+        options.pop(name, None)
     call_together(
-        *(self, "save_pretrained", (save_directory, *args), kwargs),
-        lambda: _save(plain, self, state, save_directory, *args, **kwargs),
+        *(self, "save_pretrained", (save_directory,), options),
+        lambda: _save(plain, self, state, save_directory, options),
     )
 
 
@@ -128,23 +133,22 @@ def _save(
     self: peft.PeftModel,
     state: ParallelState,
     save_directory: str,
-    *args: Any,
-    **kwargs: Any,
+    options: dict[str, Any],
 ) -> None:
     mesh, op_name = state.mesh, f"save_pretrained of an adapter to {save_directory}"
     mesh.control.barrier(op_name)
-    kwargs.pop("is_main_process", None)
-    options = {k: kwargs[k] for k in ("save_embedding_layers",) if k in kwargs}
+    options = {name: value for name, value in options.items() if name != "is_main_process"}
+    whole = {k: options[k] for k in ("save_embedding_layers",) if k in options}
 
     def choose() -> dict[str, tuple[torch.Tensor, TensorLayout]]:
         for refused in ("state_dict", "path_initial_model_for_weight_conversion"):
-            if kwargs.get(refused) is not None:
+            if options.get(refused) is not None:
                 raise NotImplementedError(f"{op_name}: {refused} is not supported here")
-        adapters = kwargs.get("selected_adapters") or list(self.peft_config)
+        adapters = options.get("selected_adapters") or list(self.peft_config)
         unknown = set(adapters) - self.peft_config.keys()
         if unknown:
             raise ValueError(f"{op_name}: there is no adapter {', '.join(sorted(unknown))}")
-        wanted = {n for a in adapters for n in saved_tensors(self, a, **options).values()}
+        wanted = {n for a in adapters for n in saved_tensors(self, a, **whole).values()}
         return {name: at for name, at in layouts_of(self).items() if name in wanted}
 
     chosen = mesh.control.run_on_all(op_name, choose)
@@ -155,7 +159,7 @@ def _save(
 
     def write() -> None:
         if mesh.rank == 0:
-            plain(self, save_directory, *args, state_dict=full, **kwargs)
+            plain(self, save_directory, **{**options, "state_dict": full})
 
     mesh.control.run_on_all(op_name, write)
 
@@ -192,8 +196,9 @@ def load_adapter(
 def set_state_dict(
     plain: Callable[..., Any],
     model: nn.Module,
-    state_dict: dict[str, torch.Tensor],
+    peft_model_state_dict: dict[str, torch.Tensor],
     adapter_name: str = "default",
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Extend ``peft.set_peft_model_state_dict``: take exactly the tensors of the adapter.
@@ -202,14 +207,14 @@ def set_state_dict(
     """
     state = parallel_state(model)
     if state is None:
-        return plain(model, state_dict, adapter_name=adapter_name, **kwargs)
+        return plain(model, peft_model_state_dict, adapter_name, *args, **kwargs)
     op_name = f"loading adapter {adapter_name!r}"
-    _check_read(state_dict, state, op_name)
+    _check_read(peft_model_state_dict, state, op_name)
 
     def load() -> Any:
         # Experts as transformers 4 named them become those of the model; PEFT does it later, too.
         tensors = convert_peft_adapter_state_dict_for_transformers(
-            model, model.peft_config[adapter_name], state_dict, adapter_name
+            model, model.peft_config[adapter_name], peft_model_state_dict, adapter_name
         )
         layouts = layouts_of(model)
         saved = partial(saved_tensors, model, adapter_name)
@@ -219,7 +224,7 @@ def set_state_dict(
         optional = known.keys() - saved(save_embedding_layers=False).keys()
         if problems := misfits(found, known, state.mesh.tp_size, optional):
             raise ValueError(f"adapter {adapter_name!r} does not fit the model: {problems}")
-        return plain(model, tensors, adapter_name=adapter_name, **kwargs)
+        return plain(model, tensors, adapter_name, *args, **kwargs)
 
     result = state.mesh.control.run_on_all(op_name, load)
     check_adapters(model, state, op_name)

@@ -99,6 +99,27 @@ def refuse_whole(
             )
 
 
+def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
+    """Raise if adapters would be on embedding and head that share one weight.
+
+    Raises:
+        ValueError: names both.
+    """
+    ends = []
+    for path, module in model.named_modules():
+        base = module.get_base_layer() if isinstance(module, Mergeable) else module
+        if not getattr(base, "tied", False) or path.endswith(".base_layer"):
+            continue
+        targeted = config.target_modules and check_target_module_exists(config, path)
+        if targeted or getattr(module, "scaling", None):
+            ends.append(base.layouts["weight"].name)
+    if len(ends) > 1:
+        raise ValueError(
+            f"{op_name}: embedding and head ({' and '.join(ends)}) share one weight, and adapters "
+            "on both ends cannot share it; target one of the two, or untie them"
+        )
+
+
 def experts_tensors(model: nn.Module) -> list[str]:
     """Return the ``target_parameters`` that reach all experts, such as ``experts.down_proj``."""
     return sorted({".".join(name.split(".")[-2:]) for name in _tensors_of_experts(model)})
@@ -233,6 +254,7 @@ def inject_adapter(
         refuse_mixture(model, config, op_name, state)
         refuse_parameters(model, config, op_name)
         refuse_whole(model, config, op_name, state)
+        refuse_both_ends(model, config, op_name)
 
     state.mesh.control.run_on_all(op_name, check)
     seed = _agree_on(config, op_name, state)
@@ -240,7 +262,6 @@ def inject_adapter(
     with seeded_by(seed):
         plain(self, model, adapter_name, *args, **kwargs)
     state.adapted = True
-    _refuse_both_ends(model, adapter_name)
 
 
 def _agree_on(config: peft.LoraConfig, op_name: str, state: ParallelState) -> int:
@@ -253,26 +274,6 @@ def _agree_on(config: peft.LoraConfig, op_name: str, state: ParallelState) -> in
     advice = "give all ranks the same configuration"
     require_equal(state.mesh.control, op_name, own, advice=advice)
     return state.mesh.control.all_gather_object(torch.initial_seed())[0]
-
-
-def _refuse_both_ends(model: nn.Module, adapter: str) -> None:
-    ends = [
-        module
-        for module in model.modules()
-        if isinstance(module, Mergeable)
-        and getattr(module.get_base_layer(), "tied", False)
-        and module.scaling
-    ]
-    if len(ends) < 2:
-        return
-    for module in ends:
-        if adapter in module.scaling:
-            module.delete_adapter(adapter)
-    names = " and ".join(module.get_base_layer().layouts["weight"].name for module in ends)
-    raise ValueError(
-        f"adding adapter {adapter!r}: embedding and head ({names}) share one weight, and adapters "
-        "on both ends cannot share it; target one of the two, or untie them"
-    )
 
 
 def count_parameters(
@@ -292,6 +293,7 @@ def add_weighted_adapter(
     weights: list[float],
     adapter_name: str,
     combination_type: str = "svd",
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Extend ``LoraModel.add_weighted_adapter``: refuse what needs more than this rank's shards."""
@@ -301,4 +303,4 @@ def add_weighted_adapter(
             f"add_weighted_adapter(combination_type={combination_type!r}) at "
             f"tp={state.mesh.tp_size} needs whole factors; use {' or '.join(_COMBINABLE)}"
         )
-    return plain(self, adapters, weights, adapter_name, combination_type, **kwargs)
+    return plain(self, adapters, weights, adapter_name, combination_type, *args, **kwargs)

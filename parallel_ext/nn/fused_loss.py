@@ -152,7 +152,7 @@ def are_listened_to(modules: Iterable[nn.Module]) -> bool:
 
 def is_of_others(hook: Any) -> bool:
     """Return whether a hook is of others than this package, transformers and PEFT."""
-    package = getattr(hook, "__module__", "").partition(".")[0]
+    package = (getattr(hook, "__module__", None) or "").partition(".")[0]  # builtins have None
     return package not in ("parallel_ext", "transformers", "peft")
 
 

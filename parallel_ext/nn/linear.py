@@ -46,9 +46,10 @@ class ComputedAhead:
 def _state_of(input: torch.Tensor) -> tuple[int, bool]:
     """Return how often ``input`` was changed in place, and whether there is a graph of its use.
 
-    The former is 0 while ``torch.compile`` traces.
+    The former is 0 where nobody counts: while ``torch.compile`` traces, and in inference mode.
     """
-    writes = 0 if torch.compiler.is_compiling() else version_of(input)
+    counted = not (torch.compiler.is_compiling() or input.is_inference())
+    writes = version_of(input) if counted else 0
     return writes, torch.is_grad_enabled()
 
 

@@ -84,6 +84,9 @@ def input_dropout(
 ) -> ops.Dropout:
     """Return the dropout of an adapter's input, whose mask is the same however ``base`` is sharded.
 
+    Over dp ranks it is that of the whole batch where each has equally many tokens. Where they have
+    not, as with batches padded to their own lengths, some tokens of two ranks have one mask.
+
     Args:
         base: the layer with the adapter.
         input: [..., K], what it is called with on this rank.
@@ -116,7 +119,10 @@ def low_rank_product(factor_a: torch.Tensor, factor_b: torch.Tensor, scale: floa
 
 
 class KeptParameters:
-    """The parameters of a module as they were before adapters were merged into them."""
+    """The parameters of a module as they were before adapters were merged into them.
+
+    A change of them through ``.data`` is not noticed: torch does not count it.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, torch.Tensor] = {}
@@ -188,8 +194,8 @@ class LoraLinear(nn.Module):
 
     The factors are in fp32 on a 16-bit base, as PEFT's, else in the base's dtype. The state dict
     has ``base_layer.weight``, ``lora_A.weight`` and ``lora_B.weight``; it is loaded from full
-    tensors or from this rank's shards. It does not have the state of the dropout masks: see
-    :meth:`dropout_masks`.
+    tensors or from this rank's shards, while the adapter is not merged. It does not have the state
+    of the dropout masks: see :meth:`dropout_masks`.
 
     Attributes:
         merged: whether the base contains the adapter, after :meth:`merge`.
@@ -311,6 +317,20 @@ class LoraLinear(nn.Module):
             raise RuntimeError("LoraLinear.unmerge: the adapter is not merged")
         self._kept.put_back(self.base_layer)
         self.merged = False
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._refuse_merged("base_layer.state_dict() has the merged weight alone")
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._refuse_merged("what is loaded would be added to the merged weight, or be lost")
+        super()._load_from_state_dict(*args)
+
+    def _refuse_merged(self, why: str) -> None:
+        if self.merged:
+            raise RuntimeError(
+                f"LoraLinear: the adapter is merged into its base; unmerge() it first, as {why}"
+            )
 
     def extra_repr(self) -> str:
         return f"r={self.r}, scaling={self.scaling:g}, lora_dropout={self.lora_dropout:g}"

@@ -123,7 +123,16 @@ class ExpertParallelExperts(ShardedModule):
                 HuggingFace's; the same on all ranks. It is left as it is.
             group: of consecutive ranks, each with tokens of its own.
             act_fn: the activation, if it is not ``plain.act_fn``.
+
+        Raises:
+            ValueError: ``plain`` has other parameters as well, such as biases.
         """
+        others = {name for name, _ in plain.named_parameters()} - {"gate_up_proj", "down_proj"}
+        if others:
+            raise ValueError(
+                f"experts with {', '.join(sorted(others))} are not supported; only gate_up_proj "
+                "and down_proj are sharded"
+            )
         group = group_of_shards(group)
         ranges = split(plain.gate_up_proj.size(0), group.size)
         layouts, shards = {}, []

@@ -96,8 +96,8 @@ class ShardedModule(nn.Module):
         """Load full tensors, which are sharded here, or exactly this rank's shards."""
         for attribute, layout in self.layouts.items():
             key = prefix + attribute
-            if key not in state_dict:
-                continue
+            if not isinstance(state_dict.get(key), torch.Tensor | LocalShard):
+                continue  # it is not there, or torch says what it is instead
             if isinstance(value := state_dict[key], LocalShard):
                 parameter = getattr(self, attribute)
                 if (
@@ -140,12 +140,15 @@ def group_of_shards(group: Group | dist.ProcessGroup) -> Group:
         ValueError: its ranks are others.
     """
     handle = group if isinstance(group, Group) else Group.of(group)
-    rank = world()[0]
-    if handle.rank != rank % handle.size:
+    own = world()[0]
+    ranks = [own - handle.rank + place for place in range(handle.size)]
+    if not isinstance(group, Group):
+        ranks = dist.get_process_group_ranks(group)  # so that all of them raise
+    if ranks[0] % len(ranks) or ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        shown = ", ".join(map(str, ranks))
         raise ValueError(
-            f"rank {rank} of the job is rank {handle.rank} of the group's {handle.size}; a module "
-            "is sharded over groups of consecutive ranks, of which each begins at a multiple of "
-            "their size"
+            f"the group of rank {own} is of ranks {shown}; a module is sharded "
+            "over groups of consecutive ranks, of which each begins at a multiple of their size"
         )
     return handle
 

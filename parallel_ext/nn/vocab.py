@@ -20,7 +20,40 @@ from parallel_ext.sharding.layout import TensorLayout, shard_along, split
 _LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line in every dtype
 
 
-class VocabParallelEmbedding(ShardedModule):
+class _RowsOfVocabulary(ShardedModule):
+    """The base of both.
+
+    Attributes:
+        vocab_range: the ids of this rank, ``(start, stop)``.
+        sizes: of each rank of the group, how many rows it has.
+    """
+
+    def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
+        super().set_layouts(layouts)
+        rows = layouts["weight"]
+        ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
+        self.vocab_range: Range = ranges[self.group.rank]
+        self.sizes = [stop - start for start, stop in ranges]
+
+
+_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+
+
+def refuse_options(plain: nn.Embedding, name: str) -> None:
+    """Raise if a plain embedding does more than to look rows up.
+
+    Raises:
+        ValueError: ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
+    """
+    for option, default in _OPTIONS.items():
+        if (value := getattr(plain, option)) != default:
+            raise ValueError(
+                f"{name} has {option}={value}, which the parallel embedding does not do; set it to "
+                f"{default}"
+            )
+
+
+class VocabParallelEmbedding(_RowsOfVocabulary):
     """``nn.Embedding`` of which each rank holds a range of rows.
 
     Args:
@@ -68,7 +101,11 @@ class VocabParallelEmbedding(ShardedModule):
             plain: the same on all ranks; it is left as it is.
             group: of consecutive ranks.
             vocab_multiple_of: boundaries between the ranks' rows are multiples of this.
+
+        Raises:
+            ValueError: ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
         """
+        refuse_options(plain, "the embedding")
         group = group_of_shards(group)
         ranges = split(plain.num_embeddings, group.size, vocab_multiple_of)
         layout = shard_along("weight", tuple(plain.weight.shape), 0, ranges)
@@ -114,11 +151,7 @@ class VocabParallelEmbedding(ShardedModule):
     def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
         """Take the sizes of the embedding from ``layouts``; ``weight`` is this rank's shard."""
         super().set_layouts(layouts)
-        rows = layouts["weight"]
-        self.num_embeddings, self.embedding_dim = rows.shape
-        ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
-        self.vocab_range: Range = ranges[self.group.rank]
-        self.sizes = [stop - start for start, stop in ranges]
+        self.num_embeddings, self.embedding_dim = layouts["weight"].shape
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tokens = self.tokens(input)
@@ -154,7 +187,7 @@ class VocabParallelEmbedding(ShardedModule):
         return nn.functional.pad(rows, others, value=float("nan"))
 
 
-class VocabParallelHead(ShardedModule):
+class VocabParallelHead(_RowsOfVocabulary):
     """The output layer to the vocabulary, of which each rank holds a range of rows.
 
     Args:
@@ -236,11 +269,7 @@ class VocabParallelHead(ShardedModule):
     def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
         """Take the sizes of the head from ``layouts``; ``weight`` is this rank's shard."""
         super().set_layouts(layouts)
-        rows = layouts["weight"]
-        self.out_features, self.in_features = rows.shape
-        ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
-        self.vocab_range: Range = ranges[self.group.rank]
-        self.sizes = [stop - start for start, stop in ranges]
+        self.out_features, self.in_features = layouts["weight"].shape
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
         """Mark the hidden states, whose backward opens the sum of partial gradients."""

@@ -15,6 +15,7 @@ from parallel_ext.models._transformers_private import is_sharded_by_transformers
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.nn.stale_parameters import refuse_gradient_hooks
+from parallel_ext.nn.vocab import refuse_options
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
@@ -28,8 +29,6 @@ _MODEL_ATTRIBUTES = (
     "_get_resized_lm_head",
     "tie_weights",
 )
-# Options of nn.Embedding that a parallel one does not serve -> the value for "off".
-_EMBEDDING_OPTIONS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 _CLASSIFIERS = (
     modeling_layers.GenericForSequenceClassification,
     modeling_layers.GenericForTokenClassification,
@@ -86,7 +85,7 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
                 )
             _check_bare(path, module)
             if isinstance(module, nn.Embedding):
-                _check_embedding(path, module)
+                refuse_options(module, f"parallelize: {path}")
             continue
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             continue  # an attention, its norms, an MLP, which stay
@@ -97,7 +96,7 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
             )
         _check_bare(path, module)
         if isinstance(module, nn.Embedding):
-            _check_embedding(path, module)
+            refuse_options(module, f"parallelize: {path}")
 
 
 def _parameter_names(model: nn.Module) -> set[str]:
@@ -112,15 +111,6 @@ def _check_bare(path: str, module: nn.Module) -> None:
             f"parallelize: {path} has hooks or a forward of its own, which its replacement "
             "would lose; add them after parallelize"
         )
-
-
-def _check_embedding(path: str, module: nn.Embedding) -> None:
-    for option, off in _EMBEDDING_OPTIONS.items():
-        if (value := getattr(module, option)) != off:
-            raise ValueError(
-                f"parallelize: {path} has {option}={value}, which the parallel embedding does not "
-                f"do; set it to {off}"
-            )
 
 
 def check_names(model: nn.Module, spec: ModelSpec) -> None:

@@ -286,6 +286,30 @@ def test_a_model_that_took_its_adapter_in_is_saved_whole(tmp_path: Path) -> None
     assert all(all(same) for same in pool(2).run(_merged_for_good, tmp_path))
 
 
+def _one_of_two(root: Path) -> tuple[bool, bool]:
+    """Save the trained one of two adapters, on other modules, and load it while one is merged."""
+    changes = {"r": 3, "lora_dropout": 0.1, "target_modules": ["q_proj"]}
+    model = _build(replace(SMALL, changes=changes), seed=1)[0]
+    model.add_adapter("frozen", config(r=2, target_modules=["k_proj"], lora_dropout=0.1))
+    model.set_adapter("default")
+    px.save_checkpoint(root, 1, model)
+    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if ".frozen." in n}
+    with torch.no_grad():
+        for name in trained:
+            model.get_parameter(name).zero_()
+    model.merge_adapter(["frozen"])
+    px.load_checkpoint(root, model)
+    return tuple(
+        all(torch.equal(model.get_parameter(name), value) for name, value in each.items())
+        for each in (trained, frozen)
+    )
+
+
+def test_an_adapter_beside_one_on_other_modules_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert pool(2).run(_one_of_two, tmp_path) == [(True, True)] * 2
+
+
 def _refused(case: str, root: Path) -> None:
     mesh, changes = SMALL.layout.mesh(), SMALL.changes
     model, optimizer = _build(SMALL, seed=1)

@@ -302,6 +302,7 @@ def test_a_step_sends_one_sum_more_than_that_of_the_base(tmp_path: Path, tp: int
 REFUSED = {
     "use_dora=True": {"use_dora": True},
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
+    "init_lora_weights=0": {"init_lora_weights": 0},
     "layer_replication=[(0, 2)]": {"layer_replication": [(0, 2)]},
     "trainable_token_indices=[1]": {"trainable_token_indices": [1]},
     "target_parameters=['mlp.weight']": {"target_parameters": ["mlp.weight"]},
@@ -341,14 +342,28 @@ def test_several_adapters_with_dropout_are_refused_together() -> None:
     pool(2).assert_raises(_several_with_dropout, words=words)
 
 
-def _both_ends() -> None:
-    adapted(Tiny(tied=True), target_modules=["lm_head", "embed_tokens"])
+def _both_ends(how: str) -> None:
+    """Also one after the other; a model that has refused one takes another."""
+    names = ["lm_head", "embed_tokens"]
+    model = parallel(Tiny(tied=True).model(), mesh_of())
+    if how == "one after the other":
+        model = peft.get_peft_model(model, config(target_modules=names[:1]))
+    try:
+        if how == "at once":
+            peft.get_peft_model(model, config(target_modules=names))
+        else:
+            model.add_adapter("second", config(target_modules=names[1:]))
+    finally:
+        assert not any("embed_tokens." in n and "lora" in n for n, _ in model.named_parameters())
+        if how == "at once":
+            peft.get_peft_model(model, config(target_modules=names[1:]))
 
 
+@pytest.mark.parametrize("how", ["at once", "one after the other"])
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
-def test_adapters_on_both_ends_of_tied_weights_are_refused() -> None:
+def test_adapters_on_both_ends_of_tied_weights_are_refused(how: str) -> None:
     words = "adapters on both ends cannot share it"
-    pool(2).assert_raises(_both_ends, error="ValueError", words=words)
+    pool(2).assert_raises(_both_ends, how, error="ValueError", words=words)
 
 
 # PEFT's own classes on parallel and on plain models.

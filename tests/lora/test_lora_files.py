@@ -45,6 +45,24 @@ def _save(directory: Path, tiny: Tiny, changes: dict[str, Any]) -> None:
     adapted(tiny, **changes).save_pretrained(directory)
 
 
+def _save_by_position(directory: Path) -> None:
+    model = adapted()
+    model.add_adapter("second", config(r=2))
+    model.save_pretrained(directory, True, ["second"], False)
+
+
+def test_options_of_a_save_may_be_given_by_position(tmp_path: Path) -> None:
+    pool(2).run(_save_by_position, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"second", "README.md"}
+    assert json.loads((tmp_path / "second" / "adapter_config.json").read_text())["r"] == 2
+
+
+def test_a_configuration_of_another_kind_is_refused(tmp_path: Path) -> None:
+    peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="the configuration is a IA3Config, not one of LoRA"):
+        px.LoraConfig.from_pretrained(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter on all linears that 2 ranks saved; what changes it changes a copy."""

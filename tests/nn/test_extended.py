@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import peft
 import pytest
+import torch
 from ranks import pool
+from reference import Tiny
 
+import parallel_ext as px
+from parallel_ext.nn import extended
 from parallel_ext.nn.extended import extend, restore
 
 
@@ -45,6 +50,20 @@ class Base:
 class Derived(Base):
     def divide(self, numerator: float, denominator: float = 1.0) -> float:
         return super().divide(numerator, denominator)
+
+
+def test_extensions_take_what_the_functions_take() -> None:
+    """By position and by name; the calls of others need not change."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(px.parallelize(Tiny(dtype=torch.float32).model(), px.init_mesh()), config)
+    assert len(extended._extended) > 20
+    for _, _, plain, extension in extended._extended.values():
+        parameters = inspect.signature(plain).parameters.values()
+        named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        ours = inspect.signature(extension)
+        ours.bind(plain, *named)
+        first = [each for each in parameters if each.kind is each.POSITIONAL_ONLY]
+        ours.bind(plain, *first, **dict.fromkeys(named))
 
 
 FUNCTIONS = {

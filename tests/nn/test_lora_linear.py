@@ -296,6 +296,18 @@ def test_a_merge_is_not_undone_twice_and_loses_no_change() -> None:
         layer.unmerge()
 
 
+def test_the_state_of_a_merged_layer_is_refused() -> None:
+    layer = LoraLinear(_alone(), r=2)
+    state = layer.state_dict()
+    layer.merge()
+    with pytest.raises(RuntimeError, match="is merged into its base; unmerge"):
+        layer.state_dict()
+    with pytest.raises(RuntimeError, match="is merged into its base; unmerge"):
+        layer.load_state_dict(state)
+    layer.unmerge()
+    layer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("changed", ["nothing", "before the copy", "after the copy"])
 def test_a_copy_of_a_merged_layer_is_unmerged_unless_it_was_changed(changed: str) -> None:
     layer = LoraLinear(_alone(), r=2)

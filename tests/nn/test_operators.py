@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch import TORCHRUN, finished, run_forked
 from ranks import pool
+from reference import mesh_of
 from torch import nn
 
 from parallel_ext import ops
@@ -120,10 +121,48 @@ def test_experts_are_those_of_one_process(ranks: int, num_experts: int) -> None:
     assert max(pool(ranks).run(_experts, num_experts)) < 1e-11
 
 
-def test_a_group_of_ranks_that_are_not_consecutive_is_refused() -> None:
-    strided = SimpleNamespace(group_name="", size=lambda: 2, rank=lambda: 1)
-    with pytest.raises(ValueError, match="rank 0 of the job is rank 1 of the group's 2"):
-        group_of_shards(strided)
+def _over(ranks: tuple[int, ...]) -> None:
+    mesh_of()
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() not in ranks:
+        raise ValueError("not of the group")
+    group_of_shards(group)
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (1, 2)])
+def test_a_group_of_ranks_that_are_not_consecutive_is_refused_on_all(
+    ranks: tuple[int, ...],
+) -> None:
+    words = f"is of ranks {ranks[0]}, {ranks[1]}; a module is sharded over groups of consecutive"
+    for rank, error in enumerate(pool(3).run_raising(_over, ranks)):
+        assert (words if rank in ranks else "not of the group") in error.text
+
+
+@pytest.mark.parametrize(
+    "option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+def test_options_of_an_embedding_that_shards_have_not_are_refused(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"the embedding has {name}=.*, which"):
+        VocabParallelEmbedding.from_plain(nn.Embedding(7, 3, **option), ops.ALONE)
+
+
+def test_experts_with_biases_are_refused() -> None:
+    plain = nn.Module()
+    for name, shape in (
+        ("gate_up_proj", (2, 6, 4)),
+        ("down_proj", (2, 4, 3)),
+        ("down_bias", (2, 4)),
+    ):
+        plain.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(ValueError, match="experts with down_bias are not supported"):
+        ExpertParallelExperts.from_plain(plain, ops.ALONE, nn.SiLU())
+
+
+def test_what_is_no_tensor_in_a_state_dict_is_torchs_error() -> None:
+    layer = ColumnParallelLinear.from_sizes(3, 7, ops.ALONE)
+    with pytest.raises(RuntimeError, match="expected torch.Tensor or Tensor-like object"):
+        layer.load_state_dict({**layer.state_dict(), "weight": 3.0})
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

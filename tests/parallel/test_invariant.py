@@ -273,6 +273,19 @@ def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) ->
         assert worst(gradients) < (FLOOR[torch.float64], "")
 
 
+def _in_inference_mode(tiny: Tiny) -> bool:
+    model = parallel(tiny.model(), mesh_of(), invariant=px.Invariant(4)).eval()
+    ids = batch(tiny.vocab_size)["input_ids"]
+    with torch.inference_mode():
+        logits = model(ids).logits
+    with torch.no_grad():
+        return torch.equal(model(ids).logits, logits)
+
+
+def test_inference_mode_computes_what_no_grad_does() -> None:
+    assert pool(2).run(_in_inference_mode, Tiny(dtype=torch.float32)) == [True, True]
+
+
 def _resume(tiny: Tiny, root: Path, saves: bool) -> BITS | None:
     """Two steps and a checkpoint; or that loaded, and two more."""
     model = px.parallelize(tiny.model(), mesh_of(), invariant=px.Invariant(8))

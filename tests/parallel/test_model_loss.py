@@ -26,6 +26,7 @@ from reference_loss import dense_statistics
 
 import parallel_ext as px
 from parallel_ext import ops
+from parallel_ext.nn.fused_loss import is_of_others
 from parallel_ext.parallel.plan import Options
 from parallel_ext.parallel.state import parallel_models
 
@@ -198,6 +199,11 @@ def _never_holds_logits(how: str) -> bool:
 @pytest.mark.parametrize("how", ["plain", "compiled", "trained whole", "adapted, disabled"])
 def test_known_wrappers_of_a_head_cost_no_logits(how: str) -> None:
     assert pool(2).run(_never_holds_logits, how) == [True, True]
+
+
+def test_builtins_are_hooks_of_others() -> None:
+    assert "".format.__module__ is None
+    assert is_of_others("".format)
 
 
 def _widths_seen_by_a_global_hook() -> set[int]:
