@@ -48,13 +48,15 @@ def _save(directory: Path, tiny: Tiny, changes: dict[str, Any]) -> None:
 def _save_by_position(directory: Path) -> None:
     model = adapted()
     model.add_adapter("second", config(r=2))
-    model.save_pretrained(directory, True, ["second"], False)
+    model.save_pretrained(directory, True, ["second"], True)
 
 
 def test_options_of_a_save_may_be_given_by_position(tmp_path: Path) -> None:
     pool(2).run(_save_by_position, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"second", "README.md"}
-    assert json.loads((tmp_path / "second" / "adapter_config.json").read_text())["r"] == 2
+    tensors = load_file(tmp_path / "second" / FILE)
+    assert tensors["base_model.model.model.embed_tokens.weight"].shape[0] == TINY.vocab_size
+    assert {each.shape[0] for name, each in tensors.items() if "lora_A" in name} == {2}
 
 
 def test_a_configuration_of_another_kind_is_refused(tmp_path: Path) -> None:
