@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -43,17 +44,20 @@ def parse_size(size: int | str) -> int:
     """Return a number of bytes, given as one or as HuggingFace writes it: ``5GB`` is 5 * 10^9.
 
     Raises:
-        ValueError: it is neither, or less than 1.
+        ValueError: it is neither, or no integer of at least 1.
 
     Example:
         >>> parse_size("5GB")
         5000000000
     """
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if unit is None or int(match[1]) < 1:
+    match = re.fullmatch(r"([\d.]+)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
+    try:
+        num_bytes = Decimal(match[1]) * _UNITS[match[2].upper()]
+    except (TypeError, InvalidOperation, KeyError):
+        num_bytes = Decimal(0)
+    if num_bytes < 1 or num_bytes % 1:
         raise ValueError(f"max_shard_size must be bytes, or text like '5GB', got {size!r}")
-    return int(match[1]) * unit
+    return int(num_bytes)
 
 
 def values_in_files(
@@ -120,13 +124,6 @@ def write_directory(
         specs = [TensorSpec(name, v.dtype, in_files[name].shape) for name, v in values.items()]
         return values, plan_files(specs, in_files.copy_size, parse_size(max_shard_size))
 
-    def finish() -> None:
-        if publication is not None:
-            contents = json_files(model, files, config, generation_config)
-            for name, content in contents.items():
-                disk.write_file(publication.temporary / name, content)
-            publication.publish()
-
     check_same_directory(Path(directory), mesh.control, op_name)
     values, files = mesh.control.run_on_all(op_name, plan)
     barrier_on_files(files, mesh.control, op_name)
@@ -135,11 +132,18 @@ def write_directory(
         def begin() -> Publication | None:
             if mesh.rank != 0:
                 return None
+            contents = json_files(model, files, config, generation_config)
             publication = Publication(directory)
             cleanup.callback(publication.discard)
+            for name, content in contents.items():
+                disk.write_file(publication.temporary / name, content)
             return publication
 
-        publication = mesh.control.run_on_all(op_name, begin)
+        def finish() -> None:
+            if publication is not None:
+                publication.publish()
+
+        publication = mesh.control.run_on_all(op_name, begin, patient=True)
         made = publication and str(publication.temporary)
         temporary = Path(mesh.control.all_gather_object(made)[0])
         metadata = {"parallel_ext": json.dumps(note)} if note else {}

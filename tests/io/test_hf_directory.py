@@ -332,8 +332,9 @@ def test_the_plan_balances_bytes_and_keeps_wide_dtypes_aligned() -> None:
 
 
 def test_sizes_are_read_as_huggingface_reads_them() -> None:
-    assert [parse_size(size) for size in ("5GB", "1 MiB", "300", 7)] == [5 * 10**9, 2**20, 300, 7]
-    for wrong in ("GB", "-1", 0, "1.5GB", 2.5, True):
+    sizes = {"5GB": 5 * 10**9, "1 MiB": 2**20, "300": 300, 7: 7, "1.5GB": 15 * 10**8, ".5kb": 500}
+    assert {size: parse_size(size) for size in sizes} == sizes
+    for wrong in ("GB", "-1", 0, "1.0001KB", 2.5, True, "1.2.3GB", "5PB"):
         with pytest.raises(ValueError, match="max_shard_size"):
             parse_size(wrong)
 
