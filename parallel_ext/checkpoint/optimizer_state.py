@@ -15,6 +15,7 @@ from parallel_ext.checkpoint.saved_optimizer import (
     give_options,
     options_of,
     read_options,
+    state_after_a_step,
 )
 from parallel_ext.checkpoint.source import Contents
 from parallel_ext.distributed.control import require_equal
@@ -29,8 +30,6 @@ from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.reshard import part_value
 from parallel_ext.sharding.slices import is_reduced, layout_of_state, local_part
-
-_KNOWN = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)  # AdamW is an Adam
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ class OptimizerState:
 
 def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.Parameter, str]:
     """Return the logical name of every parameter of the optimizer that is saved, in its order."""
-    if not isinstance(optimizer, _KNOWN):
-        raise CheckpointError(
-            f"{type(optimizer).__name__}: only the state of torch's Adam, AdamW, SGD and Adafactor "
-            "is known, and saved in a training checkpoint"
-        )
     to_shards(contents.model)
     known = {id(parameter): name for name, parameter in contents.parameters()}
     others = {id(parameter): name for name, parameter in contents.model.named_parameters()}
@@ -98,10 +92,11 @@ def _entries(
     """Return the optimizer's state of one parameter, without what is None."""
     state = optimizer.state.get(parameter, {})
     for key, value in state.items():
-        if not (value is None or isinstance(value, torch.Tensor)) or "/" in key:
+        plain = local_part(value) if isinstance(value, torch.Tensor) else value
+        if not (value is None or type(plain) is torch.Tensor) or "/" in key:
             raise CheckpointError(
                 f"{type(optimizer).__name__}: the state {key!r} of {name} is {shown(value)}, which "
-                "is no tensor; it cannot be saved"
+                "is no plain tensor; it cannot be saved"
             )
     return {key: value for key, value in state.items() if value is not None}
 
@@ -296,6 +291,7 @@ def restore(
         keys_of.setdefault(file, {})[key] = spec
     wanted: list[tuple[Wanted, torch.Tensor]] = []
     states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+    expected: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     for parameter, name in names.items():
         files = _files_of(name, layout)
@@ -316,7 +312,10 @@ def restore(
             tensor, places = _room(key, spec, parameter, layout, name, at, saved, rank)
             states[parameter][key] = tensor
             wanted += places
-        check_state(optimizer, parameter, name, states[parameter], options[number])
+        kind = number, parameter.dim()
+        if kind not in expected:
+            expected[kind] = state_after_a_step(optimizer, options[number], parameter.dim())
+        check_state(optimizer, name, states[parameter], expected[kind])
     if keys_of:
         raise CheckpointError(
             f"state of {first_few([*map(shown, sorted(keys_of))])} was saved, but the optimizer "
@@ -340,7 +339,7 @@ def _numbers(
     files: list[str],
     description: Mapping[str, Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the numbers of one parameter, such as ``step``, where torch's optimizer keeps them."""
+    """Yield the numbers of one parameter, such as ``step``, where torch's optimizers keep them."""
     on_device = group.get("capturable") or group.get("fused")
     for key, at in description["numbers"].items():
         values = {at["others"].get(file, at["most"]) for file in files}
@@ -351,7 +350,8 @@ def _numbers(
             )
         value = values.pop()
         if value is not None:
-            device = parameter.device if on_device else "cpu"
+            on_host = key in ("step", "mu_product") and not on_device
+            device = "cpu" if on_host else parameter.device
             yield key, torch.tensor(value, dtype=DTYPES[at["dtype"]], device=device)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from parallel_ext.checkpoint.training_state import decode, differs_in_kind, encode
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.safe_open import shown
+from parallel_ext.parallel.extending import called_by_this_package
 
 # Options of a group that say how a step is computed, not what: the running optimizer's count.
 OF_THE_RUN = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
@@ -108,47 +109,73 @@ def _check_values(
     The rate is not checked: a schedule may have brought it where no optimizer begins, such as
     below 0.
     """
-    # A class that inherits from torch's may take other arguments.
-    of_torch = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
-    names = inspect.signature(of_torch.__init__).parameters
-    given = {name: value for name, value in options.items() if name in names and name != "lr"}
+    cls = _class_of_torch(optimizer)
+    if cls is torch.optim.Optimizer:
+        return
     try:
-        of_torch([torch.zeros(1, device="cpu")], **given)
+        cls([torch.zeros(1, device="cpu")], **_arguments(cls, options))
     except ValueError as error:
         raise CheckpointError(f"group {number} of the saved optimizer: {error}") from error
 
 
+def _class_of_torch(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class of torch's that an optimizer is of; one that inherits takes others."""
+    return next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
+
+
+def _arguments(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    names = inspect.signature(cls.__init__).parameters
+    return {name: value for name, value in options.items() if name in names and name != "lr"}
+
+
+def state_after_a_step(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dim: int
+) -> dict[str, torch.Tensor]:
+    """Return what one of torch's optimizers keeps of a small parameter after a step.
+
+    Args:
+        optimizer: of which class.
+        options: of a group, as saved.
+        dim: dimensions of the parameter.
+
+    Returns:
+        The state; empty for an optimizer that is not torch's, of which nothing is known.
+    """
+    cls = _class_of_torch(optimizer)
+    if cls is torch.optim.Optimizer:
+        return {}
+    parameter = nn.Parameter(torch.zeros((1,) * dim, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
+    with called_by_this_package():
+        small = cls([parameter], **_arguments(cls, options))
+        small.step()
+    return {key: value for key, value in small.state[parameter].items() if value is not None}
+
+
 def check_state(
     optimizer: torch.optim.Optimizer,
-    parameter: nn.Parameter,
     name: str,
     state: Mapping[str, torch.Tensor],
-    options: Mapping[str, Any],
+    expected: Mapping[str, torch.Tensor],
 ) -> None:
     """Raise unless a parameter's saved state is empty, or all that the optimizer will look for.
 
     Args:
         optimizer: the running one.
-        parameter: one of its parameters.
         name: of the parameter.
         state: what it shall get.
-        options: of its group, as saved.
+        expected: :func:`state_after_a_step` of it.
 
     Raises:
         CheckpointError: something is missing, or not of a kind that the optimizer can use.
     """
-    needed: set[str] = set()
-    if isinstance(optimizer, torch.optim.Adam):
-        needed = {"step", "exp_avg", "exp_avg_sq"}
-        needed |= {"max_exp_avg_sq"} if options.get("amsgrad") else set()
-    elif isinstance(optimizer, torch.optim.Adafactor):
-        needed = {"step", *(("row_var", "col_var") if parameter.dim() > 1 else ("variance",))}
-    if state and (missing := needed - state.keys()):
+    if state and (missing := expected.keys() - state.keys()):
         raise CheckpointError(f"the state {', '.join(sorted(missing))} of {name} was not saved")
     for key, value in state.items():
-        if key in {*needed, "momentum_buffer"} and (
-            value.dim() != (0 if key == "step" else parameter.dim())
-            or not value.is_floating_point()
+        own = expected.get(key)
+        if own is not None and (
+            value.dim() != own.dim()
+            or value.is_floating_point() != own.is_floating_point()
             or (key == "step" and value.item() < 0)
         ):
             what = value.item() if value.dim() == 0 else f"of shape {tuple(value.shape)}"

@@ -21,6 +21,7 @@ from reference_mixtral import Layout
 from reference_training import (
     LLAMA,
     MIXTRAL,
+    OTHERS,
     TIED,
     Job,
     build,
@@ -90,6 +91,11 @@ CHANGES = [
         Job(replace(TIED, vocab_size=5), Layout(1, 3, 1)),
     ),
     (Job(MIXTRAL, Layout(1, 2, 2), None, "px.Adafactor"), Job(MIXTRAL, Layout(2, 1, 2), 2)),
+    *(
+        (Job(layout=Layout(1, 2, 1), optimizer=name), Job(layout=Layout(2, 1, 1), zero=2))
+        for name in (*OTHERS, "Signed")
+    ),
+    (Job(layout=Layout(1, 2, 1), optimizer="Rprop"), Job(layout=Layout(1, 3, 1))),  # FSDP cannot
 ]
 
 

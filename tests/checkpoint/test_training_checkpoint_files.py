@@ -343,7 +343,9 @@ def _refused(case: str, root: Path) -> None:
     elif case == "foreign":
         save(root, 2, model, torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     elif case == "unknown":
-        save(root, 2, model, torch.optim.Rprop(model.parameters()))
+        other = torch.optim.LBFGS(model.parameters())
+        other.state[next(model.parameters())]["func_evals"] = 3
+        save(root, 2, model, other)
     elif case == "Adafactor":
         other, ours, *rest = build(replace(job, optimizer="px.Adafactor"))
         train(other, ours, *rest, range(1))
@@ -376,7 +378,7 @@ REFUSED = {
     "data": "data_state must be equal on all ranks, but is ",
     "infinite": "['data_state']['loss'][1] is inf, which is no number in JSON",
     "foreign": "a parameter of shape (2, 2) in group 0 does not belong to the model",
-    "unknown": "Rprop: only the state of torch's Adam, AdamW, SGD and Adafactor is known",
+    "unknown": "the state 'func_evals' of model.embed_tokens.weight is 3, which is no plain tensor",
     "Adafactor": "is no part of a state of the whole parameter",
     "nothing": "elsewhere holds no training checkpoint",
     "step of a load": "step must be a whole number from 0 on, got '1'",

@@ -45,10 +45,48 @@ class Job:
         return f"{self.layout}{stage}-{self.optimizer}{'-lora' * self.lora}"
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {"lr": 0.1},
+    "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.3},
+    "Adamax": {"lr": 1e-2},
+    "ASGD": {"lr": 0.1, "lambd": 1e-2, "t0": 1},
+    "NAdam": {"lr": 1e-2},
+    "RAdam": {"lr": 0.1},
+    "RMSprop": {"lr": 1e-2, "momentum": 0.9, "centered": True},
+}
+"""torch's optimizers beside Adam, SGD and Adafactor, and their options."""
+
+
+class Signed(torch.optim.Optimizer):
+    """An optimizer of one's own: signs of averaged gradients."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter)
+                state["average"].mul_(0.7).add_(parameter.grad, alpha=0.3)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(state["average"].sign() * group["lr"])
+
+
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if name == "Rprop":
+        return torch.optim.Rprop([p for group in groups for p in group["params"]])
+    if name in OTHERS:
+        return getattr(torch.optim, name)(groups, **OTHERS[name])
+    if name == "Signed":
+        return Signed(groups, lr=1e-2, weight_decay=0.0)
     if name == "SGD":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     if name == "px.Adafactor" and hasattr(model, STATE_NAME):
