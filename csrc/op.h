@@ -4,6 +4,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -243,6 +244,11 @@ bool needs_gradient(const Arg&) {
   return false;
 }
 
+// A tensor of the same shape that takes no memory.
+inline at::Tensor without_values(const at::Tensor& like) {
+  return at::empty({}, like.options()).expand_symint(like.sym_sizes());
+}
+
 // Any value in the node of a graph.
 template <typename Value>
 struct InGraph : torch::CustomClassHolder {
@@ -361,14 +367,25 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     variable_list results = as_list(call_with_first(Below(), all));
     keep_in_graph(ctx, typename Call::Kept(kept(args)...));
+    const std::array<bool, sizeof...(Args)> needs{needs_gradient(args)...};
     variable_list saved(sizeof...(Args) + results.size());
     ((saved[inputs] = std::get<inputs>(all)), ...);
+    if (!reads_input(typename Rule::InputFor(), needs)) saved[0] = without_values(saved[0]);
     ((saved[sizeof...(Args) + outputs] = results[outputs]), ...);
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     results.resize(kNumOutputs<Result>);
-    mark_constants(ctx, results, {needs_gradient(args)...});
+    mark_constants(ctx, results, needs);
     return results;
+  }
+
+  // The arguments for whose gradients the rule reads the numbers of the first argument; none stands
+  // for always. Where no such argument needs one, only its shape and dtype stay in memory.
+  using InputFor = Saved<>;
+
+  template <size_t... of>
+  static bool reads_input(Saved<of...>, const std::array<bool, sizeof...(Args)>& needs_gradient) {
+    return sizeof...(of) == 0 || (needs_gradient[of] || ...);
   }
 
   // The one output that the gradient of the argument with this number comes from; -1 for several.

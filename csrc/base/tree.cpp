@@ -172,7 +172,9 @@ at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Te
   const at::Tensor& first = values.front();
   if (!use_cpu_loops(first)) {
     const auto count = static_cast<int64_t>(nodes.size());
-    return sum_by_aten(nodes, values, root_of(nodes), 0, count).to(dtype);
+    const bool is_value = count == 1;  // which what is returned must not be
+    return sum_by_aten(nodes, values, root_of(nodes), 0, count)
+        .to(dtype, /*non_blocking=*/false, /*copy=*/is_value);
   }
   at::Tensor out = at::empty(first.sizes(), first.options().dtype(dtype));
   if (first.scalar_type() == at::kDouble) {
@@ -195,7 +197,7 @@ at::Tensor column_sums(const at::Tensor& rows, at::ScalarType dtype) {
   for (int64_t left = rows.size(0); left > 1; left -= left / 2) {  // the last half to the first
     sums.narrow(0, 0, left / 2).add_(sums.narrow(0, left - left / 2, left / 2));
   }
-  return sums[0].to(dtype);
+  return at::empty({rows.size(1)}, rows.options().dtype(dtype)).copy_(sums[0]);  // no view
 }
 
 }  // namespace parallel_ext

@@ -113,6 +113,8 @@ Tensors<2> block_scale_backward_meta(const at::Tensor&, const at::Tensor& input,
 }
 
 struct BlockScale : Gradient<BlockScale, block_scale, Saved<0, 1>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<block_scale>& forward, const variable_list& grads) {
     const auto [input, weight, blocks, num_blocks, group] = forward.arguments();
     return forward.gradients(block_scale_backward(grads[0], input, weight, blocks, num_blocks,

@@ -57,6 +57,8 @@ std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t siz
     const bool is_copy = copies > 1 && i > 0 && start == bounds[i - 2] && stop == covered;
     TORCH_CHECK_VALUE((start == covered && start <= stop) || is_copy, op, ": the block [", start,
                       ", ", stop, ") does not follow one that ends at ", covered);
+    TORCH_CHECK_VALUE(copies == 1 || blocks.empty() || stop - start == blocks[0].size, op,
+                      ": blocks ", bounds, " with copies must be of one size");
     blocks.push_back({start, stop - start});
     covered = stop;
   }
@@ -252,6 +254,8 @@ Tensors<4> block_linears_backward_meta(const at::Tensor&, const at::Tensor&, con
 }
 
 struct BlockLinears : Gradient<BlockLinears, block_linears, Saved<0, 1, 2, 3>> {
+  using InputFor = Saved<1, 2, 3>;
+
   static constexpr int output_of(size_t argument) { return static_cast<int>(argument) - 1; }
 
   static variable_list rule(const ForwardCall<block_linears>& forward, const variable_list& grads) {
@@ -303,7 +307,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
     grad_input = column_product(grad, weight.t(), blocks).view(input.sizes());
   }
   if (needed[1]) {
-    grad_weight = at::empty_like(weight);
+    grad_weight = at::empty(weight.sizes(), weight.options());
     if (can_merge_blocks(blocks, weight.size(0), weight.scalar_type())) {
       fixed_product_of_blocks(grad_weight, grad.t(), rows, sizes_of(blocks), /*dim=*/1);
     } else {
@@ -325,6 +329,8 @@ Tensors<3> block_row_linear_backward_meta(const at::Tensor&, const at::Tensor& i
 }
 
 struct BlockRowLinear : Gradient<BlockRowLinear, block_row_linear, Saved<0, 1>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<block_row_linear>& forward,
                             const variable_list& grads) {
     const auto [input, weight, bias, blocks, num_blocks, group] = forward.arguments();
@@ -350,7 +356,8 @@ at::Tensor repeat_heads_kernel(const at::Tensor& input, int64_t head_dim, int64_
   const int64_t width = rows.size(1);
   return rows.view({rows.size(0), width / head_dim, 1, head_dim})
       .expand({-1, -1, times, -1})
-      .reshape(with_last(input.sizes(), width * times));
+      .clone(at::MemoryFormat::Contiguous)  // never the input itself
+      .view(with_last(input.sizes(), width * times));
 }
 
 at::Tensor repeat_heads_meta(const at::Tensor& input, int64_t, int64_t times) {

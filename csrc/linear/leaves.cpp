@@ -7,6 +7,12 @@
 namespace parallel_ext {
 namespace {
 
+void check_sum(const at::Tensor& value, at::ScalarType dtype) {
+  const bool is_double = value.scalar_type() == at::kDouble;
+  TORCH_CHECK_TYPE(at::isFloatingType(dtype) && (dtype == at::kDouble) == is_double,
+                   "sum_leaves: the sum of ", value.scalar_type(), " cannot be of ", dtype);
+}
+
 at::Tensor sum_leaves_kernel(at::TensorList values, at::IntArrayRef bounds, at::ScalarType dtype) {
   const char* op = "sum_leaves";
   TORCH_CHECK_VALUE(!values.empty() && bounds.size() == 2 * values.size(), op, ": nodes ", bounds,
@@ -21,12 +27,14 @@ at::Tensor sum_leaves_kernel(at::TensorList values, at::IntArrayRef bounds, at::
                      ": values of float64 and of other dtypes cannot be summed together");
     addends.push_back(values[i].contiguous());
   }
+  check_sum(values[0], dtype);
   TORCH_CHECK_VALUE(make_a_node(nodes), op, ": nodes ", bounds,
                     " are not nodes of a tree that follow each other and make one of it");
   return tree_sum(nodes, addends, dtype);
 }
 
 at::Tensor sum_leaves_meta(at::TensorList values, at::IntArrayRef, at::ScalarType dtype) {
+  check_sum(values[0], dtype);
   return at::empty_symint(values[0].sym_sizes(), values[0].options().dtype(dtype));
 }
 

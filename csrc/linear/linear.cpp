@@ -188,6 +188,8 @@ at::Tensor row_linear_meta(const at::Tensor& input, const at::Tensor& weight) {
 }
 
 struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<column_linear>& forward, const variable_list& grads) {
     const auto [input, weight, bias, row_stride, group] = forward.arguments();
     return forward.gradients(
@@ -196,6 +198,8 @@ struct ColumnLinear : Gradient<ColumnLinear, column_linear, Saved<0, 1>> {
 };
 
 struct ColumnLinears : Gradient<ColumnLinears, column_linears, Saved<0, 1, 2, 3>> {
+  using InputFor = Saved<1, 2, 3>;
+
   // Weights and biases of three layers follow the input: each has the output of its layer.
   static constexpr int output_of(size_t argument) {
     return argument == 0 ? -1 : static_cast<int>(argument - 1) % 3;
@@ -213,6 +217,8 @@ struct ColumnLinears : Gradient<ColumnLinears, column_linears, Saved<0, 1, 2, 3>
 // The output is replicated and so is its gradient: the local product is this rank's own shard of
 // the input's gradient, which is what column_linear_backward computes in a group of one.
 struct RowLinear : Gradient<RowLinear, row_linear, Saved<0, 1>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<row_linear>& forward, const variable_list& grads) {
     const auto [input, weight, bias, group] = forward.arguments();
     refuse_second_derivative("row_linear", {grads[0], input, weight});

@@ -119,6 +119,11 @@ at::Tensor through_dropout(const at::Tensor& rows, const at::Tensor& grad_lora_a
   return grad_a;
 }
 
+// In the dtype of `like`; rounded after it is scaled, since fp16 may hold only the scaled number.
+at::Tensor scaled(const at::Tensor& gradient, double scale, const at::Tensor& like) {
+  return gradient.to(wide_type(gradient)).mul_(scale).to(like.scalar_type());
+}
+
 Tensors<5> lora_linear_backward_kernel(const at::Tensor& grad_output, const at::Tensor& input,
                                        const at::Tensor& weight, const at::Tensor& lora_a,
                                        const at::Tensor& lora_b, const at::Tensor& lora_a_out,
@@ -158,10 +163,10 @@ Tensors<5> lora_linear_backward_kernel(const at::Tensor& grad_output, const at::
   if (needed[0]) grad_input = grad_input.to(input.scalar_type()).view(input.sizes());
   if (needed[1]) grad_weight = at::mm(grad_rows.t(), rows);
   if (needed[4]) grad_bias = grad_rows.sum(0);
-  grad_a = needed[2] ? grad_a.to(lora_a.scalar_type()).mul_(scale) : nothing(lora_a);
+  grad_a = needed[2] ? scaled(grad_a, scale, lora_a) : nothing(lora_a);
   if (needed[3]) {
     grad_b = at::empty(lora_b.sizes(), lora_b.options());
-    grad_b.copy_(at::mm(lora_a_out, wide_grads).t()).mul_(scale);
+    grad_b.copy_(scaled(at::mm(lora_a_out, wide_grads), scale, lora_b).t());
   }
   return {grad_input, grad_weight, grad_a, grad_b, grad_bias};
 }

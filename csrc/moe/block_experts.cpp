@@ -79,6 +79,8 @@ Tensors<2> block_experts_backward_meta(const at::Tensor&, const at::Tensor& rows
 }
 
 struct BlockExperts : Gradient<BlockExperts, block_experts, Saved<0, 1>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<block_experts>& forward, const variable_list& grads) {
     const auto [rows, weight, counts] = forward.arguments();
     return forward.gradients(

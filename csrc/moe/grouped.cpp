@@ -65,7 +65,8 @@ at::Tensor grouped_weights(const at::Tensor& grad, const at::Tensor& rows, const
   at::Tensor out = at::_grouped_mm(grad.t(), rows, ends);
   if constexpr (kWithCudaKernels) {
     if (out.is_cuda() && out.is_contiguous()) {  // what masked_fill_ takes as long as a product for
-      zero_unused_on_cuda(counts.const_data_ptr<int64_t>(), out.size(0), out.nbytes() / out.size(0),
+      const at::Tensor dense = counts.contiguous();
+      zero_unused_on_cuda(dense.const_data_ptr<int64_t>(), out.size(0), out.nbytes() / out.size(0),
                           out.mutable_data_ptr(), out.get_device());
       return out;
     }

@@ -43,9 +43,11 @@ template <typename Counts>
 std::optional<Tensors<2>> grouped_gradients(const at::Tensor& grad_output, const at::Tensor& rows,
                                             const at::Tensor& weight, const Counts& counts,
                                             std::array<bool, 2> needed, double weight_grad_scale) {
-  if (!use_grouped_products(rows, weight) || !is_power_of_two(weight_grad_scale)) return {};
   const at::Tensor grad = grad_output.contiguous();
   if (!use_grouped_products(grad, weight)) return {};
+  if (needed[1] && !(use_grouped_products(rows, weight) && is_power_of_two(weight_grad_scale))) {
+    return {};
+  }
   const at::Tensor ends = ends_of(counts, rows);
   at::Tensor grad_rows = at::empty({0}, rows.options()), grad_weight = at::empty_like(grad_rows);
   if (needed[0]) grad_rows = grouped_rows(grad, weight.transpose(1, 2), ends);
@@ -94,6 +96,8 @@ Tensors<2> moe_linear_backward_meta(const at::Tensor&, const at::Tensor& rows,
 }
 
 struct MoeLinear : Gradient<MoeLinear, moe_linear, Saved<0, 1>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<moe_linear>& forward, const variable_list& grads) {
     const auto [rows, weight, counts, weight_grad_scale] = forward.arguments();
     return forward.gradients(moe_linear_backward(grads[0], rows, weight, counts,
@@ -141,6 +145,8 @@ Tensors<2> moe_linear_on_device_backward_kernel(const at::Tensor& grad_output,
 }
 
 struct MoeLinearOnDevice : Gradient<MoeLinearOnDevice, moe_linear_on_device, Saved<0, 1, 2>> {
+  using InputFor = Saved<1>;
+
   static variable_list rule(const ForwardCall<moe_linear_on_device>& forward,
                             const variable_list& grads) {
     const auto [rows, weight, counts, weight_grad_scale] = forward.arguments();

@@ -20,6 +20,7 @@
 #include "linear/block_linear.h"
 #include "linear/linear.h"
 #include "vocab/linear_cross_entropy.h"
+#include "vocab/loss_autograd.h"
 #include "vocab/ops.h"
 
 namespace parallel_ext {
@@ -249,6 +250,7 @@ at::Tensor loss_autograd(const at::Tensor& input, const at::Tensor& head_weight,
                          const at::Tensor& lora_a_out, const at::Tensor& lora_b,
                          const at::Tensor& labels, at::IntArrayRef blocks, int64_t num_blocks,
                          const Group& group, const VocabLoss& loss) {
+  refuse_gradient_of_weight(kOp, loss);
   const auto needs = [grad = at::GradMode::is_enabled()](const at::Tensor& each) {
     return grad && each.requires_grad();
   };

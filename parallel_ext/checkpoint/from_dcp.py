@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.schema import parse_json
 from parallel_ext.io.stream import plan_files
 from parallel_ext.sharding.reshard import bytes_of
+
+_PLAIN_JSON = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.json")
 
 
 def is_checkpoint(saved: DcpDirectory) -> bool:
@@ -211,5 +214,5 @@ def _json_of_checkpoint(saved: DcpDirectory) -> dict[str, bytes]:
     return {
         name: _content(saved, name)
         for name in names
-        if name.endswith(".json") and not name.startswith(STATE_FOLDER)
+        if _PLAIN_JSON.fullmatch(name)  # not those of the state, nor a path that leads elsewhere
     }

@@ -19,7 +19,14 @@ from parallel_ext.io.publish import of_a_save
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
-from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, Fields, parse_json, read_content, to_json
+from parallel_ext.io.schema import (
+    MAX_OWN_JSON_BYTES,
+    Fields,
+    parse_json,
+    read_content,
+    to_json,
+    to_own_json,
+)
 from parallel_ext.parallel.plan import Invariant
 
 STATE_FOLDER = "parallel_state"
@@ -66,7 +73,7 @@ class Manifest:
             CheckpointError: there are so many tensors that no load would take it.
         """
         (chunk_bytes,) = {record.chunk_bytes for record in self.files.values()}
-        content = to_json(
+        return to_own_json(
             {
                 "version": _VERSION,
                 "save_id": self.save_id,
@@ -88,14 +95,8 @@ class Manifest:
                 },
                 "non_finite": dict(self.non_finite),
             },
-            "the manifest",
+            f"a manifest of {len(self.tensors)} tensors",
         )
-        if len(content) > MAX_OWN_JSON_BYTES:
-            raise CheckpointError(
-                f"a manifest of {len(self.tensors)} tensors takes {len(content)} bytes, more than "
-                f"{MAX_OWN_JSON_BYTES}"
-            )
-        return content
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Manifest:

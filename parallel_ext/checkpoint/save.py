@@ -42,7 +42,7 @@ from parallel_ext.io.hf_writer import values_in_files
 from parallel_ext.io.safe_open import one_error
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.same_directory import check_same_directory
-from parallel_ext.io.schema import to_json
+from parallel_ext.io.schema import to_json, to_own_json
 from parallel_ext.io.stream import (
     TensorStream,
     digest_of,
@@ -137,7 +137,8 @@ def save_step(
             metadata = {"save_id": save_id, "parallel_ext": VERSION}
             described = {**loop, "random": rng.describe(states_of, mesh)}
             of_model = [f for f in plan.files if not f.name.startswith(STATE_FOLDER)]
-            texts = {**contents.json_files(of_model), LOOP_NAME: to_json(described, "the loop")}
+            loop_text = to_own_json(described, "data_state with the states of the loop")
+            texts = {**contents.json_files(of_model), LOOP_NAME: loop_text}
             records = {name: FileRecord.of(t, plan.chunk_bytes) for name, t in texts.items()}
             for name, text in texts.items():
                 disk.write_file(temporary / name, text)

@@ -88,11 +88,8 @@ def check_groups(
             problem = "is no option that is saved" if key in OF_THE_RUN else ""
             if not problem and key in group:
                 problem = differs_in_kind(value, group[key])
-                if (
-                    not problem
-                    and isinstance(value, (list, tuple))
-                    and len(value) != len(group[key])
-                ):
+                both_lists = all(isinstance(each, (list, tuple)) for each in (value, group[key]))
+                if not problem and both_lists and len(value) != len(group[key]):
                     problem = f"had {len(group[key])} elements and is {shown(value)}"
             if problem:
                 raise CheckpointError(

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 from parallel_ext.distributed.control import ControlPlane
 
@@ -45,7 +46,8 @@ class Background:
         def run() -> None:
             try:
                 own = threading.get_native_id()  # in Linux the thread alone
-                os.setpriority(os.PRIO_PROCESS, own, _NICE)
+                with suppress(OSError):  # of a job that is nicer already
+                    os.setpriority(os.PRIO_PROCESS, own, _NICE)
                 work(self._control)
             except Exception as error:
                 self._failure = error

@@ -214,6 +214,11 @@ def join_job(backend: str, timeout: float) -> None:
     Raises:
         CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
     """
+    if missing := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
+        raise RuntimeError(
+            f"init_mesh: RANK is set, but not {', '.join(sorted(missing))}; start the script by "
+            "torchrun, or initialise torch.distributed before"
+        )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -230,6 +235,9 @@ def join_job(backend: str, timeout: float) -> None:
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
+    if by_agent:  # whose store outlives the ranks that it starts again; the name is that of env://
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)
     limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)
     barrier = MonitoredBarrier(limited, rank, size, timeout)
     barrier.wait("init_mesh")

@@ -334,8 +334,10 @@ def init_mesh(
         The mesh, on every rank with its own ``tp_rank``, ``dp_rank``, ``ep_rank``, ``edp_rank``.
 
     Raises:
-        ValueError: the sizes do not multiply to the world size, or ``device`` is no CPU or GPU.
-        RuntimeError: there is no such GPU, or the group of the job does not serve the device.
+        ValueError: the sizes do not multiply to the world size, ``timeout`` is no number of
+            seconds, or ``device`` is no CPU or GPU.
+        RuntimeError: there is no such GPU, the group of the job does not serve the device, or the
+            variables of torchrun are not complete.
         CollectiveTimeout: ranks did not come within ``timeout`` seconds; names them.
         DisagreementError: the ranks ask for different meshes.
 
@@ -348,6 +350,8 @@ def init_mesh(
     tp, ep = _positive("tp", tp), _positive("ep", ep)
     if dp is not None:
         dp = _positive("dp", dp)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        raise ValueError(f"init_mesh: timeout must be seconds, more than 0, got {timeout!r}")
     device = _device_of(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -182,7 +182,7 @@ class HFDirectory:
                     f"{where} has the shape {shape}, but by the configuration it must be "
                     f"{layout[name].shape}"
                 )
-            elif not self.dtypes[name].is_floating_point:
+            elif not (name in layout.buffers or self.dtypes[name].is_floating_point):
                 problems.append(f"{where} is of {self.dtypes[name]}, but must be floating-point")
         if problems:
             _raise_all(self.path, problems, self._vocabulary_hint(layout, vocabulary))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
@@ -34,8 +34,23 @@ def progress_bar(
         return
     delay = _LONG_S if wanted is None else 0
     total = _number(num_bytes)
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=delay) as bar:
-        yield lambda num_bytes: bar.update(_number(num_bytes))
+    unseen = suppress(OSError, ValueError)  # where nothing can be written: work goes on without
+    bar = None
+    with unseen:
+        bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=delay)
+
+    def done(num_bytes: Bytes) -> None:
+        number = _number(num_bytes)
+        if bar is not None:
+            with unseen:
+                bar.update(number)
+
+    try:
+        yield done
+    finally:
+        if bar is not None:
+            with unseen:
+                bar.close()
 
 
 def _number(num_bytes: Bytes) -> int:

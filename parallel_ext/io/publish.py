@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import disk
+from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
 
 # What a save writes or makes stale. Everything else in a directory is carried over.
 _OF_A_SAVE = (
@@ -42,7 +44,7 @@ class Publication:
 
     Raises:
         CheckpointError: ``target`` cannot be replaced: it is a file, a mount point or the working
-            directory.
+            directory, or what it holds beside a model would be read as part of it.
         OSError: the temporary directory cannot be made.
     """
 
@@ -55,11 +57,19 @@ class Publication:
                 f"{self.target} is the working directory of this process; a save replaces the "
                 "directory, so choose one inside it"
             )
+        if (self.target / ADAPTER_CONFIG_NAME).exists():
+            raise CheckpointError(
+                f"{self.target} holds an adapter, which from_pretrained would add to the model; "
+                "save into another directory"
+            )
         if os.path.ismount(self.target):
             raise CheckpointError(
                 f"{self.target} is a mount point, which cannot be renamed; a save replaces the "
                 "directory, so choose one inside it"
             )
+        for path in self.target.iterdir() if self.target.exists() else ():
+            if of_a_save(path.name) and path.is_dir():
+                raise CheckpointError(f"{path} is a directory, but must be a file of the model")
         suffix = secrets.token_hex(4)
         self.temporary = self.target.with_name(f".{self.target.name}.tmp-{suffix}")
         self._old = self.target.with_name(f".{self.target.name}.old-{suffix}")
@@ -96,7 +106,8 @@ class Publication:
             self._carry_files()
         for path in self.temporary.iterdir():
             if path.is_file() and not path.is_symlink():
-                disk.sync_path(path)  # what was carried over may not be durable
+                with suppress(PermissionError):  # of others, which was carried over
+                    disk.sync_path(path)
         disk.sync_path(self.temporary)
         try:
             if replaces:

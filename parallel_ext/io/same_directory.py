@@ -62,7 +62,7 @@ def check_all_see(path: Path, directory: Path, control: ControlPlane, op_name: s
     """
     if not control.hosts.several:
         return
-    seen = control.all_gather_object(path.exists(), op_name=op_name)
+    seen = control.all_gather_object(os.access(path, os.F_OK), op_name=op_name)  # raises nothing
     if not all(seen):
         first, other = seen.index(True) if any(seen) else 0, seen.index(False)
         hosts = control.hosts

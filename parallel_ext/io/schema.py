@@ -88,11 +88,7 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
     def no_constant(constant: str) -> None:
         raise CheckpointError(f"{where}: not valid JSON: {constant} is no number")
 
-    # Three bytes of text can become an object of 64. An entry of an index has one of these
-    # characters, one of a header at most 16, unless its tensor has more than 10 dimensions.
-    values = sum(text.count(character) for character in (b",", b"[", b"{"))
-    if values > 2 * MAX_TENSORS + 16 * text.count(OFFSETS_WORD):
-        raise CheckpointError(f"{where}: holds {values} values, far more than it has tensors")
+    _check_number_of_values(text, where)
     try:
         with _no_collection():
             parsed = json.loads(
@@ -108,6 +104,14 @@ def parse_json(text: bytes | bytearray, where: str | Path) -> dict[str, Any]:
     return parsed
 
 
+def _check_number_of_values(text: bytes, where: Any) -> None:
+    # Three bytes of text can become an object of 64. An entry of an index has one of these
+    # characters, one of a header at most 16, unless its tensor has more than 10 dimensions.
+    values = sum(text.count(character) for character in (b",", b"[", b"{"))
+    if values > 2 * MAX_TENSORS + 16 * text.count(OFFSETS_WORD):
+        raise CheckpointError(f"{where}: holds {values} values, far more than it has tensors")
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Run the block without garbage collection, since parsing makes no garbage.
@@ -121,6 +125,25 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def to_own_json(value: dict[str, Any], what: str) -> bytes:
+    """Return the text for a JSON object that a load takes as a file of a training checkpoint.
+
+    Args:
+        value, what: as of :func:`to_json`.
+
+    Raises:
+        CheckpointError: as of :func:`to_json`; or it is so large that no load would take it.
+    """
+    text = to_json(value, what)
+    if len(text) > MAX_OWN_JSON_BYTES:
+        raise CheckpointError(
+            f"{what} takes {len(text)} bytes as JSON, more than the {MAX_OWN_JSON_BYTES} that a "
+            "load takes"
+        )
+    _check_number_of_values(text, what)
+    return text
 
 
 def to_json(value: dict[str, Any], what: str) -> bytes:

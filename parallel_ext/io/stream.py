@@ -197,7 +197,10 @@ class TensorStream:
         """
         control = self._control
         try:
-            control.run_on_all(op_name, lambda: self._open(files, metadata, directory))
+            # A file system without room to reserve writes all of it.
+            control.run_on_all(
+                op_name, lambda: self._open(files, metadata, directory), patient=True
+            )
             total = sum(file.num_bytes for file in files)
             with progress_bar("Saving", total, control.rank, progress) as done:
                 prepared: Sequence[Turn | None] = ()
@@ -290,8 +293,13 @@ class TensorStream:
 def warn_of_non_finite(counts: Sequence[Counter[str]], op_name: str, control: ControlPlane) -> None:
     """Warn on rank 0 which tensors hold how many values that are NaN or infinite."""
     found = sum(counts, Counter())
-    if control.rank == 0 and found:
-        shown = first_few([f"{name} ({count})" for name, count in found.most_common()], 8)
-        warnings.warn(
-            f"{op_name}: {found.total()} values are NaN or infinite: {shown}", stacklevel=3
-        )
+
+    def warn() -> None:
+        if control.rank == 0:
+            shown = first_few([f"{name} ({count})" for name, count in found.most_common()], 8)
+            warnings.warn(
+                f"{op_name}: {found.total()} values are NaN or infinite: {shown}", stacklevel=5
+            )
+
+    if found:
+        control.run_on_all(op_name, warn)  # which a filter may make an error

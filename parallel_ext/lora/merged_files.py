@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING
 from parallel_ext.checkpoint.manifest import COMMIT_NAME
 from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
-from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, HFDirectory
+from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, copy_beside, nothing, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
@@ -139,8 +139,6 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     """
     if os.path.realpath(base) == os.path.realpath(out):
         raise CheckpointError(f"{out} is the model itself; merge into another folder")
-    if (out / ADAPTER_CONFIG_NAME).exists():  # which transformers would add to what is merged
-        raise CheckpointError(f"{out} holds an adapter; merge into another folder")
     with ExitStack() as files:
         own = _Adapter(adapter, files)
         model = files.enter_context(HFDirectory(base))

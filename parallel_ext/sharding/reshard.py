@@ -19,7 +19,8 @@ STRIPE_BYTES = 8 << 20
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have another
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 class RowStripe(NamedTuple):

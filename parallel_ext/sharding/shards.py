@@ -55,10 +55,12 @@ class _InStateDict(torch.Tensor):
     def _known(cls, func: Any, args: tuple[Any, ...]) -> dict[str, Any] | None:
         """Return the attributes of what a function returns; None where nothing is known of it."""
         if func in _COPIES:
-            return vars(args[0])
+            return vars(args[0]) if args else None  # given by name
         if getattr(func, "__name__", "") not in _ELEMENTWISE:
             return None
         tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 0]
+        if not tensors:
+            return None
         first = tensors[0]
         equal = all(isinstance(t, cls) and vars(t) == vars(first) for t in tensors)
         return vars(first) if equal else None

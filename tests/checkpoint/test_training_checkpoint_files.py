@@ -19,7 +19,7 @@ import torch
 import transformers
 from disk_faults import kill
 from ranks import Raised, pool
-from reference import Tiny, parallel
+from reference import Tiny, batch, mesh_of, parallel
 from reference_mixtral import Layout, saved_tensors
 from reference_training import (
     LLAMA,
@@ -30,6 +30,7 @@ from reference_training import (
     train,
 )
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 import parallel_ext as px
@@ -37,6 +38,7 @@ from parallel_ext.checkpoint.manifest import read_manifest
 from parallel_ext.checkpoint.source import WholeModel
 from parallel_ext.io import disk, stream
 from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.sharding.slices import local_part
 
 SMALL = Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1)
 
@@ -406,6 +408,99 @@ def _non_finite(root: Path) -> list[str]:
         warnings.simplefilter("always")
         px.save_checkpoint(root, 1, model, optimizer, scheduler)
     return [str(each.message) for each in caught if "NaN" in str(each.message)]
+
+
+def _non_finite_as_an_error(root: Path) -> None:
+    model, *_ = build(Job(layout=Layout(1, 2, 1)))
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        px.save_checkpoint(root, 1, model)
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(tmp_path: Path) -> None:
+    words = "1 values are NaN or infinite: model.norm.weight (1)"
+    pool(2).assert_raises(_non_finite_as_an_error, tmp_path, words=words)
+
+
+def _with_buffers(root: Path) -> list[bool]:
+    """Buffers of other dtypes, and a parameter of one element of a column."""
+    model = Tiny(dtype=torch.float32).model()
+    model.register_buffer("seen", torch.tensor(7))
+    model.model.register_buffer("kept", torch.tensor([True, False]))
+    model.model.norm.gate = nn.Parameter(torch.ones(4, 3)[:1, 0])
+    model = parallel(model, mesh_of())
+    optimizer = torch.optim.AdamW(model.parameters())
+    px.save_checkpoint(root / "steps", 1, model, optimizer)
+    model.save_pretrained(root / "model")
+    with torch.no_grad():
+        model.seen.zero_()
+        model.model.kept.zero_()
+        model.model.norm.gate.zero_()
+    px.load_checkpoint(root / "steps", model, optimizer)
+    saved = load_file(root / "model" / "model.safetensors")
+    return [
+        *(model.seen.item() == 7, model.model.kept.tolist() == [True, False]),
+        *(model.model.norm.gate.item() == 1, saved["seen"].dtype == torch.int64),
+    ]
+
+
+def test_buffers_of_any_dtype_are_saved_and_loaded(tmp_path: Path) -> None:
+    assert pool(1).run(_with_buffers, tmp_path) == [[True] * 4]
+
+
+@pytest.mark.parametrize(
+    ("data_state", "words"),
+    [
+        ({"order": list(range(2_100_000))}, "holds 2100[0-9]+ values, far more than"),
+        ({"text": "x" * 64_000_000}, "more than the 64000000 that a load takes"),
+    ],
+)
+def test_a_data_state_that_no_load_would_take_is_refused(
+    data_state: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = parallel(Tiny(layers=1, dtype=torch.float32).model(), px.init_mesh())
+    px.save_checkpoint(tmp_path, 1, model)
+    with pytest.raises(
+        px.CheckpointError, match=f"data_state with the states of the loop.*{words}"
+    ):
+        px.save_checkpoint(tmp_path, 2, model, data_state=data_state, keep_last=1)
+    assert px.load_checkpoint(tmp_path, model).step == 1
+
+
+def _empty_shards(root: Path) -> list[bool]:
+    """tp=2 shares an MLP of one feature, of which one rank has none."""
+    mesh = Layout(2, 2, 1).mesh()
+    model = parallel(Tiny(inner=1, dtype=torch.float32).model(), mesh)
+    px.data_parallel(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    one = batch(Tiny().vocab_size)
+    model(**one).loss.backward()
+    optimizer.step()
+    px.save_checkpoint(root, 1, model, optimizer)
+    before = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    px.load_checkpoint(root, model, optimizer)
+    after = {p: s["exp_avg"] for p, s in optimizer.state.items()}
+    return [torch.equal(local_part(before[p]), local_part(own)) for p, own in after.items()]
+
+
+def test_states_of_empty_shards_are_saved_and_loaded(tmp_path: Path) -> None:
+    assert all(found and all(found) for found in pool(4).run(_empty_shards, tmp_path))
+
+
+def _nice(root: Path) -> int:
+    model, *_ = build(Job(layout=Layout(1, 2, 1)))
+    with mock.patch("os.setpriority", side_effect=PermissionError):
+        px.save_checkpoint(root, 1, model, asynchronous=True)
+        px.wait_for_checkpoint(model)
+    return px.load_checkpoint(root, model).step
+
+
+def test_a_job_that_is_nicer_than_its_saves_saves(tmp_path: Path) -> None:
+    assert pool(2).run(_nice, tmp_path) == [1, 1]
 
 
 def test_values_that_are_not_finite_stand_in_the_manifest(tmp_path: Path) -> None:

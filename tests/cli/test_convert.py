@@ -304,6 +304,23 @@ def test_code_in_a_dcp_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_dcp_writes_no_file_outside_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_bytes(content: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    plain = Tiny(dtype=torch.float32).model()
+    names = [str(tmp_path / "absolute.json"), "../beside.json", "sub/below.json"]
+    files = {f"parallel_ext.{name}": of_bytes(b"{}") for name in names}
+    files["parallel_ext.config.json"] = of_bytes(plain.config.to_json_string().encode())
+    source, out = tmp_path / "dcp", tmp_path / "out"
+    dcp.save({"model": plain.state_dict(), **files}, checkpoint_id=source, no_dist=True)
+    assert main(["convert", str(source), str(out), "--to", "hf"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"dcp", "out"}
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+
+
 def test_swiss_army_adapters_become_peft_adapters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

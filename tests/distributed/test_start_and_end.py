@@ -9,17 +9,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import short_jobs
 import torch
 import torch.distributed as dist
+from launch import TORCHRUN
 from ranks import Raised, pool
 from reference import Tiny, batch, parallel
 
 import parallel_ext as px
 from parallel_ext import ops
-from parallel_ext.distributed.barrier import long_step
+from parallel_ext.distributed.barrier import join_job, long_step
 from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.limited_store import LimitedStore
 
@@ -161,3 +163,42 @@ def test_a_rank_that_is_lost_in_fsdp_is_named(zero: int, backward: bool) -> None
     assert raised.type == "CollectiveTimeout"
     assert "training with data_parallel: every dp rank of tp_rank 0" in raised.text
     assert f"rank {LOST} did not" in raised.text
+
+
+RESTARTED = """
+import os
+import parallel_ext as px
+mesh = px.init_mesh(tp=2, timeout=60)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and mesh.rank == 1:
+    os._exit(3)
+total = px.ops.reduce_from_region(torch.ones(1), mesh.tp).item()
+os.write(1, f"sum {total}\\n".encode())
+"""
+
+
+def test_ranks_that_torchrun_starts_again_come_together(tmp_path: Path) -> None:
+    """Its store outlives them, and still holds what the first ones wrote."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch" + RESTARTED)
+    done = subprocess.run(
+        [*TORCHRUN, "--max-restarts=1", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("sum 2.0") == 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), None, "60", True])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="init_mesh: timeout must be seconds, more than 0, got"):
+        px.init_mesh(timeout=timeout)
+
+
+def test_what_is_missing_of_the_variables_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RuntimeError, match="RANK is set, but not .*WORLD_SIZE"):
+        join_job("gloo", 60)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh, init_mesh
-from parallel_ext.io import hf_reader, publish, stream
+from parallel_ext.io import disk, hf_reader, publish, stream
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.hf_writer import parse_size, write_directory
 from parallel_ext.io.publish import Publication
@@ -252,6 +252,42 @@ def test_saving_to_a_file_raises_on_all_ranks(tmp_path: Path) -> None:
     words = "file is a file; a directory is needed"
     pool(2).assert_raises(_save_of, tmp_path / "file", {"changes": {}}, words=words)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_directory", "words"),
+    [
+        ("adapter_config.json", False, "holds an adapter, which from_pretrained would add"),
+        ("config.json", True, "config.json is a directory, but must be a file of the model"),
+    ],
+)
+def test_what_would_be_read_as_part_of_the_model_is_refused(
+    name: str, is_directory: bool, words: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    (target / name).mkdir(parents=True) if is_directory else target.mkdir()
+    if not is_directory:
+        (target / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=words):
+        Publication(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_of_others_that_may_not_be_read_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "README.md").write_text("of others")
+    sync_path = disk.sync_path
+
+    def refused(path: Path) -> None:
+        if path.name == "README.md":
+            raise PermissionError(13, "Permission denied", str(path))
+        sync_path(path)
+
+    with mock.patch.object(disk, "sync_path", refused), Publication(target) as temporary:
+        (temporary / "config.json").write_text("{}")
+    assert (target / "README.md").read_text() == "of others"
+    assert (target / "config.json").exists()
 
 
 def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> None:

@@ -101,6 +101,24 @@ def test_rank_0_shows_a_bar(
         assert of_all.endswith("k")  # some hundred thousand bytes
 
 
+class _Full(Terminal):
+    """As a file on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def _without_room_for_a_bar(folder: Path) -> int:
+    model = parallel(Tiny(dtype=torch.float32).model(), mesh_of())
+    with mock.patch("sys.stderr", _Full()), mock.patch.object(progress, "_LONG_S", 0.0):
+        px.save_checkpoint(folder, 1, model, progress=True)
+        return px.load_checkpoint(folder, model, progress=True).step
+
+
+def test_a_bar_that_cannot_be_shown_stops_no_save(tmp_path: Path) -> None:
+    assert pool(2).run(_without_room_for_a_bar, tmp_path) == [1, 1]
+
+
 def _bytes_of_bars(folder: Path) -> list[int]:
     """The bytes that each call has done, and those of all its calls."""
     model = parallel(Tiny(dtype=torch.float32).model(), mesh_of())

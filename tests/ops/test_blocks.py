@@ -202,6 +202,35 @@ def test_a_second_backward_of_a_loss_of_blocks_is_refused() -> None:
         loss.backward()
 
 
+def test_what_would_have_wrong_gradients_is_refused() -> None:
+    input, rows = torch.randn(3, 4), torch.randn(6, 4)
+    heads = Blocks(tuple((2 * i, 2 * i + 2) for i in range(6)), 6)
+    unequal = Blocks(((0, 2), (0, 2), (2, 3), (2, 3), (3, 6), (3, 6)), 6)
+    with pytest.raises(ValueError, match="with copies must be of one size"):
+        ops.block_linears(input, [torch.randn(12, 4), rows], [heads, unequal], copies=2)
+    with pytest.raises(ValueError, match="with copies must be of one size"):
+        ops.block_bias(torch.randn(3, 12), torch.zeros(6), unequal, copies=2)
+    weight = torch.ones(6, requires_grad=True)
+    options = ops.LossOptions(weight=weight)
+    of_blocks = torch.tensor([1, 4, 5]), Blocks(((0, 6),), 1), 6, (0, 6), options
+    with pytest.raises(ValueError, match="weight requires a gradient, and there is none"):
+        ops.block_linear_cross_entropy(input, rows, *of_blocks)
+
+
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float32, torch.int64),
+    ],
+)
+def test_a_sum_of_another_wideness_is_refused(of: torch.dtype, to: torch.dtype) -> None:
+    for device in ("cpu", "meta"):
+        with pytest.raises(TypeError, match="sum_leaves: the sum of .* cannot be of"):
+            ops.sum_leaves([torch.ones(3, dtype=of, device=device)] * 2, [(0, 1), (1, 1)], to)
+
+
 @pytest.mark.parametrize(
     ("heads", "key_value_heads", "blocks", "count", "copies"),
     [(9, 3, 8, 3, 1), (8, 2, 8, 8, 4), (32, 8, 8, 8, 1), (12, 2, 8, 4, 2), (6, 6, 4, 4, 1)],

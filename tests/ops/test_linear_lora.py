@@ -208,6 +208,23 @@ def test_gradients_in_fp16_do_not_underflow_nor_sums_overflow(size, dropout):
     assert output[0, 0].item() == pytest.approx(512 * 200 * 4 * 1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("scale", [2**-6, 2**6])
+def test_gradients_in_fp16_are_scaled_before_they_are_rounded(scale):
+    """Of a size that fp16 holds, though not times 1 / scale."""
+    factors = torch.ones(1, 4).half(), torch.ones(2, 1).half()
+    tensors = [torch.ones(1, 4).half(), torch.zeros(2, 4).half(), *factors]
+    grad = torch.full((1, 2), 60000.0 if scale < 1 else 2.0**-24).half()
+    expected = with_gradients(lambda *t: _plain_scaled(*t, scale), doubles(tensors), grad.double())
+    actual = with_gradients(lambda *t: lora_linear(*t, scale=scale), tensors, grad)
+    for name, ours, theirs in zip(NAMES, actual, expected, strict=False):
+        if name in ("lora_a", "lora_b"):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=0.0)
+
+
+def _plain_scaled(x, w, a, b, scale):
+    return x @ w.T + x @ a.T @ b.T * scale
+
+
 def _mutated(group: Group, kind: str, mutation: str) -> dict[str, float]:
     tensors = _tensors((3,), (8, 8, 2), FP64, FP64)
     grad = torch.randn(3, 8, dtype=FP64)

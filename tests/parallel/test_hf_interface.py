@@ -191,6 +191,9 @@ def _state_dicts() -> dict[str, Any]:
     model.load_state_dict(full)
     from_full = worst(shard_differences(model, full, gradients=False))
     shards = copy.deepcopy(model.state_dict())
+    for name, shard in shards.items():  # arguments may be given by name
+        assert torch.equal(torch.add(input=shard, other=shard), shard + shard), name
+        assert torch.equal(torch.clone(input=shard), shard), name
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
