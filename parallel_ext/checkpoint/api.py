@@ -57,8 +57,9 @@ def save_checkpoint(
             older save of the same step, of a run that was given up, is replaced.
         model: a parallel model, or PEFT's around one, with one adapter. What is trained beside that
             adapter is refused, since it would be lost.
-        optimizer: torch's Adam, AdamW or SGD, built from the model's parameters, or
-            :class:`parallel_ext.Adafactor`; torch's own Adafactor where no parameter is sharded.
+        optimizer: built from the model's parameters. What it keeps of one are plain tensors of its
+            shape, and numbers in tensors; or it is :class:`parallel_ext.Adafactor`, or torch's own
+            where no parameter is sharded.
         scheduler: of the learning rate: any of torch's, or one whose ``state_dict()`` consists of
             plain values, such as numbers, text, lists, dicts and small tensors.
         data_state: where the data is, as JSON, for example the number of samples that all ranks
