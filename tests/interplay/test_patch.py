@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import peft
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -159,6 +162,66 @@ def test_an_unchanged_script_with_a_trainer_equals_one_process(tmp_path: Path, t
     )
     for name, tensor in files.items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def _with_tokenizer(directory: Path) -> None:
+    """Save a small model with the tokenizer of words that are numbers."""
+    tiny = Tiny(dtype=torch.float32)
+    tiny.model().save_pretrained(directory)
+    words = {
+        "<pad>": 0,
+        "<end>": 1,
+        **{str(number): number for number in range(2, tiny.vocab_size)},
+    }
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    options = {"pad_token": "<pad>", "eos_token": "<end>", "tokenizer_object": tokenizer}
+    transformers.PreTrainedTokenizerFast(**options).save_pretrained(directory)
+
+
+def _pairs(folder: Path) -> None:
+    """Write rows of unequal lengths, as TRL's scripts read them."""
+    numbers = random.Random(3)
+
+    def words() -> str:
+        return " ".join(str(numbers.randrange(2, 101)) for _ in range(numbers.randrange(2, 9)))
+
+    folder.mkdir()
+    for split, rows in (("train", 12), ("test", 4)):
+        lines = [
+            json.dumps({"prompt": f"{words()} ", "chosen": words(), "rejected": words()})
+            for _ in range(rows)
+        ]
+        if folder.name == "sft":
+            lines = [line.replace("chosen", "completion") for line in lines]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+
+
+@needs_trainer
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_scripts_of_trl_equal_one_process_as_they_are(name: str, tp: int, tmp_path: Path) -> None:
+    script = importlib.util.find_spec(f"trl.scripts.{name}").origin
+    _with_tokenizer(tmp_path / "model")
+    _pairs(tmp_path / name)
+    given = {
+        **{"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / name},
+        **{"dtype": "float32", "bf16": False, "use_cpu": True, "learning_rate": 1e-3},
+        **{"max_steps": 3, "save_steps": 3, "logging_steps": 1, "max_length": 16},
+        **{"eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "disable_tqdm": True},
+    }
+    for out, launcher, rows in (
+        ("one", [sys.executable], 4),
+        ("two", [*LAUNCHER, f"--tp={tp}"], 2 * tp),
+    ):
+        own = {"output_dir": tmp_path / out, "per_device_train_batch_size": rows}
+        own["per_device_eval_batch_size"] = rows
+        options = [f"--{key}={value}" for key, value in {**given, **own}.items()]
+        _run(tmp_path, *launcher, script, *options)
+    plain, found = _logged(tmp_path / "one"), _logged(tmp_path / "two")
+    assert len(found) == len(plain) == 5
+    for entry, of_plain in zip(found, plain, strict=True):
+        assert entry == pytest.approx(of_plain, rel=1e-4, abs=1e-5)
 
 
 def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
