@@ -20,6 +20,21 @@ void check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks, const
                     " blocks, got ", num_own);
 }
 
+std::vector<at::Tensor> of_all_blocks(const char* op, const at::Tensor& of_own, int64_t num_blocks,
+                                      const Group& group) {
+  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
+  std::vector<int64_t> shape = of_own.sizes().vec();
+  shape[0] = bounds[1];  // no rank has more than the first
+  const at::Tensor message = pooled_empty(shape, of_own.options());
+  message.narrow(0, 0, of_own.size(0)).copy_(of_own);
+  const at::Tensor all = all_gather(op, message, group);
+  std::vector<at::Tensor> in_order;
+  for (int64_t peer = 0; peer < group.size; ++peer) {
+    for (int64_t i = 0; i < bounds[peer + 1] - bounds[peer]; ++i) in_order.push_back(all[peer][i]);
+  }
+  return in_order;
+}
+
 at::Tensor tree_reduce(const char* op, const at::Tensor& addends, int64_t num_blocks,
                        at::ScalarType dtype, const Group& group) {
   check_own_blocks(op, addends.size(0), num_blocks, group);

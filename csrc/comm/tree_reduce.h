@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "comm/comm.h"
 
@@ -11,6 +12,10 @@ namespace parallel_ext {
 
 // Throws unless this rank has `num_own` of all blocks, which `split` gives to the ranks, each some.
 void check_own_blocks(const char* op, int64_t num_own, int64_t num_blocks, const Group& group);
+
+// What each of all `num_blocks` yields, in order, given that of this rank's blocks [own, ...].
+std::vector<at::Tensor> of_all_blocks(const char* op, const at::Tensor& of_own, int64_t num_blocks,
+                                      const Group& group);
 
 // Contiguous `addends` [own blocks, ...] of a rank -> the sum over the tree of all `num_blocks`
 // (base/tree.h) in `dtype`; the same bits for any group. One all-gather of the nodes that a rank

@@ -18,8 +18,6 @@
 namespace parallel_ext {
 namespace {
 
-using Blocks = std::vector<Range>;
-
 at::Tensor block_bias_kernel(const at::Tensor& input, const at::Tensor& bias,
                              at::IntArrayRef bounds, int64_t copies, int64_t num_blocks) {
   const char* op = "block_bias";

@@ -20,13 +20,8 @@
 #include "linear/ops.h"
 
 namespace parallel_ext {
-namespace {
 
-using Blocks = std::vector<Range>;
-
-}  // namespace
-
-bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype) {
+bool can_merge_blocks(const Blocks& blocks, int64_t other_size, at::ScalarType dtype) {
   if (dtype == at::kDouble) return false;  // its kernels depend on the sizes
   for (size_t i = 0; i < blocks.size(); ++i) {
     if (blocks[i].size < kLeastOfProduct) return false;
@@ -35,22 +30,22 @@ bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::
   return !blocks.empty() && other_size >= kLeastOfProduct;
 }
 
-std::vector<int64_t> sizes_of(const std::vector<Range>& blocks) {
+std::vector<int64_t> sizes_of(const Blocks& blocks) {
   std::vector<int64_t> sizes;
   for (const Range block : blocks) sizes.push_back(block.size);
   return sizes;
 }
 
-int64_t width_of(const std::vector<Range>& blocks) {
+int64_t width_of(const Blocks& blocks) {
   int64_t width = 0;
   for (const Range block : blocks) width += block.size;
   return width;
 }
 
-std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size, int64_t copies) {
+Blocks blocks_of(const char* op, at::IntArrayRef bounds, int64_t size, int64_t copies) {
   TORCH_CHECK_VALUE(bounds.size() % 2 == 0, op, ": blocks ", bounds,
                     " are not pairs of start and stop");
-  std::vector<Range> blocks;
+  Blocks blocks;
   int64_t covered = 0;
   for (size_t i = 0; i < bounds.size(); i += 2) {
     const int64_t start = bounds[i], stop = bounds[i + 1];
@@ -81,19 +76,7 @@ at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copi
       std::any_of(bounds.begin(), bounds.end(), [&](int64_t bound) { return bound % copies != 0; });
   std::vector<at::Tensor> parts = of_blocks.unbind(0);
   if (apart) {  // some rows are held by several ranks
-    int64_t most = 0;
-    for (int64_t peer = 0; peer < group.size; ++peer) {
-      most = std::max(most, bounds[peer + 1] - bounds[peer]);
-    }
-    std::vector<int64_t> shape = of_blocks.sizes().vec();
-    shape[0] = most;
-    const at::Tensor message = pooled_empty(shape, of_blocks.options());
-    message.narrow(0, 0, of_blocks.size(0)).copy_(of_blocks);
-    const at::Tensor all = all_gather(op, message, group);
-    parts.clear();
-    for (int64_t peer = 0; peer < group.size; ++peer) {
-      for (int64_t i = 0; i < bounds[peer + 1] - bounds[peer]; ++i) parts.push_back(all[peer][i]);
-    }
+    parts = of_all_blocks(op, of_blocks, num_blocks, group);
     first -= first % copies;
     last = std::min(num_blocks, (last + copies - 1) / copies * copies);
     parts = std::vector<at::Tensor>(parts.begin() + first, parts.begin() + last);

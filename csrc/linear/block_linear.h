@@ -11,19 +11,20 @@
 
 namespace parallel_ext {
 
+using Blocks = std::vector<Range>;
+
 // `bounds`: start and stop of each block in a rank's `size` indices, which they cover in order; of
 // all blocks `copies` consecutive ones are the same.
-std::vector<Range> blocks_of(const char* op, at::IntArrayRef bounds, int64_t size,
-                             int64_t copies = 1);
+Blocks blocks_of(const char* op, at::IntArrayRef bounds, int64_t size, int64_t copies = 1);
 
 // The sizes of blocks, and their sum.
-std::vector<int64_t> sizes_of(const std::vector<Range>& blocks);
-int64_t width_of(const std::vector<Range>& blocks);
+std::vector<int64_t> sizes_of(const Blocks& blocks);
+int64_t width_of(const Blocks& blocks);
 
 // Whether fixed_product_of_blocks may compute all blocks at once: they follow each other, and no
 // product is so small that the place of its matrices decides its bits. `other_size`: rows of the
 // product where its columns are in blocks, or columns where its rows are.
-bool can_merge_blocks(const std::vector<Range>& blocks, int64_t other_size, at::ScalarType dtype);
+bool can_merge_blocks(const Blocks& blocks, int64_t other_size, at::ScalarType dtype);
 
 // Throws if `copies` consecutive blocks leave some of all blocks over.
 void check_copies(const char* op, int64_t copies, int64_t num_blocks);

@@ -44,26 +44,6 @@ void check_call(const at::Tensor& input, const at::Tensor& head_weight,
                    /*want_argmax=*/false);
 }
 
-// The statistics of every block of the vocabulary [num_blocks, rows.count, T], in order, given
-// those of this rank's.
-at::Tensor stats_of_all(const std::vector<at::Tensor>& own, int64_t num_blocks,
-                        const at::Tensor& like_stats, const Group& group) {
-  const std::vector<int64_t> bounds = split(num_blocks, group.size, 1);
-  int64_t most = 0;
-  for (int64_t peer = 0; peer < group.size; ++peer) {
-    most = std::max(most, bounds[peer + 1] - bounds[peer]);
-  }
-  at::Tensor message =
-      at::zeros({most, like_stats.size(0), like_stats.size(1)}, like_stats.options());
-  message.narrow(0, 0, static_cast<int64_t>(own.size())).copy_(at::stack(own));
-  const at::Tensor all = all_gather(kOp, message, group);
-  std::vector<at::Tensor> in_order;
-  for (int64_t peer = 0; peer < group.size; ++peer) {
-    in_order.push_back(all[peer].narrow(0, 0, bounds[peer + 1] - bounds[peer]));
-  }
-  return at::cat(in_order);
-}
-
 // A matrix of the head's rows and what it is multiplied by, with their gradients where needed.
 struct Factors {
   at::Tensor input, weight;            // [T, K], [V of this rank, K]
@@ -164,7 +144,7 @@ Tensors<5> forward_kernel(const at::Tensor& input, const at::Tensor& head_weight
       shards.push_back(loss.shard(own_logits, tile_labels, loss.vocab_start + block.start));
       stats.push_back(vocab_shard_stats(shards.back(), rows));
     }
-    all_stats.push_back(stats_of_all(stats, num_blocks, stats.front(), group));
+    all_stats.push_back(at::stack(of_all_blocks(kOp, at::stack(stats), num_blocks, group)));
     if (std::none_of(needed.begin(), needed.end(), [](bool each) { return each; })) continue;
     const at::Tensor normalizer = normalizer_of(all_stats.back(), rows);
     const at::Tensor factors = factors_of(loss, {at::ones({}, normalizer.options()), {}, {}},
