@@ -244,11 +244,6 @@ bool needs_gradient(const Arg&) {
   return false;
 }
 
-// A tensor of the same shape that takes no memory.
-inline at::Tensor without_values(const at::Tensor& like) {
-  return at::empty({}, like.options()).expand_symint(like.sym_sizes());
-}
-
 // Any value in the node of a graph.
 template <typename Value>
 struct InGraph : torch::CustomClassHolder {
@@ -281,6 +276,13 @@ class ForwardCallOf<Op<Name, Result(Args...)>> {
 
   // The arguments; a tensor that was not saved is undefined.
   auto arguments() const { return arguments(std::index_sequence_for<Args...>()); }
+
+  // Lets the first argument, if it was not saved, be a tensor of its shape that takes no memory.
+  void shape_input(at::Device device) {
+    if (saved_[0].defined()) return;
+    const auto options = at::TensorOptions().dtype(info<0>().dtype).device(device);
+    saved_[0] = at::empty({}, options).expand_symint(info<0>().sizes);
+  }
 
   // The output with this number, if it was saved.
   const at::Tensor& output(size_t number) const { return saved_[sizeof...(Args) + number]; }
@@ -341,7 +343,7 @@ class ForwardCallOf<Op<Name, Result(Args...)>> {
 
   AutogradContext* ctx_;
   const Kept& kept_;
-  const variable_list saved_;  // a place for each argument, then for each output
+  variable_list saved_;  // a place for each argument, then for each output
 };
 
 // Numbers of arguments or outputs.
@@ -370,7 +372,7 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     const std::array<bool, sizeof...(Args)> needs{needs_gradient(args)...};
     variable_list saved(sizeof...(Args) + results.size());
     ((saved[inputs] = std::get<inputs>(all)), ...);
-    if (!reads_input(typename Rule::InputFor(), needs)) saved[0] = without_values(saved[0]);
+    if (!reads_input(typename Rule::InputFor(), needs)) saved[0] = at::Tensor();
     ((saved[sizeof...(Args) + outputs] = results[outputs]), ...);
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
@@ -380,7 +382,7 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
   }
 
   // The arguments for whose gradients the rule reads the numbers of the first argument; none stands
-  // for always. Where no such argument needs one, only its shape and dtype stay in memory.
+  // for always. Where no such argument needs one it is not saved, and the rule gets its shape only.
   using InputFor = Saved<>;
 
   template <size_t... of>
@@ -414,8 +416,12 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const auto is_defined = [](const at::Tensor& grad) { return grad.defined(); };
     const auto first = grad_outputs.begin(), end = grad_outputs.end();
-    if (std::all_of(first, end, is_defined)) return Rule::rule(Call(ctx), grad_outputs);
     if (std::none_of(first, end, is_defined)) return variable_list(sizeof...(Args));
+    Call forward(ctx);
+    if (Rule::InputFor::size() > 0) {
+      forward.shape_input(std::find_if(first, end, is_defined)->device());
+    }
+    if (std::all_of(first, end, is_defined)) return Rule::rule(forward, grad_outputs);
     const auto node = torch::autograd::get_current_node();
     const auto& infos = static_cast<torch::autograd::CppNode<Rule>&>(*node).output_info_;
     at::OptionalDeviceGuard guard;
@@ -423,7 +429,7 @@ struct GradientOf<Rule, Op<Name, Result(Args...)>, Below, Saved<inputs...>, Save
     for (size_t i = 0; i < with_zeros.size(); ++i) {
       if (!with_zeros[i].defined()) with_zeros[i] = infos[i].zeros(guard);
     }
-    variable_list gradients = Rule::rule(Call(ctx), with_zeros);
+    variable_list gradients = Rule::rule(forward, with_zeros);
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (!gradients[i].defined()) continue;  // not of a tensor, or not needed
       const int output = Rule::output_of(i);

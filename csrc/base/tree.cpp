@@ -172,9 +172,7 @@ at::Tensor tree_sum(const std::vector<TreeNode>& nodes, const std::vector<at::Te
   const at::Tensor& first = values.front();
   if (!use_cpu_loops(first)) {
     const auto count = static_cast<int64_t>(nodes.size());
-    const bool is_value = count == 1;  // which what is returned must not be
-    return sum_by_aten(nodes, values, root_of(nodes), 0, count)
-        .to(dtype, /*non_blocking=*/false, /*copy=*/is_value);
+    return sum_by_aten(nodes, values, root_of(nodes), 0, count).to(dtype);
   }
   at::Tensor out = at::empty(first.sizes(), first.options().dtype(dtype));
   if (first.scalar_type() == at::kDouble) {
@@ -194,10 +192,11 @@ at::Tensor tree_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtype
 at::Tensor column_sums(const at::Tensor& rows, at::ScalarType dtype) {
   if (rows.size(0) == 0) return at::zeros({rows.size(1)}, rows.options().dtype(dtype));
   const at::Tensor sums = rows.to(wide_type(rows), /*non_blocking=*/false, /*copy=*/true);
-  for (int64_t left = rows.size(0); left > 1; left -= left / 2) {  // the last half to the first
+  int64_t left = rows.size(0);
+  for (; left > 2; left -= left / 2) {  // the last half to the first
     sums.narrow(0, 0, left / 2).add_(sums.narrow(0, left - left / 2, left / 2));
   }
-  return at::empty({rows.size(1)}, rows.options().dtype(dtype)).copy_(sums[0]);  // no view
+  return (left == 2 ? sums[0] + sums[1] : sums[0]).to(dtype);  // no view of several rows
 }
 
 }  // namespace parallel_ext

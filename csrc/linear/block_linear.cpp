@@ -351,6 +351,7 @@ at::Tensor repeat_heads_backward_kernel(const at::Tensor& grad_output, int64_t h
                                         int64_t times) {
   check_heads("repeat_heads_backward", "grad_output", grad_output, head_dim, times,
               /*repeated=*/true);
+  if (times == 1) return grad_output.clone(at::MemoryFormat::Contiguous);
   const int64_t heads = grad_output.numel() / (head_dim * times);
   const auto repeats = grad_output.contiguous().view({heads, times, head_dim}).unbind(1);
   std::vector<at::Tensor> addends;

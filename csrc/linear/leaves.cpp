@@ -30,6 +30,7 @@ at::Tensor sum_leaves_kernel(at::TensorList values, at::IntArrayRef bounds, at::
   check_sum(values[0], dtype);
   TORCH_CHECK_VALUE(make_a_node(nodes), op, ": nodes ", bounds,
                     " are not nodes of a tree that follow each other and make one of it");
+  if (addends.size() == 1) return addends[0].to(dtype, /*non_blocking=*/false, /*copy=*/true);
   return tree_sum(nodes, addends, dtype);
 }
 

@@ -151,12 +151,12 @@ def test_the_next_call_raises_what_went_wrong_once(tmp_path: Path, guilty: int, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000003"]
 
 
-def _no_priority(root: Path) -> str:
+def _fails_at_once(root: Path) -> str:
     """A thread that fails before its work is a save that failed."""
     model, optimizer, _, _ = build(Job())
 
     def refuse(*_: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
+        raise RuntimeError("Operation not permitted")
 
     with quietly(), mock.patch.object(os, "setpriority", refuse):
         px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
@@ -166,7 +166,7 @@ def _no_priority(root: Path) -> str:
 
 
 def test_a_thread_that_fails_before_it_writes_raises(tmp_path: Path) -> None:
-    assert "Operation not permitted" in pool(1).run(_no_priority, tmp_path)[0]
+    assert "Operation not permitted" in pool(1).run(_fails_at_once, tmp_path)[0]
 
 
 def _go_elsewhere(root: Path) -> Path:
