@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel_ext.checkpoint.saved_optimizer import (
     check_groups,
+    check_options,
     check_state,
     give_options,
     options_of,
@@ -49,6 +50,7 @@ class OptimizerState:
 
 def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.Parameter, str]:
     """Return the logical name of every parameter of the optimizer that is saved, in its order."""
+    _refuse_state_elsewhere(optimizer)
     to_shards(contents.model)
     known = {id(parameter): name for name, parameter in contents.parameters()}
     others = {id(parameter): name for name, parameter in contents.model.named_parameters()}
@@ -69,6 +71,23 @@ def _names_of(optimizer: torch.optim.Optimizer, contents: Contents) -> dict[nn.P
                     "frozen and not saved; build the optimizer from what is trained"
                 )
     return names
+
+
+def _refuse_state_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer keeps state that is not of single parameters, which would be lost."""
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CheckpointError(f"{kind.__name__} is no torch.optim.Optimizer, and cannot be saved")
+    if kind.state_dict is not torch.optim.Optimizer.state_dict:
+        raise CheckpointError(
+            f"{kind.__name__} has a state_dict of its own; what it keeps elsewhere would be lost, "
+            "so give save_checkpoint and load_checkpoint the optimizer inside of it"
+        )
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise CheckpointError(
+            f"{kind.__name__} keeps the state {shown(others[0])}, which is of no parameter; it "
+            "cannot be saved"
+        )
 
 
 def _files_of(name: str, layout: ModelLayout) -> list[str]:
@@ -94,10 +113,11 @@ def _entries(
     state = optimizer.state.get(parameter, {})
     for key, value in state.items():
         plain = local_part(value) if isinstance(value, torch.Tensor) else value
-        if not (value is None or type(plain) is torch.Tensor) or "/" in key:
+        is_plain = type(plain) is torch.Tensor and plain.dtype in DTYPE_NAMES
+        if not isinstance(key, str) or "/" in key or not (value is None or is_plain):
             raise CheckpointError(
                 f"{type(optimizer).__name__}: the state {key!r} of {name} is {shown(value)}, which "
-                "is no plain tensor; it cannot be saved"
+                "is no plain tensor of a dtype that files know; it cannot be saved"
             )
     return {key: value for key, value in state.items() if value is not None}
 
@@ -162,6 +182,10 @@ def _look(
     optimizer: torch.optim.Optimizer, contents: Contents
 ) -> tuple[dict[nn.Parameter, str], dict[str, dict[str, Any]]]:
     names = _names_of(optimizer, contents)
+    for number, group in enumerate(optimizer.param_groups):
+        dims = {parameter.dim() for parameter in group["params"] if parameter in names}
+        options = read_options(options_of(group))
+        check_options(optimizer, number, options, dims)  # what no load would take
     return names, _summary(optimizer, names)
 
 
@@ -247,7 +271,13 @@ def _description(
             file: (summary.get(name, {}).get(key) or [None, None])[1]
             for file, name in trained.items()
         }
-        dtype = next(entries[key][0] for entries in summary.values() if key in entries)
+        dtypes = {entries[key][0] for entries in summary.values() if key in entries}
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}: the state {key!r} of some parameters is a number of "
+                f"{' and of others of '.join(sorted(dtypes))}; it cannot be saved"
+            )
+        (dtype,) = dtypes
         counts = list(values.values())
         most = max(dict.fromkeys(counts), key=counts.count)
         others = {file: value for file, value in values.items() if value != most}

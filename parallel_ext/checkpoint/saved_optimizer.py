@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,24 +95,33 @@ def check_groups(
                 raise CheckpointError(
                     f"group {number} of the saved optimizer: the option {shown(key)} {problem}"
                 )
-        _check_values(optimizer, number, options[number])
+        check_options(optimizer, number, options[number], {each.dim() for each in group["params"]})
 
 
-def _check_values(
-    optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any]
+def check_options(
+    optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any], dims: Iterable[int]
 ) -> None:
-    """Raise unless torch takes the options, by making another such optimizer.
+    """Raise unless torch takes the options of a group, by a step of another such optimizer.
 
     The rate is not checked: a schedule may have brought it where no optimizer begins, such as
     below 0.
+
+    Args:
+        optimizer: of which class.
+        number: of the group.
+        options: of it, decoded.
+        dims: how many dimensions its parameters have.
+
+    Raises:
+        CheckpointError: it does not.
     """
-    cls = _class_of_torch(optimizer)
-    if cls is torch.optim.Optimizer:
-        return
-    try:
-        cls([torch.zeros(1, device="cpu")], **_arguments(cls, options))
-    except ValueError as error:
-        raise CheckpointError(f"group {number} of the saved optimizer: {error}") from error
+    for dim in dims:
+        try:
+            state_after_a_step(optimizer, options, dim)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"group {number} of the saved optimizer, {type(optimizer).__name__}: {error}"
+            ) from error
 
 
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -136,10 +145,15 @@ def state_after_a_step(
         dim: dimensions of the parameter.
 
     Returns:
-        The state; empty for an optimizer that is not torch's, of which nothing is known.
+        The state; empty for an optimizer whose step is not torch's, of which nothing is known.
+
+    Raises:
+        ValueError, TypeError: torch does not take the options, or the parameter, or the step.
     """
     cls = _class_of_torch(optimizer)
-    if cls is torch.optim.Optimizer:
+    step = inspect.unwrap(type(optimizer).step)  # torch wraps that of each class
+    own = step is not inspect.unwrap(cls.step) and not getattr(optimizer, "of_whole_tensors", False)
+    if own or cls is torch.optim.Optimizer:
         return {}
     parameter = nn.Parameter(torch.zeros((1,) * dim, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)

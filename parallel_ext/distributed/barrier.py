@@ -142,14 +142,16 @@ class MonitoredBarrier:
             self._forget(self._number - 2)
             self._end(marks, "all here")
         self._store.set(f"{marks}/{self._rank}", op_name)  # last: who is lost before it is missed
+        missing = ""
         try:
             self._store.wait(f"{marks}/end", self._timeout)
         except StoreLostError:
             raise
         except RuntimeError:  # a TCPStore raises DistStoreError, a FileStore its base
+            missing = self.absent(marks, range(self._size))
             self._end(marks, "given up")
         if self._store.get(f"{marks}/end") == b"given up":
-            missing = self.absent(marks, range(self._size))
+            missing = missing or self.absent(marks, range(self._size))
             raise CollectiveTimeout(
                 f"{op_name}: every rank must call it, but {missing} did not within "
                 f"{self._timeout:g} s"
@@ -235,7 +237,7 @@ def join_job(backend: str, timeout: float) -> None:
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
-    if by_agent:  # whose store outlives the ranks that it starts again; the name is that of env://
+    if by_agent:  # whose store outlives the ranks that it starts again
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)
     limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)

@@ -115,7 +115,8 @@ def write_directory(
         CheckpointError, ValueError, OSError: it cannot be saved. All ranks raise the same class;
             the previous directory stays whole.
     """
-    op_name = f"save_pretrained to {os.fspath(directory)}"
+    directory = os.path.abspath(directory)  # as the ranks name it that join the save of another
+    op_name = f"save_pretrained to {directory}"
     mesh.control.barrier(op_name)
     in_files = layout.in_files()
 

@@ -60,7 +60,7 @@ class Publication:
         if (self.target / ADAPTER_CONFIG_NAME).exists():
             raise CheckpointError(
                 f"{self.target} holds an adapter, which from_pretrained would add to the model; "
-                "save into another directory"
+                f"save into another directory, or move its {ADAPTER_CONFIG_NAME}"
             )
         if os.path.ismount(self.target):
             raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,7 @@ def save_pretrained(
         return
     given = inspect.signature(plain).bind(self, save_directory, *args, **kwargs).arguments
     options = {**given, **given.get("kwargs", {})}
+    save_directory = os.path.abspath(save_directory)  # as the ranks name it that join
     for name in ("self", "save_directory", "kwargs"):
         options.pop(name, None)
     call_together(

@@ -112,7 +112,7 @@ def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) ->
             continue
         targeted = config.target_modules and check_target_module_exists(config, path)
         if targeted or getattr(module, "scaling", None):
-            ends.append(base.layouts["weight"].name)
+            ends.append(path)
     if len(ends) > 1:
         raise ValueError(
             f"{op_name}: embedding and head ({' and '.join(ends)}) share one weight, and adapters "

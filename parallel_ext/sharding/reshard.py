@@ -19,6 +19,8 @@ STRIPE_BYTES = 8 << 20
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of strides {tensor.stride()} has gaps between its bytes")
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have another
     return memoryview(flat.view(torch.uint8).numpy())
 

@@ -93,7 +93,7 @@ CHANGES = [
     (Job(MIXTRAL, Layout(1, 2, 2), None, "px.Adafactor"), Job(MIXTRAL, Layout(2, 1, 2), 2)),
     *(
         (Job(layout=Layout(1, 2, 1), optimizer=name), Job(layout=Layout(2, 1, 1), zero=2))
-        for name in (*OTHERS, "Signed")
+        for name in (*OTHERS, "Signed", "SignedSGD")
     ),
     (Job(layout=Layout(1, 2, 1), optimizer="Rprop"), Job(layout=Layout(1, 3, 1))),  # FSDP cannot
 ]

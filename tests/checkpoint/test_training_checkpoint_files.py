@@ -345,9 +345,29 @@ def _refused(case: str, root: Path) -> None:
     elif case == "foreign":
         save(root, 2, model, torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     elif case == "unknown":
-        other = torch.optim.LBFGS(model.parameters())
-        other.state[next(model.parameters())]["func_evals"] = 3
-        save(root, 2, model, other)
+        optimizer.state[next(model.parameters())]["evaluations"] = 3
+        save(root, 2, model, optimizer)
+    elif case == "closure":
+        save(root, 2, model, torch.optim.LBFGS(model.parameters()))
+    elif case == "state elsewhere":
+        save(root, 2, model, _OwnStateDict(model.parameters(), lr=0.1))
+    elif case == "state of no parameter":
+        optimizer.state["all"] = {"sum": torch.ones(())}
+        save(root, 2, model, optimizer)
+    elif case == "numbers of two dtypes":
+        for parameter, dtype in zip(optimizer.state, (torch.float64, torch.float32), strict=False):
+            optimizer.state[parameter]["step"] = torch.ones((), dtype=dtype)
+        save(root, 2, model, optimizer)
+    elif case == "complex":
+        parameter = next(iter(optimizer.state))
+        optimizer.state[parameter]["phase"] = torch.zeros(parameter.shape, dtype=torch.complex64)
+        save(root, 2, model, optimizer)
+    elif case == "Muon":
+        matrices = [p for name, p in model.named_parameters() if "proj" in name]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        muon = torch.optim.Muon(matrices)
+        muon.param_groups[0]["params"] += vectors  # as nobody could make it again
+        save(root, 2, model, muon)
     elif case == "Adafactor":
         other, ours, *rest = build(replace(job, optimizer="px.Adafactor"))
         train(other, ours, *rest, range(1))
@@ -373,6 +393,11 @@ def _refused(case: str, root: Path) -> None:
         load(root, build(replace(job, tiny=replace(job.tiny, dtype=torch.bfloat16)))[0])
 
 
+class _OwnStateDict(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 3}
+
+
 REFUSED = {
     "twice": "step-00000001 is there already",
     "step": "step must be a whole number from 0 to 2**63 - 1, got -1",
@@ -380,7 +405,13 @@ REFUSED = {
     "data": "data_state must be equal on all ranks, but is ",
     "infinite": "['data_state']['loss'][1] is inf, which is no number in JSON",
     "foreign": "a parameter of shape (2, 2) in group 0 does not belong to the model",
-    "unknown": "the state 'func_evals' of model.embed_tokens.weight is 3, which is no plain tensor",
+    "unknown": "the state 'evaluations' of model.embed_tokens.weight is 3, which is no plain",
+    "closure": "missing 1 required positional argument: 'closure'",
+    "state elsewhere": "_OwnStateDict has a state_dict of its own; what it keeps elsewhere would",
+    "state of no parameter": "AdamW keeps the state 'all', which is of no parameter",
+    "numbers of two dtypes": "the state 'step' of some parameters is a number of F32 and of others",
+    "complex": "is no plain tensor of a dtype that files know",
+    "Muon": "Muon only supports 2D parameters",
     "Adafactor": "is no part of a state of the whole parameter",
     "nothing": "elsewhere holds no training checkpoint",
     "step of a load": "step must be a whole number from 0 on, got '1'",

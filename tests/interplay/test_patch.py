@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -295,7 +296,8 @@ def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         if first:
-            model.save_pretrained(Path(directory, "end"), is_main_process=first)
+            end = os.path.relpath(Path(directory, "end"))  # which the others complete
+            model.save_pretrained(end, is_main_process=first)
         dist.barrier()
         return losses
     finally:

@@ -77,6 +77,12 @@ class Signed(torch.optim.Optimizer):
                 parameter.sub_(state["average"].sign() * group["lr"])
 
 
+class SignedSGD(torch.optim.SGD):
+    """One that inherits from torch's, and keeps another state."""
+
+    step = Signed.step
+
+
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -87,6 +93,8 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(groups, **OTHERS[name])
     if name == "Signed":
         return Signed(groups, lr=1e-2, weight_decay=0.0)
+    if name == "SignedSGD":
+        return SignedSGD(groups, lr=1e-2, momentum=0.9)
     if name == "SGD":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     if name == "px.Adafactor" and hasattr(model, STATE_NAME):
