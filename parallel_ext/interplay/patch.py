@@ -151,9 +151,10 @@ def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwarg
     patched = _patches[0]
     if not _is_causal(cls) or cls.__name__ in patched.options["plain"]:
         return plain(cls, source, *args, **kwargs)
-    if "_adapter_model_path" in (kwargs.pop("adapter_kwargs", None) or {}):
+    adapter = (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
+    if adapter is not None:
         raise NotImplementedError(
-            f"px.patch: {source} holds an adapter; load the model that it belongs to, then "
+            f"px.patch: {adapter} holds an adapter of {source}; load that, then "
             "peft.PeftModel.from_pretrained(model, directory)"
         )
     joining.arrive(f"{cls.__name__}.from_pretrained")

@@ -456,6 +456,22 @@ def test_what_is_not_served_is_named_at_its_first_use(tmp_path: Path) -> None:
         assert found[4] == helper.num_parameters()
 
 
+def test_an_adapter_is_refused_with_the_name_of_its_base(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    Tiny(dtype=torch.float32).model().save_pretrained(base)
+    plain = transformers.LlamaForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(plain, config).save_pretrained(adapter)
+    px.patch()
+    try:
+        with pytest.raises(
+            NotImplementedError, match=f"{adapter} holds an adapter of {base}; load"
+        ):
+            transformers.AutoModelForCausalLM.from_pretrained(adapter)
+    finally:
+        px.unpatch()
+
+
 def test_a_model_is_plain_after_unpatch(tmp_path: Path) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
     for _ in range(2):
