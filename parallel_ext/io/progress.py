@@ -34,7 +34,7 @@ def progress_bar(
         return
     delay = _LONG_S if wanted is None else 0
     total = _number(num_bytes)
-    unseen = suppress(OSError, ValueError)  # where nothing can be written: work goes on without
+    unseen = suppress(OSError, ValueError)  # nothing can be written: no bar
     bar = None
     with unseen:
         bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=delay)
