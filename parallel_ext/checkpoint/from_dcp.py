@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from parallel_ext.checkpoint.dcp_reader import DcpDirectory
 from parallel_ext.checkpoint.manifest import (
     COMMIT_NAME,
+    FILE_NAME,
     MANIFEST_NAME,
     RNG_NAME,
     STATE_FOLDER,
@@ -33,8 +33,6 @@ from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.schema import parse_json
 from parallel_ext.io.stream import plan_files
 from parallel_ext.sharding.reshard import bytes_of
-
-_PLAIN_JSON = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.json")
 
 
 def is_checkpoint(saved: DcpDirectory) -> bool:
@@ -214,5 +212,7 @@ def _json_of_checkpoint(saved: DcpDirectory) -> dict[str, bytes]:
     return {
         name: _content(saved, name)
         for name in names
-        if _PLAIN_JSON.fullmatch(name)  # not those of the state, nor a path that leads elsewhere
+        if name.endswith(".json")
+        and not name.startswith(STATE_FOLDER)
+        and FILE_NAME.fullmatch(name)
     }

@@ -35,7 +35,7 @@ RNG_NAME = f"{STATE_FOLDER}/rng.safetensors"
 COMMIT_NAME = "COMMIT"
 _VERSION = 1
 LOOP_NAME = f"{STATE_FOLDER}/loop.json"
-_FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}")
+FILE_NAME = re.compile(rf"({STATE_FOLDER}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}")
 _MAX_COMMIT_BYTES = 4096
 _MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 30  # bytes
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
@@ -242,7 +242,7 @@ def bits_of(invariant: Invariant | None, device: torch.device) -> str:
 
 
 def _named_plainly(name: str, path: Path) -> bool:
-    if not _FILE_NAME.fullmatch(name) or name in (STATE_FOLDER, MANIFEST_NAME, COMMIT_NAME):
+    if not FILE_NAME.fullmatch(name) or name in (STATE_FOLDER, MANIFEST_NAME, COMMIT_NAME):
         raise CheckpointError(f"{path}: {shown(name)} is no name of a file of a checkpoint")
     return True
 

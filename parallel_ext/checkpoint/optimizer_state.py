@@ -12,12 +12,11 @@ from torch import nn
 
 from parallel_ext.checkpoint.saved_optimizer import (
     check_groups,
-    check_options,
     check_state,
     give_options,
     options_of,
     read_options,
-    state_after_a_step,
+    states_after_a_step,
 )
 from parallel_ext.checkpoint.source import Contents
 from parallel_ext.distributed.control import require_equal
@@ -185,7 +184,7 @@ def _look(
     for number, group in enumerate(optimizer.param_groups):
         dims = {parameter.dim() for parameter in group["params"] if parameter in names}
         options = read_options(options_of(group))
-        check_options(optimizer, number, options, dims)  # what no load would take
+        states_after_a_step(optimizer, number, options, dims)  # raises for what no load would take
     return names, _summary(optimizer, names)
 
 
@@ -317,14 +316,14 @@ def restore(
     names, layout, groups = _names_of(optimizer, contents), contents.layout, optimizer.param_groups
     files_of = [set(_files_of_group(group, names, layout)) for group in groups]
     options = [read_options(at["options"]) for at in description["groups"]]
-    check_groups(optimizer, files_of, [at["parameters"] for at in description["groups"]], options)
+    saved_files = [at["parameters"] for at in description["groups"]]
+    expected = check_groups(optimizer, files_of, saved_files, options)
     keys_of: dict[str, dict[str, TensorSpec]] = {}
     for name, spec in saved.items():
         key, _, file = name.partition("/")
         keys_of.setdefault(file, {})[key] = spec
     wanted: list[tuple[Wanted, torch.Tensor]] = []
     states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-    expected: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     for parameter, name in names.items():
         files = _files_of(name, layout)
@@ -345,10 +344,7 @@ def restore(
             tensor, places = _room(key, spec, parameter, layout, name, at, saved, rank)
             states[parameter][key] = tensor
             wanted += places
-        kind = number, parameter.dim()
-        if kind not in expected:
-            expected[kind] = state_after_a_step(optimizer, options[number], parameter.dim())
-        check_state(optimizer, name, states[parameter], expected[kind])
+        check_state(optimizer, name, states[parameter], expected[number][parameter.dim()])
     if keys_of:
         raise CheckpointError(
             f"state of {first_few([*map(shown, sorted(keys_of))])} was saved, but the optimizer "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def check_groups(
     files_of: Sequence[set[str]],
     saved_files: Sequence[Sequence[str]],
     options: Sequence[Mapping[str, Any]],
-) -> None:
+) -> list[dict[int, dict[str, torch.Tensor]]]:
     """Raise unless the saved groups are those of the optimizer, with options of the same kinds.
 
     Args:
@@ -66,6 +66,9 @@ def check_groups(
         files_of: for each of its groups the names of its parameters in files.
         saved_files: the same of the saved optimizer.
         options: those of its groups.
+
+    Returns:
+        For each group :func:`states_after_a_step`.
 
     Raises:
         CheckpointError: they are not; names the group and the parameter or option.
@@ -75,6 +78,7 @@ def check_groups(
             f"{len(saved_files)} groups of parameters were saved, but the optimizer has "
             f"{len(files_of)}"
         )
+    expected = []
     for number, (own, saved) in enumerate(zip(files_of, saved_files, strict=True)):
         if other := own ^ set(saved):
             name = sorted(other)[0]
@@ -95,72 +99,57 @@ def check_groups(
                 raise CheckpointError(
                     f"group {number} of the saved optimizer: the option {shown(key)} {problem}"
                 )
-        check_options(optimizer, number, options[number], {each.dim() for each in group["params"]})
+        dims = {each.dim() for each in group["params"]}
+        expected.append(states_after_a_step(optimizer, number, options[number], dims))
+    return expected
 
 
-def check_options(
-    optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any], dims: Iterable[int]
-) -> None:
-    """Raise unless torch takes the options of a group, by a step of another such optimizer.
+def states_after_a_step(
+    optimizer: torch.optim.Optimizer, number: int, options: Mapping[str, Any], dims: Collection[int]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return what one of torch's optimizers keeps of small parameters after a step.
 
-    The rate is not checked: a schedule may have brought it where no optimizer begins, such as
-    below 0.
+    The rate is not tried: a schedule may have brought it where no optimizer begins, such as below
+    0.
 
     Args:
         optimizer: of which class.
-        number: of the group.
-        options: of it, decoded.
+        number: of a group, for errors.
+        options: of the group, decoded.
         dims: how many dimensions its parameters have.
 
-    Raises:
-        CheckpointError: it does not.
-    """
-    for dim in dims:
-        try:
-            state_after_a_step(optimizer, options, dim)
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"group {number} of the saved optimizer, {type(optimizer).__name__}: {error}"
-            ) from error
-
-
-def _class_of_torch(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class of torch's that an optimizer is of; one that inherits takes others."""
-    return next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
-
-
-def _arguments(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    names = inspect.signature(cls.__init__).parameters
-    return {name: value for name, value in options.items() if name in names and name != "lr"}
-
-
-def state_after_a_step(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dim: int
-) -> dict[str, torch.Tensor]:
-    """Return what one of torch's optimizers keeps of a small parameter after a step.
-
-    Args:
-        optimizer: of which class.
-        options: of a group, as saved.
-        dim: dimensions of the parameter.
-
     Returns:
-        The state; empty for an optimizer whose step is not torch's, of which nothing is known.
+        For each of them the state; empty for a step that is not torch's, of which nothing is known.
 
     Raises:
-        ValueError, TypeError: torch does not take the options, or the parameter, or the step.
+        CheckpointError: torch does not take the options, such a parameter, or the step.
     """
-    cls = _class_of_torch(optimizer)
+    # A class that inherits from torch's may take other arguments.
+    cls = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
+    if cls is torch.optim.Optimizer:
+        return dict.fromkeys(dims, {})
+    names = inspect.signature(cls.__init__).parameters
+    given = {name: value for name, value in options.items() if name in names and name != "lr"}
     step = inspect.unwrap(type(optimizer).step)  # torch wraps that of each class
-    own = step is not inspect.unwrap(cls.step) and not getattr(optimizer, "of_whole_tensors", False)
-    if own or cls is torch.optim.Optimizer:
-        return {}
-    parameter = nn.Parameter(torch.zeros((1,) * dim, device="cpu"))
-    parameter.grad = torch.zeros_like(parameter)
-    with called_by_this_package():
-        small = cls([parameter], **_arguments(cls, options))
-        small.step()
-    return {key: value for key, value in small.state[parameter].items() if value is not None}
+    is_torchs = step is inspect.unwrap(cls.step) or getattr(optimizer, "of_whole_tensors", False)
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    try:
+        for dim in dims or (1,):
+            parameter = nn.Parameter(torch.zeros((1,) * dim, device="cpu"))
+            parameter.grad = torch.zeros_like(parameter)
+            small = cls([parameter], **given)
+            if not is_torchs:
+                found[dim] = {}
+                continue
+            with called_by_this_package():
+                small.step()
+            state = small.state[parameter]
+            found[dim] = {key: value for key, value in state.items() if value is not None}
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"group {number} of the saved optimizer, {type(optimizer).__name__}: {error}"
+        ) from error
+    return found
 
 
 def check_state(
@@ -175,7 +164,7 @@ def check_state(
         optimizer: the running one.
         name: of the parameter.
         state: what it shall get.
-        expected: :func:`state_after_a_step` of it.
+        expected: what it keeps of such a parameter after a step, as far as that is known.
 
     Raises:
         CheckpointError: something is missing, or not of a kind that the optimizer can use.

@@ -131,9 +131,8 @@ class ControlPlane:
                 self.timeout, lambda: _new_groups(ranks_of, timeout=wait, **options)
             )
         except RuntimeError as error:
-            own = next(
-                (ranks for ranks in ranks_of if self.rank in ranks), [self.rank]
-            )  # who connect
+            groups = (ranks for ranks in ranks_of if self.rank in ranks)
+            own = next(groups, [self.rank])  # who connect
             missing = self._barrier.lost(f"connection {self._connections}", own)
             raise CollectiveTimeout(
                 f"{self._op_name}: ranks {', '.join(map(str, own))} must connect, but {missing}"

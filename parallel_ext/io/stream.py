@@ -197,7 +197,7 @@ class TensorStream:
         """
         control = self._control
         try:
-            # A file system without room to reserve writes all of it.
+            # A file system that cannot reserve room is slow: all of it is written.
             control.run_on_all(
                 op_name, lambda: self._open(files, metadata, directory), patient=True
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Container, Mapping
 from functools import partial
@@ -26,6 +25,7 @@ from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.nn.replicas import compare
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.forward import arguments_of
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.digests import content_digest
@@ -119,11 +119,10 @@ def save_pretrained(
     if state is None:
         plain(self, save_directory, *args, **kwargs)
         return
-    given = inspect.signature(plain).bind(self, save_directory, *args, **kwargs).arguments
-    options = {**given, **given.get("kwargs", {})}
-    save_directory = os.path.abspath(save_directory)  # as the ranks name it that join
-    for name in ("self", "save_directory", "kwargs"):
-        options.pop(name, None)
+    options = arguments_of(self, "save_pretrained", (save_directory, *args), kwargs)
+    save_directory = os.path.abspath(
+        options.pop("save_directory")
+    )  # as the ranks name it that join
     call_together(
         *(self, "save_pretrained", (save_directory,), options),
         lambda: _save(plain, self, state, save_directory, options),

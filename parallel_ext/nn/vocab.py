@@ -21,7 +21,7 @@ _LOGITS_ROW_MULTIPLE = 64  # elements; rows of the logits begin at a cache line 
 
 
 class _RowsOfVocabulary(ShardedModule):
-    """The base of both.
+    """The base of embedding and head, of whose rows each rank holds a range.
 
     Attributes:
         vocab_range: the ids of this rank, ``(start, stop)``.

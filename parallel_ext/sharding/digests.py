@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from parallel_ext.sharding.reshard import bytes_of
+
 
 def content_number(tensor: torch.Tensor) -> torch.Tensor:
     """Compute a 0-d int64, on the tensor's device, that changes with its values and their order.
@@ -20,7 +22,5 @@ def content_number(tensor: torch.Tensor) -> torch.Tensor:
 def content_digest(tensor: torch.Tensor) -> str:
     """Return a digest of the bytes of a tensor; on an accelerator it waits for the device."""
     if tensor.device.type == "cpu":
-        # One element counts as contiguous whatever its stride, which a view as bytes does not take.
-        flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-        return xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy())
+        return xxhash.xxh3_64_hexdigest(bytes_of(tensor.contiguous()))
     return f"{content_number(tensor).item():x}"

@@ -21,7 +21,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} has gaps between its bytes")
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have another
+    # One element counts as contiguous whatever its stride, which a view as bytes does not take.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
 
 
