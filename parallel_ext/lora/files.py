@@ -120,9 +120,8 @@ def save_pretrained(
         plain(self, save_directory, *args, **kwargs)
         return
     options = arguments_of(self, "save_pretrained", (save_directory, *args), kwargs)
-    save_directory = os.path.abspath(
-        options.pop("save_directory")
-    )  # as the ranks name it that join
+    # As the ranks name it that join the save of another.
+    save_directory = os.path.abspath(options.pop("save_directory"))
     call_together(
         *(self, "save_pretrained", (save_directory,), options),
         lambda: _save(plain, self, state, save_directory, options),
