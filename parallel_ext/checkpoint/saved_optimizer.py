@@ -137,14 +137,12 @@ def states_after_a_step(
         for dim in dims or (1,):
             parameter = nn.Parameter(torch.zeros((1,) * dim, device="cpu"))
             parameter.grad = torch.zeros_like(parameter)
-            small = cls([parameter], **given)
-            if not is_torchs:
-                found[dim] = {}
-                continue
             with called_by_this_package():
-                small.step()
-            state = small.state[parameter]
-            found[dim] = {key: value for key, value in state.items() if value is not None}
+                small = cls([parameter], **given)
+                if is_torchs:
+                    small.step()
+            state = small.state[parameter].items() if is_torchs else ()
+            found[dim] = {key: value for key, value in state if value is not None}
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"group {number} of the saved optimizer, {type(optimizer).__name__}: {error}"
