@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel
 from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.extended import extend, restore
-from parallel_ext.parallel import joining
+from parallel_ext.parallel import adopting, joining
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.extending import is_called_by_this_package, run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
@@ -76,18 +77,19 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
 
     Every rank calls it, before it loads a model; ``torchrun -m parallel_ext.run`` does so before a
     script begins. From then on ``from_pretrained`` of causal language models (Auto classes and
-    concrete ones) returns parallel models, an optimizer of one calls
-    :func:`parallel_ext.data_parallel` where there are several dp ranks, a ``Trainer`` of one is a
-    :class:`parallel_ext.Trainer`, and a ``DistributedSampler`` shards data over the dp ranks. Where
-    only some ranks save, as under ``if rank == 0:``, the others join them.
+    concrete ones) returns parallel models. Causal models from scratch, and classifiers, become
+    parallel when they are given to an optimizer, a ``Trainer`` or ``get_peft_model``. An optimizer
+    of a parallel model calls :func:`parallel_ext.data_parallel` where there are several dp ranks, a
+    ``Trainer`` of one is a :class:`parallel_ext.Trainer`, and a ``DistributedSampler`` shards data
+    over the dp ranks. Where only some ranks save, as under ``if rank == 0:``, the others join them.
     Calling it again with the same arguments changes nothing.
 
     Args:
         tp: ranks that share one model.
         ep: ranks over which the experts of a mixture are sharded.
         zero: stage of :func:`parallel_ext.data_parallel`, 2 or 3.
-        plain: names of classes, such as ``"GPT2LMHeadModel"``, that each rank loads whole: causal
-            models that only help. Models of other kinds are always loaded so.
+        plain: names of classes, such as ``"GPT2LMHeadModel"``, of models that stay whole on each
+            rank: causal models that only help.
 
     Returns:
         The mesh, for scripts that want ``mesh.dp_rank``; :func:`parallel_ext.init_mesh` has made
@@ -103,7 +105,8 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     """
     if zero not in (2, 3):
         raise ValueError(f"patch: zero must be 2 or 3, got {zero!r}")
-    options = {"tp": tp, "ep": ep, "zero": zero, "plain": sorted(plain)}
+    plain = sorted(plain)
+    options = {"tp": tp, "ep": ep, "zero": zero, "plain": plain}
     if _patches:
         if _patches[0].options != options:
             raise ValueError(
@@ -117,6 +120,7 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
     if uses_cpu:
         os.environ[_USE_CPU] = "true"
     joining.start(mesh)
+    adopting.start(mesh, plain)
     _patches.append(_Patch(options, mesh, uses_cpu))
     _end_at_exit()
     for function, extension in _EXTENDED.items():
@@ -135,6 +139,7 @@ def unpatch() -> None:
     for function in _EXTENDED:
         restore(function)
     joining.stop()
+    adopting.stop()
     for patched in _patches:
         if patched.uses_cpu:
             os.environ.pop(_USE_CPU, None)
@@ -149,7 +154,7 @@ def _end_at_exit() -> None:
 def _load(plain: Callable[..., Any], cls: type, source: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``PreTrainedModel.from_pretrained`` to return parallel models of causal classes."""
     patched = _patches[0]
-    if not _is_causal(cls) or cls.__name__ in patched.options["plain"]:
+    if not adopting.is_causal(cls) or cls.__name__ in patched.options["plain"]:
         return plain(cls, source, *args, **kwargs)
     adapter = (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
     if adapter is not None:
@@ -190,16 +195,29 @@ def _configuration(
     return config, {**unused, **hub, **own}
 
 
-def _is_causal(cls: type) -> bool:
-    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return any(base.__name__ in names for base in cls.__mro__) or cls.__name__.endswith(
-        "ForCausalLM"
-    )
-
-
 def _is_built_by_us(cls: type) -> bool:
     """Return whether ``px.from_pretrained`` builds just this class."""
     return cls.__module__.startswith(("transformers.", "parallel_ext."))
+
+
+def _start_model(
+    plain: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any
+) -> None:
+    """Extend ``PreTrainedModel``: a model from scratch, or a classifier, may be trained later."""
+    plain(self, *args, **kwargs)
+    adopting.note(self)
+
+
+def _start_ddp(
+    plain: Callable[..., None],
+    self: DistributedDataParallel,
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``DistributedDataParallel``: what it holds stays as it is."""
+    plain(self, module, *args, **kwargs)
+    adopting.forget(module)
 
 
 def _start_sampler(
@@ -252,15 +270,17 @@ def _start_optimizer(
         plain(self, params, defaults)
         return
     params = [_with_list(each) for each in params]
+    adopted = adopting.adopt_owners(tensors_in(params), type(self).__name__)
+    params = [_exchanged(each, adopted) for each in params]
     tensors = list(tensors_in(params))
     owners = owners_of(tensors)
     beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
     if beside and (not owners or patched.mesh.dp_size > 1):
         raise RuntimeError(
             f"px.patch: {type(self).__name__} gets parameters of no parallel model, the first of "
-            f"shape {tuple(beside[0].shape)}, which each rank would train for itself; load a "
-            "causal language model by from_pretrained, call px.parallelize(model, mesh), or "
-            "px.unpatch() to train it so"
+            f"shape {tuple(beside[0].shape)}, which each rank would train for itself; train a "
+            "causal language model or a classifier of transformers, call px.parallelize(model, "
+            "mesh), or px.unpatch() to train it so"
         )
     for model in dict.fromkeys(owned.model for owned in owners.values()):
         _train_together(model)
@@ -310,7 +330,11 @@ def _start_trainer(
     **kwargs: Any,
 ) -> None:
     """Extend ``Trainer`` to be ``px.Trainer`` where its model is parallel."""
-    if isinstance(self, TrainerMixin) or not (isinstance(model, nn.Module) and is_parallel(model)):
+    if isinstance(self, TrainerMixin):
+        plain(self, model, args, *rest, **kwargs)
+        return
+    adopting.adopt(model, type(self).__name__)
+    if not (isinstance(model, nn.Module) and is_parallel(model)):
         plain(self, model, args, *rest, **kwargs)
         return
     self.__class__ = _parallel(type(self))
@@ -327,13 +351,15 @@ def _make_model(
 ) -> Any:
     """Extend ``Trainer.call_model_init`` to refuse functions that make parallel models."""
     model = plain(self, *args, **kwargs)
-    if is_parallel(model):
+    if is_parallel(model) or adopting.may_adopt(model):
         refuse_model_init(self)
     return model
 
 
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     PreTrainedModel.from_pretrained.__func__: _load,
+    PreTrainedModel.__init__: _start_model,
+    DistributedDataParallel.__init__: _start_ddp,
     DistributedSampler.__init__: _start_sampler,
     dist.init_process_group: _start_job,
     dist.barrier: _wait,

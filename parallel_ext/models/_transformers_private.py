@@ -29,6 +29,11 @@ def is_sharded_by_transformers(model: nn.Module) -> bool:
     return getattr(model, "_device_mesh", None) is not None
 
 
+def has_input_hooks(model: Any) -> bool:
+    """Return whether ``model.enable_input_require_grads()`` is in force, as for checkpointing."""
+    return getattr(model, "_require_grads_hook", None) is not None
+
+
 def take_for_unchanged(generation_config: Any) -> None:
     """Let ``generation_config`` be saved as it is, even if it is not valid.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh, given_or_last
+from parallel_ext.models._transformers_private import has_input_hooks
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
@@ -117,11 +119,25 @@ def parallelize(
         layout = layout_of(model, spec, mesh.tp_size, mesh.ep_size, vocab_multiple_of, blocks)
         return Plan(mesh, spec, layout, options)
 
-    plan = mesh.control.run_on_all("parallelize", prepare)
-    check_equal(model, plan)
-    carry_out(model, plan)
+    with _without_input_hooks(model):
+        plan = mesh.control.run_on_all("parallelize", prepare)
+        check_equal(model, plan)
+        carry_out(model, plan)
     _warn_of_uneven_vocabulary(plan)
     return model
+
+
+@contextmanager
+def _without_input_hooks(model: transformers.PreTrainedModel) -> Iterator[None]:
+    """Take away what checkpointing has hung on the embedding; the new one gets it afterwards."""
+    hooked = has_input_hooks(model)
+    if hooked:
+        model.disable_input_require_grads()
+    try:
+        yield
+    finally:
+        if hooked:
+            model.enable_input_require_grads()
 
 
 def carry_out(model: transformers.PreTrainedModel, plan: Plan) -> None:

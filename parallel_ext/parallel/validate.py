@@ -29,7 +29,7 @@ _MODEL_ATTRIBUTES = (
     "_get_resized_lm_head",
     "tie_weights",
 )
-_CLASSIFIERS = (
+CLASSIFIERS = (
     modeling_layers.GenericForSequenceClassification,
     modeling_layers.GenericForTokenClassification,
 )
@@ -57,7 +57,7 @@ def spec_for(model: nn.Module) -> ModelSpec:
         )
     spec = SPECS[model_type]
     # Nobody has defined the balance loss of a mixture that classifies, so it is refused later.
-    classifies = isinstance(model, _CLASSIFIERS) and spec.mixture is None
+    classifies = isinstance(model, CLASSIFIERS) and spec.mixture is None
     return spec.without_head() if classifies else spec
 
 

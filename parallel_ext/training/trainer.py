@@ -19,6 +19,7 @@ from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.joining import remember
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.trainer_checks import (
+    WITHOUT_LABELS,
     check_class,
     check_given,
     check_served,
@@ -45,8 +46,7 @@ class TrainerMixin(TrainerFiles):
         TypeError: the model is not parallel.
         ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
         RuntimeError: transformers is older than 5.23.
-        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``, or
-            ``model_init`` was given.
+        NotImplementedError: TRL's trainer is not served, or ``model_init`` was given.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -239,16 +239,16 @@ class TrainerMixin(TrainerFiles):
         names = {"labels", "shift_labels", *self.label_names}
         labels = {name: each for name, each in inputs.items() if name in names}
         labels = {name: each for name, each in labels.items() if torch.is_tensor(each)}
-        of_dpo = class_of_trl(self) == "DPOTrainer"
-        if not (labels or of_dpo) and what == "evaluation":  # perhaps a prediction without a loss
-            return inputs
+        counts_all = class_of_trl(self) in WITHOUT_LABELS
+        if not (labels or counts_all) and what == "evaluation":
+            return inputs  # perhaps a prediction without a loss
         rows = size // self._mesh.dp_size if self.accelerator.split_batches else size
         if isinstance(state.active_dataloader, DataLoaderDispatcher):  # a short batch is cut, too
             rows = min([rows, *map(len, labels.values())])
         # Numbers that a regression is to meet cannot say that they do not count, and of rows in one
         # sequence nobody sees which are there a second time.
         countable = [not each.is_floating_point() and len(each) == rows for each in labels.values()]
-        if of_dpo or not labels or not all(countable):
+        if counts_all or not labels or not all(countable):
             at_once = rows * self._mesh.dp_size
             raise ValueError(
                 f"{type(self).__name__}: the {what} would count rows twice, which fill up the last "

@@ -14,7 +14,10 @@ OLDEST = (5, 23)
 """The oldest transformers whose trainer is served."""
 
 # The classes of trl whose losses and metrics are those of one process.
-_SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer")
+_SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+
+WITHOUT_LABELS = ("DPOTrainer", "RewardTrainer")
+"""Those of them whose loss counts every row."""
 
 # Whose losses are known.
 _PACKAGES = ("parallel_ext", "transformers", "trl")
@@ -47,8 +50,7 @@ def check_class(trainer: transformers.Trainer) -> None:
 
     Raises:
         RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
-        NotImplementedError: TRL's trainer is neither ``SFTTrainer`` nor ``DPOTrainer``, or
-            transformers' is ``Seq2SeqTrainer``.
+        NotImplementedError: TRL's trainer is not served, or transformers' is ``Seq2SeqTrainer``.
     """
     name, trl = type(trainer).__name__, class_of_trl(trainer)
     if transformers_version() < OLDEST:
@@ -64,7 +66,7 @@ def check_class(trainer: transformers.Trainer) -> None:
     if trl is not None and trl not in _SERVED_OF_TRL:
         raise NotImplementedError(
             f"{name}: trl's {trl} is not supported around a parallel model; "
-            f"{' and '.join(_SERVED_OF_TRL)} are"
+            f"{', '.join(_SERVED_OF_TRL)} are"
         )
 
 

@@ -200,7 +200,7 @@ def _pairs(folder: Path) -> None:
 
 @needs_trainer
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
 def test_scripts_of_trl_equal_one_process_as_they_are(name: str, tp: int, tmp_path: Path) -> None:
     script = importlib.util.find_spec(f"trl.scripts.{name}").origin
     _with_tokenizer(tmp_path / "model")
@@ -208,7 +208,7 @@ def test_scripts_of_trl_equal_one_process_as_they_are(name: str, tp: int, tmp_pa
     given = {
         **{"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / name},
         **{"dtype": "float32", "bf16": False, "use_cpu": True, "learning_rate": 1e-3},
-        **{"max_steps": 3, "save_steps": 3, "logging_steps": 1, "max_length": 16},
+        **{"max_steps": 3, "save_steps": 3, "logging_steps": 1, "max_length": 32},
         **{"eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "disable_tqdm": True},
     }
     for out, launcher, rows in (
@@ -269,6 +269,111 @@ def test_a_plain_loop_equals_one_process(tmp_path: Path, size: int, tp: int, lor
     ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
     for found in ranks:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+MADE = {
+    "from_config": transformers.AutoModelForCausalLM.from_config,
+    "class": transformers.LlamaForCausalLM,
+    "classifier": transformers.AutoModelForSequenceClassification.from_config,
+    "adapter": transformers.AutoModelForSequenceClassification.from_config,
+}
+
+
+def _made(kind: str) -> Any:
+    """Return a model that a script makes itself, from scratch."""
+    torch.manual_seed(1)
+    model = MADE[kind](Tiny().config()).double().train()
+    if kind == "adapter":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.fill_(0.02)
+    return model
+
+
+def _train_made(kind: str, tp: int | None) -> list[list[float]]:
+    """Losses and norms of three steps of a model that is plain until it has an optimizer."""
+    if tp is not None:
+        px.patch(tp=tp)
+    try:
+        model = _made(kind)
+        model.gradient_checkpointing_enable()
+        whole = sum(p.numel() for p in MADE[kind](Tiny().config()).parameters())
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        groups = [{"params": decayed, "weight_decay": 0.5}]
+        groups += [{"params": [p for p in model.parameters() if p.dim() == 1]}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        ids = torch.randint(3, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+        sampler = None if tp is None else DistributedSampler(ids, shuffle=False)
+        results = []
+        size = 4 if tp is None else 4 * tp // dist.get_world_size()
+        for batch in DataLoader(ids, size, sampler=sampler):
+            labels = batch if kind in ("from_config", "class") else batch[:, 0] % 2
+            loss = model(input_ids=batch, labels=labels).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append([loss.item(), float(norm)])
+        if tp is not None:  # each rank has its part
+            local = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
+            assert sum(p.numel() for p in local) < 0.7 * whole
+        return results
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_a_model_from_scratch_equals_one_process(kind: str, size: int, tp: int) -> None:
+    plain = torch.tensor(_train_made(kind, None))
+    ranks = torch.tensor(pool(size).run(_train_made, kind, tp))
+    ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
+    for found in ranks:
+        torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
+
+
+def _refused_at_its_optimizer() -> list[str]:
+    """What models are told that an optimizer cannot make parallel."""
+    found: list[str] = []
+
+    def expect(error: type[Exception], function: Any, *args: Any) -> None:
+        with pytest.raises(error) as raised:
+            function(*args)
+        found.append(str(raised.value))
+
+    def optimizer(model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    px.patch(tp=1, plain=["LlamaForSequenceClassification"])
+    try:
+        expect(RuntimeError, optimizer, _made("classifier"))
+        model = _made("class")
+        model.lm_head.weight.data.add_(dist.get_rank())
+        expect(px.DisagreementError, optimizer, model)
+        model = _made("class")
+        model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
+        expect(RuntimeError, optimizer, model)
+        inside = torch.nn.parallel.DistributedDataParallel(_made("class"))
+        expect(RuntimeError, optimizer, inside)
+        gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
+        expect(ValueError, optimizer, transformers.GPT2LMHeadModel(gpt2))
+        before = _made("class")
+    finally:
+        px.unpatch()
+    optimizer(before)
+    assert "parallel_ext_local_shards" not in dict(before.named_children())
+    return found
+
+
+def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
+    for found in pool(2).run(_refused_at_its_optimizer):
+        assert "SGD gets parameters of no parallel model" in found[0]
+        assert "lm_head.weight" in found[1]
+        assert "or seed equally, on every rank" in found[1]
+        assert "has a gradient, which would be lost; make the optimizer before" in found[2]
+        assert "SGD gets parameters of no parallel model" in found[3]
+        assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[4]
 
 
 def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:

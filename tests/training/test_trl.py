@@ -22,7 +22,7 @@ from ranks import Raised, pool
 from reference import Tiny, parallel, quietly
 from test_accelerate import ONE, Layout
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from versions import needs_trainer
 
 import parallel_ext as px
@@ -51,7 +51,14 @@ class DPO(px.TrainerMixin, trl.DPOTrainer):
 
 
 class Reward(px.TrainerMixin, trl.RewardTrainer):
-    """A trainer that is not served."""
+    """TRL's trainer of a parallel classifier."""
+
+
+KINDS = {
+    "sft": (SFT, trl.SFTTrainer, trl.SFTConfig),
+    "dpo": (DPO, trl.DPOTrainer, trl.DPOConfig),
+    "reward": (Reward, trl.RewardTrainer, trl.RewardConfig),
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ CASES = [
     Case("dpo", "pairs"),
     Case("dpo", "pairs", own_reference=False),
     Case("dpo", "pairs", lora="peft_config"),
+    Case("reward", "pairs", arguments={"center_rewards_coefficient": 0.1}),
+    Case("reward", "pairs", lora="get_peft_model"),
 ]
 
 
@@ -126,11 +135,19 @@ def give_equal_factors(model: Any) -> None:
     set_peft_model_state_dict(model, get_peft_model_state_dict(drawn))
 
 
+def scoring_model() -> LlamaForSequenceClassification:
+    """A classifier of one label, the same on every rank."""
+    torch.manual_seed(1)
+    config = TINY.config()
+    config.num_labels = 1
+    return LlamaForSequenceClassification(config).double().train()
+
+
 def run(case: Case, layout: Layout, folder: Path, count_tp_ranks: bool = False) -> Any:
     """Train and evaluate; return what was logged."""
     unserved = mock.patch.object(accelerate, "_served", return_value=None)
     with processes(), unserved if count_tp_ranks else nullcontext():
-        model = TINY.model()
+        model = scoring_model() if case.kind == "reward" else TINY.model()
         reference = None
         if case.kind == "dpo" and not case.lora and case.own_reference:
             reference = copy.deepcopy(model)
@@ -152,8 +169,7 @@ def run(case: Case, layout: Layout, folder: Path, count_tp_ranks: bool = False) 
             px.data_parallel(model, mesh, layout.zero)
         if case.kind == "dpo":
             options["ref_model"] = reference
-        of_ours, of_plain = {"sft": (SFT, trl.SFTTrainer), "dpo": (DPO, trl.DPOTrainer)}[case.kind]
-        make = trl.SFTConfig if case.kind == "sft" else trl.DPOConfig
+        of_ours, of_plain, make = KINDS[case.kind]
         batch = 4 // layout.dp
         arguments = make(
             str(folder),
@@ -236,7 +252,12 @@ REFUSED = {
     "loss_type='sft' is not served at dp=2": Case(
         "dpo", "pairs", arguments={"loss_type": ["sigmoid", "sft"]}
     ),
-    "a multiple of 6 rows": Case("dpo", "pairs", arguments={"per_device_eval_batch_size": 3}),
+    "DPO: .* a multiple of 6 rows": Case(
+        "dpo", "pairs", arguments={"per_device_eval_batch_size": 3}
+    ),
+    "Reward: .* a multiple of 6 rows": Case(
+        "reward", "pairs", arguments={"per_device_eval_batch_size": 3}
+    ),
 }
 
 
@@ -245,8 +266,8 @@ def refuse(layout: Layout, folder: Path) -> None:
     for words, case in REFUSED.items():
         with pytest.raises(ValueError, match=words):
             run(case, layout, folder)
-    with pytest.raises(NotImplementedError, match="trl's RewardTrainer is not supported"):
-        Reward(TINY.model())
+    with pytest.raises(NotImplementedError, match="trl's KTOTrainer is not supported"):
+        type("KTO", (px.TrainerMixin, trl.KTOTrainer), {})(TINY.model())
 
 
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:

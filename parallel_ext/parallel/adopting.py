@@ -1,0 +1,134 @@
+"""Plain models that a script has made, which become parallel once they are trained.
+
+In force by ``px.patch``: what ``from_pretrained`` of a causal language model returns is parallel at
+once, but a model from scratch, or a classifier, may be one that only helps. Training says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import transformers
+from torch import nn
+
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.extending import is_called_by_this_package
+from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.parallelize import parallelize
+from parallel_ext.parallel.state import is_parallel
+from parallel_ext.parallel.validate import CLASSIFIERS
+
+
+class _Adoption(NamedTuple):
+    """The mesh of one ``px.patch``, and the names of classes that stay plain."""
+
+    mesh: Mesh
+    plain: frozenset[str]
+
+
+_adoptions: list[_Adoption] = []  # one, or none
+_numbers = count()
+_made: WeakValueDictionary[int, transformers.PreTrainedModel] = WeakValueDictionary()
+
+
+def start(mesh: Mesh, plain: Iterable[str]) -> None:
+    """Let models of causal language models and classifiers become parallel when they are trained.
+
+    Args:
+        mesh: over which; without effect where it has one rank.
+        plain: names of classes whose models stay plain.
+    """
+    if mesh.world_size > 1:
+        _adoptions.append(_Adoption(mesh, frozenset(plain)))
+
+
+def stop() -> None:
+    """Let plain models stay so from here on."""
+    _adoptions.clear()
+    _made.clear()
+
+
+def note(model: transformers.PreTrainedModel) -> None:
+    """Remember a model that a script makes, which :func:`adopt_owners` may find later."""
+    if not is_called_by_this_package():
+        _made[next(_numbers)] = model
+
+
+def forget(module: nn.Module) -> None:
+    """Let the models in a module stay plain, such as those in DistributedDataParallel."""
+    inside = set(module.modules())
+    for number, model in list(_made.items()):
+        if model in inside:
+            del _made[number]
+
+
+def is_causal(cls: type) -> bool:
+    """Return whether a class is one of causal language models, or derived from one."""
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return any(base.__name__ in names for base in cls.__mro__) or cls.__name__.endswith(
+        "ForCausalLM"
+    )
+
+
+def may_adopt(model: object) -> bool:
+    """Return whether :func:`adopt` makes a model parallel, or raises since it cannot."""
+    cls = type(model)
+    return (
+        isinstance(model, transformers.PreTrainedModel)
+        and (is_causal(cls) or isinstance(model, CLASSIFIERS))
+        and any(cls.__name__ not in each.plain for each in _adoptions)
+        and not is_parallel(model)
+    )
+
+
+def adopt(model: object, place: str) -> None:
+    """Make a plain model parallel, in place, if it is one that px.patch serves; else do nothing.
+
+    Every rank comes here, with equal weights.
+
+    Args:
+        model: anything.
+        place: the call that trains it, for errors.
+
+    Raises:
+        RuntimeError: it has gradients, which its new parameters would lack.
+        ValueError, DisagreementError: of ``px.parallelize``.
+    """
+    if not may_adopt(model):
+        return
+    with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
+    if with_gradient:
+        raise RuntimeError(
+            f"px.patch: {place} makes this {type(model).__name__} parallel, but "
+            f"{with_gradient[0]} has a gradient, which would be lost; make the optimizer before "
+            "the first backward"
+        )
+    arrive(place)
+    parallelize(model, _adoptions[0].mesh)
+
+
+def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Parameter]:
+    """Make the models parallel to which trained ones of some parameters belong.
+
+    Args:
+        tensors: parameters that an optimizer is given.
+        place: as for :func:`adopt`.
+
+    Returns:
+        ``id`` of a parameter of such a model before -> the parameter in its place.
+    """
+    trained = {id(tensor) for tensor in tensors if tensor.requires_grad}
+    replaced: dict[int, nn.Parameter] = {}
+    for _, model in sorted(_made.items()) if trained else ():
+        if not may_adopt(model):
+            continue
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if trained.isdisjoint(names):
+            continue
+        adopt(model, place)
+        replaced |= {key: model.get_parameter(name) for key, name in names.items()}
+    return replaced
