@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 
@@ -15,6 +16,9 @@ from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.interfaces import connect_within, hint
 from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore, StoreLostError
+
+
+_jobs = count()  # that this process has joined; each rank as many
 
 
 @contextmanager
@@ -240,6 +244,7 @@ def join_job(backend: str, timeout: float) -> None:
     if by_agent:  # whose store outlives the ranks that it starts again
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)
+    store = dist.PrefixStore(f"job/{next(_jobs)}", store)  # which outlives a job that was destroyed
     limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)
     barrier = MonitoredBarrier(limited, rank, size, timeout)
     barrier.wait("init_mesh")

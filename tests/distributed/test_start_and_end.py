@@ -167,6 +167,7 @@ def test_a_rank_that_is_lost_in_fsdp_is_named(zero: int, backward: bool) -> None
 
 RESTARTED = """
 import os
+import torch
 import parallel_ext as px
 mesh = px.init_mesh(tp=2, timeout=60)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and mesh.rank == 1:
@@ -176,10 +177,25 @@ os.write(1, f"sum {total}\\n".encode())
 """
 
 
-def test_ranks_that_torchrun_starts_again_come_together(tmp_path: Path) -> None:
-    """Its store outlives them, and still holds what the first ones wrote."""
+AGAIN = """
+import os
+import torch
+import parallel_ext as px
+for _ in range(2):
+    mesh = px.init_mesh(tp=2, timeout=60)
+    total = px.ops.reduce_from_region(torch.ones(1), mesh.tp).item()
+    torch.distributed.destroy_process_group()
+os.write(1, f"sum {total}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("text", [RESTARTED, AGAIN], ids=["restarted", "once more"])
+def test_ranks_come_together_though_the_store_holds_what_others_wrote(
+    text: str, tmp_path: Path
+) -> None:
+    """The store of torchrun outlives ranks that it starts again, and jobs that a rank ends."""
     script = tmp_path / "script.py"
-    script.write_text("import torch" + RESTARTED)
+    script.write_text(text)
     done = subprocess.run(
         [*TORCHRUN, "--max-restarts=1", str(script)],
         capture_output=True,
