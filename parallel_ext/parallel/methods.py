@@ -7,7 +7,7 @@ copy and no HuggingFace class changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.hf_writer import write_directory
+from parallel_ext.io.publish import Publication
 from parallel_ext.io.safe_open import shown
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.forward import arguments_of
@@ -91,7 +92,6 @@ def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
 # Options of HuggingFace's method: those without a meaning here, and those with one by default.
 _UNUSED = ("is_main_process", "save_function", "token", "save_peft_format")
 _DEFAULTS = {
-    "state_dict": (None,),
     "push_to_hub": (False, None),
     "safe_serialization": (True, None),
     "variant": (None,),
@@ -105,6 +105,7 @@ def save_pretrained(
     save_directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
+    state_dict: Mapping[str, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
     """Write the whole model as a plain HuggingFace directory; every rank calls it.
@@ -112,8 +113,16 @@ def save_pretrained(
     Each tensor is written once, by one rank. Options of HuggingFace's method that change nothing
     here, such as ``is_main_process`` and ``safe_serialization=True``, are accepted.
 
+    Args:
+        save_directory: where to; the same place for all ranks.
+        max_shard_size: bytes of tensors a file, or text such as ``"5GB"``.
+        state_dict: full tensors, as ``accelerator.get_state_dict(model)`` and
+            ``px.full_state_dict(model)`` gather them on rank 0, to be written in place of the
+            model's own; the main process (rank 0) writes them, and no other rank need call.
+
     Raises:
         TypeError: another option of HuggingFace's method.
+        ValueError: ``state_dict`` on the main process does not hold the full tensors.
         DisagreementError: ranks that must hold the same hold different values.
         CheckpointError, OSError: the directory cannot be written; the previous one is then whole.
     """
@@ -128,6 +137,10 @@ def save_pretrained(
             "out: it gathers the tensors itself and writes safetensors files, which "
             "huggingface_hub.upload_folder uploads"
         )
+    if state_dict is not None:
+        if kwargs.get("is_main_process", getattr(model, STATE_NAME).mesh.rank == 0):
+            _write_given(model, save_directory, max_shard_size, state_dict)
+        return
     call_together(
         *(model, "save_pretrained", (save_directory,), {"max_shard_size": max_shard_size}),
         lambda: _write(model, save_directory, max_shard_size),
@@ -155,6 +168,30 @@ def _write(
             "dp": state.mesh.dp_size,
         },
     )
+
+
+def _write_given(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    state_dict: Mapping[str, torch.Tensor],
+) -> None:
+    """Write full tensors by HuggingFace's own method, on this rank alone."""
+    layout = getattr(model, STATE_NAME).layout
+    for name in layout.tensors:
+        shape = tuple(state_dict[name].shape) if name in state_dict else "missing"
+        if shape != layout[name].shape:
+            raise ValueError(
+                f"save_pretrained: {name} of state_dict is {shape}, but the full tensor is "
+                f"{layout[name].shape}; leave state_dict out, or gather it on all ranks by "
+                "px.full_state_dict(model)"
+            )
+    known = layout.tensors.keys() | layout.tied.keys()
+    full = {name: tensor for name, tensor in state_dict.items() if name in known}
+    with Publication(save_directory) as temporary:
+        type(model).save_pretrained(
+            model, temporary, state_dict=full, max_shard_size=max_shard_size
+        )
 
 
 def num_parameters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import MethodType
 from unittest import mock
@@ -203,9 +204,35 @@ def save_pretrained(trial: Trial) -> None:
         close(again.state_dict()[name], value)
 
 
-@refused(f"{M}.save_pretrained (state_dict=, variant=, push_to_hub=)", instead="does not take")
+@exact(
+    f"{M}.save_pretrained (state_dict=)",
+    how="full tensors, which the main process writes alone",
+    spreads=EVERYWHERE,
+)
+def save_pretrained_given(trial: Trial) -> None:
+    path, first = trial.folder / "saved", trial.mesh.rank == 0
+    full = {name: 2 * value for name, value in px.full_state_dict(trial.model).items()}
+    trial.model.save_pretrained(path, is_main_process=first, state_dict=full)
+    if first:
+        again = type(trial.reference).from_pretrained(path, dtype=torch.float64)
+        for name, value in trial.reference.state_dict().items():
+            close(again.state_dict()[name], 2 * value)
+        if trial.mesh.world_size == 1:
+            trial.model.save_pretrained(path, state_dict=trial.model.state_dict())
+        name = next(iter(full))
+        with pytest.raises(ValueError, match=f"{re.escape(name)} of state_dict is missing"):
+            trial.model.save_pretrained(path, state_dict={})
+
+
+@refused(f"{M}.save_pretrained (variant=, push_to_hub=)", instead="does not take")
 def save_pretrained_options(trial: Trial) -> None:
-    trial.model.save_pretrained(trial.folder, state_dict={}, push_to_hub=True)
+    trial.model.save_pretrained(trial.folder, variant="fp8", push_to_hub=True)
+
+
+@refused(f"{M}.save_pretrained (state_dict= of shards)", instead="px.full_state_dict")
+def save_pretrained_of_shards(trial: Trial) -> None:
+    shards = trial.model.state_dict()
+    trial.model.save_pretrained(trial.folder, state_dict=shards, is_main_process=True)
 
 
 @refused(f"{M}.push_to_hub", instead="upload it from one of them", spreads=EVERYWHERE)

@@ -585,5 +585,5 @@ def test_only_the_class_with_an_output_head_is_served(cls: type) -> None:
 
 def test_an_option_of_save_pretrained_is_refused_without_its_tensors(tmp_path: Path) -> None:
     model = px.parallelize(Tiny(dtype=torch.float32).model(), px.init_mesh())
-    with pytest.raises(TypeError, match="does not take state_dict=; leave it out: it gathers"):
-        model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    with pytest.raises(TypeError, match="does not take tensors=; leave it out: it gathers"):
+        model.save_pretrained(tmp_path, tensors=model.state_dict())
