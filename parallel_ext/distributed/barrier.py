@@ -17,7 +17,6 @@ from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.interfaces import connect_within, hint
 from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore, StoreLostError
 
-
 _jobs = count()  # that this process has joined; each rank as many
 
 
