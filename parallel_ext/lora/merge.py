@@ -15,6 +15,8 @@ from torch import nn
 
 from parallel_ext.lora.files import check_adapters, parallel_state
 from parallel_ext.nn.lora import KeptParameters, low_rank_product
+from parallel_ext.sharding.named_shards import to_shards
+from parallel_ext.sharding.slices import local_part
 
 
 class Mergeable(nn.Module, LoraLayer):
@@ -56,14 +58,14 @@ class Mergeable(nn.Module, LoraLayer):
             )
         return self._delta(adapter)
 
-    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
         """Raise what ``merge`` would raise, without changing anything."""
         names = self.here(check_adapters_to_merge(self, adapter_names))
         base = self.get_base_layer()
-        if names and hasattr(getattr(base, self.parameter_name), "to_local"):
+        if names and keep and hasattr(getattr(base, self.parameter_name), "to_local"):
             raise NotImplementedError(
-                "merging after px.data_parallel is not supported: the base is sharded over the dp "
-                "ranks; save the adapter, and merge it into a model that is not"
+                "merging after px.data_parallel is final, since the base is sharded over the dp "
+                "ranks; call merge_and_unload, or merge before"
             )
         if names and getattr(base, "tied", False):
             raise ValueError(
@@ -83,7 +85,10 @@ class Mergeable(nn.Module, LoraLayer):
         if biased:
             added["bias"] = sum(self.lora_B[n].bias.detach() * self.scaling[n] for n in biased)
         dtype = getattr(base, self.parameter_name).dtype
-        merged = {n: (getattr(base, n).detach() + d).to(dtype) for n, d in added.items()}
+        merged = {}
+        for name, value in added.items():
+            parameter = getattr(base, name).detach()
+            merged[name] = (local_part(parameter) + _rows_here(value, parameter)).to(dtype)
         if safe_merge and not all(value.isfinite().all() for value in merged.values()):
             raise ValueError(
                 f"NaN or infinite values in the merged weights: {', '.join(names)} seems broken"
@@ -98,7 +103,7 @@ class Mergeable(nn.Module, LoraLayer):
         self._merge(safe_merge, adapter_names, keep=True)
 
     def _merge(self, safe_merge: bool, adapter_names: list[str] | None, keep: bool) -> None:
-        self.check_merge(False, adapter_names)
+        self.check_merge(False, adapter_names, keep)
         names = self.here(check_adapters_to_merge(self, adapter_names))
         if not names:
             return
@@ -125,16 +130,26 @@ class Mergeable(nn.Module, LoraLayer):
         return self.get_base_layer()
 
 
+def _rows_here(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a value for a parameter of which dp ranks may share out the rows."""
+    if not hasattr(parameter, "to_local"):
+        return value
+    mesh = parameter.device_mesh
+    rows = value.chunk(mesh.size())  # as FSDP does, with which the last ranks may have none
+    here = mesh.get_local_rank()
+    return rows[here] if here < len(rows) else value[:0]
+
+
 # --- Merging in a whole model ---
 
 
 def _merging(
     plain: Callable[..., Any],
     self: peft.LoraModel,
+    keep: bool,
     *args: Any,
     safe_merge: bool = False,
     adapter_names: list[str] | None = None,
-    **kwargs: Any,
 ) -> Any:
     """Merge after a check on all ranks of whatever may speak against it, before any change."""
     state, op_name = parallel_state(self.model), "merging adapters"
@@ -142,15 +157,35 @@ def _merging(
         state.mesh.control.barrier(op_name)
 
         def check() -> None:
+            to_shards(self.model)
             for path, module in self.model.named_modules():
                 if isinstance(module, Mergeable):
-                    module.check_merge(safe_merge, adapter_names)
+                    module.check_merge(safe_merge, adapter_names, keep)
                 elif isinstance(module, ModulesToSaveWrapper):
                     _refuse_kept_end(path, module)
 
         state.mesh.control.run_on_all(op_name, check)
         check_adapters(self.model, state, op_name)
-    return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs)
+        for module in [] if keep else list(self.model.modules()):
+            if isinstance(module, ModulesToSaveWrapper):
+                _take_over(module)
+    return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+def _take_over(module: ModulesToSaveWrapper) -> None:
+    """Write what was trained whole into the original, if dp ranks share out the rows of that.
+
+    FSDP knows the original alone, which then is what PEFT leaves of the two.
+    """
+    original = module.original_module
+    shared_out = any(hasattr(parameter, "to_local") for parameter in original.parameters())
+    if not (shared_out and module.active_adapters):
+        return
+    trained = module.modules_to_save[module.active_adapter]
+    for name, parameter in original.named_parameters():
+        value = trained.get_parameter(name).detach()
+        local_part(parameter.data).copy_(_rows_here(value, parameter))
+    module.modules_to_save[module.active_adapter] = original
 
 
 def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:
@@ -168,7 +203,7 @@ def merge_adapter(
     adapter_names: list[str] | None = None,
     safe_merge: bool = False,
 ) -> Any:
-    return _merging(plain, self, safe_merge=safe_merge, adapter_names=adapter_names)
+    return _merging(plain, self, True, safe_merge=safe_merge, adapter_names=adapter_names)
 
 
 def merge_and_unload(
@@ -178,4 +213,6 @@ def merge_and_unload(
     safe_merge: bool = False,
     adapter_names: list[str] | None = None,
 ) -> Any:
-    return _merging(plain, self, progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+    return _merging(
+        *(plain, self, False, progressbar), safe_merge=safe_merge, adapter_names=adapter_names
+    )

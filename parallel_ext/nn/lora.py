@@ -19,6 +19,7 @@ from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import version_of
 from parallel_ext.sharding.layout import TensorLayout, shard_like
+from parallel_ext.sharding.slices import local_part
 
 
 class Factor(ShardedModule):
@@ -149,7 +150,7 @@ class KeptParameters:
             parameter = getattr(module, name)
             if keep and name not in self._values:
                 self._values[name] = parameter.detach().clone()
-            parameter.data.copy_(value)
+            local_part(parameter.data).copy_(value)
             self._merged[name] = parameter, version_of(parameter)
 
     def put_back(self, module: ShardedModule) -> None:

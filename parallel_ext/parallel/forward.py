@@ -311,7 +311,11 @@ class _RefuseBypass:
     """A forward pre-hook of a part of a model: raises inside a forward that has bypassed ours."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model  # its copy, in a copy
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseBypass:
+        """Watch the copy of the model; of the same model where a part alone is copied."""
+        return type(self)(memo.get(id(self.model), self.model))
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not getattr(self.model, STATE_NAME).forward_ran:

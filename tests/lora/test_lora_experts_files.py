@@ -116,6 +116,39 @@ def test_an_adapter_of_peft_loads_at_any_layout_and_merges(tmp_path: Path, layou
     assert (_logits(exact(again)) - expected).abs().max() < 1e-9 * expected.abs().max()
 
 
+def _merge_after_training(directory: Path, layout: Layout, zero: int) -> torch.Tensor:
+    model = peft.PeftModel.from_pretrained(
+        parallel(TINY.model(), mesh := layout.mesh()), directory, is_trainable=True
+    )
+    px.data_parallel(model, mesh, zero)
+    model.train()(**INPUTS, labels=INPUTS["input_ids"]).loss.backward()
+    merged = model.merge_and_unload()
+    merged.save_pretrained(directory / "merged")
+    return logits_of(merged, INPUTS)
+
+
+@pytest.mark.parametrize("whole", [[], ["lm_head"]], ids=["head adapted", "head trained whole"])
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 1, 1), Layout(3, 1, 1), Layout(2, 1, 2), Layout(2, 2, 2)], ids=str
+)
+def test_what_dp_ranks_share_out_is_merged_for_good(
+    tmp_path: Path, layout: Layout, zero: int, whole: list[str]
+) -> None:
+    adapted = ["q_proj", "o_proj", *({"lm_head"} - {*whole})]
+    _by_peft(tmp_path, target_modules=adapted, modules_to_save=whole)
+    tensors = load_file(tmp_path / FILE)
+    trained = {name: 1.5 * value if "lm_head" in name else value for name, value in tensors.items()}
+    save_file(trained, tmp_path / FILE)
+    expected = _logits(plain_experts(tmp_path, TINY))
+    for found in pool(layout.world).run(_merge_after_training, tmp_path, layout, zero):
+        assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float64, experts_implementation="eager"
+    )
+    assert (_logits(exact(again)) - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
 def _old(directory: Path) -> None:
     """An adapter as PEFT saved it while transformers 4 had a module for each expert."""
     _by_peft(directory, target_modules=["q_proj"], target_parameters=None)
@@ -268,7 +301,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "layers.1.mlp.experts.lora_B.default.weight differs between ranks 0 and 1",
     ),
     "factors that are not finite": (_not_finite, "NaN or infinite values in the merged weights"),
-    "merging what FSDP holds": (_merge_shards, "merging after px.data_parallel is not supported"),
+    "merging what FSDP holds": (_merge_shards, "merging after px.data_parallel is final"),
     "combined adapters": (_combine, "add_weighted_adapter does not support targeting nn.Param"),
     "other targets for a second adapter": (_other_targets, "must target the same set"),
 }

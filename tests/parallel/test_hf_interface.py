@@ -321,6 +321,25 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
         assert gap > 1e-3
 
 
+def _copied_with_parts(sequence_parallel: bool) -> dict[str, tuple[int, int]]:
+    """How many modules a copy of a part copies, where they are not its own; PEFT makes such."""
+    model = parallel(TINY.model(), mesh_of(), sequence_parallel=sequence_parallel)
+    found = {}
+    for name, part in model.named_modules():
+        copied: dict[int, Any] = {}
+        copy.deepcopy(part, copied)
+        own, all_of_it = len([*part.modules()]), [*copied.values()]
+        modules = sum(isinstance(each, torch.nn.Module) for each in all_of_it)
+        if modules != own:
+            found[name] = modules, own
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_copy_of_a_part_is_not_one_of_the_model(sequence_parallel: bool) -> None:
+    assert pool(2).run(_copied_with_parts, sequence_parallel) == [{}, {}]
+
+
 def _full_state(writer_only: bool) -> tuple[int, float]:
     reference = Tiny(tied=True).model()
     model = parallel(reference, mesh_of())
