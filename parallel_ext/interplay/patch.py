@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
@@ -208,18 +207,6 @@ def _start_model(
     adopting.note(self)
 
 
-def _start_ddp(
-    plain: Callable[..., None],
-    self: DistributedDataParallel,
-    module: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Extend ``DistributedDataParallel``: what it holds stays as it is."""
-    plain(self, module, *args, **kwargs)
-    adopting.forget(module)
-
-
 def _start_sampler(
     plain: Callable[..., None],
     self: DistributedSampler,
@@ -359,7 +346,6 @@ def _make_model(
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     PreTrainedModel.from_pretrained.__func__: _load,
     PreTrainedModel.__init__: _start_model,
-    DistributedDataParallel.__init__: _start_ddp,
     DistributedSampler.__init__: _start_sampler,
     dist.init_process_group: _start_job,
     dist.barrier: _wait,

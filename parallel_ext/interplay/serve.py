@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn import utils
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +29,7 @@ def serve() -> None:
     extend(utils.clip_grads_with_norm_, gradients.clip_grads_with_norm_)
     extend(torch.autograd.backward, gradients.backward)
     extend(torch.autograd.grad, gradients.grad)
+    extend(DistributedDataParallel.__init__, gradients.start_ddp)
     extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
     extend(Optimizer.load_state_dict, optimizers.load_state_dict)

@@ -220,25 +220,3 @@ def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
     """
     tensors = chain(model.parameters(), model.buffers() if return_buffers else ())
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-class AskedByDDP:
-    """The list in which DistributedDataParallel looks for parameters to leave alone.
-
-    It averages the gradients of what every rank holds whole, as they must be. Shards it would
-    overwrite by rank 0's.
-    """
-
-    def __init__(self, state: ParallelState) -> None:
-        self._state = state
-
-    def __iter__(self) -> Iterator[str]:
-        mesh = self._state.mesh
-        if mesh.tp_size > 1 or mesh.ep_size > 1:
-            raise RuntimeError(
-                "DistributedDataParallel is not supported on a model that is sharded over "
-                f"tp={mesh.tp_size}, ep={mesh.ep_size} ranks: it would overwrite every rank's "
-                "shard by rank 0's; use px.data_parallel(model, mesh)"
-            )
-        self._state.reduced_by_caller = True
-        return iter(())

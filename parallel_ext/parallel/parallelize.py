@@ -34,7 +34,6 @@ from parallel_ext.parallel.validate import (
     check_unsharded,
     spec_for,
 )
-from parallel_ext.sharding._torch_private import set_asked_by_ddp
 
 
 def parallelize(
@@ -178,8 +177,6 @@ def _attach(model: transformers.PreTrainedModel, plan: Plan, state: ParallelStat
     state.own_forward = model.forward.__func__
     state.drops = any(type(each) is nn.Dropout and each.p > 0 for each in model.modules())
     watch_forward(model)
-    if mesh.world_size > 1:
-        set_asked_by_ddp(model, methods.AskedByDDP(state))
     if plan.options.invariant is None:
         enter_and_leave(model, plan)
     if plan.sequence_parallel:

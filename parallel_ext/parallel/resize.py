@@ -36,6 +36,7 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
+    allow_fewer_rows: bool = False,
 ) -> VocabParallelEmbedding:
     """Resize the vocabulary of a parallel model, as HuggingFace does for a full model.
 
@@ -59,12 +60,14 @@ def resize_token_embeddings(
         optimizer: continues with the new parameters: states that have an element for each of a
             parameter's, as momentum, keep their rows by id and are 0 for new ones; ``step`` and the
             like stay as they are.
+        allow_fewer_rows: accept fewer rows than before, but more than this rank holds: scripts ask
+            for them by mistake, since they take ``embedding.weight.shape[0]`` for all rows.
 
     Returns:
         The embedding, with this rank's rows.
 
     Raises:
-        ValueError: a number is not a positive integer; on all ranks.
+        ValueError: a number is not a positive integer, or drops rows by mistake; on all ranks.
         RuntimeError: the model is data parallel already, embedding or head has an adapter or is
             tied otherwise than before, a gradient would be lost, or the optimizer holds states that
             have no rows; on all ranks.
@@ -81,6 +84,7 @@ def resize_token_embeddings(
         "new_num_tokens": new_num_tokens,
         "pad_to_multiple_of": pad_to_multiple_of,
         "mean_resizing": mean_resizing,
+        "allow_fewer_rows": allow_fewer_rows,
         "the class of optimizer": None if optimizer is None else type(optimizer).__name__,
     }
     require_equal(mesh.control, _OP_NAME, {name: repr(value) for name, value in asked.items()})
@@ -91,8 +95,9 @@ def resize_token_embeddings(
         )
     embedding = model.get_submodule(state.spec.embedding)
     head = model.get_submodule(state.spec.head)
+    numbers = new_num_tokens, pad_to_multiple_of
     rows = mesh.control.run_on_all(
-        _OP_NAME, lambda: _check(state, embedding, head, new_num_tokens, pad_to_multiple_of)
+        _OP_NAME, lambda: _check(state, embedding, head, *numbers, allow_fewer_rows)
     )
     if rows == embedding.num_embeddings:
         return embedding
@@ -141,6 +146,7 @@ def _check(
     head: _Rows,
     new_num_tokens: int | None,
     pad_to_multiple_of: int | None,
+    allow_fewer_rows: bool,
 ) -> int:
     """Return the number of rows that is asked for, or raise if the model cannot have it."""
     numbers = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
@@ -173,7 +179,14 @@ def _check(
     old = embedding.num_embeddings
     rows = old if new_num_tokens is None else new_num_tokens
     multiple = pad_to_multiple_of or 1
-    return -(-rows // multiple) * multiple
+    rows = -(-rows // multiple) * multiple
+    if len(embedding.weight) < rows < old and not allow_fewer_rows:
+        raise ValueError(
+            f"{_OP_NAME}: {rows} tokens would drop {old - rows} of {old} rows; embedding.weight "
+            f"has the {len(embedding.weight)} of this rank, so compare with embedding."
+            "num_embeddings or config.vocab_size; to drop rows pass allow_fewer_rows=True"
+        )
+    return rows
 
 
 @contextmanager

@@ -5,7 +5,7 @@ They stand here and nowhere else in the package; ``docs/internals.md`` says what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,11 +105,6 @@ def is_compiled(module: nn.Module) -> bool:
 def without_wrappers(name: str) -> str:
     """Return a parameter's name without those of ``torch.compile`` and ``checkpoint_wrapper``."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def set_asked_by_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Let DistributedDataParallel find ``names`` where it looks for parameters to leave alone."""
-    model._ddp_params_and_buffers_to_ignore = names
 
 
 # --- The compiler ---

@@ -768,7 +768,11 @@ def fully_sharded(trial: Trial) -> None:
 
 @refused("torch.nn.parallel.DistributedDataParallel", instead="px.data_parallel")
 def distributed_data_parallel(trial: Trial) -> None:
-    nn.parallel.DistributedDataParallel(trial.model)
+    wrapper = nn.ModuleList([trial.model])
+    each_refused(
+        lambda: nn.parallel.DistributedDataParallel(trial.model),
+        lambda: nn.parallel.DistributedDataParallel(wrapper),
+    )
 
 
 @exact(

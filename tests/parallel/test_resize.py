@@ -234,11 +234,19 @@ def _other_states(model: Any) -> None:
 
 
 def _id_that_is_gone(model: Any) -> None:
-    model.resize_token_embeddings(67)
+    model.resize_token_embeddings(67, allow_fewer_rows=True)
     model(torch.full((1, 3), 67))
 
 
+def _rows_of_a_rank(model: Any) -> None:
+    """The idiom of scripts, for a vocabulary that has more rows than there are tokens."""
+    tokens = 90
+    if tokens > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(tokens)
+
+
 REFUSED = {
+    _rows_of_a_rank: ("ValueError", "90 tokens would drop 11 of 101 rows; embedding.weight has"),
     _other_sizes: (
         "DisagreementError",
         "new_num_tokens must be equal on all ranks, but is 120 on rank 0 and 121 on",

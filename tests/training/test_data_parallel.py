@@ -103,6 +103,15 @@ def _uneven(valid: tuple[int, ...], how: str) -> tuple[float, float]:
     return difference(job_loss(loss, mesh), expected), worst(errors)[0]
 
 
+def _under_both() -> None:
+    model = px.data_parallel(parallel(Tiny().model(), mesh := Layout(2, 1, 1).mesh()), mesh)
+    nn.parallel.DistributedDataParallel(nn.ModuleList([model]))
+
+
+def test_ddp_around_what_data_parallel_has_sharded_is_refused() -> None:
+    pool(2).assert_raises(_under_both, words=("after px.data_parallel", "leave it out"))
+
+
 @pytest.mark.parametrize("how", ["FSDP", "DDP", "by hand"])
 def test_ranks_with_1_and_100_and_0_labels_train_on_the_loss_of_all(how: str) -> None:
     for loss, gradients in pool(3).run(_uneven, (1, 100, 0), how):
@@ -489,16 +498,6 @@ def test_dp_ranks_that_train_other_parts_are_told(
     how: str, words: tuple[str, str], zero: int, count: int | None
 ) -> None:
     pool(2).assert_raises(_other_parts, how, zero, count, error="DisagreementError", words=words)
-
-
-def _merged() -> None:
-    mesh = mesh_of(tp=1)
-    model = peft.get_peft_model(parallel(Tiny().model(), mesh), config(target_modules=ALL))
-    px.data_parallel(model, mesh).merge_and_unload()
-
-
-def test_merging_into_dealt_weights_is_refused() -> None:
-    pool(2).assert_raises(_merged, words="merging after px.data_parallel is not supported")
 
 
 def _check(layout: Layout, broken: bool) -> Any:
