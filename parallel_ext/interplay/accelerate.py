@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.data_loaders import (
     dp_ranks_as_processes,
-    draw_equally,
     drawn_together,
     keep_length,
     seed_workers_of_dp_ranks,
@@ -171,6 +170,12 @@ def _modules_of_calling_trainer() -> set[str]:
     return set()
 
 
+def is_called_by(packages: Collection[str], depth: int) -> bool:
+    """Return whether the function ``depth`` calls above is one of some packages."""
+    module = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return module.partition(".")[0] in packages
+
+
 def _served(accelerator: Accelerator) -> Mesh | None:
     """Return the mesh whose tp ranks share what accelerate would give to each process."""
     mesh = _meshes.get(accelerator)
@@ -214,7 +219,7 @@ def prepare_data_loader(
     dataset, processes = data_loader.dataset, 1 if self.split_batches else of_models.dp_size
     if mesh is not None or self.dispatch_batches is False:
         data_loader = with_counted_rows(data_loader, processes)
-    data_loader = drawn_together(data_loader, of_models)
+    data_loader = drawn_together(data_loader, of_models, self.use_seedable_sampler)
     if mesh is None:
         prepared = plain(self, data_loader, *args, **kwargs)
         keep_length(prepared, dataset, processes)
@@ -225,7 +230,6 @@ def prepare_data_loader(
             "but tp ranks share theirs; pass DataLoaderConfiguration(dispatch_batches=False), by "
             "which every rank reads the data"
         )
-    draw_equally(self, data_loader, mesh)
     seed_workers_of_dp_ranks(data_loader, mesh)
     with dp_ranks_as_processes(self, mesh):
         prepared = plain(self, data_loader, *args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 from accelerate import Accelerator
-from accelerate.data_loader import IterableDatasetShard, SkipBatchSampler, get_sampler
+from accelerate.data_loader import IterableDatasetShard, SkipBatchSampler
 from accelerate.state import GradientState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import (
@@ -24,17 +24,6 @@ from torch.utils.data import (
 )
 
 from parallel_ext.distributed.mesh import Mesh
-
-
-def draw_equally(accelerator: Accelerator, data_loader: DataLoader, mesh: Mesh) -> None:
-    """Let a sampler without a generator of its own draw the same order on all ranks."""
-    sampler = get_sampler(data_loader)
-    if not isinstance(sampler, RandomSampler) or accelerator.use_seedable_sampler:
-        return
-    if sampler.generator is None:
-        own = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
-        seed = mesh.control.all_gather_object(own)[0]
-        sampler.generator = torch.Generator("cpu").manual_seed(seed)
 
 
 class DrawnTogether(Sampler):
@@ -77,19 +66,24 @@ class DrawnTogether(Sampler):
         return len(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sampler":  # it is being unpickled
+        # The first where it is being unpickled; for the second accelerate would draw a seed.
+        if name in ("sampler", "generator"):
             raise AttributeError(name)
         return getattr(self.sampler, name)
 
 
-def drawn_together(data_loader: DataLoader, mesh: Mesh) -> DataLoader:
+def drawn_together(data_loader: DataLoader, mesh: Mesh, seedable: bool) -> DataLoader:
     """Return a loader whose sampler draws one order on all ranks; a copy, if it is another one.
 
-    accelerate sees to it for a ``RandomSampler``, and :func:`draw_equally` where that does not.
+    Args:
+        data_loader: any.
+        mesh: the ranks that draw.
+        seedable: whether accelerate replaces a ``RandomSampler`` by one that it seeds.
     """
     batches = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
-    if sampler is None or isinstance(sampler, (RandomSampler, SequentialSampler, DrawnTogether)):
+    random = isinstance(sampler, RandomSampler) and (seedable or sampler.generator is not None)
+    if sampler is None or random or isinstance(sampler, (SequentialSampler, DrawnTogether)):
         return data_loader
     together, batches = copy(data_loader), copy(batches)
     batches.sampler = DrawnTogether(sampler, mesh)

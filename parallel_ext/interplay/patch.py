@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.interplay.accelerate import is_called_by
 from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import adopting, joining
@@ -50,6 +52,9 @@ _UNUSED = {"_from_auto", "_commit_hash", "use_safetensors", "proxies", "trust_re
 
 
 _USE_CPU = "ACCELERATE_USE_CPU"
+
+# Whose code knows that accelerate's processes are ranks.
+_PACKAGES = ("accelerate", "parallel_ext", "peft", "transformers", "trl")
 
 
 @dataclass(frozen=True)
@@ -333,6 +338,17 @@ def _start_trainer(
     check_served(self)
 
 
+def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
+    """Extend ``Accelerator.num_processes`` to count dp ranks where a script asks.
+
+    Scripts multiply schedules, and divide data, by it. Packages count all ranks, as served.
+    """
+    mesh = _patches[0].mesh
+    if plain(self) != mesh.world_size or is_called_by(_PACKAGES, 3):
+        return plain(self)
+    return mesh.dp_size
+
+
 def _make_model(
     plain: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
@@ -344,6 +360,7 @@ def _make_model(
 
 
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    Accelerator.num_processes.fget: _count_processes,
     PreTrainedModel.from_pretrained.__func__: _load,
     PreTrainedModel.__init__: _start_model,
     DistributedSampler.__init__: _start_sampler,

@@ -194,8 +194,13 @@ def prepare_data_loader(trial: Trial) -> None:
     rows = torch.arange(8)
     with accelerator_of(trial) as accelerator:
         for data, shuffle in ((rows, True), (Stream(), None), (rows, False)):
+            torch.manual_seed(3)
+            whole = torch.cat(list(DataLoader(data, batch_size=2, shuffle=shuffle)))
+            torch.manual_seed(3)
             loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=shuffle))
             own = torch.cat(list(loader))
+            if shuffle:  # in the order of one process, batch by batch
+                close(own, whole.view(4, 2)[trial.mesh.dp_rank :: trial.mesh.dp_size].flatten())
             close(len(own), 8 // trial.mesh.dp_size)
             of_ranks = trial.mesh.control.all_gather_object(own.tolist())
             close(of_ranks[trial.mesh.rank - trial.mesh.tp_rank], own)

@@ -271,6 +271,60 @@ def test_a_plain_loop_equals_one_process(tmp_path: Path, size: int, tp: int, lor
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
 
 
+WITH_ACCELERATE = """
+import os
+import sys
+import torch
+import transformers
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+directory, rows = sys.argv[1:]
+accelerator = Accelerator()
+transformers.set_seed(5)
+model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+loader = DataLoader(ids, int(rows), shuffle=True)
+scheduler = transformers.get_scheduler(
+    "linear",
+    optimizer,
+    num_warmup_steps=1 * accelerator.num_processes,
+    num_training_steps=6 * accelerator.num_processes,
+)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+steps = []
+for _ in range(2):
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        steps.append([accelerator.reduce(loss.detach(), "mean").item(), float(norm)])
+        steps[-1].append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+with open(f"results-{os.environ.get('RANK', 'plain')}", "w") as file:
+    for step in steps:
+        print(*step, file=file)
+"""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_script_with_an_accelerator_equals_one_process(tmp_path: Path, tp: int) -> None:
+    """Losses, norms and learning rates, of shuffled rows and a schedule of all processes."""
+    script, directory = tmp_path / "script.py", tmp_path / "model"
+    script.write_text(WITH_ACCELERATE)
+    Tiny(dtype=torch.float32).model().save_pretrained(directory)
+    _run(tmp_path, sys.executable, str(script), str(directory), "4")
+    plain = _results(tmp_path / "results-plain")
+    assert len(plain) == 6
+    _run(tmp_path, *LAUNCHER, f"--tp={tp}", str(script), str(directory), str(2 * tp))
+    for rank in (0, 1):
+        found = _results(tmp_path / f"results-{rank}")
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
 MADE = {
     "from_config": transformers.AutoModelForCausalLM.from_config,
     "class": transformers.LlamaForCausalLM,

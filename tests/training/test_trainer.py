@@ -515,7 +515,7 @@ def _order(apart: bool, together: bool = True) -> tuple[list[list[int]], list[fl
     """Two orders of one sampler, and a number that is drawn after them."""
     loader = torch.utils.data.DataLoader(range(24), 3, sampler=Permuted())
     if together:
-        loader = drawn_together(loader, px.init_mesh())
+        loader = drawn_together(loader, px.init_mesh(), seedable=True)
     torch.manual_seed(7 + apart * dist.get_rank())
     orders = [torch.cat(list(loader)).tolist() for _ in range(2)]
     return orders, torch.rand(1).tolist()
