@@ -29,6 +29,7 @@ from parallel_ext.interplay.data_loaders import (
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
+from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_in, owners_of
 from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
 from parallel_ext.sharding._torch_private import scheduler_steps
@@ -322,6 +323,7 @@ def clip_grad_norm_(
 
 def gather(plain: Plain, self: Accelerator, tensor: Any) -> Any:
     """Extend ``Accelerator.gather`` to return what each dp rank has, once."""
+    arrive("accelerator.gather")
     if (mesh := _served(self)) is None:
         return plain(self, tensor)
 
@@ -374,6 +376,7 @@ def reduce(
     scale: float = 1.0,
 ) -> Any:
     """Extend ``Accelerator.reduce`` to add up what each dp rank has, once."""
+    arrive("accelerator.reduce")
     mesh = _served(self)
     sums = reduction not in ("mean", "max") and tensor is not self.flag_tensor  # of any rank
     if mesh is not None and sums and mesh.tp_rank != 0:

@@ -1,9 +1,10 @@
 """Let ranks join a save that only some call, as under ``if rank == 0:``; in force by ``px.patch``.
 
 Saving needs all ranks. Those that do not call it are on the way to the next thing that all ranks
-do, such as a forward. At each such place all ranks tell each other, in one byte, whether they are
-about to save. If only some are, the others do so too, and then come to their place again. So a rank
-never enters a collective which another one reaches only after its save.
+do, such as a forward. At each such place all ranks tell each other, in 9 bytes, whether they are
+about to save, and where they are. If only some are to save, the others do so too, and then come to
+their place again. So a rank never enters a collective which another one reaches only after its
+save, or never.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
+import xxhash
+
 from parallel_ext.distributed import messages
-from parallel_ext.distributed.errors import CollectiveTimeout
+from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import disable_compiler
@@ -53,11 +56,19 @@ class _Meetings:
 
         Raises:
             NotImplementedError: the ranks that do not save cannot join those that do.
+            DisagreementError: none saves, and they are at other places, such as one in a forward.
             CollectiveTimeout: a rank came to no place within the time.
         """
-        record = b"0" if own is None else b"1"
-        saves = self.control.all_gather_bytes(record, place, self.group, timeout)
-        if len(set(saves)) == 1:  # none saves, or all
+        record = (b"0" if own is None else b"1") + xxhash.xxh3_64_digest(place.encode())
+        records = self.control.all_gather_bytes(record, place, self.group, timeout)
+        if len({each[:1] for each in records}) == 1:  # none saves, or all
+            if own is None and len(set(records)) > 1:
+                places = self.control.all_gather_object(place, op_name=place, group=self.group)
+                seen = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(places))
+                raise DisagreementError(
+                    f"all ranks must go through the same calls, but are at {seen}; call it on "
+                    "every rank"
+                )
             return False
         asked = self.control.all_gather_object(own, op_name=place, group=self.group)
         ranks = [rank for rank, request in enumerate(asked) if request is not None]

@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
+from interplay_accelerate import processes
 from launch import finished, run_forked
 from ranks import Raised, pool
 from reference import Tiny
@@ -533,6 +535,43 @@ def _step_of_own(directory: str) -> bool:
 def test_an_optimizer_of_ones_own_steps_on_shards(tmp_path: Path) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
     assert pool(2).run(_step_of_own, str(tmp_path)) == [False, False]
+
+
+def _generate_on_rank_0(directory: str) -> None:
+    px.patch(tp=2)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        if dist.get_rank() == 0:
+            model.generate(input_ids=torch.tensor([[5, 6]]), max_new_tokens=1)
+        dist.barrier()
+    finally:
+        px.unpatch()
+
+
+def test_ranks_at_other_places_are_told_at_once(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    words = ("rank 0: LlamaForCausalLM.generate; rank 1: barrier", "call it on every rank")
+    pool(2).assert_raises(_generate_on_rank_0, str(tmp_path), words=words)
+
+
+def _saved_before_metrics(directory: str) -> list[int]:
+    px.patch(tp=2)
+    try:
+        with processes():
+            accelerator = accelerate.Accelerator(cpu=True)
+            model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+            if dist.get_rank() == 0:
+                model.save_pretrained(f"{directory}/saved")
+            return accelerator.gather(torch.tensor([dist.get_rank()])).tolist()
+    finally:
+        px.unpatch()
+
+
+def test_a_save_is_joined_where_others_gather_metrics(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    assert pool(2).run(_saved_before_metrics, str(tmp_path)) == [[0], [0]]
+    assert (tmp_path / "saved" / "config.json").exists()
 
 
 def _saves_a_copy(directory: str) -> None:
