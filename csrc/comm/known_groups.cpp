@@ -135,7 +135,8 @@ void compare_order(const char* op, const char* kind, int64_t bytes, const at::De
 [[noreturn]] void refuse_thread(const char* op, const std::string& group_name) {
   C10_THROW_ERROR(NotImplementedError,
                   std::string(op) + ": group '" + group_name +
-                      "' is used by another thread; ops of one group belong to one thread");
+                      "' is used by another thread; ops of one group belong to one thread: load, "
+                      "train, run and generate with a model in the same one");
 }
 
 // Reserves the group for this thread: the collectives of two threads could run in another order on
