@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.parallel.adopting import forget
+from parallel_ext.parallel.adopting import note_wrapped
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_in, owners_of
 from parallel_ext.parallel.state import own_state, parallel_models, state_of
@@ -223,4 +223,4 @@ def start_ddp(
     plain(self, module, *args, **kwargs)
     for state in states:
         state.reduced_by_caller = True
-    forget(module)
+    note_wrapped(module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import transformers
@@ -33,6 +33,7 @@ class _Adoption(NamedTuple):
 _adoptions: list[_Adoption] = []  # one, or none
 _numbers = count()
 _made: WeakValueDictionary[int, transformers.PreTrainedModel] = WeakValueDictionary()
+_wrapped: WeakSet[nn.Module] = WeakSet()
 
 
 def start(mesh: Mesh, plain: Iterable[str]) -> None:
@@ -58,12 +59,9 @@ def note(model: transformers.PreTrainedModel) -> None:
         _made[next(_numbers)] = model
 
 
-def forget(module: nn.Module) -> None:
-    """Let the models in a module stay plain, such as those in DistributedDataParallel."""
-    inside = set(module.modules())
-    for number, model in list(_made.items()):
-        if model in inside:
-            del _made[number]
+def note_wrapped(module: nn.Module) -> None:
+    """Remember that DistributedDataParallel holds a module, with parameters that it watches."""
+    _wrapped.update(module.modules())
 
 
 def is_causal(cls: type) -> bool:
@@ -95,15 +93,21 @@ def adopt(model: object, place: str) -> None:
         place: the call that trains it, for errors.
 
     Raises:
-        RuntimeError: it has gradients, which its new parameters would lack.
+        RuntimeError: it has gradients, which its new parameters would lack, or is in
+            DistributedDataParallel.
         ValueError, DisagreementError: of ``px.parallelize``.
     """
     if not may_adopt(model):
         return
+    if model in _wrapped:
+        raise RuntimeError(
+            f"px.patch: {place} would make this {type(model).__name__} parallel, but it is in "
+            "DistributedDataParallel; make the optimizer before that, or before accelerator.prepare"
+        )
     with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
     if with_gradient:
         raise RuntimeError(
-            f"px.patch: {place} makes this {type(model).__name__} parallel, but "
+            f"px.patch: {place} would make this {type(model).__name__} parallel, but "
             f"{with_gradient[0]} has a gradient, which would be lost; make the optimizer before "
             "the first backward"
         )

@@ -428,7 +428,7 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
         assert "lm_head.weight" in found[1]
         assert "or seed equally, on every rank" in found[1]
         assert "has a gradient, which would be lost; make the optimizer before" in found[2]
-        assert "SGD gets parameters of no parallel model" in found[3]
+        assert "in DistributedDataParallel; make the optimizer before that" in found[3]
         assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[4]
 
 
