@@ -141,7 +141,8 @@ def _check(accelerator: Accelerator, model: nn.Module, evaluation_mode: bool) ->
     if state.trains_apart and trains and state.zero is None:
         raise RuntimeError(
             f"Accelerator.prepare: training at dp={mesh.dp_size} needs px.data_parallel(model, "
-            "mesh) before, or under px.patch an optimizer; for evaluation alone call prepare_model(model, evaluation_mode=True)"
+            "mesh) before, or under px.patch an optimizer; for evaluation alone call "
+            "prepare_model(model, evaluation_mode=True)"
         )
 
 
