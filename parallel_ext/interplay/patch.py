@@ -343,10 +343,16 @@ def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
 
     Scripts multiply schedules, and divide data, by it. Packages count all ranks, as served.
     """
-    mesh = _patches[0].mesh
-    if plain(self) != mesh.world_size or is_called_by(_PACKAGES, 3):
-        return plain(self)
-    return mesh.dp_size
+    mesh, count = _patches[0].mesh, plain(self)
+    scripts = count == mesh.world_size and not is_called_by(_PACKAGES, 3)
+    return mesh.dp_size if scripts else count
+
+
+def _number_process(plain: Callable[..., int], self: Accelerator) -> int:
+    """Extend ``Accelerator.process_index`` in the same way."""
+    mesh, index = _patches[0].mesh, plain(self)
+    scripts = index == mesh.rank and not is_called_by(_PACKAGES, 3)
+    return mesh.dp_rank if scripts else index
 
 
 def _make_model(
@@ -361,6 +367,7 @@ def _make_model(
 
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     Accelerator.num_processes.fget: _count_processes,
+    Accelerator.process_index.fget: _number_process,
     PreTrainedModel.from_pretrained.__func__: _load,
     PreTrainedModel.__init__: _start_model,
     DistributedSampler.__init__: _start_sampler,

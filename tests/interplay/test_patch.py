@@ -286,6 +286,8 @@ accelerator = Accelerator()
 transformers.set_seed(5)
 model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+assert accelerator.is_main_process == (os.environ.get("RANK", "0") == "0")
+assert accelerator.process_index < accelerator.num_processes == 4 // int(rows)
 ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
 loader = DataLoader(ids, int(rows), shuffle=True)
 scheduler = transformers.get_scheduler(
