@@ -17,13 +17,16 @@ import torch
 from interplay import PAGE, Case, Spread, Trial, load_cases, page, run_case
 from ranks import pool
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel_ext import ops
 from parallel_ext.interplay import serve, withdraw
 from parallel_ext.interplay.flops import register_flops
+from parallel_ext.interplay.gradients import start_ddp
 from parallel_ext.interplay.optimizers import _verdict
 from parallel_ext.interplay.refusals import REFUSALS
+from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.state import STATE_NAME
 from parallel_ext.sharding.shards import LocalShard
 
@@ -41,6 +44,7 @@ def _fails_withdrawn(key: str, folder: Path) -> bool:
     def another(trial: Trial) -> Any:
         model = make(trial)
         withdraw()
+        extend(DistributedDataParallel.__init__, start_ddp)  # else DDP waits for a rank that raised
         return model
 
     interplay.Trial.another = another
