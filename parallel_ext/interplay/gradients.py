@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel.adopting import note_wrapped
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_in, owners_of
@@ -23,7 +24,8 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [newest(each) for each in listed]  # of a list that is older than the parallel model
 
 
 def _norm(

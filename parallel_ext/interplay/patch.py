@@ -27,6 +27,7 @@ from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay.accelerate import is_called_by
 from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.extended import extend, restore
+from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting, joining
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.extending import is_called_by_this_package, run_extensions
@@ -256,23 +257,37 @@ def _start_optimizer(
     Raises:
         RuntimeError: it gets parameters that each rank would train for itself.
     """
+    if not isinstance(params, torch.Tensor):
+        params = _trained_together(self, params)
+    plain(self, params, defaults)
+
+
+def _add_group(plain: Callable[..., None], self: Optimizer, param_group: Any) -> None:
+    """Extend ``Optimizer.add_param_group`` in the same way."""
+    if isinstance(param_group, dict):
+        (param_group,) = _trained_together(self, [param_group])
+    plain(self, param_group)
+
+
+def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[Any]:
+    """Return parameters, or groups of them, of models that the dp ranks train together."""
     patched = _patches[0]
-    alone = patched.mesh.world_size == 1 or is_called_by_this_package()
-    if isinstance(params, torch.Tensor) or alone:
-        plain(self, params, defaults)
-        return
+    if patched.mesh.world_size == 1 or is_called_by_this_package():
+        return params
+    name = type(optimizer).__name__
     params = [_with_list(each) for each in params]
-    adopted = adopting.adopt_owners(tensors_in(params), type(self).__name__)
-    params = [_exchanged(each, adopted) for each in params]
+    now = {id(each): newest(each) for each in tensors_in(params)}
+    now |= adopting.adopt_owners(now.values(), name)
+    params = [_exchanged(each, now) for each in params]
     tensors = list(tensors_in(params))
     owners = owners_of(tensors)
     beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
     if beside and (not owners or patched.mesh.dp_size > 1):
         raise RuntimeError(
-            f"px.patch: {type(self).__name__} gets parameters of no parallel model, the first of "
-            f"shape {tuple(beside[0].shape)}, which each rank would train for itself; train a "
-            "causal language model or a classifier of transformers, call px.parallelize(model, "
-            "mesh), or px.unpatch() to train it so"
+            f"px.patch: {name} gets parameters of no parallel model, the first of shape "
+            f"{tuple(beside[0].shape)}, which each rank would train for itself; train a causal "
+            "language model or a classifier of transformers, call px.parallelize(model, mesh), or "
+            "px.unpatch() to train it so"
         )
     for model in dict.fromkeys(owned.model for owned in owners.values()):
         _train_together(model)
@@ -280,7 +295,7 @@ def _start_optimizer(
         key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
         for key, owned in owners.items()
     }
-    plain(self, [_exchanged(each, now) for each in params], defaults)
+    return [_exchanged(each, now) for each in params]
 
 
 def _train_together(model: nn.Module) -> None:
@@ -375,6 +390,7 @@ _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     dist.barrier: _wait,
     dist.destroy_process_group: _end_job,
     Optimizer.__init__: _start_optimizer,
+    Optimizer.add_param_group: _add_group,
     transformers.Trainer.__init__: _start_trainer,
     transformers.Trainer.call_model_init: _make_model,
 }

@@ -25,7 +25,7 @@ from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.lora.config import refuse_unsupported
 from parallel_ext.nn.replicas import compare
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.forward import arguments_of
+from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.digests import content_digest

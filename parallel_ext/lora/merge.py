@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -15,6 +16,7 @@ from torch import nn
 
 from parallel_ext.lora.files import check_adapters, parallel_state
 from parallel_ext.nn.lora import KeptParameters, low_rank_product
+from parallel_ext.parallel.state import ParallelState
 from parallel_ext.sharding.named_shards import to_shards
 from parallel_ext.sharding.slices import local_part
 
@@ -168,11 +170,11 @@ def _merging(
         check_adapters(self.model, state, op_name)
         for module in [] if keep else list(self.model.modules()):
             if isinstance(module, ModulesToSaveWrapper):
-                _take_over(module)
+                _take_over(module, state)
     return plain(self, *args, safe_merge=safe_merge, adapter_names=adapter_names)
 
 
-def _take_over(module: ModulesToSaveWrapper) -> None:
+def _take_over(module: ModulesToSaveWrapper, state: ParallelState) -> None:
     """Write what was trained whole into the original, if dp ranks share out the rows of that.
 
     FSDP knows the original alone, which then is what PEFT leaves of the two.
@@ -186,6 +188,14 @@ def _take_over(module: ModulesToSaveWrapper) -> None:
         value = trained.get_parameter(name).detach()
         local_part(parameter.data).copy_(_rows_here(value, parameter))
     module.modules_to_save[module.active_adapter] = original
+    tensors = dict(state.layout.tensors)
+    for part in original.modules():  # whose layouts know it by the name that it has in PEFT
+        for attribute, layout in vars(part).get("fsdp_layouts", {}).items():
+            own = replace(layout, name=layout.name.replace("original_module.", ""))
+            part.fsdp_layouts[attribute] = own
+            if own.name in tensors:
+                tensors[own.name] = own
+    state.layout = replace(state.layout, tensors=tensors)
 
 
 def _refuse_kept_end(path: str, module: ModulesToSaveWrapper) -> None:

@@ -29,9 +29,9 @@ def is_sharded_by_transformers(model: nn.Module) -> bool:
     return getattr(model, "_device_mesh", None) is not None
 
 
-def has_input_hooks(model: Any) -> bool:
-    """Return whether ``model.enable_input_require_grads()`` is in force, as for checkpointing."""
-    return getattr(model, "_require_grads_hook", None) is not None
+def is_input_hook(hook: Any) -> bool:
+    """Return whether ``model.enable_input_require_grads()`` has made a hook, for checkpointing."""
+    return getattr(hook, "__qualname__", "").endswith(".make_inputs_require_grads")
 
 
 def take_for_unchanged(generation_config: Any) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext.distributed.errors import first_few
-from parallel_ext.sharding._torch_private import gradient_hooks
+from parallel_ext.sharding._torch_private import gradient_hooks, own_parameters
 
 # A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_new: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # such a parameter -> a reference to its successor
 
 
 def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
@@ -26,9 +31,53 @@ def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
     _stale[parameter] = (name, reason)
 
 
-def replaced_by(function: str) -> str:
-    """Return the reason, for an error, why ``function`` has made a parameter stale."""
-    return f"was built before {function} and still holds parameters that it replaced"
+def mark_replaced(old: nn.Parameter, new: nn.Parameter, name: str, function: str) -> None:
+    """Mark ``old`` as stale, since ``function`` has put ``new`` in its place.
+
+    :func:`newest` finds the new one. A gradient that reaches the old one raises.
+
+    Args:
+        old, new: what a model has held under ``name``, and holds now.
+        name: for errors.
+        function: such as "px.parallelize", for errors.
+    """
+    reason = f"was built before {function} and still holds parameters that it replaced"
+    mark_stale(old, name, reason)
+    _new[old] = weakref.ref(new)
+    if old.requires_grad:
+        old.register_hook(partial(_refuse_gradient, name, function))
+
+
+def newest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a model holds now in the place of a parameter; other tensors as they are."""
+    while (reference := _new.get(tensor)) is not None and (new := reference()) is not None:
+        tensor = new
+    return tensor
+
+
+def _refuse_gradient(name: str, function: str, gradient: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"a gradient reaches {name} as it was before {function}, which has replaced it; take it "
+        "from the model again"
+    )
+
+
+def watch_replaced(module: nn.Module) -> None:
+    """Let a module that another one has replaced in a model raise where it runs with old weights.
+
+    Raises:
+        RuntimeError: of its forward, if one of its parameters is stale; names it.
+    """
+    module.register_forward_pre_hook(_refuse_old_module)
+
+
+def _refuse_old_module(module: nn.Module, args: Any) -> None:
+    for parameter in own_parameters(module).values():
+        if parameter is not None and parameter in _stale:
+            name, reason = _stale[parameter]
+            raise RuntimeError(
+                f"this {type(module).__name__} {reason}: {name}; take it from the model again"
+            )
 
 
 def refuse_gradient_hooks(op_name: str, name: str, parameter: nn.Parameter) -> None:

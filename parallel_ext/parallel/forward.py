@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -26,28 +24,13 @@ from parallel_ext.nn.loss import (
 from parallel_ext.nn.replicas import ReplicaPiece
 from parallel_ext.nn.trained_parts import TrainedParts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from parallel_ext.parallel.arguments import arguments_of, has_own_loss
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
 from parallel_ext.sharding._torch_private import disable_compiler, input_hooks, tree_leaves
 
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
-
-
-@lru_cache
-def _signature(cls: type, method: str) -> inspect.Signature:
-    return inspect.signature(getattr(cls, method))
-
-
-def arguments_of(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, those of ``**kwargs`` beside the declared ones."""
-    signature = _signature(type(model), method)
-    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
-    del arguments[next(iter(arguments))]  # self
-    for parameter in signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(parameter.name, {}))
-    return arguments
 
 
 def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -254,6 +237,11 @@ def _refuse_what_fails(
         raise ValueError(
             f"input_ids of shape {tuple(ids.shape)} hold no token, which transformers' attention "
             "cannot take; pass a row of padding whose labels are all -100 instead"
+        )
+    if call is not None and has_own_loss(type(model)):
+        raise NotImplementedError(
+            f"{type(model).__name__}.forward takes labels itself, and its loss would be replaced "
+            "by the model's; call it without labels, and compute the loss from its logits"
         )
     options = [name for name in LOSS_OPTIONS if name in arguments]
     if call is None and options:

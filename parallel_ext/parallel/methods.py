@@ -20,8 +20,8 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.hf_writer import write_directory
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.safe_open import shown
+from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.drift import check_replicas
-from parallel_ext.parallel.forward import arguments_of
 from parallel_ext.parallel.joining import arrive, call_together
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.sharding.named_shards import named_shards, to_shards

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh, given_or_last
-from parallel_ext.models._transformers_private import has_input_hooks
+from parallel_ext.models._transformers_private import is_input_hook
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
@@ -34,6 +34,7 @@ from parallel_ext.parallel.validate import (
     check_unsharded,
     spec_for,
 )
+from parallel_ext.sharding._torch_private import remove_output_hooks
 
 
 def parallelize(
@@ -129,9 +130,7 @@ def parallelize(
 @contextmanager
 def _without_input_hooks(model: transformers.PreTrainedModel) -> Iterator[None]:
     """Take away what checkpointing has hung on the embedding; the new one gets it afterwards."""
-    hooked = has_input_hooks(model)
-    if hooked:
-        model.disable_input_require_grads()
+    hooked = [each for each in model.modules() if remove_output_hooks(each, is_input_hook)]
     try:
         yield
     finally:

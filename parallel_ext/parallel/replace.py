@@ -25,7 +25,7 @@ from parallel_ext.nn.norm import RMSNormOfShards
 from parallel_ext.nn.region import ChangeOutput, entered
 from parallel_ext.nn.routing import Product, Routing
 from parallel_ext.nn.sharded_module import Mark, ShardedModule
-from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
+from parallel_ext.nn.stale_parameters import mark_replaced, watch_replaced
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops import Group
 from parallel_ext.parallel.plan import Plan
@@ -220,7 +220,7 @@ def _shard_of(old: nn.Parameter, layout: TensorLayout, rank: int) -> nn.Paramete
     new = nn.Parameter(take(old.data, layout, rank), requires_grad=old.requires_grad)
     if old.grad is not None:
         new.grad = take(old.grad, layout, rank)
-    mark_stale(old, layout.name, replaced_by("px.parallelize"))
+    mark_replaced(old, new, layout.name, "px.parallelize")
     return new
 
 
@@ -269,8 +269,10 @@ class Replacer:
 
     def put(self, path: str, module: nn.Module) -> None:
         """Put a module in the place of the one at ``path``."""
-        module.train(self.model.get_submodule(path).training)
+        old = self.model.get_submodule(path)
+        module.train(old.training)
         self.model.set_submodule(path, module)
+        watch_replaced(old)
 
     def embedding(self, path: str, scaled: bool) -> None:
         weight, _, layouts = self.shards(path)

@@ -17,7 +17,7 @@ from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.models._transformers_private import resized_embedding, resized_head
-from parallel_ext.nn.stale_parameters import mark_stale, replaced_by
+from parallel_ext.nn.stale_parameters import mark_replaced
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
@@ -180,7 +180,7 @@ def _check(
     rows = old if new_num_tokens is None else new_num_tokens
     multiple = pad_to_multiple_of or 1
     rows = -(-rows // multiple) * multiple
-    if len(embedding.weight) < rows < old and not allow_fewer_rows:
+    if len(embedding.weight) <= rows < old and not allow_fewer_rows:
         raise ValueError(
             f"{_OP_NAME}: {rows} tokens would drop {old - rows} of {old} rows; embedding.weight "
             f"has the {len(embedding.weight)} of this rank, so compare with embedding."
@@ -342,7 +342,7 @@ def _put(module: _Rows, shards: Mapping[str, torch.Tensor], ranges: Sequence[Ran
         if not isinstance(shard, nn.Parameter):
             shard = nn.Parameter(shard, requires_grad=old.requires_grad)
         setattr(module, name, shard)
-        mark_stale(old, layout.name, replaced_by(_OP_NAME))
+        mark_replaced(old, shard, layout.name, _OP_NAME)
     module.set_layouts(layouts)
 
 

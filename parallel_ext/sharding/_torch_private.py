@@ -74,6 +74,14 @@ def output_hooks(module: nn.Module) -> list[Any]:
     return [hook for kind in kinds for hook in kind.values()]
 
 
+def remove_output_hooks(module: nn.Module, which: Callable[[Any], bool]) -> bool:
+    """Remove forward hooks of ``module``; return whether there were any."""
+    found = [key for key, hook in module._forward_hooks.items() if which(hook)]
+    for key in found:
+        del module._forward_hooks[key]
+    return bool(found)
+
+
 def input_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks that see a module's input before its forward."""
     return list(module._forward_pre_hooks.values())

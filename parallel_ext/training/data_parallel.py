@@ -16,7 +16,11 @@ from parallel_ext.nn.fsdp_gradients import FSDPGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule
-from parallel_ext.nn.stale_parameters import mark_stale, refuse_gradient_hooks, replaced_by
+from parallel_ext.nn.stale_parameters import (
+    mark_replaced,
+    mark_stale,
+    refuse_gradient_hooks,
+)
 from parallel_ext.ops import Group
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
@@ -364,7 +368,7 @@ def _record(
         if logical in tensors:
             tensors[logical] = further
         if after[name] is not old:
-            mark_stale(old, name, replaced_by("px.data_parallel"))
+            mark_replaced(old, after[name], name, "px.data_parallel")
             sharded_names.add(name)
     state.fsdp_sharded = frozenset(sharded_names)
     state.layout = replace(layout, tensors=tensors)

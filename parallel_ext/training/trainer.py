@@ -16,7 +16,7 @@ from torch import nn
 
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import wants_balance
-from parallel_ext.parallel.joining import remember
+from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.training.trainer_checks import (
     WITHOUT_LABELS,
@@ -172,6 +172,11 @@ class TrainerMixin(TrainerFiles):
             decayed = {p for name, p in self.model.named_parameters() if name in names}
             _join_groups(optimizer, decayed, self.args.weight_decay)
         return optimizer
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Log, save and evaluate, once a save that a callback has begun on one rank is joined."""
+        arrive("the end of a step")
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # torch.nn.utils.clip_grad_norm_ knows parameters of all meshes

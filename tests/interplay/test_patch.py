@@ -356,6 +356,7 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
     try:
         model = _made(kind)
         model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()  # a second time, as scripts do
         whole = sum(p.numel() for p in MADE[kind](Tiny().config()).parameters())
         decayed = [p for p in model.parameters() if p.dim() > 1]
         groups = [{"params": decayed, "weight_decay": 0.5}]
@@ -389,6 +390,89 @@ def test_a_model_from_scratch_equals_one_process(kind: str, size: int, tp: int) 
     ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
     for found in ranks:
         torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
+
+
+def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
+    """Losses and norms, where a list that is older than the optimizer is clipped."""
+    if tp is not None:
+        px.patch(tp=tp)
+    try:
+        model = _made(kind)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters[:-1], lr=0.1)
+        optimizer.add_param_group({"params": parameters[-1]})
+        ids = torch.randint(3, 101, (3, 4, 7), generator=torch.Generator().manual_seed(3))
+        results = []
+        for batch in ids:
+            own = (
+                batch if tp is None else batch[dist.get_rank() // tp :: dist.get_world_size() // tp]
+            )
+            loss = model(input_ids=own, labels=own).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append([loss.item(), float(norm)])
+        return results
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2)])
+def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int) -> None:
+    plain = torch.tensor(_train_with_a_list("class", None))
+    ranks = torch.tensor(pool(size).run(_train_with_a_list, "class", tp))
+    ranks[:, :, 0] = ranks[:, :, 0].mean(0)
+    for found in ranks:
+        torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
+
+
+class _Smoothed(transformers.LlamaForCausalLM):
+    """A class whose loss is its own."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **options)
+        if labels is not None:
+            flat = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            output.loss = torch.nn.functional.cross_entropy(*flat, label_smoothing=0.3)
+        return output
+
+
+def _hold_parts() -> list[str]:
+    """What is said to parts of a model that were taken before its optimizer was made."""
+    px.patch(tp=2)
+    try:
+        torch.manual_seed(1)
+        model = _Smoothed(Tiny().config()).double().train()
+        embedding, head, ids = (
+            model.model.embed_tokens,
+            model.lm_head.weight,
+            torch.tensor([[5, 6]]),
+        )
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        other = torch.optim.SGD([head], lr=0.1)
+        assert other.param_groups[0]["params"][0] is model.lm_head.weight
+        found = []
+        for call in (
+            lambda: embedding(ids),
+            lambda: head.pow(2).sum().backward(),
+            lambda: model(input_ids=ids, labels=ids),
+        ):
+            with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+                call()
+            found.append(str(raised.value))
+        logits = model(input_ids=ids).logits  # of which a loss can be computed
+        assert logits.shape == (1, 2, 101)
+        return found
+    finally:
+        px.unpatch()
+
+
+def test_parts_that_are_older_than_the_optimizer_are_refused() -> None:
+    for found in pool(2).run(_hold_parts):
+        assert "this Embedding was built before px.parallelize and still holds" in found[0]
+        assert "a gradient reaches lm_head.weight as it was before px.parallelize" in found[1]
+        assert "_Smoothed.forward takes labels itself" in found[2]
 
 
 def _refused_at_its_optimizer() -> list[str]:
@@ -554,6 +638,41 @@ def test_ranks_at_other_places_are_told_at_once(tmp_path: Path) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
     words = ("rank 0: LlamaForCausalLM.generate; rank 1: barrier", "call it on every rank")
     pool(2).assert_raises(_generate_on_rank_0, str(tmp_path), words=words)
+
+
+class _SaveOnFirst(transformers.TrainerCallback):
+    """Saves where a step has ended, on one rank."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.is_world_process_zero:
+            given["model"].save_pretrained(f"{args.output_dir}/{state.global_step}")
+
+
+def _trained_with_a_callback(directory: str, tp: int) -> None:
+    px.patch(tp=tp)
+    try:
+        with processes():
+            model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+            ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
+            arguments = transformers.TrainingArguments(
+                directory, use_cpu=True, report_to=[], max_steps=2, logging_steps=1,
+                save_strategy="no", disable_tqdm=True, per_device_train_batch_size=1,
+            )  # fmt: skip
+            data = [{"input_ids": row, "labels": row} for row in ids]
+            trainer = transformers.Trainer(
+                model, arguments, train_dataset=data, callbacks=[_SaveOnFirst()]
+            )
+            trainer.train()
+    finally:
+        px.unpatch()
+
+
+@needs_trainer
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_callback_saves_on_rank_0(tp: int, tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    pool(2).run(_trained_with_a_callback, str(tmp_path), tp, timeout_s=60)
+    assert all((tmp_path / step / "config.json").exists() for step in ("1", "2"))
 
 
 def _saved_before_metrics(directory: str) -> list[int]:

@@ -127,7 +127,11 @@ def _merge_after_training(directory: Path, layout: Layout, zero: int) -> torch.T
     return logits_of(merged, INPUTS)
 
 
-@pytest.mark.parametrize("whole", [[], ["lm_head"]], ids=["head adapted", "head trained whole"])
+def _changed(name: str, value: torch.Tensor) -> torch.Tensor:
+    return 1.5 * value if "lm_head" in name or "norm" in name else value
+
+
+@pytest.mark.parametrize("whole", [[], ["lm_head", "norm"]], ids=["adapted", "trained whole"])
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize(
     "layout", [Layout(2, 1, 1), Layout(3, 1, 1), Layout(2, 1, 2), Layout(2, 2, 2)], ids=str
@@ -138,7 +142,7 @@ def test_what_dp_ranks_share_out_is_merged_for_good(
     adapted = ["q_proj", "o_proj", *({"lm_head"} - {*whole})]
     _by_peft(tmp_path, target_modules=adapted, modules_to_save=whole)
     tensors = load_file(tmp_path / FILE)
-    trained = {name: 1.5 * value if "lm_head" in name else value for name, value in tensors.items()}
+    trained = {name: _changed(name, value) for name, value in tensors.items()}
     save_file(trained, tmp_path / FILE)
     expected = _logits(plain_experts(tmp_path, TINY))
     for found in pool(layout.world).run(_merge_after_training, tmp_path, layout, zero):

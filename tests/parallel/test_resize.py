@@ -245,8 +245,13 @@ def _rows_of_a_rank(model: Any) -> None:
         model.resize_token_embeddings(tokens)
 
 
+def _as_many_as_a_rank(model: Any) -> None:
+    model.resize_token_embeddings(51)  # of 101, by rank 0
+
+
 REFUSED = {
     _rows_of_a_rank: ("ValueError", "90 tokens would drop 11 of 101 rows; embedding.weight has"),
+    _as_many_as_a_rank: ("ValueError", "tokens would drop 50 of 101 rows; embedding.weight has"),
     _other_sizes: (
         "DisagreementError",
         "new_num_tokens must be equal on all ranks, but is 120 on rank 0 and 121 on",
