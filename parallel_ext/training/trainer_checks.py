@@ -17,7 +17,7 @@ OLDEST = (5, 23)
 _SERVED_OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 
 WITHOUT_LABELS = ("DPOTrainer", "RewardTrainer")
-"""Those of them whose loss counts every row."""
+"""Names the trainers of TRL whose loss counts every row of a batch, labels or not."""
 
 # Whose losses are known.
 _PACKAGES = ("parallel_ext", "transformers", "trl")
