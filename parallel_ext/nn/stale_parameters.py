@@ -1,4 +1,4 @@
-"""Refuse what would be lost with parameters that a model replaces: hooks, and steps on them."""
+"""Find what stands in the place of parameters that a model has replaced, or refuse their use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from parallel_ext.sharding._torch_private import gradient_hooks, own_parameters
 
 # A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_new: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # such a parameter -> a reference to its successor
+# Such a parameter -> a weak reference to what stands in its place.
+_new: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
