@@ -205,14 +205,6 @@ def _is_built_by_us(cls: type) -> bool:
     return cls.__module__.startswith(("transformers.", "parallel_ext."))
 
 
-def _start_model(
-    plain: Callable[..., None], self: PreTrainedModel, *args: Any, **kwargs: Any
-) -> None:
-    """Extend ``PreTrainedModel``: a model from scratch, or a classifier, may be trained later."""
-    plain(self, *args, **kwargs)
-    adopting.note(self)
-
-
 def _start_sampler(
     plain: Callable[..., None],
     self: DistributedSampler,
@@ -340,7 +332,7 @@ def _start_trainer(
     if isinstance(self, TrainerMixin):
         plain(self, model, args, *rest, **kwargs)
         return
-    adopting.adopt(model, type(self).__name__)
+    adopting.adopt_trained(model, type(self).__name__)
     if not (isinstance(model, nn.Module) and is_parallel(model)):
         plain(self, model, args, *rest, **kwargs)
         return
@@ -384,7 +376,6 @@ _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     Accelerator.num_processes.fget: _count_processes,
     Accelerator.process_index.fget: _number_process,
     PreTrainedModel.from_pretrained.__func__: _load,
-    PreTrainedModel.__init__: _start_model,
     DistributedSampler.__init__: _start_sampler,
     dist.init_process_group: _start_job,
     dist.barrier: _wait,

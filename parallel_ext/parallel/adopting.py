@@ -6,18 +6,18 @@ once, but a model from scratch, or a classifier, may be one that only helps. Tra
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
-from itertools import count
 from typing import NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.parallel.extending import is_called_by_this_package
 from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel
 from parallel_ext.parallel.validate import CLASSIFIERS
@@ -31,8 +31,6 @@ class _Adoption(NamedTuple):
 
 
 _adoptions: list[_Adoption] = []  # one, or none
-_numbers = count()
-_made: WeakValueDictionary[int, transformers.PreTrainedModel] = WeakValueDictionary()
 _wrapped: WeakSet[nn.Module] = WeakSet()
 
 
@@ -50,13 +48,6 @@ def start(mesh: Mesh, plain: Iterable[str]) -> None:
 def stop() -> None:
     """Let plain models stay so from here on."""
     _adoptions.clear()
-    _made.clear()
-
-
-def note(model: transformers.PreTrainedModel) -> None:
-    """Remember a model that a script makes, which :func:`adopt_owners` may find later."""
-    if not is_called_by_this_package():
-        _made[next(_numbers)] = model
 
 
 def note_wrapped(module: nn.Module) -> None:
@@ -115,24 +106,39 @@ def adopt(model: object, place: str) -> None:
     parallelize(model, _adoptions[0].mesh)
 
 
+def adopt_trained(module: object, place: str) -> None:
+    """Make the model parallel that a module is, or those that it holds to be trained; see adopt."""
+    whole = isinstance(module, transformers.PreTrainedModel) or not isinstance(module, nn.Module)
+    for each in [module] if whole else list(module.modules()):
+        if whole or any(parameter.requires_grad for parameter in each.parameters()):
+            adopt(each, place)
+
+
 def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Parameter]:
     """Make the models parallel to which trained ones of some parameters belong.
 
     Args:
-        tensors: parameters that an optimizer is given.
+        tensors: parameters that an optimizer is given; in one order on all ranks.
         place: as for :func:`adopt`.
 
     Returns:
         ``id`` of a parameter of such a model before -> the parameter in its place.
     """
-    trained = {id(tensor) for tensor in tensors if tensor.requires_grad}
-    replaced: dict[int, nn.Parameter] = {}
-    for _, model in sorted(_made.items()) if trained else ():
-        if not may_adopt(model):
-            continue
+    trained = [tensor for tensor in tensors if tensor.requires_grad] if _adoptions else []
+    owners, numbers = owners_of(trained), {id(each): n for n, each in enumerate(trained)}
+    found: dict[int, tuple[nn.Module, dict[int, str]]] = {}
+    for model in _plain_models() if len(owners) < len(numbers) else ():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        if trained.isdisjoint(names):
-            continue
+        if own := numbers.keys() & names.keys():
+            found[min(numbers[each] for each in own)] = model, names
+    replaced: dict[int, nn.Parameter] = {}
+    for _, (model, names) in sorted(found.items()):
         adopt(model, place)
         replaced |= {key: model.get_parameter(name) for key, name in names.items()}
     return replaced
+
+
+def _plain_models() -> list[nn.Module]:
+    """Return all models of this process that :func:`adopt` would make parallel."""
+    kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds) and may_adopt(each)]

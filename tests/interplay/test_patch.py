@@ -334,6 +334,7 @@ MADE = {
     "class": transformers.LlamaForCausalLM,
     "classifier": transformers.AutoModelForSequenceClassification.from_config,
     "adapter": transformers.AutoModelForSequenceClassification.from_config,
+    "copy": lambda config: copy.deepcopy(transformers.LlamaForCausalLM(config)),
 }
 
 
@@ -367,7 +368,7 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
         results = []
         size = 4 if tp is None else 4 * tp // dist.get_world_size()
         for batch in DataLoader(ids, size, sampler=sampler):
-            labels = batch if kind in ("from_config", "class") else batch[:, 0] % 2
+            labels = batch if kind in ("from_config", "class", "copy") else batch[:, 0] % 2
             loss = model(input_ids=batch, labels=labels).loss
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
