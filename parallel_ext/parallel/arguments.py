@@ -29,13 +29,18 @@ def arguments_of(model: nn.Module, method: str, args: Any, kwargs: Any) -> dict[
 
 @lru_cache
 def has_own_loss(cls: type) -> bool:
-    """Return whether a class derived from one of transformers takes labels in a forward of its own.
+    """Return whether a class derived from one of transformers takes labels for a loss of its own.
 
-    What it does with them cannot be known, such as a loss with label smoothing.
+    Not where it hands them to ``loss_function`` or to the forward of its base, whose loss is known.
     """
     take = [each for each in cls.__mro__ if "labels" in _parameters(vars(each).get("forward"))]
     known = [each.__module__.startswith(_OF_LIBRARIES) for each in take]
-    return any(known) and not known[0]
+    if known[:1] != [False] or not any(known):
+        return False
+    code = inspect.unwrap(take[0].forward).__code__
+    by_name = any(isinstance(each, tuple) and "labels" in each for each in code.co_consts)
+    asks_base = "__class__" in code.co_freevars and by_name
+    return not asks_base and "loss_function" not in code.co_names
 
 
 def _parameters(function: Any) -> Any:
