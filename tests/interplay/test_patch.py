@@ -227,6 +227,32 @@ def test_scripts_of_trl_equal_one_process_as_they_are(name: str, tp: int, tmp_pa
         assert entry == pytest.approx(of_plain, rel=1e-4, abs=1e-5)
 
 
+def _step(
+    optimizer: torch.optim.Optimizer, loss: torch.Tensor, clipped: Any, most: float
+) -> list[float]:
+    """Train one step; return the loss, and the norm of some gradients, clipped to ``most``."""
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(clipped, most)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item(), float(norm)]
+
+
+def _batches(lowest_id: int, tp: int | None) -> DataLoader:
+    """Three batches of four rows, which the dp ranks share."""
+    ids = torch.randint(lowest_id, 101, (12, 7), generator=torch.Generator().manual_seed(3))
+    sampler = None if tp is None else DistributedSampler(ids, shuffle=False)
+    return DataLoader(ids, 4 if tp is None else 4 * tp // dist.get_world_size(), sampler=sampler)
+
+
+def _assert_equal(ranks: list[Any], plain: list[Any], rtol: float, atol: float) -> None:
+    """Check losses and norms of all ranks; the loss of a dp rank is its share."""
+    found = torch.tensor(ranks)
+    found[:, :, 0] = found[:, :, 0].mean(0)
+    for of_rank in found:
+        torch.testing.assert_close(of_rank, torch.tensor(plain), rtol=rtol, atol=atol)
+
+
 def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
     """Losses and norms of three steps; under ``px.patch`` where there is a ``tp``."""
     if tp is not None:
@@ -242,17 +268,10 @@ def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
                     parameter.data.fill_(0.02)
         model.train()
         optimizer = torch.optim.SGD([{"params": p} for p in model.parameters()], lr=0.1)
-        ids = torch.randint(0, 101, (12, 7), generator=torch.Generator().manual_seed(3))
-        sampler = None if tp is None else DistributedSampler(ids, shuffle=False)
         results = []
-        size = 4 if tp is None else 4 * tp // dist.get_world_size()
-        for batch in DataLoader(ids, size, sampler=sampler):
+        for batch in _batches(0, tp):
             loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            results.append([loss.item(), float(norm)])
+            results.append(_step(optimizer, loss, model.parameters(), 1.0))
         return results
     finally:
         px.unpatch()
@@ -266,11 +285,9 @@ LAYOUTS = pytest.mark.parametrize(
 @LAYOUTS
 def test_a_plain_loop_equals_one_process(tmp_path: Path, size: int, tp: int, lora: bool) -> None:
     Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
-    plain = torch.tensor(_train(str(tmp_path), None, lora))
-    ranks = torch.tensor(pool(size).run(_train, str(tmp_path), tp, lora))
-    ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
-    for found in ranks:
-        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    plain = _train(str(tmp_path), None, lora)
+    ranks = pool(size).run(_train, str(tmp_path), tp, lora)
+    _assert_equal(ranks, plain, rtol=1e-5, atol=1e-6)
 
 
 WITH_ACCELERATE = """
@@ -363,18 +380,11 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
         groups = [{"params": decayed, "weight_decay": 0.5}]
         groups += [{"params": [p for p in model.parameters() if p.dim() == 1]}]
         optimizer = torch.optim.SGD(groups, lr=0.1)
-        ids = torch.randint(3, 101, (12, 7), generator=torch.Generator().manual_seed(3))
-        sampler = None if tp is None else DistributedSampler(ids, shuffle=False)
         results = []
-        size = 4 if tp is None else 4 * tp // dist.get_world_size()
-        for batch in DataLoader(ids, size, sampler=sampler):
+        for batch in _batches(3, tp):
             labels = batch if kind in ("from_config", "class", "copy") else batch[:, 0] % 2
             loss = model(input_ids=batch, labels=labels).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            results.append([loss.item(), float(norm)])
+            results.append(_step(optimizer, loss, model.parameters(), 1.0))
         if tp is not None:  # each rank has its part
             local = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
             assert sum(p.numel() for p in local) < 0.7 * whole
@@ -386,11 +396,8 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
 def test_a_model_from_scratch_equals_one_process(kind: str, size: int, tp: int) -> None:
-    plain = torch.tensor(_train_made(kind, None))
-    ranks = torch.tensor(pool(size).run(_train_made, kind, tp))
-    ranks[:, :, 0] = ranks[:, :, 0].mean(0)  # of dp ranks, each of which has a share
-    for found in ranks:
-        torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
+    ranks = pool(size).run(_train_made, kind, tp)
+    _assert_equal(ranks, _train_made(kind, None), rtol=1e-6, atol=1e-8)
 
 
 def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
@@ -402,18 +409,10 @@ def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters[:-1], lr=0.1)
         optimizer.add_param_group({"params": parameters[-1]})
-        ids = torch.randint(3, 101, (3, 4, 7), generator=torch.Generator().manual_seed(3))
         results = []
-        for batch in ids:
-            own = (
-                batch if tp is None else batch[dist.get_rank() // tp :: dist.get_world_size() // tp]
-            )
-            loss = model(input_ids=own, labels=own).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            results.append([loss.item(), float(norm)])
+        for batch in _batches(3, tp):
+            loss = model(input_ids=batch, labels=batch).loss
+            results.append(_step(optimizer, loss, parameters, 0.1))
         return results
     finally:
         px.unpatch()
@@ -421,11 +420,8 @@ def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
 
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2)])
 def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int) -> None:
-    plain = torch.tensor(_train_with_a_list("class", None))
-    ranks = torch.tensor(pool(size).run(_train_with_a_list, "class", tp))
-    ranks[:, :, 0] = ranks[:, :, 0].mean(0)
-    for found in ranks:
-        torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-8)
+    ranks = pool(size).run(_train_with_a_list, "class", tp)
+    _assert_equal(ranks, _train_with_a_list("class", None), rtol=1e-6, atol=1e-8)
 
 
 class _Smoothed(transformers.LlamaForCausalLM):
