@@ -340,6 +340,23 @@ def test_a_copy_of_a_part_is_not_one_of_the_model(sequence_parallel: bool) -> No
     assert pool(2).run(_copied_with_parts, sequence_parallel) == [{}, {}]
 
 
+def _asked_for_gradients() -> list[bool]:
+    """Whether what the embedding returns requires a gradient: as asked before, and no more."""
+    plain = Tiny(dtype=torch.float32).model().requires_grad_(False)
+    for _ in range(2):  # of which transformers forgets the first
+        plain.enable_input_require_grads()
+    model, found = px.parallelize(plain, mesh_of()), []
+    ids = batch(TINY.vocab_size)["input_ids"]
+    found.append(model.get_input_embeddings()(ids).requires_grad)
+    model.disable_input_require_grads()
+    found.append(model.get_input_embeddings()(ids).requires_grad)
+    return found
+
+
+def test_an_embedding_is_asked_for_gradients_as_before() -> None:
+    assert pool(2).run(_asked_for_gradients) == [[True, False]] * 2
+
+
 def _full_state(writer_only: bool) -> tuple[int, float]:
     reference = Tiny(tied=True).model()
     model = parallel(reference, mesh_of())

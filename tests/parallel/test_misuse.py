@@ -497,13 +497,15 @@ def test_an_optimizer_from_before_parallelize_is_found_when_it_steps() -> None:
     pool(2).assert_raises(_stale_optimizer, words=words)
 
 
-def _wrapped_in_ddp() -> None:
-    torch.nn.parallel.DistributedDataParallel(parallel(TINY.model(), mesh_of()))
+def _wrapped_in_ddp(inside: bool) -> None:
+    model = parallel(TINY.model(), mesh_of())
+    torch.nn.parallel.DistributedDataParallel(torch.nn.ModuleList([model]) if inside else model)
 
 
-def test_distributed_data_parallel_is_refused() -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in another module"])
+def test_distributed_data_parallel_is_refused(inside: bool) -> None:
     words = ("overwrite every rank's shard", "DistributedDataParallel")
-    pool(2).assert_raises(_wrapped_in_ddp, words=words)
+    pool(2).assert_raises(_wrapped_in_ddp, inside, words=words)
 
 
 def _trained_by_trainer(folder: str) -> None:
