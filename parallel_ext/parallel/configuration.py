@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from transformers.initialization import no_init_weights
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import CONFIG_NAME, GENERATION_CONFIG_NAME, HFDirectory
@@ -132,6 +133,7 @@ def build_on_meta(
     try:
         with (
             torch.device("cpu"),
+            no_init_weights(),
             init_empty_weights(include_buffers=False),
             called_by_this_package(),  # nothing of a new model is another's: nobody need look
         ):
