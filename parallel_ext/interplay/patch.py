@@ -34,7 +34,7 @@ from parallel_ext.parallel.extending import is_called_by_this_package, run_exten
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
-from parallel_ext.parallel.state import is_parallel, state_of
+from parallel_ext.parallel.state import copies_of, is_parallel, model_of, state_of
 from parallel_ext.training.data_parallel import data_parallel
 from parallel_ext.training.trainer import TrainerMixin
 from parallel_ext.training.trainer_checks import (
@@ -291,11 +291,15 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
 
 
 def _train_together(model: nn.Module) -> None:
-    """Call ``px.data_parallel`` where each dp rank would train a model of its own."""
-    state = state_of(model)
-    if state.trains_apart:
-        joining.arrive("data_parallel")
-        data_parallel(model, state.mesh, _patches[0].zero)
+    """Call ``px.data_parallel`` where each dp rank would train a model of its own.
+
+    Copies of it come along: an average of weights needs the shards of what it is an average of.
+    """
+    for each in (model, *copies_of(model_of(model))):
+        state = state_of(each)
+        if state.trains_apart:
+            joining.arrive("data_parallel")
+            data_parallel(each, state.mesh, _patches[0].zero)
 
 
 def _with_list(group: Any) -> Any:

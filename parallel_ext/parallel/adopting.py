@@ -77,6 +77,7 @@ def may_adopt(model: object) -> bool:
 def adopt(model: object, place: str) -> None:
     """Make a plain model parallel, in place, if it is one that px.patch serves; else do nothing.
 
+    Copies of it become parallel with it, such as one that is to hold the average of its weights.
     Every rank comes here, with equal weights.
 
     Args:
@@ -103,7 +104,11 @@ def adopt(model: object, place: str) -> None:
             "the first backward"
         )
     arrive(place)
-    parallelize(model, _adoptions[0].mesh)
+    copies, mesh = _copies_of(model), _adoptions[0].mesh
+    parallelize(model, mesh)
+    for each in copies:
+        parallelize(each, mesh)
+        each.parallel_ext_remembered.original = model.parallel_ext_remembered.original
 
 
 def adopt_trained(module: object, place: str) -> None:
@@ -142,3 +147,23 @@ def _plain_models() -> list[nn.Module]:
     """Return all models of this process that :func:`adopt` would make parallel."""
     kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
     return [each for each in gc.get_objects() if issubclass(type(each), kinds) and may_adopt(each)]
+
+
+def _copies_of(model: nn.Module) -> list[nn.Module]:
+    """Return the plain models that have a model's weights, and no gradients."""
+    weights = dict(model.named_parameters())
+    return [
+        each
+        for each in _plain_models()
+        if each is not model
+        and type(each) is type(model)
+        and each not in _wrapped
+        and (own := dict(each.named_parameters())).keys() == weights.keys()
+        and all(_same(weight, own[name]) for name, weight in weights.items())
+    ]
+
+
+def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two parameters have the same numbers at the same kind of place."""
+    alike = (weight.device, weight.dtype) == (other.device, other.dtype)
+    return alike and other.grad is None and torch.equal(weight, other)

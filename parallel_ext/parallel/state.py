@@ -215,15 +215,21 @@ class Remembered:
 
     Args:
         model: a parallel HuggingFace model, which is to hold it as an attribute.
+        original: the number of the model of which it is a copy; None if of none.
+
+    Attributes:
+        original: that number, or the model's own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, original: int | None = None) -> None:
         self._model = model
-        _parallel_models[next(_numbers)] = model
+        number = next(_numbers)
+        self.original = number if original is None else original
+        _parallel_models[number] = model
         remember(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Remembered:
-        return Remembered(copy.deepcopy(self._model, memo))  # which is being copied
+        return Remembered(copy.deepcopy(self._model, memo), self.original)  # which is being copied
 
 
 def parallel_models() -> list[nn.Module]:
@@ -232,6 +238,16 @@ def parallel_models() -> list[nn.Module]:
     So they have one order on all ranks, which communicate for one model after the other.
     """
     return [model for _, model in sorted(_parallel_models.items())]
+
+
+def copies_of(model: nn.Module) -> list[nn.Module]:
+    """Return the parallel models that were copied from a model, or from what it is a copy of."""
+    original = model.parallel_ext_remembered.original
+    return [
+        each
+        for each in parallel_models()
+        if each is not model and each.parallel_ext_remembered.original == original
+    ]
 
 
 def own_state(module: nn.Module) -> ParallelState | None:

@@ -424,6 +424,48 @@ def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int
     _assert_equal(ranks, _train_with_a_list("class", None), rtol=1e-6, atol=1e-8)
 
 
+def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
+    """Weights of an average that is older than the optimizer, after three steps."""
+    if tp is not None:
+        px.patch(tp=tp)
+    try:
+        if source:
+            model = transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
+        else:
+            model = _made("class")
+        if how == "AveragedModel":
+            swa = torch.optim.swa_utils
+            average = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(0.5))
+        else:
+            average = copy.deepcopy(copy.deepcopy(model)).requires_grad_(how == "copy")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in _batches(3, tp):
+            _step(optimizer, model(input_ids=batch, labels=batch).loss, model.parameters(), 1.0)
+            if how == "AveragedModel":
+                average.update_parameters(model)
+                continue
+            with torch.no_grad():
+                for ours, new in zip(average.parameters(), model.parameters(), strict=True):
+                    ours.mul_(0.5).add_(new, alpha=0.5)
+        average = getattr(average, "module", average)
+        average(input_ids=batch, labels=batch)
+        return average.state_dict() if tp is None else px.full_state_dict(average)
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("how", ["AveragedModel", "copy", "frozen copy"])
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_an_average_may_be_older_than_the_optimizer(
+    tmp_path: Path, size: int, tp: int, loaded: bool, how: str
+) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    source = str(tmp_path) if loaded else ""
+    found, *_ = pool(size).run(_averaged, source, how, tp)
+    torch.testing.assert_close(found, _averaged(source, how, None), rtol=1e-6, atol=1e-8)
+
+
 class _Smoothed(transformers.LlamaForCausalLM):
     """A class whose loss is its own."""
 
