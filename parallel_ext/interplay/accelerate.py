@@ -27,6 +27,7 @@ from parallel_ext.interplay.data_loaders import (
     with_counted_rows,
 )
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
+from parallel_ext.interplay.trained_together import prepare_to_train
 from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.joining import arrive
@@ -77,8 +78,10 @@ def extend_accelerator() -> None:
 def prepare(plain: Plain, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     """Extend ``Accelerator.prepare`` to check all parallel models before it prepares anything."""
     for each in args:
-        if isinstance(each, nn.Module) and is_parallel(each):
-            _check(self, each, evaluation_mode=False)
+        if isinstance(each, nn.Module):
+            prepare_to_train(each, "Accelerator.prepare")
+            if is_parallel(each):
+                _check(self, each, evaluation_mode=False)
     return plain(self, *args, **kwargs)
 
 

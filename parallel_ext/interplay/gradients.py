@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.stale_parameters import newest
-from parallel_ext.parallel.adopting import note_wrapped
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import Owned, owners_in, owners_of
-from parallel_ext.parallel.state import own_state, parallel_models, state_of
+from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.training.grad_scaler import unscale_on_all_ranks
 from parallel_ext.training.gradients import LaidOut, scale_to_norm, total_norm
@@ -193,36 +191,3 @@ def _comes_late(function: str, name: str) -> NotImplementedError:
         "over ranks at the end of a whole backward; call loss.backward() and read .grad, and "
         "freeze others before by requires_grad_(False)"
     )
-
-
-def start_ddp(
-    plain: Callable[..., None],
-    self: DistributedDataParallel,
-    module: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Extend ``DistributedDataParallel``: it averages the gradients of what every rank holds whole.
-
-    Raises:
-        RuntimeError: ``module`` is, or holds, a parallel model whose shards it would overwrite by
-            rank 0's.
-    """
-    states = [state for each in module.modules() if (state := own_state(each)) is not None]
-    for state in states:
-        mesh = state.mesh
-        if mesh.tp_size > 1 or mesh.ep_size > 1:
-            raise RuntimeError(
-                "DistributedDataParallel is not supported on a model that is sharded over "
-                f"tp={mesh.tp_size}, ep={mesh.ep_size} ranks: it would overwrite every rank's "
-                "shard by rank 0's; use px.data_parallel(model, mesh)"
-            )
-        if state.zero is not None and mesh.dp_size > 1:
-            raise RuntimeError(
-                "DistributedDataParallel is not supported after px.data_parallel, which shards "
-                "the model over the dp ranks and sums its gradients; leave it out"
-            )
-    plain(self, module, *args, **kwargs)
-    for state in states:
-        state.reduced_by_caller = True
-    note_wrapped(module)

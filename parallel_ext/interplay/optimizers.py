@@ -54,6 +54,38 @@ _ANY = _Known(
 _verdicts: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
 
 
+def refuse_without_gradients(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Raise if an optimizer steps before the gradients are those of the batch.
+
+    A hook for ``register_optimizer_step_pre_hook``. The backwards of a closure are looked at when
+    it has run.
+
+    Returns:
+        None, or the arguments of the step with another closure.
+
+    Raises:
+        RuntimeError: leaves of a batch are still to run, or gradients wait for their sum.
+    """
+
+    def check() -> None:
+        _refuse_among_leaves(optimizer)
+        _refuse_before_sums(optimizer)
+
+    def checked() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return check()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
+
+
 def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if an optimizer that looks beyond single elements is about to step on shards.
 
@@ -61,11 +93,8 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
     Raises:
         RuntimeError: it is, or nothing shows that it looks at single elements; or it is fused, and
-            the model has ``px.Invariant``; or leaves of a batch are still to run; or gradients wait
-            for their sum.
+            the model has ``px.Invariant``.
     """
-    _refuse_among_leaves(optimizer)
-    _refuse_before_sums(optimizer)
     if optimizer not in _verdicts:
         _refuse_fused(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
@@ -24,18 +23,15 @@ from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
+from parallel_ext.interplay import trained_together
 from parallel_ext.interplay.accelerate import is_called_by
-from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.extended import extend, restore
-from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting, joining
 from parallel_ext.parallel.configuration import served
-from parallel_ext.parallel.extending import is_called_by_this_package, run_extensions
+from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
-from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
-from parallel_ext.parallel.state import copies_of, is_parallel, model_of, state_of
-from parallel_ext.training.data_parallel import data_parallel
+from parallel_ext.parallel.state import is_parallel
 from parallel_ext.training.trainer import TrainerMixin
 from parallel_ext.training.trainer_checks import (
     check_class,
@@ -68,10 +64,6 @@ class _Patch:
     options: dict[str, Any]
     mesh: Mesh
     uses_cpu: bool
-
-    @property
-    def zero(self) -> int:
-        return self.options["zero"]
 
 
 _patches: list[_Patch] = []  # one, or none
@@ -126,6 +118,7 @@ def patch(tp: int = 1, ep: int = 1, zero: int = 2, plain: Iterable[str] = ()) ->
         os.environ[_USE_CPU] = "true"
     joining.start(mesh)
     adopting.start(mesh, plain)
+    trained_together.start(mesh, zero)
     _patches.append(_Patch(options, mesh, uses_cpu))
     _end_at_exit()
     for function, extension in _EXTENDED.items():
@@ -145,6 +138,7 @@ def unpatch() -> None:
         restore(function)
     joining.stop()
     adopting.stop()
+    trained_together.stop()
     for patched in _patches:
         if patched.uses_cpu:
             os.environ.pop(_USE_CPU, None)
@@ -241,83 +235,6 @@ def _end_job(plain: Callable[..., None], group: Any = None) -> None:
     plain(group)
 
 
-def _start_optimizer(
-    plain: Callable[..., None], self: Optimizer, params: Any, defaults: dict[str, Any]
-) -> None:
-    """Extend ``Optimizer`` so that the dp ranks train one model together.
-
-    Raises:
-        RuntimeError: it gets parameters that each rank would train for itself.
-    """
-    if not isinstance(params, torch.Tensor):
-        params = _trained_together(self, params)
-    plain(self, params, defaults)
-
-
-def _add_group(plain: Callable[..., None], self: Optimizer, param_group: Any) -> None:
-    """Extend ``Optimizer.add_param_group`` in the same way."""
-    if isinstance(param_group, dict):
-        (param_group,) = _trained_together(self, [param_group])
-    plain(self, param_group)
-
-
-def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[Any]:
-    """Return parameters, or groups of them, of models that the dp ranks train together."""
-    patched = _patches[0]
-    if patched.mesh.world_size == 1 or is_called_by_this_package():
-        return params
-    name = type(optimizer).__name__
-    params = [_with_list(each) for each in params]
-    now = {id(each): newest(each) for each in tensors_in(params)}
-    now |= adopting.adopt_owners(now.values(), name)
-    params = [_exchanged(each, now) for each in params]
-    tensors = list(tensors_in(params))
-    owners = owners_of(tensors)
-    beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
-    if beside and (not owners or patched.mesh.dp_size > 1):
-        raise RuntimeError(
-            f"px.patch: {name} gets parameters of no parallel model, the first of shape "
-            f"{tuple(beside[0].shape)}, which each rank would train for itself; train a causal "
-            "language model or a classifier of transformers, call px.parallelize(model, mesh), or "
-            "px.unpatch() to train it so"
-        )
-    for model in dict.fromkeys(owned.model for owned in owners.values()):
-        _train_together(model)
-    now = {
-        key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
-        for key, owned in owners.items()
-    }
-    return [_exchanged(each, now) for each in params]
-
-
-def _train_together(model: nn.Module) -> None:
-    """Call ``px.data_parallel`` where each dp rank would train a model of its own.
-
-    Copies of it come along: an average of weights needs the shards of what it is an average of.
-    """
-    for each in (model, *copies_of(model_of(model))):
-        state = state_of(each)
-        if state.trains_apart:
-            joining.arrive("data_parallel")
-            data_parallel(each, state.mesh, _patches[0].zero)
-
-
-def _with_list(group: Any) -> Any:
-    """Return a parameter, or a group of an optimizer with a list of its parameters."""
-    if not isinstance(group, dict):
-        return group
-    inner = group["params"]
-    return {**group, "params": [inner] if isinstance(inner, torch.Tensor) else list(inner)}
-
-
-def _exchanged(group: Any, now: dict[int, torch.Tensor]) -> Any:
-    if isinstance(group, torch.Tensor):
-        return now.get(id(group), group)
-    if isinstance(group, tuple):
-        return group[0], _exchanged(group[1], now)
-    return {**group, "params": [_exchanged(each, now) for each in group["params"]]}
-
-
 @cache
 def _parallel(cls: type) -> type:
     """Return a class of trainers that trains parallel models."""
@@ -343,7 +260,7 @@ def _start_trainer(
     self.__class__ = _parallel(type(self))
     check_class(self)
     check_given(self, (args, *rest), kwargs)
-    _train_together(model)
+    trained_together.train_together(model)
     plain(self, model, args, *rest, **kwargs)
     joining.remember(self)
     check_served(self)
@@ -384,8 +301,8 @@ _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     dist.init_process_group: _start_job,
     dist.barrier: _wait,
     dist.destroy_process_group: _end_job,
-    Optimizer.__init__: _start_optimizer,
-    Optimizer.add_param_group: _add_group,
+    Optimizer.__init__: trained_together.start_optimizer,
+    Optimizer.add_param_group: trained_together.add_group,
     transformers.Trainer.__init__: _start_trainer,
     transformers.Trainer.call_model_init: _make_model,
 }

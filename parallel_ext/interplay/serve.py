@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from parallel_ext.interplay import gradients, optimizers
+from parallel_ext.interplay import ddp, gradients, optimizers
 from parallel_ext.interplay.accelerate import extend_accelerator
 from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
@@ -29,7 +29,7 @@ def serve() -> None:
     extend(utils.clip_grads_with_norm_, gradients.clip_grads_with_norm_)
     extend(torch.autograd.backward, gradients.backward)
     extend(torch.autograd.grad, gradients.grad)
-    extend(DistributedDataParallel.__init__, gradients.start_ddp)
+    extend(DistributedDataParallel.__init__, ddp.start_ddp)
     extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
     extend(Optimizer.load_state_dict, optimizers.load_state_dict)
@@ -39,7 +39,11 @@ def serve() -> None:
     extend_trl()
     register_flops()
     if not _hooks:
-        for hook in (optimizers.refuse_on_shards, refuse_stale):
+        for hook in (
+            optimizers.refuse_without_gradients,
+            optimizers.refuse_on_shards,
+            refuse_stale,
+        ):
             _hooks.append(register_optimizer_step_pre_hook(hook))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 import transformers
@@ -31,7 +30,6 @@ class _Adoption(NamedTuple):
 
 
 _adoptions: list[_Adoption] = []  # one, or none
-_wrapped: WeakSet[nn.Module] = WeakSet()
 
 
 def start(mesh: Mesh, plain: Iterable[str]) -> None:
@@ -48,11 +46,6 @@ def start(mesh: Mesh, plain: Iterable[str]) -> None:
 def stop() -> None:
     """Let plain models stay so from here on."""
     _adoptions.clear()
-
-
-def note_wrapped(module: nn.Module) -> None:
-    """Remember that DistributedDataParallel holds a module, with parameters that it watches."""
-    _wrapped.update(module.modules())
 
 
 def is_causal(cls: type) -> bool:
@@ -85,17 +78,11 @@ def adopt(model: object, place: str) -> None:
         place: the call that trains it, for errors.
 
     Raises:
-        RuntimeError: it has gradients, which its new parameters would lack, or is in
-            DistributedDataParallel.
+        RuntimeError: it has gradients, which its new parameters would lack.
         ValueError, DisagreementError: of ``px.parallelize``.
     """
     if not may_adopt(model):
         return
-    if model in _wrapped:
-        raise RuntimeError(
-            f"px.patch: {place} would make this {type(model).__name__} parallel, but it is in "
-            "DistributedDataParallel; make the optimizer before that, or before accelerator.prepare"
-        )
     with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
     if with_gradient:
         raise RuntimeError(
@@ -157,7 +144,6 @@ def _copies_of(model: nn.Module) -> list[nn.Module]:
         for each in _plain_models()
         if each is not model
         and type(each) is type(model)
-        and each not in _wrapped
         and (own := dict(each.named_parameters())).keys() == weights.keys()
         and all(_same(weight, own[name]) for name, weight in weights.items())
     ]

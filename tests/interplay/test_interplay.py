@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallel_ext import ops
 from parallel_ext.interplay import serve, withdraw
+from parallel_ext.interplay.ddp import start_ddp
 from parallel_ext.interplay.flops import register_flops
-from parallel_ext.interplay.gradients import start_ddp
 from parallel_ext.interplay.optimizers import _verdict
 from parallel_ext.interplay.refusals import REFUSALS
 from parallel_ext.nn.extended import extend

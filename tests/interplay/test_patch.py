@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -298,10 +299,16 @@ import transformers
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-directory, rows = sys.argv[1:]
+directory, rows, first = sys.argv[1:]
 accelerator = Accelerator()
 transformers.set_seed(5)
-model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+if first == "loaded model":
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+else:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+if first != "optimizer":
+    model = accelerator.prepare(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 assert accelerator.is_main_process == (os.environ.get("RANK", "0") == "0")
 assert accelerator.process_index < accelerator.num_processes == 4 // int(rows)
@@ -331,16 +338,25 @@ with open(f"results-{os.environ.get('RANK', 'plain')}", "w") as file:
 """
 
 
+@pytest.mark.parametrize("first", ["optimizer", "loaded model", "new model"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_script_with_an_accelerator_equals_one_process(tmp_path: Path, tp: int) -> None:
-    """Losses, norms and learning rates, of shuffled rows and a schedule of all processes."""
+def test_a_script_with_an_accelerator_equals_one_process(
+    tmp_path: Path, tp: int, first: str
+) -> None:
+    """Losses, norms and learning rates, of shuffled rows and a schedule of all processes.
+
+    Args:
+        tmp_path: for script and model.
+        tp: of two ranks.
+        first: what is made, or prepared, first.
+    """
     script, directory = tmp_path / "script.py", tmp_path / "model"
     script.write_text(WITH_ACCELERATE)
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
-    _run(tmp_path, sys.executable, str(script), str(directory), "4")
+    _run(tmp_path, sys.executable, str(script), str(directory), "4", first)
     plain = _results(tmp_path / "results-plain")
     assert len(plain) == 6
-    _run(tmp_path, *LAUNCHER, f"--tp={tp}", str(script), str(directory), str(2 * tp))
+    _run(tmp_path, *LAUNCHER, f"--tp={tp}", str(script), str(directory), str(2 * tp), first)
     for rank in (0, 1):
         found = _results(tmp_path / f"results-{rank}")
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
@@ -422,6 +438,38 @@ def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
 def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int) -> None:
     ranks = pool(size).run(_train_with_a_list, "class", tp)
     _assert_equal(ranks, _train_with_a_list("class", None), rtol=1e-6, atol=1e-8)
+
+
+def _train_in_ddp(kind: str, tp: int | None) -> list[list[float]]:
+    """Losses and norms of three steps of two backwards each, in DistributedDataParallel."""
+    if tp is not None:
+        px.patch(tp=tp)
+    try:
+        model = _made(kind)
+        if tp is not None:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+            assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = []
+        for batch in _batches(3, tp):
+            labels = batch if kind == "class" else batch[:, 0] % 2
+            with nullcontext() if tp is None else model.no_sync():
+                model(input_ids=batch, labels=labels).loss.backward()
+            loss = model(input_ids=batch.flip(1), labels=labels).loss
+            results.append(_step(optimizer, loss, model.parameters(), 1.0))
+        if tp is not None:
+            with pytest.raises(NotImplementedError, match=r"knows neither join\(\) nor hooks"):
+                model.join()
+        return results
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("kind", ["class", "adapter"])
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_a_model_in_ddp_equals_one_process(kind: str, size: int, tp: int) -> None:
+    ranks = pool(size).run(_train_in_ddp, kind, tp)
+    _assert_equal(ranks, _train_in_ddp(kind, None), rtol=1e-6, atol=1e-8)
 
 
 def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
@@ -535,8 +583,8 @@ def _refused_at_its_optimizer() -> list[str]:
         model = _made("class")
         model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
         expect(RuntimeError, optimizer, model)
-        inside = torch.nn.parallel.DistributedDataParallel(_made("class"))
-        expect(RuntimeError, optimizer, inside)
+        inside = torch.nn.ModuleList([_made("class"), torch.nn.Linear(2, 2)])
+        expect(RuntimeError, torch.nn.parallel.DistributedDataParallel, inside)
         gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
         expect(ValueError, optimizer, transformers.GPT2LMHeadModel(gpt2))
         before = _made("class")
@@ -553,7 +601,7 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
         assert "lm_head.weight" in found[1]
         assert "or seed equally, on every rank" in found[1]
         assert "has a gradient, which would be lost; make the optimizer before" in found[2]
-        assert "in DistributedDataParallel; make the optimizer before that" in found[3]
+        assert "DistributedDataParallel holds 1.weight, which belongs to no parallel" in found[3]
         assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[4]
 
 

@@ -367,6 +367,10 @@ def _misused(case: str) -> None:
     elif case == "other data":
         model.model.norm.weight.data = torch.ones(model.model.norm.weight.shape)
         model(**batch(tiny.vocab_size))
+    elif case == "closure in no_sync":
+        optimizer = torch.optim.AdamW(model.parameters())
+        with px.no_sync(model):
+            optimizer.step(closure=model(**batch(tiny.vocab_size)).loss.backward)
     elif case in ("step after no_sync", "step in no_sync"):
         optimizer = torch.optim.AdamW(model.parameters())
         with px.no_sync(model):
@@ -400,6 +404,7 @@ MISUSE = {
     "replaced": "model.norm.weight was replaced after px.data_parallel",
     "other data": "model.norm.weight was replaced after px.data_parallel",
     "step after no_sync": "AdamW.step after a backward under px.no_sync",
+    "closure in no_sync": "AdamW.step after a backward under px.no_sync",
     "step in no_sync": "AdamW.step after a backward under px.no_sync",
     "another mesh": "data_parallel: this model was parallelized with Mesh(",
     "reduced by the caller": "data_parallel: px.no_data_parallel was called on this model",

@@ -1,0 +1,102 @@
+"""``DistributedDataParallel`` around parallel models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from parallel_ext.interplay.trained_together import is_in_force, prepare_to_train
+from parallel_ext.parallel.owners import owners_of
+from parallel_ext.parallel.state import ParallelState, own_state
+from parallel_ext.training.gradients import no_sync
+
+
+def start_ddp(
+    plain: Callable[..., None],
+    self: DistributedDataParallel,
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Extend ``DistributedDataParallel``: it averages the gradients of what every rank holds whole.
+
+    Under ``px.patch`` it only passes on what it is given: ``px.data_parallel`` sums the gradients.
+
+    Raises:
+        RuntimeError: ``module`` is, or holds, a parallel model whose shards it would overwrite by
+            rank 0's; or, under ``px.patch``, parameters beside one, whose gradients nobody sums.
+    """
+    prepare_to_train(module, "DistributedDataParallel")
+    states = [state for each in module.modules() if (state := own_state(each)) is not None]
+    if states and is_in_force():
+        _refuse_beside(module, states)
+        nn.Module.__init__(self)
+        self.__class__, self.module = _PassedOn, module
+        return
+    for state in states:
+        mesh = state.mesh
+        if mesh.tp_size > 1 or mesh.ep_size > 1:
+            raise RuntimeError(
+                "DistributedDataParallel is not supported on a model that is sharded over "
+                f"tp={mesh.tp_size}, ep={mesh.ep_size} ranks: it would overwrite every rank's "
+                "shard by rank 0's; use px.data_parallel(model, mesh)"
+            )
+        if state.zero is not None and mesh.dp_size > 1:
+            raise RuntimeError(
+                "DistributedDataParallel is not supported after px.data_parallel, which shards "
+                "the model over the dp ranks and sums its gradients; leave it out"
+            )
+    plain(self, module, *args, **kwargs)
+    for state in states:
+        state.reduced_by_caller = True
+
+
+def _refuse_beside(module: nn.Module, states: list[ParallelState]) -> None:
+    """Raise for trained parameters beside a parallel model, where dp ranks would train them."""
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    owners = owners_of(trained.values())
+    beside = [name for name, each in trained.items() if id(each) not in owners]
+    if beside and states[0].mesh.dp_size > 1:
+        raise RuntimeError(
+            f"px.patch: DistributedDataParallel holds {beside[0]}, which belongs to no parallel "
+            "model, so that each dp rank would train it for itself; train the model alone"
+        )
+
+
+class _PassedOn(DistributedDataParallel):
+    """What ``DistributedDataParallel(module)`` is under ``px.patch``.
+
+    Attributes:
+        module: that was given.
+
+    Others are torch's, which packages ask for.
+    """
+
+    device_ids = output_device = None
+    find_unused_parameters = gradient_as_bucket_view = False
+    broadcast_buffers = require_backward_grad_sync = True
+    static_graph = True  # of another, packages read statistics of DDP's own
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> _PassedOn:
+        return nn.Module.train(self, mode)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave out the sums over the dp ranks, as ``px.no_sync`` does."""
+        with no_sync(self.module):
+            yield
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "px.patch: px.data_parallel sums the gradients of the model in this "
+            "DistributedDataParallel, and knows neither join() nor hooks for the sums"
+        )
+
+    join = register_comm_hook = _refuse
