@@ -151,5 +151,5 @@ def _copies_of(model: nn.Module) -> list[nn.Module]:
 
 def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two parameters have the same numbers at the same kind of place."""
-    alike = (weight.device, weight.dtype) == (other.device, other.dtype)
-    return alike and other.grad is None and torch.equal(weight, other)
+    comparable = (weight.device, weight.dtype) == (other.device, other.dtype)
+    return comparable and other.grad is None and torch.equal(weight, other)
