@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
 
 import torch.distributed as dist
 
 from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 from parallel_ext.distributed.hosts import Hosts
 from parallel_ext.distributed.interfaces import connect_within, hint
-from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore, StoreLostError
-
-_jobs = count()  # that this process has joined; each rank as many
+from parallel_ext.distributed.limited_store import (
+    GRACE_S,
+    LimitedStore,
+    StoreLostError,
+    store_lost,
+)
+from parallel_ext.distributed.new_keys import new_keys
 
 
 @contextmanager
@@ -95,14 +98,6 @@ def forget(store: LimitedStore, number: int, rank: int) -> None:
         store.delete_key(f"step/{number}/{key}")
 
 
-def store_lost(store: LimitedStore, error: RuntimeError) -> str:
-    """Return in words that the store of the job is lost, and what may be the cause."""
-    return (
-        f"{store.where} cannot be reached; the process that kept it has died, or its host or the "
-        f"network to it is down ({error})"
-    )
-
-
 class MonitoredBarrier:
     """A barrier of all ranks that names who is absent, by marks in a store that all reach.
 
@@ -120,8 +115,12 @@ class MonitoredBarrier:
         self._number = 0
         self.hosts = Hosts.unknown(size)
 
-    def wait(self, op_name: str) -> None:
+    def wait(self, op_name: str, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until every rank of the job is about to do ``op_name``.
+
+        Args:
+            op_name: what is to be done.
+            meanwhile: what to call again and again until all have come.
 
         Raises:
             CollectiveTimeout: some ranks did not come within ``timeout`` seconds; names them.
@@ -129,7 +128,7 @@ class MonitoredBarrier:
         """
         op_name = op_name.encode(errors="backslashreplace").decode()  # paths may have other bytes
         try:
-            self._wait(op_name)
+            self._wait(op_name, meanwhile)
         except (CollectiveTimeout, DisagreementError):
             raise
         except RuntimeError as error:
@@ -137,7 +136,7 @@ class MonitoredBarrier:
                 f"{op_name}: every rank must call it, but {store_lost(self._store, error)}"
             ) from error
 
-    def _wait(self, op_name: str) -> None:
+    def _wait(self, op_name: str, meanwhile: Callable[[], None] | None) -> None:
         marks = f"barrier/{self._number}"
         self._number += 1
         self._store.add(f"{marks}/to {op_name}", 1)
@@ -147,6 +146,8 @@ class MonitoredBarrier:
         self._store.set(f"{marks}/{self._rank}", op_name)  # last: who is lost before it is missed
         missing = ""
         try:
+            if meanwhile is not None:
+                self._call_until(f"{marks}/end", meanwhile)
             self._store.wait(f"{marks}/end", self._timeout)
         except StoreLostError:
             raise
@@ -166,6 +167,15 @@ class MonitoredBarrier:
             places = (self._store.get(f"{marks}/{r}").decode() for r in range(self._size))
             seen = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise DisagreementError(f"the ranks are about to do different things: {seen}")
+
+    def _call_until(self, key: str, function: Callable[[], None]) -> None:
+        """Call a function again and again until a key is there; raise after the timeout."""
+        began = time.monotonic()
+        while not self._store.check([key]):
+            if (waited := time.monotonic() - began) > self._timeout:
+                raise RuntimeError(f"{key} is not there")
+            function()
+            time.sleep(min(max(0.001, waited / 8), 0.1))
 
     def _end(self, marks: str, how: str) -> None:
         """Let a barrier end in one way on all ranks: that of the rank that ends it first."""
@@ -240,13 +250,10 @@ def join_job(backend: str, timeout: float) -> None:
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
-    if by_agent:  # whose store outlives the ranks that it starts again
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)
-    store = dist.PrefixStore(f"job/{next(_jobs)}", store)  # which outlives a job that was destroyed
+    store, answer = new_keys(store, rank, timeout, "init_mesh")
     limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)
     barrier = MonitoredBarrier(limited, rank, size, timeout)
-    barrier.wait("init_mesh")
+    barrier.wait("init_mesh", answer)
     try:
         own = (backend, None, limit, size, rank, dist.PrefixStore("default_pg", store))
         connect_within(timeout, lambda: dist.init_process_group(*own))

@@ -25,6 +25,7 @@ from parallel_ext.distributed.errors import (
 from parallel_ext.distributed.hosts import Host, Hosts
 from parallel_ext.distributed.interfaces import connect_within, hint
 from parallel_ext.distributed.limited_store import GRACE_S, LimitedStore
+from parallel_ext.distributed.new_keys import new_keys
 from parallel_ext.ops import ALONE, Group
 
 T = TypeVar("T")
@@ -100,10 +101,11 @@ class ControlPlane:
         store = dist.group.WORLD.get_group_store()
         if beside is not None:
             store = store.clone()  # while one waits in it, another cannot ask
-        own_keys = dist.PrefixStore(f"parallel_ext/{ControlPlane._made}", store)
+        store = dist.PrefixStore(f"parallel_ext/{ControlPlane._made}", store)
+        own_keys, answer = new_keys(store, self.rank, timeout, op_name)
         self._store = LimitedStore(own_keys, timeout)
         self._barrier = MonitoredBarrier(self._store, self.rank, self.world_size, timeout)
-        self.barrier(op_name)  # torch would name nobody who is missing when groups are made
+        self._barrier.wait(op_name, answer)  # torch would name nobody who is missing
         everyone = list(range(self.world_size))
         self.group = self.new_group([everyone], backend="gloo", group_desc="control")
         if beside is None:

@@ -108,6 +108,14 @@ class LimitedStore:
             raise
 
 
+def store_lost(store: LimitedStore, error: RuntimeError) -> str:
+    """Return in words that the store of the job is lost, and what may be the cause."""
+    return (
+        f"{store.where} cannot be reached; the process that kept it has died, or its host or the "
+        f"network to it is down ({error})"
+    )
+
+
 def _serve(calls: SimpleQueue[_Call | None]) -> None:
     while (task := calls.get()) is not None:
         answer, call, args = task

@@ -1,0 +1,72 @@
+"""A part of a store that is empty, since the store of torchrun outlives ranks that it starts again.
+
+Nothing in a rank's environment says which start of the job it belongs to: on several hosts even
+``TORCHELASTIC_RESTART_COUNT`` differs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from parallel_ext.distributed.errors import CollectiveTimeout
+from parallel_ext.distributed.limited_store import LimitedStore, StoreLostError, store_lost
+
+
+def new_keys(
+    store: dist.Store, rank: int, timeout: float, op_name: str
+) -> tuple[dist.Store, Callable[[], None] | None]:
+    """Return a part of a store with no keys in it, the same one on all ranks.
+
+    Rank 0 draws a name for it. Another rank takes a number, by which nobody has asked before, and
+    waits until rank 0 has answered to that number.
+
+    Args:
+        store: all ranks reach it.
+        rank: of the job.
+        timeout: seconds after which rank 0 counts as missing.
+        op_name: what every rank calls, for errors.
+
+    Returns:
+        The part; and on rank 0 what it must call again and again, until all ranks have come.
+
+    Raises:
+        CollectiveTimeout: rank 0 did not come, or the store cannot be reached.
+    """
+    asked = LimitedStore(dist.PrefixStore("starts", store), timeout)
+    try:
+        if rank == 0:
+            name, done = secrets.token_hex(8), asked.add("answered", 0)
+
+            def answer() -> None:
+                nonlocal done
+                while done < asked.add("numbers", 0):
+                    done = asked.add("answered", 1)
+                    asked.set(f"answer/{done}", name)
+
+            return dist.PrefixStore(name, store), answer
+        key = f"answer/{asked.add('numbers', 1)}"
+        if not _comes(asked, key, timeout):
+            raise CollectiveTimeout(
+                f"{op_name}: every rank must call it, but rank 0 did not within {timeout:g} s"
+            )
+        name = asked.get(key).decode()
+        asked.delete_key(key)
+        return dist.PrefixStore(name, store), None
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"{op_name}: every rank must call it, but {store_lost(asked, error)}"
+        ) from error
+
+
+def _comes(store: LimitedStore, key: str, timeout: float) -> bool:
+    """Return whether a key comes in time."""
+    try:
+        store.wait(key, timeout)
+    except StoreLostError:
+        raise
+    except RuntimeError:  # it is late, or the next call fails too
+        return store.check([key])
+    return True
