@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh, init_mesh
-from parallel_ext.io import disk, hf_reader, publish, stream
+from parallel_ext.io import disk, publish, stream
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.hf_writer import parse_size, write_directory
 from parallel_ext.io.publish import Publication
@@ -26,6 +26,7 @@ from parallel_ext.io.state_dict import check_shapes, gather_state_dict, local_va
 from parallel_ext.io.stream import plan_files
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding import reshard
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_ranges
 from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import gather_tensor
@@ -535,7 +536,7 @@ def test_a_tied_alias_may_be_present_if_it_is_equal(tmp_path: Path) -> None:
     table = load_file(tmp_path / "model.safetensors")[TABLE]
     layout = _layout(tie_word_embeddings=True)
     _add_head(tmp_path, table.clone())
-    with HFDirectory(tmp_path) as directory, mock.patch.object(hf_reader, "STRIPE_BYTES", 1000):
+    with HFDirectory(tmp_path) as directory, mock.patch.object(reshard, "STRIPE_BYTES", 1000):
         directory.check(layout)
     table[100, 23] += 1
     _add_head(tmp_path, table)
