@@ -42,20 +42,11 @@ class Tiny:
 
     def config(self) -> transformers.LlamaConfig:
         return transformers.LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=8 * self.heads,
+            **config_sizes(self),
             intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=128,
             attn_implementation=self.attention,
             attention_bias=self.bias,
             mlp_bias=self.bias,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
         )
 
     def model(self, seed: int = 1) -> transformers.LlamaForCausalLM:
@@ -66,6 +57,20 @@ class Tiny:
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, mean=1.0, std=0.3)
         return model if self.dtype != torch.float64 else exact(model)
+
+
+def config_sizes(tiny: Any) -> dict[str, Any]:
+    """What the configuration of a small model takes, whatever its architecture."""
+    return {
+        "vocab_size": tiny.vocab_size,
+        "hidden_size": 8 * tiny.heads,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.key_value_heads,
+        "tie_word_embeddings": tiny.tied,
+        "max_position_embeddings": 128,
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
 
 
 def of_vocabulary(vocab_size: int, tied: bool) -> Tiny:
