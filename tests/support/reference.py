@@ -140,6 +140,18 @@ def batch(
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+def uneven_rows(vocab_size: int, number: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of a data set, with uneven numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for row in range(number):
+        ids = torch.randint(0, vocab_size, (7,), generator=generator)
+        labels = ids.clone()
+        labels[: row % 6] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
 def difference(
     ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor | None = None
 ) -> float:
