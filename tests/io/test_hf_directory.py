@@ -291,7 +291,10 @@ def test_a_file_of_others_that_may_not_be_read_is_kept(tmp_path: Path) -> None:
     assert (target / "config.json").exists()
 
 
-def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [False, True], ids=["failed", "interrupted"])
+def test_a_second_rename_that_does_not_come_puts_the_previous_directory_back(
+    interrupted: bool, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "config.json").write_text("old")
@@ -299,36 +302,16 @@ def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> Non
     (publication.temporary / "config.json").write_text("new")
     rename, calls = os.rename, []
 
-    def second_fails(source: Path, destination: Path) -> None:
+    def broken(source: Path, destination: Path) -> None:
         calls.append(source)
-        if len(calls) == 2:
+        if len(calls) == 2 and not interrupted:
             raise OSError(errno.EIO, "Input/output error")
         rename(source, destination)
-
-    with (
-        mock.patch.object(publish.os, "rename", second_fails),
-        pytest.raises(OSError, match="Input/output"),
-    ):
-        publication.publish()
-    publication.discard()
-    assert _files(tmp_path) == {"out/config.json": b"old"}
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_an_interrupt_between_the_renames_puts_the_previous_directory_back(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "config.json").write_text("old")
-    publication = Publication(target)
-    rename, calls = os.rename, []
-
-    def interrupted(source: Path, destination: Path) -> None:
-        calls.append(source)
-        rename(source, destination)
-        if len(calls) == 1:
+        if interrupted and len(calls) == 1:
             raise KeyboardInterrupt
 
-    with mock.patch.object(publish.os, "rename", interrupted), pytest.raises(KeyboardInterrupt):
+    error = pytest.raises(KeyboardInterrupt if interrupted else OSError)
+    with mock.patch.object(publish.os, "rename", broken), error:
         publication.publish()
     publication.discard()
     assert _files(tmp_path) == {"out/config.json": b"old"}
