@@ -1,10 +1,8 @@
 // Cross entropy of logits that are sharded by vocabulary. A rank reduces its shard to a few numbers
 // per token, its partial statistics; the ranks exchange them once, and every rank merges the same
 // numbers in rank order.
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
