@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -117,6 +117,15 @@ def quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the error that a call raises, or that there was none."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:
