@@ -34,6 +34,14 @@ inline void check_same_dtype(const char* op, const char* name, const at::Tensor&
                    "; cast one of them");
 }
 
+// A tensor of sums of the numbers of another one.
+inline void check_wide_dtype(const char* op, const char* name, const at::Tensor& tensor,
+                             const char* other_name, const at::Tensor& other) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == wide_type(other), op, ": ", name, " must be ",
+                   wide_type(other), " for ", other_name, " in ", other.scalar_type(), ", got ",
+                   tensor.scalar_type());
+}
+
 inline void check_shape(const char* op, const char* name, const at::Tensor& tensor,
                         at::IntArrayRef shape) {
   TORCH_CHECK_VALUE(tensor.sizes() == shape, op, ": ", name, " must have the shape ", shape,

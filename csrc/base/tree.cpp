@@ -24,22 +24,15 @@ constexpr int64_t kChunk = 1024;  // numbers that are summed at a time, in the L
   }                                                                                          \
   PARALLEL_EXT_MULTIVERSION void add_to(wide_t* sum, const scalar_t* values, int64_t size) { \
     for (int64_t i = 0; i < size; ++i) sum[i] += widen(values[i]);                           \
+  }                                                                                          \
+  PARALLEL_EXT_MULTIVERSION void store_all(const wide_t* from, int64_t size, scalar_t* to) { \
+    for (int64_t i = 0; i < size; ++i) store(from[i], to + i);                               \
   }
 
 PARALLEL_EXT_TREE_LOOPS(float, float)
 PARALLEL_EXT_TREE_LOOPS(c10::BFloat16, float)
 PARALLEL_EXT_TREE_LOOPS(c10::Half, float)
 PARALLEL_EXT_TREE_LOOPS(double, double)
-
-#define PARALLEL_EXT_STORE_ALL(scalar_t, wide_t)                                             \
-  PARALLEL_EXT_MULTIVERSION void store_all(const wide_t* from, int64_t size, scalar_t* to) { \
-    for (int64_t i = 0; i < size; ++i) store(from[i], to + i);                               \
-  }
-
-PARALLEL_EXT_STORE_ALL(float, float)
-PARALLEL_EXT_STORE_ALL(c10::BFloat16, float)
-PARALLEL_EXT_STORE_ALL(c10::Half, float)
-PARALLEL_EXT_STORE_ALL(double, double)
 
 // Writes sums to the chunk of `out` from `offset` on.
 void put(const float* sums, int64_t size, int64_t offset, at::Tensor& out) {

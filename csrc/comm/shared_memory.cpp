@@ -110,13 +110,18 @@ bool is_ours(const std::string& link) {
                            std::string("/memfd:") + kName + " (deleted)";
 }
 
-// Locks this byte of the file until the process ends, however it ends.
-bool lock_byte(int fd, int64_t byte) {
+struct flock lock_of(int64_t byte) {
   struct flock lock{};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
   lock.l_start = byte;
   lock.l_len = 1;
+  return lock;
+}
+
+// Locks this byte of the file until the process ends, however it ends.
+bool lock_byte(int fd, int64_t byte) {
+  struct flock lock = lock_of(byte);
   return fcntl(fd, F_SETLK, &lock) == 0;
 }
 
@@ -189,11 +194,7 @@ SharedMemory::~SharedMemory() {
 }
 
 bool SharedMemory::alive(int64_t peer) const {
-  struct flock lock{};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = peer;
-  lock.l_len = 1;
+  struct flock lock = lock_of(peer);
   return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 

@@ -94,21 +94,24 @@ at::Tensor shared_grad(const char* op, const at::Tensor& of_blocks, int64_t copi
 
 namespace {
 
-// -> [T, width of the blocks]: rows [T, K] times the blocks' rows of the weight [F, K].
-at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, const Blocks& blocks) {
-  at::Tensor out = at::empty({rows.size(0), width_of(blocks)}, rows.options());
-  if (out.size(1) == 0) return out;
-  if (can_merge_blocks(blocks, rows.size(0), rows.scalar_type())) {
-    const at::Tensor own = weight.narrow(0, blocks[0].start, out.size(1));
-    fixed_product_of_blocks(out, rows, own.t(), sizes_of(blocks), /*dim=*/1);
-    return out;
+// out [N, width of the blocks] = left [N, K] times the blocks' columns of right [K, F].
+void column_products(at::Tensor out, const at::Tensor& left, const at::Tensor& right,
+                     const Blocks& blocks) {
+  if (can_merge_blocks(blocks, left.size(0), left.scalar_type())) {
+    const at::Tensor own = right.narrow(1, blocks[0].start, out.size(1));
+    return fixed_product_of_blocks(out, left, own, sizes_of(blocks), /*dim=*/1);
   }
   int64_t at = 0;
   for (const Range block : blocks) {
-    fixed_product(out.narrow(1, at, block.size), rows,
-                  weight.narrow(0, block.start, block.size).t());
+    fixed_product(out.narrow(1, at, block.size), left, right.narrow(1, block.start, block.size));
     at += block.size;
   }
+}
+
+// -> [T, width of the blocks]: rows [T, K] times the blocks' rows of the weight [F, K].
+at::Tensor column_product(const at::Tensor& rows, const at::Tensor& weight, const Blocks& blocks) {
+  at::Tensor out = at::empty({rows.size(0), width_of(blocks)}, rows.options());
+  if (out.size(1) > 0) column_products(out, rows, weight.t(), blocks);
   return out;
 }
 
@@ -291,14 +294,7 @@ Tensors<3> block_row_linear_backward_kernel(const at::Tensor& grad_output, const
   }
   if (needed[1]) {
     grad_weight = at::empty(weight.sizes(), weight.options());
-    if (can_merge_blocks(blocks, weight.size(0), weight.scalar_type())) {
-      fixed_product_of_blocks(grad_weight, grad.t(), rows, sizes_of(blocks), /*dim=*/1);
-    } else {
-      for (const Range block : blocks) {
-        fixed_product(grad_weight.narrow(1, block.start, block.size), grad.t(),
-                      rows.narrow(1, block.start, block.size));
-      }
-    }
+    column_products(grad_weight, grad.t(), rows, blocks);
   }
   choose_blas_for_one_thread(true);  // attention's backward may follow
   return {grad_input, grad_weight, needed[2] ? column_sums(grad, grad.scalar_type()) : nothing()};

@@ -76,35 +76,30 @@ PARALLEL_EXT_MULTIVERSION void draw_row(const MaskStream& stream, uint32_t token
                                           const scalar_t* input, scalar_t* output) { \
     for (int64_t i = 0; i < size; ++i) output[i] = kept_value;                       \
   }
-#define PARALLEL_EXT_SCALE(scalar_t, wide_t)                                              \
+#define PARALLEL_EXT_SCALE_AND_ADD(scalar_t, wide_t)                                      \
   PARALLEL_EXT_MULTIVERSION void drop_and_scale_row(const uint16_t* kept, int64_t size,   \
                                                     const scalar_t* input, wide_t factor, \
                                                     scalar_t* output) {                   \
     for (int64_t i = 0; i < size; ++i) {                                                  \
       store(kept[i] ? factor * widen(input[i]) : wide_t(0), output + i);                  \
     }                                                                                     \
-  }
-#define PARALLEL_EXT_ADD(scalar_t, wide_t)                                      \
-  PARALLEL_EXT_MULTIVERSION void add_row(const uint16_t* kept, int64_t size,    \
-                                         const scalar_t* addend, wide_t factor, \
-                                         scalar_t* target) {                    \
-    for (int64_t i = 0; i < size; ++i) {                                        \
-      const wide_t added = kept[i] ? factor * widen(addend[i]) : wide_t(0);     \
-      store(widen(target[i]) + added, target + i);                              \
-    }                                                                           \
+  }                                                                                       \
+  PARALLEL_EXT_MULTIVERSION void add_row(const uint16_t* kept, int64_t size,              \
+                                         const scalar_t* addend, wide_t factor,           \
+                                         scalar_t* target) {                              \
+    for (int64_t i = 0; i < size; ++i) {                                                  \
+      const wide_t added = kept[i] ? factor * widen(addend[i]) : wide_t(0);               \
+      store(widen(target[i]) + added, target + i);                                        \
+    }                                                                                     \
   }
 
 PARALLEL_EXT_DROP(uint16_t, input[i] & kept[i])  // bf16 and fp16, by their bits
 PARALLEL_EXT_DROP(float, kept[i] ? input[i] : 0)
 PARALLEL_EXT_DROP(double, kept[i] ? input[i] : 0)
-PARALLEL_EXT_SCALE(float, float)
-PARALLEL_EXT_SCALE(c10::BFloat16, float)
-PARALLEL_EXT_SCALE(c10::Half, float)
-PARALLEL_EXT_SCALE(double, double)
-PARALLEL_EXT_ADD(float, float)
-PARALLEL_EXT_ADD(c10::BFloat16, float)
-PARALLEL_EXT_ADD(c10::Half, float)
-PARALLEL_EXT_ADD(double, double)
+PARALLEL_EXT_SCALE_AND_ADD(float, float)
+PARALLEL_EXT_SCALE_AND_ADD(c10::BFloat16, float)
+PARALLEL_EXT_SCALE_AND_ADD(c10::Half, float)
+PARALLEL_EXT_SCALE_AND_ADD(double, double)
 
 template <typename scalar_t>
 void drop_numbers(const uint16_t* kept, int64_t size, const scalar_t* input, scalar_t* output) {

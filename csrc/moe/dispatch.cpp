@@ -119,9 +119,7 @@ Tensors<2> moe_dispatch_backward_kernel(const at::Tensor& grad_rows, const at::T
   check_dim(op, "grad_rows", grad_rows, 2);
   const ExchangeLayout layout(op, plan, grad_rows.size(0));
   check_shape(op, "grad_weights", grad_weights, {grad_rows.size(0)});
-  TORCH_CHECK_TYPE(grad_weights.scalar_type() == wide_type(grad_rows), op,
-                   ": grad_weights must be ", wide_type(grad_rows), " for grad_rows in ",
-                   grad_rows.scalar_type(), ", got ", grad_weights.scalar_type());
+  check_wide_dtype(op, "grad_weights", grad_weights, "grad_rows", grad_rows);
   check_origins(op, origins, layout);
   check_rows_of_choices(op, rows_of_choices, layout);
   check_length(op, "sources", sources, layout.num_slots(), "choices");

@@ -30,9 +30,7 @@ void check_gated_silu(const char* op, const at::Tensor& gate_up, const at::Tenso
                     ": weights of shape ", weights.sizes(),
                     " are not one for each row of gate_up, ", "which has the shape ",
                     gate_up.sizes());
-  TORCH_CHECK_TYPE(weights.scalar_type() == wide_type(gate_up), op, ": weights must be ",
-                   wide_type(gate_up), " for gate_up in ", gate_up.scalar_type(), ", got ",
-                   weights.scalar_type());
+  check_wide_dtype(op, "weights", weights, "gate_up", gate_up);
 }
 
 // One function per dtype: target_clones does not work with templates.

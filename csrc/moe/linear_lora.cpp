@@ -69,11 +69,9 @@ Tensors<4> moe_lora_linear_backward_kernel(const at::Tensor& grad_output, const 
   const auto dtype = dtype_of_adapter(rows);
   const at::Tensor wide = rows.to(dtype), wide_grads = grad_output.to(dtype);
   const at::Tensor a = lora_a.to(dtype), b = lora_b.to(dtype);
-  const auto if_needed = [&](size_t index, const at::Tensor& like) {
-    return needed[index] ? at::empty(like.sizes(), like.options()) : at::empty({0}, like.options());
-  };
-  at::Tensor grad_rows = if_needed(0, rows), grad_weight = if_needed(1, weight),
-             grad_a = if_needed(2, a), grad_b = if_needed(3, b);
+  at::Tensor grad_rows = empty_like_if(needed[0], rows),
+             grad_weight = empty_like_if(needed[1], weight), grad_a = empty_like_if(needed[2], a),
+             grad_b = empty_like_if(needed[3], b);
   for_experts(counts, [&](int64_t expert, int64_t first, int64_t count) {
     const at::Tensor own = wide.narrow(0, first, count), grad = wide_grads.narrow(0, first, count);
     const at::Tensor base_grad = grad_output.narrow(0, first, count);

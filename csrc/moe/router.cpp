@@ -198,9 +198,7 @@ at::Tensor moe_router_backward_kernel(const at::Tensor& grad_weights, const at::
   check_logits(op, logits, top_k);
   check_ids(op, expert_ids, logits, top_k);
   check_shape(op, "grad_weights", grad_weights, expert_ids.sizes());
-  TORCH_CHECK_TYPE(grad_weights.scalar_type() == wide_type(logits), op, ": grad_weights must be ",
-                   wide_type(logits), " for logits in ", logits.scalar_type(), ", got ",
-                   grad_weights.scalar_type());
+  check_wide_dtype(op, "grad_weights", grad_weights, "logits", logits);
   const auto kernel = use_cuda_kernel(logits) ? moe_router_backward_cuda
                       : use_cpu_loops(logits) ? moe_router_backward_loop
                                               : moe_router_backward_calls;

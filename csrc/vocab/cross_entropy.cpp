@@ -1,10 +1,8 @@
 // Cross entropy of logits that are sharded by vocabulary. A rank reduces its shard to a few numbers
 // per token, its partial statistics; the ranks exchange them once, and every rank merges the same
 // numbers in rank order.
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include "base/empty.h"
 #include "base/workspace.h"
 #include "check.h"
 #include "comm/comm.h"
@@ -35,15 +33,7 @@ Tensors<5> forward_kernel(const at::Tensor& logits, const at::Tensor& labels,
 
 Tensors<5> forward_meta(const at::Tensor& logits, const at::Tensor& labels,
                         std::array<bool, 3> wanted, const Group&, const VocabLoss& loss) {
-  const auto options = logits.options().dtype(wide_type(logits));
-  const auto per_token = [&](bool is_wanted, const at::TensorOptions& of_output) {
-    return empty_if(is_wanted, labels.sym_sizes(), of_output);
-  };
-  const int64_t rows = wanted[1] ? kRowsWithEntropy : kRowsWithoutEntropy;
-  return {loss.reduction == "none" ? per_token(true, options) : at::empty({}, options),
-          per_token(wanted[0], options), per_token(wanted[1], options),
-          per_token(wanted[2], options.dtype(at::kLong)),
-          at::empty_symint({rows, labels.sym_size(0)}, options)};
+  return loss_outputs_meta(logits, labels, wanted, loss);
 }
 
 // The op where nothing has a gradient.

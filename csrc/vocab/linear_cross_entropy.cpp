@@ -87,8 +87,6 @@ class Tile {
   at::Tensor room_;
 };
 
-at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(1); }
-
 // The expected row of each token: the sum over this rank's ids of exp(z - base) * row, and the
 // base.
 class ExpectedRows {
@@ -112,7 +110,7 @@ class ExpectedRows {
     factors[GradientRows::kProbability].fill_(1);
     vocab_shard_gradient(shard, at::stack({base, at::zeros_like(base)}), factors, logits);
     const bool first = ids.start == 0;
-    if (!first) sum.mul_(in_columns((max - base).exp_()));
+    if (!first) sum.mul_((max - base).exp_().unsqueeze(1));
     add_product(sum, logits, operands.head.narrow(0, ids.start, ids.size), first);
     max.copy_(raised);
   }
@@ -120,7 +118,7 @@ class ExpectedRows {
   // The sums of p * row, with the probabilities p over the whole vocabulary.
   at::Tensor normalized(const at::Tensor& normalizer) {
     const at::Tensor log_factor = (base_of(max_) - normalizer[0]).sub_(normalizer[1]);
-    return sum_.mul_(in_columns(log_factor.exp_().masked_fill_(max_ == kLowest, 0)));
+    return sum_.mul_(log_factor.exp_().masked_fill_(max_ == kLowest, 0).unsqueeze(1));
   }
 
  private:
@@ -301,7 +299,7 @@ at::Tensor weighted_row(const VocabLoss& loss, const at::Tensor& head_weight, at
     at::Tensor rows = head_weight.narrow(0, ids.start, ids.size).to(wide);
     if (loss.weight) {
       rows = rows *
-             in_columns(loss.weight->narrow(0, loss.vocab_start + ids.start, ids.size).to(wide));
+             loss.weight->narrow(0, loss.vocab_start + ids.start, ids.size).to(wide).unsqueeze(1);
     }
     sum.add_(rows.sum(0));
   }
@@ -327,7 +325,7 @@ at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTenso
   if (use_cuda_kernel(expected_rows)) {
     return frozen_gradient_on_cuda(loss, expected_rows, head_weight, labels, factors, column_row);
   }
-  const auto factor = [&factors](int64_t row) { return in_columns(factors[row]); };
+  const auto factor = [&factors](int64_t row) { return factors[row].unsqueeze(1); };
   at::Tensor grad = expected_rows * factor(GradientRows::kProbability);
   if (column_row.defined()) grad.sub_(factor(GradientRows::kColumn) * column_row);
   if (num_rows > 0) {
@@ -335,9 +333,9 @@ at::Tensor frozen_backward_kernel(const MaybeTensor& grad_loss, const MaybeTenso
     const at::Tensor foreign = (row < 0).logical_or(row >= num_rows);
     const at::Tensor of_labels = head_weight.index_select(0, row.masked_fill(foreign, 0)).to(wide);
     grad.sub_((of_labels * (factor(GradientRows::kLabel) * loss.logit_scale))
-                  .masked_fill_(in_columns(foreign), 0));
+                  .masked_fill_(foreign.unsqueeze(1), 0));
   }
-  grad.masked_fill_(in_columns((factors == 0).all(0)), 0);
+  grad.masked_fill_((factors == 0).all(0).unsqueeze(1), 0);
   return grad.to(head_weight.scalar_type());
 }
 

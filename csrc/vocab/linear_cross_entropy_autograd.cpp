@@ -21,24 +21,16 @@ Tensors<9> forward_meta(const at::Tensor& input, const at::Tensor& head_weight, 
                         const at::Tensor& labels, std::array<bool, 3> wanted,
                         std::array<bool, 3> needed, const Group&, const VocabLoss& loss) {
   const auto options = input.options().dtype(wide_type(input));
-  const auto per_token = [&](bool is_wanted, const at::TensorOptions& of_output) {
-    return empty_if(is_wanted, labels.sym_sizes(), of_output);
-  };
-  const int64_t rows = wanted[1] ? kRowsWithEntropy : kRowsWithoutEntropy;
   const Ahead ahead = ahead_of(loss, input.scalar_type(), needed);
   const auto gradient = [&](int64_t which, c10::SymIntArrayRef shape) {
     const bool is_there = ahead == Ahead::kGradients && needed[which];
     return empty_if(is_there, shape, is_there ? options.dtype(type_ahead(input)) : options);
   };
-  return {loss.reduction == "none" ? per_token(true, options) : at::empty({}, options),
-          per_token(wanted[0], options),
-          per_token(wanted[1], options),
-          per_token(wanted[2], options.dtype(at::kLong)),
-          at::empty_symint({rows, labels.sym_size(0)}, options),
-          empty_if(ahead == Ahead::kExpectedRows, input.sym_sizes(), options),
-          gradient(0, input.sym_sizes()),
-          gradient(1, head_weight.sym_sizes()),
-          gradient(2, head_weight.sym_sizes().slice(0, 1))};
+  return std::tuple_cat(
+      loss_outputs_meta(input, labels, wanted, loss),
+      Tensors<4>(empty_if(ahead == Ahead::kExpectedRows, input.sym_sizes(), options),
+                 gradient(0, input.sym_sizes()), gradient(1, head_weight.sym_sizes()),
+                 gradient(2, head_weight.sym_sizes().slice(0, 1))));
 }
 
 Tensors<3> backward_meta(const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,

@@ -1,6 +1,8 @@
 // What the gradients of the ops of the loss share.
 #pragma once
 
+#include "base/empty.h"
+#include "check.h"
 #include "comm/comm.h"
 #include "op.h"
 #include "vocab/loss.h"
@@ -34,6 +36,20 @@ inline void keep_for_backward(AutogradContext* ctx, LossCall call, std::array<bo
   ctx->set_materialize_grads(false);
   call.loss.weight.reset();
   keep_in_graph(ctx, std::move(call));
+}
+
+// The Meta form of LossOutputs, for logits in the dtype of `like`.
+inline Tensors<5> loss_outputs_meta(const at::Tensor& like, const at::Tensor& labels,
+                                    std::array<bool, 3> wanted, const VocabLoss& loss) {
+  const auto options = like.options().dtype(wide_type(like));
+  const auto per_token = [&](bool is_wanted, const at::TensorOptions& of_output) {
+    return empty_if(is_wanted, labels.sym_sizes(), of_output);
+  };
+  const int64_t rows = wanted[1] ? kRowsWithEntropy : kRowsWithoutEntropy;
+  return {loss.reduction == "none" ? per_token(true, options) : at::empty({}, options),
+          per_token(wanted[0], options), per_token(wanted[1], options),
+          per_token(wanted[2], options.dtype(at::kLong)),
+          at::empty_symint({rows, labels.sym_size(0)}, options)};
 }
 
 inline LossGradients gradients_of(const variable_list& grad_outputs) {

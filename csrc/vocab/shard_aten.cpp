@@ -27,8 +27,6 @@ std::pair<at::Tensor, at::Tensor> local_labels(const at::Tensor& labels, int64_t
   return {column.masked_fill(own.logical_not(), 0).unsqueeze(1), own};
 }
 
-at::Tensor in_columns(const at::Tensor& per_token) { return per_token.unsqueeze(1); }
-
 // exponential * logarithm, where 0 * log 0 is 0.
 at::Tensor times_log(const at::Tensor& exponential, const at::Tensor& logarithm) {
   return (exponential * logarithm).masked_fill_(logarithm == kLowest, 0);
@@ -48,7 +46,7 @@ void fill_stats(const VocabShard& shard, const StatsRows& rows, const at::Tensor
     const at::Tensor id = z.argmax(1) + shard.vocab_start;
     view_as_ids(partial_stats.select(0, rows.id)).copy_(id);
   }
-  z = z - in_columns(max.masked_fill(max == kLowest, 0));
+  z = z - max.masked_fill(max == kLowest, 0).unsqueeze(1);
   if (rows.smooth >= 0) {
     const at::Tensor sum = (shard.weight.defined() ? z * shard.weight : z).sum(1);
     partial_stats.select(0, rows.smooth).copy_(sum);
@@ -65,7 +63,7 @@ void fill_stats(const VocabShard& shard, const StatsRows& rows, const at::Tensor
 void fill_gradient(const VocabShard& shard, const at::Tensor& logits, const at::Tensor& labels,
                    const at::Tensor& normalizer, const at::Tensor& factors,
                    const at::Tensor& grad_logits) {
-  const auto factor = [&factors](int64_t row) { return in_columns(factors[row]); };
+  const auto factor = [&factors](int64_t row) { return factors[row].unsqueeze(1); };
   at::Tensor z = logits.to(factors.scalar_type()), slope;
   if (!shard.holds_logits()) z = z * shard.scale;
   if (shard.cap != 0) {
@@ -74,7 +72,7 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& logits, const at::
     z.mul_(shard.cap);
   }
   const at::Tensor log_probability =
-      (z - in_columns(normalizer[0])).sub_(in_columns(normalizer[1]));
+      (z - normalizer[0].unsqueeze(1)).sub_(normalizer[1].unsqueeze(1));
   const at::Tensor probability = log_probability.exp();
   at::Tensor grad = probability * factor(GradientRows::kProbability);
   if (normalizer.size(0) == kRowsWithEntropy) {
@@ -84,10 +82,11 @@ void fill_gradient(const VocabShard& shard, const at::Tensor& logits, const at::
   grad.sub_(shard.weight.defined() ? of_columns * shard.weight : of_columns);
   const auto [column, own] = local_labels(labels, shard.vocab_start, logits.size(1));
   grad.scatter_add_(
-      1, column, in_columns(factors[GradientRows::kLabel].masked_fill(own.logical_not(), 0).neg()));
+      1, column,
+      factors[GradientRows::kLabel].masked_fill(own.logical_not(), 0).neg().unsqueeze(1));
   if (slope.defined()) grad.mul_(slope);
   if (shard.scale != 1) grad.mul_(shard.scale);
-  grad_logits.copy_(grad.masked_fill_(in_columns((factors == 0).all(0)), 0));
+  grad_logits.copy_(grad.masked_fill_((factors == 0).all(0).unsqueeze(1), 0));
 }
 
 }  // namespace

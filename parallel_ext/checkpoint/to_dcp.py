@@ -42,7 +42,7 @@ from parallel_ext.checkpoint.saved_optimizer import read_options
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.io import disk
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, check_new, nothing, read_rows
+from parallel_ext.io.rewrite import Progress, check_new, nothing
 from parallel_ext.io.safetensors_reader import DTYPES, SafetensorsFile
 from parallel_ext.io.schema import MAX_OWN_JSON_BYTES, read_content
 from parallel_ext.sharding._torch_private import dcp_place
@@ -122,7 +122,7 @@ def _tensors(manifest: Manifest, opened: dict[str, SafetensorsFile]) -> Iterator
         key, _, parameter = name.partition("/")
         in_state = file.startswith(STATE_FOLDER)
         path = ("optimizer", "state", parameter, key) if in_state else ("model", name)
-        yield _Value(path, spec.dtype, spec.shape, partial(read_rows, opened[file], name))
+        yield _Value(path, spec.dtype, spec.shape, partial(opened[file].read_rows, name))
 
 
 def _numbers(described: dict[str, Any] | None) -> Iterator[_Value]:

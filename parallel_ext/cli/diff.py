@@ -14,9 +14,9 @@ from tqdm import tqdm
 from parallel_ext.cli.options import existing, positive, tolerance
 from parallel_ext.cli.saved import PATHS, Saved, open_saved
 from parallel_ext.cli.tables import print_table
-from parallel_ext.io.rewrite import read_rows, row_ranges
 from parallel_ext.io.safetensors_reader import TensorEntry
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES
+from parallel_ext.sharding.reshard import row_ranges
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _of_tensor(shown: str, first: Saved, name: str, second: Saved, other: str) -
     shape = entries[0].shape
     largest = apart = 0.0
     for start, stop in row_ranges(shape, 8 * math.prod(shape[1:])):
-        parts = [read_rows(file, key, start, stop) for file, key in sides]
+        parts = [file.read_rows(key, start, stop) for file, key in sides]
         floating = any(part.is_floating_point() for part in parts)
         a, b = (part.to(torch.float64 if floating else torch.int64) for part in parts)
         same = (a == b) | (a.isnan() & b.isnan())

@@ -16,9 +16,9 @@ from parallel_ext.io.reading import Wanted, read_shards
 from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.schema import MAX_TENSORS, read_json
-from parallel_ext.sharding.layout import ModelLayout, split
+from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards, persistent_buffers
-from parallel_ext.sharding.reshard import STRIPE_BYTES
+from parallel_ext.sharding.reshard import row_ranges
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"  # PEFT's
@@ -256,18 +256,13 @@ class HFDirectory:
 
     def _first_filled_row(self, name: str, start: int) -> int | None:
         """Return the first row from ``start`` on that is not all zeros; None if there is none."""
-        num_rows, *row_shape = self.shapes[name]
-        if not (width := math.prod(row_shape)):
+        shape = self.shapes[name]
+        if not (width := math.prod(shape[1:])):
             return None
-        at_once = max(1, STRIPE_BYTES // (8 * width))
-        for first in range(start, num_rows, at_once):
-            last = min(first + at_once, num_rows)
-            # Read into fp64, in which no value of another dtype becomes zero.
-            rows = torch.empty((last - first, *row_shape), dtype=torch.float64, device="cpu")
-            self.file_of[name].read_box(
-                name, ((first, last), *((0, size) for size in row_shape)), rows
-            )
-            filled = rows.flatten(1).ne(0).any(1) if row_shape else rows.ne(0)
+        for first, last in row_ranges(shape, 8 * width, start):
+            # Read as fp64, in which no value of another dtype becomes zero.
+            rows = self.file_of[name].read_rows(name, first, last, torch.float64)
+            filled = rows.view(last - first, width).ne(0).any(1)
             if filled.any():
                 return first + int(filled.nonzero()[0])
         return None
@@ -277,14 +272,8 @@ class HFDirectory:
         shape, dtype = self.shapes[first], self.dtypes[first]
         if self.dtypes[second] != dtype:
             return False
-        num_bytes = math.prod(shape) * dtype.itemsize
-        for rows in split(shape[0], -(-num_bytes // STRIPE_BYTES) or 1):
-            box = (rows, *((0, size) for size in shape[1:]))
-            one, other = (
-                torch.empty([b - a for a, b in box], dtype=dtype, device="cpu") for _ in range(2)
-            )
-            self.file_of[first].read_box(first, box, one)
-            self.file_of[second].read_box(second, box, other)
+        for rows in row_ranges(shape, math.prod(shape[1:]) * dtype.itemsize):
+            one, other = (self.file_of[name].read_rows(name, *rows) for name in (first, second))
             if not torch.equal(one, other):
                 return False
         return True

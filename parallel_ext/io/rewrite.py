@@ -15,7 +15,7 @@ from parallel_ext.io.hf_reader import INDEX_NAME, HFDirectory
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import SafetensorsWriter, TensorSpec
 from parallel_ext.io.stream import PlannedFile
-from parallel_ext.sharding.reshard import STRIPE_BYTES
+from parallel_ext.sharding.reshard import row_ranges
 
 Progress = Callable[[int], object]
 """Called with the bytes of each piece that was written."""
@@ -97,25 +97,8 @@ def copy_beside(
             disk.write_file(out / path.name, path.read_bytes())
 
 
-def row_ranges(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that take a stripe of memory each; (0, 1) of a tensor of one number."""
-    num_rows = shape[0] if shape else 1
-    at_once = max(1, STRIPE_BYTES // max(1, row_bytes))
-    for start in range(0, num_rows, at_once):
-        yield start, min(start + at_once, num_rows)
-
-
-def read_rows(file: SafetensorsFile, name: str, start: int, stop: int) -> torch.Tensor:
-    """Read some rows of a tensor in a file, given their range; all of a tensor of one number."""
-    entry = file.tensors[name]
-    box = ((start, stop), *((0, size) for size in entry.shape[1:])) if entry.shape else ()
-    rows = torch.empty([b - a for a, b in box], dtype=entry.dtype)
-    file.read_box(name, box, rows)
-    return rows
-
-
 def rows_of(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
     """Yield the first rows of a tensor in a file, up to a shape of fewer or equally many."""
     row_bytes = file.tensors[name].dtype.itemsize * math.prod(shape[1:])
     for start, stop in row_ranges(shape, row_bytes):
-        yield read_rows(file, name, start, stop)
+        yield file.read_rows(name, start, stop)

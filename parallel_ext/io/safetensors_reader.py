@@ -277,10 +277,27 @@ class SafetensorsFile:
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor into new memory of the CPU; errors as of :meth:`read_box`."""
+        shape = self.tensors[name].shape
+        return self.read_rows(name, 0, shape[0] if shape else 1)
+
+    def read_rows(
+        self, name: str, start: int, stop: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Read some rows of a tensor into new memory of the CPU, as the file has them or cast.
+
+        Args:
+            name: of a tensor of this file.
+            start, stop: the rows, half-open; of a tensor of one number all is read.
+            dtype: of what is returned; that in the file when None.
+
+        Raises:
+            CheckpointError: as of :meth:`read_box`.
+        """
         entry = self.tensors[name]
-        value = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        self.read_box(name, tuple((0, size) for size in entry.shape), value)
-        return value
+        box = ((start, stop), *((0, size) for size in entry.shape[1:])) if entry.shape else ()
+        rows = torch.empty(box_shape(box), dtype=dtype or entry.dtype, device="cpu")
+        self.read_box(name, box, rows)
+        return rows
 
     def read_box(
         self,

@@ -39,3 +39,9 @@ def check_tensors(op: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {value!r}")
+
+
+def check_arguments(op: str, group: Any, **tensors: Any) -> None:
+    """Raise as :func:`check_group` and :func:`check_tensors`."""
+    check_group(op, group)
+    check_tensors(op, **tensors)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.arguments import check_arguments, check_group, check_tensors
 from parallel_ext.ops.group import ALONE, Group, Range
 from parallel_ext.ops.vocab_loss import LossOptions, in_order
 
@@ -100,8 +100,7 @@ def block_row_linear(
         >>> block_row_linear(torch.ones(1, 4), torch.ones(1, 4), Blocks(((0, 2), (2, 4)), 2))
         tensor([[4.]])
     """
-    check_group("block_row_linear", group)
-    check_tensors("block_row_linear", input=input, weight=weight)
+    check_arguments("block_row_linear", group, input=input, weight=weight)
     return torch.ops.parallel_ext.block_row_linear(
         input, weight, bias, _flat(blocks.own), blocks.count, group.size, group.name
     )
@@ -134,8 +133,7 @@ def block_bias(
         >>> block_bias(torch.zeros(1, 4), torch.arange(4.0), Blocks(((0, 2), (2, 4)), 2))
         tensor([[0., 1., 2., 3.]])
     """
-    check_group("block_bias", group)
-    check_tensors("block_bias", input=input, bias=bias)
+    check_arguments("block_bias", group, input=input, bias=bias)
     return torch.ops.parallel_ext.block_bias(
         input, bias, _flat(blocks.own), copies, blocks.count, group.size, group.name
     )
@@ -164,8 +162,7 @@ def block_scale(
         tensor([[3.],
                 [3.]])
     """
-    check_group("block_scale", group)
-    check_tensors("block_scale", input=input, weight=weight)
+    check_arguments("block_scale", group, input=input, weight=weight)
     return torch.ops.parallel_ext.block_scale(
         input, weight, _flat(blocks.own), blocks.count, group.size, group.name
     )
@@ -257,8 +254,7 @@ def sum_leaves(
         >>> sum_leaves([torch.ones(2), torch.ones(2)], [(2, 1), (3, 1)], torch.float32)
         tensor([2., 2.])
     """
-    bounds = [number for node in nodes for number in node]
-    return torch.ops.parallel_ext.sum_leaves([*values], bounds, dtype)
+    return torch.ops.parallel_ext.sum_leaves([*values], _flat(nodes), dtype)
 
 
 def block_linear_cross_entropy(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.arguments import check_arguments, check_group, check_tensors
 from parallel_ext.ops.group import ALONE, Group
 
 
@@ -65,8 +65,7 @@ def column_linear(
         >>> column_linear(torch.ones(1, 2), torch.ones(3, 2))
         tensor([[2., 2., 2.]])
     """
-    check_group("column_linear", group)
-    check_tensors("column_linear", input=input, weight=weight)
+    check_arguments("column_linear", group, input=input, weight=weight)
     stride = weight.size(0) if row_stride is None else row_stride
     return torch.ops.parallel_ext.column_linear(input, weight, bias, stride, group.size, group.name)
 
@@ -146,8 +145,7 @@ def row_linear(
         >>> row_linear(torch.ones(1, 2), torch.ones(3, 2))
         tensor([[2., 2., 2.]])
     """
-    check_group("row_linear", group)
-    check_tensors("row_linear", input=input, weight=weight)
+    check_arguments("row_linear", group, input=input, weight=weight)
     return torch.ops.parallel_ext.row_linear(input, weight, bias, group.size, group.name)
 
 
@@ -197,8 +195,7 @@ def lora_linear(
         tensor([[3., 3., 3.]])
     """
     p, *counter = dropout or (0.0,)
-    check_group("lora_linear", group)
-    check_tensors("lora_linear", input=input, weight=weight, lora_a=lora_a, lora_b=lora_b)
+    check_arguments("lora_linear", group, input=input, weight=weight, lora_a=lora_a, lora_b=lora_b)
     return torch.ops.parallel_ext.lora_linear(
         input, weight, lora_a, lora_b, bias, scale, p, counter, group.size, group.name
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.arguments import check_arguments, check_tensors
 from parallel_ext.ops.group import ALONE, Group
 
 
@@ -193,8 +193,7 @@ def moe_dispatch(
         tensor([[2.],
                 [1.]])
     """
-    check_group("moe_dispatch", group)
-    check_tensors("moe_dispatch", input=input, weights=weights)
+    check_arguments("moe_dispatch", group, input=input, weights=weights)
     return torch.ops.parallel_ext.moe_dispatch(
         input, weights, *route[2:], *plan, group.rank, group.size, group.name
     )
@@ -228,8 +227,7 @@ def moe_combine(
         >>> moe_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), route, plan)
         tensor([[3.]])
     """
-    check_group("moe_combine", group)
-    check_tensors("moe_combine", rows=rows, origins=origins)
+    check_arguments("moe_combine", group, rows=rows, origins=origins)
     return torch.ops.parallel_ext.moe_combine(
         rows,
         origins,
@@ -370,8 +368,7 @@ def moe_take_tokens(
         >>> moe_take_tokens(torch.ones(3, 2), torch.ones(3, 1), [3], ALONE)[0].shape
         torch.Size([3, 2])
     """
-    check_group("moe_take_tokens", group)
-    check_tensors("moe_take_tokens", input=input, weights=weights)
+    check_arguments("moe_take_tokens", group, input=input, weights=weights)
     return torch.ops.parallel_ext.moe_take_tokens(
         input, weights, list(sizes), group.rank, group.size, group.name
     )

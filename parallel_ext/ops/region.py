@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors
+from parallel_ext.ops.arguments import check_arguments
 from parallel_ext.ops.group import ALONE, Group  # noqa: F401 (an example)
 
 
@@ -30,8 +30,7 @@ def reduce_from_region(partial: torch.Tensor, group: Group) -> torch.Tensor:
         >>> reduce_from_region(torch.ones(2), ALONE)
         tensor([1., 1.])
     """
-    check_group("reduce_from_region", group)
-    check_tensors("reduce_from_region", partial=partial)
+    check_arguments("reduce_from_region", group, partial=partial)
     return torch.ops.parallel_ext.reduce_from_region(partial, group.size, group.name)
 
 
@@ -55,8 +54,7 @@ def copy_to_region(input: torch.Tensor, group: Group) -> torch.Tensor:
         >>> copy_to_region(torch.ones(2), ALONE)
         tensor([1., 1.])
     """
-    check_group("copy_to_region", group)
-    check_tensors("copy_to_region", input=input)
+    check_arguments("copy_to_region", group, input=input)
     return torch.ops.parallel_ext.copy_to_region(input, group.size, group.name)
 
 
@@ -79,8 +77,7 @@ def gather_from_region(shard: torch.Tensor, sizes: Sequence[int], group: Group) 
         >>> gather_from_region(torch.ones(2, 3), [3], ALONE).shape
         torch.Size([2, 3])
     """
-    check_group("gather_from_region", group)
-    check_tensors("gather_from_region", shard=shard)
+    check_arguments("gather_from_region", group, shard=shard)
     return torch.ops.parallel_ext.gather_from_region(
         shard, list(sizes), group.rank, group.size, group.name
     )
@@ -106,8 +103,7 @@ def take_tokens(input: torch.Tensor, sizes: Sequence[int], group: Group) -> torc
         >>> take_tokens(torch.ones(2, 3, 4), [3], ALONE).shape
         torch.Size([2, 3, 4])
     """
-    check_group("take_tokens", group)
-    check_tensors("take_tokens", input=input)
+    check_arguments("take_tokens", group, input=input)
     return torch.ops.parallel_ext.take_tokens(
         input, list(sizes), group.rank, group.size, group.name
     )
@@ -140,8 +136,7 @@ def gather_tokens(
         >>> gather_tokens(torch.ones(2, 3, 4), [3], ALONE).shape
         torch.Size([2, 3, 4])
     """
-    check_group("gather_tokens", group)
-    check_tensors("gather_tokens", shard=shard)
+    check_arguments("gather_tokens", group, shard=shard)
     return torch.ops.parallel_ext.gather_tokens(
         shard, list(sizes), group.rank, bool(partial_gradient), group.size, group.name
     )
@@ -169,8 +164,7 @@ def sum_tokens(partial: torch.Tensor, sizes: Sequence[int], group: Group) -> tor
         >>> sum_tokens(torch.ones(2, 3, 4), [3], ALONE).shape
         torch.Size([2, 3, 4])
     """
-    check_group("sum_tokens", group)
-    check_tensors("sum_tokens", partial=partial)
+    check_arguments("sum_tokens", group, partial=partial)
     return torch.ops.parallel_ext.sum_tokens(
         partial, list(sizes), group.rank, group.size, group.name
     )

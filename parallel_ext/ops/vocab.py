@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_ext.ops.arguments import check_group, check_tensors, check_whole
+from parallel_ext.ops.arguments import check_arguments, check_whole
 from parallel_ext.ops.group import ALONE, Group, Range
 
 
@@ -57,8 +57,7 @@ def vocab_embedding(
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += vocab_size
-    check_group("vocab_embedding", group)
-    check_tensors("vocab_embedding", ids=ids, weight=weight)
+    check_arguments("vocab_embedding", group, ids=ids, weight=weight)
     table = ids, weight, vocab_size, vocab_start, padding_idx, sizes or ()
     if tokens is None:
         return torch.ops.parallel_ext.vocab_embedding(*table, group.size, group.name)
@@ -89,9 +88,8 @@ def vocab_argmax(
         >>> vocab_argmax(torch.tensor([[0.0, 2.0, 2.0]]), 3, (0, 3))
         tensor([1])
     """
-    check_group("vocab_argmax", group)
+    check_arguments("vocab_argmax", group, logits=logits)
     check_whole("vocab_argmax", group, vocab_size, vocab_range)
-    check_tensors("vocab_argmax", logits=logits)
     return torch.ops.parallel_ext.vocab_argmax(
         logits, vocab_size, *vocab_range, group.size, group.name
     )
@@ -146,9 +144,8 @@ def vocab_sample(
         >>> vocab_sample(torch.tensor([[0.0, 9.0, 0.0]]), 3, (0, 3), top_k=1, seed=7, step=0)
         tensor([1])
     """
-    check_group("vocab_sample", group)
+    check_arguments("vocab_sample", group, logits=logits)
     check_whole("vocab_sample", group, vocab_size, vocab_range)
-    check_tensors("vocab_sample", logits=logits)
     return torch.ops.parallel_ext.vocab_sample(
         logits,
         vocab_size,

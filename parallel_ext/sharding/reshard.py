@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -51,6 +52,20 @@ class RowStripe(NamedTuple):
         return None if empty else rows
 
 
+def row_ranges(shape: Sequence[int], row_bytes: int, start: int = 0) -> Iterator[Range]:
+    """Yield ranges of rows, from ``start`` on, that take at most ``STRIPE_BYTES`` or are one row.
+
+    Args:
+        shape: of the tensor; one of a single number has one row.
+        row_bytes: memory of a row.
+        start: the first row that is wanted.
+    """
+    num_rows = shape[0] if shape else 1
+    at_once = max(1, STRIPE_BYTES // max(1, row_bytes))
+    for first in range(start, num_rows, at_once):
+        yield first, min(first + at_once, num_rows)
+
+
 def row_stripes(layout: TensorLayout, itemsize: int) -> list[RowStripe]:
     """Split all rows of a tensor into stripes of at most ``STRIPE_BYTES``, or of one row.
 
@@ -63,12 +78,8 @@ def row_stripes(layout: TensorLayout, itemsize: int) -> list[RowStripe]:
     """
     if layout.numel == 0:
         return []
-    num_rows = layout.shape[0] if layout.shape else 1
-    at_once = max(1, STRIPE_BYTES // (layout.numel // num_rows * itemsize))
-    return [
-        RowStripe(layout, start, min(start + at_once, num_rows))
-        for start in range(0, num_rows, at_once)
-    ]
+    row_bytes = math.prod(layout.shape[1:]) * itemsize
+    return [RowStripe(layout, *rows) for rows in row_ranges(layout.shape, row_bytes)]
 
 
 def part_views(

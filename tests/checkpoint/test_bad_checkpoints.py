@@ -35,7 +35,7 @@ from parallel_ext.io.hashing import FileRecord
 from parallel_ext.io.schema import to_json
 
 JOB = Job(Tiny(vocab_size=11, heads=2, key_value_heads=1, inner=7, layers=1))
-STEP, SAVE_ID = "step-00000001", "save_id"
+STEP = "step-00000001"
 STATE = "parallel_state/"
 MANIFEST, LOOP, RNG = f"{STATE}manifest.json", f"{STATE}loop.json", f"{STATE}rng.safetensors"
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"

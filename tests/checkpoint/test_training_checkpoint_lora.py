@@ -17,8 +17,7 @@ from ranks import pool
 from reference import Tiny, assert_within, batch, difference, parallel, quietly, worst
 from reference_cogagent import batches_of, picture, text, tiny_model
 from reference_cogagent import exact as exact_cogagent
-from reference_lora import ALL, FILE, config, plain
-from reference_lora_experts import BOTH, plain_experts
+from reference_lora import ALL, BOTH, FILE, config, plain
 from reference_mixtral import Layout, TinyMixtral
 from safetensors.torch import load_file
 from test_cogagent_lora import EVERYWHERE
@@ -258,7 +257,7 @@ def test_peft_reads_the_directory_which_is_that_of_save_pretrained(
     assert configs[0].pop("auto_mapping")["parent_library"] == module
     del configs[1]["auto_mapping"]  # names the class that FSDP has made
     assert configs[0] == configs[1]
-    by_peft = (plain_experts if kind == "experts" else plain)(step, job.tiny)
+    by_peft = plain(step, job.tiny)
     assert difference(logits, _logits(job, by_peft)) < 1e-9
     state: dict[str, torch.Tensor] = {}
     for path in (step / "parallel_state").glob("optim-*"):

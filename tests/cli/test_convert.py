@@ -28,7 +28,8 @@ from parallel_ext.checkpoint import to_dcp
 from parallel_ext.checkpoint.dcp_reader import DcpDirectory
 from parallel_ext.cli.main import main
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io import rewrite
+from parallel_ext.io.safetensors_reader import SafetensorsFile
+from parallel_ext.sharding import reshard
 
 TINY = Tiny(dtype=torch.float32)
 V, PADDED = TINY.vocab_size, 128
@@ -214,7 +215,7 @@ def test_a_dcp_takes_the_memory_of_a_piece(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[StorageWeakRef] = []
-    rows = to_dcp.read_rows
+    rows = SafetensorsFile.read_rows
 
     def watched(*args: Any) -> torch.Tensor:
         assert sum(1 for piece in held if not piece.expired()) <= 1
@@ -222,7 +223,7 @@ def test_a_dcp_takes_the_memory_of_a_piece(
         held.append(StorageWeakRef(piece.untyped_storage()))
         return piece
 
-    monkeypatch.setattr(to_dcp, "read_rows", watched)
+    monkeypatch.setattr(SafetensorsFile, "read_rows", watched)
     to_dcp.to_dcp(px.latest_checkpoint(saved / "checkpoints"), tmp_path / "dcp")
     assert len(held) == 63
 
@@ -365,7 +366,7 @@ def test_stripes_of_rows_are_the_whole(
 ) -> None:
     _pad(tmp_path / "padded", TINY, 0.0, V)
     _json(capsys, tmp_path / "padded", tmp_path / "whole")
-    monkeypatch.setattr(rewrite, "STRIPE_BYTES", 1000)
+    monkeypatch.setattr(reshard, "STRIPE_BYTES", 1000)
     _json(capsys, tmp_path / "padded", tmp_path / "striped")
     assert _same(_tensors(tmp_path / "whole"), _tensors(tmp_path / "striped"))
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
 from parallel_ext.cli.main import main
-from parallel_ext.io import rewrite
 from parallel_ext.lora import merged_files
+from parallel_ext.sharding import reshard
 
 TINY = Tiny(dtype=torch.float32, bias=True)
 LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
@@ -93,7 +93,7 @@ def test_stripes_of_rows_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monke
     whole = merged_files.merge_files(adapter, base, tmp_path / "whole", pieces.append)
     assert len(pieces) == whole.tensors
     assert sum(pieces) == whole.num_bytes
-    monkeypatch.setattr(rewrite, "STRIPE_BYTES", 1000)
+    monkeypatch.setattr(reshard, "STRIPE_BYTES", 1000)
     merged_files.merge_files(adapter, base, tmp_path / "striped", pieces.append)
     assert len(pieces) > 3 * whole.tensors
     one, other = _tensors(tmp_path / "whole"), _tensors(tmp_path / "striped")

@@ -29,9 +29,9 @@ from versions import needs_newer
 
 import parallel_ext as px
 from parallel_ext.distributed.errors import CheckpointError
-from parallel_ext.io import hf_reader
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.safe_open import open_file
+from parallel_ext.sharding import reshard
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TABLE, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -866,7 +866,7 @@ def test_different_options_on_the_ranks_are_refused(good: Path, folder: Path) ->
 
 def _cut_and_saved(source: str, target: str, stripe_bytes: int) -> tuple[int, list[str], int]:
     """Load with the true vocabulary; its size, what differs from the good model, saved rows."""
-    with mock.patch.object(hf_reader, "STRIPE_BYTES", stripe_bytes):
+    with mock.patch.object(reshard, "STRIPE_BYTES", stripe_bytes):
         model = px.from_pretrained(source, mesh_of(), vocab_size=101)
     model.save_pretrained(target)
     state = px.full_state_dict(model, writer_only=False)
@@ -902,7 +902,7 @@ def test_the_first_row_of_a_tail_that_is_not_zero_is_named_whatever_the_stripes(
         rows = load_file(good / "one" / FILE)[TABLE].new_zeros(128, 72)
         rows[row:, row % 72] = -1
         _tensors({TABLE: lambda _, rows=rows: rows})(folder)
-        with mock.patch.object(hf_reader, "STRIPE_BYTES", 3 * 72 * 8):
+        with mock.patch.object(reshard, "STRIPE_BYTES", 3 * 72 * 8):
             assert f"row {row} is not zero" in _refused(folder, vocab_size=101)[0]
 
 

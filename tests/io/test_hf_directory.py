@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh, init_mesh
-from parallel_ext.io import disk, hf_reader, publish, stream
+from parallel_ext.io import disk, publish, stream
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.hf_writer import parse_size, write_directory
 from parallel_ext.io.publish import Publication
@@ -26,6 +26,7 @@ from parallel_ext.io.state_dict import check_shapes, gather_state_dict, local_va
 from parallel_ext.io.stream import plan_files
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
+from parallel_ext.sharding import reshard
 from parallel_ext.sharding.layout import ModelLayout, TensorLayout, shard_ranges
 from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.reshard import gather_tensor
@@ -290,7 +291,10 @@ def test_a_file_of_others_that_may_not_be_read_is_kept(tmp_path: Path) -> None:
     assert (target / "config.json").exists()
 
 
-def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [False, True], ids=["failed", "interrupted"])
+def test_a_second_rename_that_does_not_come_puts_the_previous_directory_back(
+    interrupted: bool, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "config.json").write_text("old")
@@ -298,36 +302,16 @@ def test_a_failed_rename_puts_the_previous_directory_back(tmp_path: Path) -> Non
     (publication.temporary / "config.json").write_text("new")
     rename, calls = os.rename, []
 
-    def second_fails(source: Path, destination: Path) -> None:
+    def broken(source: Path, destination: Path) -> None:
         calls.append(source)
-        if len(calls) == 2:
+        if len(calls) == 2 and not interrupted:
             raise OSError(errno.EIO, "Input/output error")
         rename(source, destination)
-
-    with (
-        mock.patch.object(publish.os, "rename", second_fails),
-        pytest.raises(OSError, match="Input/output"),
-    ):
-        publication.publish()
-    publication.discard()
-    assert _files(tmp_path) == {"out/config.json": b"old"}
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_an_interrupt_between_the_renames_puts_the_previous_directory_back(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "config.json").write_text("old")
-    publication = Publication(target)
-    rename, calls = os.rename, []
-
-    def interrupted(source: Path, destination: Path) -> None:
-        calls.append(source)
-        rename(source, destination)
-        if len(calls) == 1:
+        if interrupted and len(calls) == 1:
             raise KeyboardInterrupt
 
-    with mock.patch.object(publish.os, "rename", interrupted), pytest.raises(KeyboardInterrupt):
+    error = pytest.raises(KeyboardInterrupt if interrupted else OSError)
+    with mock.patch.object(publish.os, "rename", broken), error:
         publication.publish()
     publication.discard()
     assert _files(tmp_path) == {"out/config.json": b"old"}
@@ -535,7 +519,7 @@ def test_a_tied_alias_may_be_present_if_it_is_equal(tmp_path: Path) -> None:
     table = load_file(tmp_path / "model.safetensors")[TABLE]
     layout = _layout(tie_word_embeddings=True)
     _add_head(tmp_path, table.clone())
-    with HFDirectory(tmp_path) as directory, mock.patch.object(hf_reader, "STRIPE_BYTES", 1000):
+    with HFDirectory(tmp_path) as directory, mock.patch.object(reshard, "STRIPE_BYTES", 1000):
         directory.check(layout)
     table[100, 23] += 1
     _add_head(tmp_path, table)

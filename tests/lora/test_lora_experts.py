@@ -16,8 +16,7 @@ from reference import (
     shard_differences,
     worst,
 )
-from reference_lora import config
-from reference_lora_experts import BOTH, DOWN, GATE_UP, adapted_experts, plain_experts
+from reference_lora import BOTH, DOWN, GATE_UP, adapted_experts, config, plain
 from reference_mixtral import (
     Layout,
     TinyMixtral,
@@ -43,7 +42,7 @@ def _pair(
     """PEFT's model and ours, with the same adapter."""
     model = adapted_experts(tiny, layout, **changes)
     model.save_pretrained(directory)
-    return plain_experts(directory, tiny), px.data_parallel(model, layout.mesh(), zero)
+    return plain(directory, tiny), px.data_parallel(model, layout.mesh(), zero)
 
 
 def _parity(
@@ -151,7 +150,7 @@ def _two_adapters(directory: Path, layout: Layout) -> dict[str, float]:
     model = adapted_experts(TINY, layout)
     model.add_adapter("second", config(**{**BOTH, "r": 2}))
     model.save_pretrained(directory)
-    reference = plain_experts(directory, TINY)
+    reference = plain(directory, TINY)
     reference.load_adapter(directory / "second", "second", is_trainable=True)
     differences = {}
     for active in (["default", "second"], ["second"]):

@@ -14,7 +14,16 @@ import peft
 import pytest
 import torch
 from ranks import pool
-from reference import FLOOR, difference, gradients_of, mesh_of, parallel, shard_differences, worst
+from reference import (
+    FLOOR,
+    difference,
+    gradients_of,
+    mesh_of,
+    parallel,
+    refusal,
+    shard_differences,
+    worst,
+)
 from reference_cogagent import (
     TWO_IMAGES,
     Row,
@@ -234,8 +243,7 @@ def test_each_leaf_has_masks_of_its_own() -> None:
 
 
 def _refusals() -> list[str]:
-    found = []
-    for call in (
+    calls = (
         lambda: px.train_leaves(
             px.parallelize(tiny_model().float().train(), mesh_of(tp=2), invariant=INVARIANT),
             batch_of(BATCHES[0], "left"),
@@ -248,12 +256,8 @@ def _refusals() -> list[str]:
         ),
         lambda: check_can_be_invariant(PUBLISHED_COGAGENT, {}),
         lambda: check_can_be_invariant(replace(COGAGENT, model_type="another"), {}),
-    ):
-        try:
-            call()
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    )
+    return [refusal(call) for call in calls]
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:

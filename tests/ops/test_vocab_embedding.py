@@ -8,13 +8,13 @@ from reference_ops import (
     ALL_DTYPES,
     ALL_SIZES,
     BOTH_PATHS,
-    MUTATIONS,
     NOTICED,
     TOLERANCE,
     assert_refused,
     assert_within,
     aten_path,
     data_bytes,
+    errors_of_embedding,
     grad_outputs,
     on_ranks,
     own_range,
@@ -27,7 +27,6 @@ from reference_ops import (
 from torch.nn import functional
 
 from parallel_ext.ops import Group, vocab_embedding
-from parallel_ext.sharding.layout import split
 
 FP64 = torch.float64
 HIDDEN = 3
@@ -46,40 +45,12 @@ def _ids(vocab_size: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _errors_of_one_embedding(
-    group: Group,
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    grad: torch.Tensor,
-    padding_idx: int | None = None,
-    mutation: str = "none",
-) -> dict[str, float]:
-    """Output and gradient of this rank's rows against those of the whole table."""
-    expected = with_gradients(
-        lambda table: functional.embedding(ids, table, padding_idx), [table.double()], grad.double()
-    )
-    op_group, rank = MUTATIONS[mutation](group)
-    start, stop = own_range(table.size(0), group)
-    rows = table[slice(*split(table.size(0), group.size)[rank])]
-    output, grad_rows = with_gradients(
-        lambda rows: vocab_embedding(
-            ids, rows, table.size(0), start, padding_idx=padding_idx, group=op_group
-        ),
-        [rows],
-        grad,
-    )
-    return {
-        "output": relative_error(output, expected[0]),
-        "weight": relative_error(grad_rows, expected[1], slice(start, stop)),
-    }
-
-
 def _embedding_errors(group: Group, vocab_size: int, dtype: torch.dtype) -> dict[str, float]:
     errors = {}
     table = torch.randn(HIDDEN, vocab_size, dtype=dtype).mT  # its rows are not contiguous
     for shape, ids in _ids(vocab_size).items():
         for layout, grad in grad_outputs((*ids.shape, HIDDEN), dtype).items():
-            found = _errors_of_one_embedding(group, ids, table, grad)
+            found = errors_of_embedding(group, ids, table, grad)
             errors.update({f"{shape}, {layout}: {name}": error for name, error in found.items()})
     return errors
 
@@ -99,7 +70,7 @@ def test_embedding_is_as_accurate_as_its_dtype(dtype, aten):
 
 def _no_hidden_features(group: Group) -> dict[str, float]:
     ids, nothing = torch.tensor([0, 4, 2]), torch.zeros(5, 0, dtype=FP64)
-    return _errors_of_one_embedding(group, ids, nothing, torch.zeros(3, 0, dtype=FP64))
+    return errors_of_embedding(group, ids, nothing, torch.zeros(3, 0, dtype=FP64))
 
 
 @BOTH_PATHS
@@ -111,7 +82,7 @@ def _padding_errors(group: Group, padding_idx: int, mutation: str) -> dict[str, 
     """V = 128, as in torchtitan #4637: on 4 ranks, ids 5, 37 and 69 are row 5 of ranks 0, 1, 2."""
     ids = torch.tensor([[5, 37, 5, 40], [69, 8, 127, 40]])
     table, grad = torch.randn(128, HIDDEN, dtype=FP64), torch.randn(2, 4, HIDDEN, dtype=FP64)
-    return _errors_of_one_embedding(group, ids, table, grad, padding_idx, mutation)
+    return errors_of_embedding(group, ids, table, grad, padding_idx=padding_idx, mutation=mutation)
 
 
 @BOTH_PATHS
@@ -174,7 +145,7 @@ def _special_rows(group: Group) -> dict[str, float]:
     """NaN and infinities stay in the rows of the ids that have them."""
     ids, table = torch.tensor([0, 1, 2, 3]), torch.zeros(4, HIDDEN, dtype=FP64)
     table[1], table[3, 0] = float("nan"), float("-inf")
-    return _errors_of_one_embedding(group, ids, table, table.flip(0).clone())
+    return errors_of_embedding(group, ids, table, table.flip(0).clone())
 
 
 @BOTH_PATHS

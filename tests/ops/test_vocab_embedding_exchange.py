@@ -11,13 +11,13 @@ from reference_ops import (
     assert_within,
     counted,
     data_bytes,
+    errors_of_embedding,
     on_ranks,
     own_range,
     relative_error,
     with_gradients,
     worst,
 )
-from torch.nn import functional
 
 from parallel_ext import _C
 from parallel_ext.ops import Group, vocab_embedding
@@ -82,19 +82,7 @@ def test_each_row_travels_once_from_its_owner():
 
 def _uneven_shards(group: Group, sizes: list[int]) -> dict[str, float]:
     ids, table = torch.tensor([3, 0, 3, 6]), torch.randn(7, HIDDEN, dtype=FP64)
-    start = sum(sizes[: group.rank])
-    stop = start + sizes[group.rank]
-    grad = torch.randn(4, HIDDEN, dtype=FP64)
-    expected = with_gradients(lambda table: functional.embedding(ids, table), [table], grad)
-    output, grad_rows = with_gradients(
-        lambda rows: vocab_embedding(ids, rows, 7, start, sizes=sizes, group=group),
-        [table[start:stop]],
-        grad,
-    )
-    return {
-        "output": relative_error(output, expected[0]),
-        "weight": relative_error(grad_rows, expected[1], slice(start, stop)),
-    }
+    return errors_of_embedding(group, ids, table, torch.randn(4, HIDDEN, dtype=FP64), sizes=sizes)
 
 
 @BOTH_PATHS

@@ -17,11 +17,11 @@ from reference_ops import (
     assert_within,
     counted,
     data_bytes,
+    errors_of_embedding,
     on_ranks,
     own_range,
     relative_error,
     sizes_of,
-    with_gradients,
     worst,
 )
 from torch.nn import functional
@@ -48,25 +48,12 @@ def _ids(tokens: int) -> dict[str, torch.Tensor]:
 
 def _embedded(group: Group, tokens: int, dtype: torch.dtype, padding: int) -> dict[str, float]:
     """Rows and gradients, from what one process computes of all tokens."""
-    sizes, (start, stop) = sizes_of(tokens, group), own_range(VOCAB, group)
-    own, errors = (..., slice(*own_range(tokens, group)), slice(None)), {}
-    table = torch.randn(VOCAB, HIDDEN, dtype=dtype)
+    table, errors = torch.randn(VOCAB, HIDDEN, dtype=dtype), {}
+    options = {"padding_idx": padding, "tokens": sizes_of(tokens, group)}
     for name, ids in _ids(tokens).items():
         grad = torch.randn(*ids.shape, HIDDEN, dtype=dtype)
-        rows, whole = with_gradients(
-            lambda each, ids=ids: functional.embedding(ids, each, padding_idx=padding),
-            [table.double()],
-            grad,
-        )
-        found, gradient = with_gradients(
-            lambda each, ids=ids: vocab_embedding(
-                ids, each, VOCAB, start, padding_idx=padding, tokens=sizes, group=group
-            ),
-            [table[start:stop]],
-            grad[own],
-        )
-        errors[f"rows of {name}"] = relative_error(found, rows[own])
-        errors[f"gradient of {name}"] = relative_error(gradient, whole, slice(start, stop))
+        found = errors_of_embedding(group, ids, table, grad, **options)
+        errors.update({f"{what} of {name}": error for what, error in found.items()})
     return errors
 
 
@@ -88,20 +75,7 @@ def test_dtypes_err_by_their_rounding(dtype: torch.dtype, aten: bool) -> None:
 def _uneven(group: Group, sizes: list[int], tokens: list[int]) -> dict[str, float]:
     ids, table = torch.randint(VOCAB, (2, sum(tokens))), torch.randn(VOCAB, HIDDEN, dtype=FP64)
     grad = torch.randn(*ids.shape, HIDDEN, dtype=FP64)
-    rows, whole = with_gradients(lambda each: functional.embedding(ids, each), [table], grad)
-    first, start = (sum(each[: group.rank]) for each in (tokens, sizes))
-    own = slice(first, first + tokens[group.rank]), slice(start, start + sizes[group.rank])
-    found, gradient = with_gradients(
-        lambda each: vocab_embedding(
-            ids, each, VOCAB, start, sizes=sizes, tokens=tokens, group=group
-        ),
-        [table[own[1]]],
-        grad[:, own[0]],
-    )
-    return {
-        "rows": relative_error(found, rows[:, own[0]]),
-        "gradient": relative_error(gradient, whole, own[1]),
-    }
+    return errors_of_embedding(group, ids, table, grad, sizes=sizes, tokens=tokens)
 
 
 @BOTH_PATHS

@@ -11,25 +11,17 @@ from typing import Any
 
 import torch
 import transformers
+from planned_steps import adapter, as_planned, bytes_held, config_of
 
 import parallel_ext as px
-from parallel_ext.lora import adapt_all_linears
+from parallel_ext.parallel.estimate import Step
 
 
-def config_of(kind: str, hidden: int = 512) -> transformers.PreTrainedConfig:
-    """Return a configuration large enough for its tensors to be most of a process."""
-    sizes = {
-        "vocab_size": 16 * hidden,
-        "hidden_size": hidden,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    }
-    if kind == "mixtral":
-        return transformers.MixtralConfig(
-            intermediate_size=11 * hidden // 8, num_local_experts=8, **sizes
-        )
-    return transformers.LlamaConfig(intermediate_size=11 * hidden // 4, **sizes)
+def parsed(case: dict[str, Any]) -> tuple[str, int, int, Step]:
+    """Return which model a case trains, the sides tp and ep of its mesh, and the step."""
+    step = {**case, "dtype": getattr(torch, case["dtype"])}
+    kind, tp, ep = (step.pop(name) for name in ("kind", "tp", "ep"))
+    return kind, tp, ep, Step(adapt=adapter(step.pop("r", None)), **step)
 
 
 def _resident(field: str) -> int:
@@ -37,24 +29,14 @@ def _resident(field: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
-def _step(case: dict[str, Any], hidden: int, mesh: px.Mesh, times: int) -> Any:
+def _train(kind: str, hidden: int, mesh: px.Mesh, step: Step, times: int) -> Any:
     """Train some steps; return what lives on."""
     torch.manual_seed(0)
-    config = config_of(case["kind"], hidden)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    own = case["sequence_parallel"]
-    model = model.to(getattr(torch, case["dtype"]))
-    model = px.parallelize(model, mesh, sequence_parallel=own).train()
-    if case["checkpointing"]:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if case["r"]:
-        model = adapt_all_linears(model, case["r"])
-    px.data_parallel(model, mesh, zero=case["zero"])
-    if case["kind"] == "mixtral":
-        px.force_routing(model, "balanced")
+    config = config_of(kind, hidden)
+    model = as_planned(transformers.AutoModelForCausalLM.from_config(config), mesh, step)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
-    ids = torch.randint(0, config.vocab_size, (case["rows"], case["tokens"] * hidden // 512))
+    ids = torch.randint(0, config.vocab_size, (step.rows, step.tokens * hidden // 512))
     for _ in range(times):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
@@ -63,21 +45,16 @@ def _step(case: dict[str, Any], hidden: int, mesh: px.Mesh, times: int) -> Any:
 
 
 def main() -> None:
-    case = json.loads(sys.argv[1])
+    kind, tp, ep, step = parsed(json.loads(sys.argv[1]))
     ctypes.CDLL(None).mallopt(-3, 65536)  # else glibc keeps what is freed, up to 32 MiB a tensor
-    mesh = px.init_mesh(tp=case["tp"], ep=case["ep"])
-    _step(case, 64, mesh, 1)  # libraries make room for themselves
+    mesh = px.init_mesh(tp=tp, ep=ep)
+    _train(kind, 64, mesh, step, 1)  # libraries make room for themselves
     gc.collect()
     before = _resident("VmRSS")
-    kept = _step(case, 512, mesh, 2)
+    model, optimizer = _train(kind, 512, mesh, step, 2)
     peak = _resident("VmHWM") - before
-    values = [kept[0].parameters(), *(state.values() for state in kept[1].state.values())]
-    sizes = [
-        sum((v.to_local() if hasattr(v, "to_local") else v).nbytes for v in of if v.dim())
-        for of in values
-    ]
     if mesh.rank == 0:
-        print("RESULT", json.dumps([peak, sizes[0], sum(sizes[1:])]))
+        print("RESULT", json.dumps([peak, *bytes_held(model, optimizer)]))
 
 
 if __name__ == "__main__":

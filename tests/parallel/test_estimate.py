@@ -15,12 +15,18 @@ import pytest
 import torch
 import transformers
 from launch import finished, run_forked
+from planned_steps import (
+    adapter,
+    assert_few_layers_tell_of_many,
+    bytes_held,
+    config_as_planned,
+    config_of,
+)
 from ranks import pool
-from step_memory import config_of
+from step_memory import parsed
 from test_thousand_ranks import CONFIGS as LARGE_CONFIGS
 
 import parallel_ext as px
-from parallel_ext.lora import adapt_all_linears
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.estimate import STATES, Planner, Step
 
@@ -58,29 +64,15 @@ CONFIGS = {
 }
 
 
-def _held(
-    kind: str, tp: int, ep: int, zero: int, r: int | None, dtype: torch.dtype
-) -> tuple[int, int]:
+def _held(kind: str, tp: int, ep: int, step: Step) -> tuple[int, int]:
     """Bytes of this rank's weights, and of its optimizer's states."""
-    torch.manual_seed(0)
-    mesh = px.init_mesh(tp=tp, ep=ep)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
-    model = px.parallelize(model.to(dtype), mesh)
-    if r:
-        model = adapt_all_linears(model, r)
-    model = px.data_parallel(model, mesh, zero).train()
+    model, _ = config_as_planned(CONFIGS[kind](), tp, ep, step)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     ids = torch.arange(12).view(2, 6)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    values = [
-        list(model.parameters()),
-        [v for state in optimizer.state.values() for v in state.values() if v.dim()],
-    ]
-    return tuple(
-        sum((v.to_local() if hasattr(v, "to_local") else v).nbytes for v in of) for of in values
-    )
+    return bytes_held(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +100,8 @@ def test_weights_and_optimizer_are_those_that_ranks_hold(
     kind: str, tp: int, ep: int, dp: int, zero: int, r: int | None
 ) -> None:
     dtype = torch.bfloat16 if r and dp == 1 else torch.float32
-    found = pool(tp * dp).run(_held, kind, tp, ep, zero, r, dtype)
-    step = Step(dtype=dtype, zero=zero, tokens=6, adapt=r and partial(adapt_all_linears, r=r))
+    step = Step(dtype=dtype, zero=zero, tokens=6, adapt=adapter(r))
+    found = pool(tp * dp).run(_held, kind, tp, ep, step)
     estimate = Planner(CONFIGS[kind]()).estimate(tp * dp, tp, ep, step)
     weights, states = zip(*found, strict=True)
     assert (estimate.tp, estimate.ep, estimate.dp) == (tp, ep, dp)
@@ -147,37 +139,21 @@ OFTEN = ("mixtral tp=2 ep=2",)  # the others are slow where memory is
 )
 def test_the_peak_of_a_step_is_that_of_a_process(name: str) -> None:
     changes, world = CASES[name]
-    case = {"tp": 1, "ep": 1, "zero": 2, "rows": 4, "tokens": 512, "dtype": "float32"}
-    case |= {"checkpointing": False, "r": None, "sequence_parallel": False, **changes}
+    case = {"tp": 1, "ep": 1, "rows": 4, "tokens": 512, "dtype": "float32", **changes}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
     printed = finished(run_forked([*command, SCRIPT, json.dumps(case)], timeout=900))
     peak, weights, states = json.loads(printed.removeprefix("RESULT"))
-    step = Step(
-        rows=case["rows"],
-        tokens=case["tokens"],
-        dtype=getattr(torch, case["dtype"]),
-        zero=case["zero"],
-        checkpointing=case["checkpointing"],
-        adapt=case["r"] and partial(adapt_all_linears, r=case["r"]),
-        sequence_parallel=case["sequence_parallel"],
-    )
-    planner = Planner(config_of(case["kind"]))
-    estimate = planner.estimate(world, case["tp"], case["ep"], step)
+    kind, tp, ep, step = parsed(case)
+    estimate = Planner(config_of(kind)).estimate(world, tp, ep, step)
     print(f"{name}: {estimate.peak / 1e6:.0f} MB planned, {peak / 1e6:.0f} MB measured")
     assert estimate.weights[0] == weights
     assert estimate.optimizer[0] == states
     assert 0.85 <= estimate.peak / peak <= 1.15
 
 
-def _mixture(ep: int, checkpointing: bool, own: bool) -> list[int]:
+def _mixture(ep: int, step: Step) -> list[int]:
     """What a forward of a mixture leaves, and its step's peak, on rank 0."""
-    torch.manual_seed(0)
-    mesh, config = px.init_mesh(tp=2, ep=ep), config_of("mixtral", 128)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model = px.parallelize(model, mesh, sequence_parallel=own).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    px.force_routing(model, "balanced")
+    model, _ = config_as_planned(config_of("mixtral", 128), 2, ep, step)
     ids = torch.arange(3 * 151).view(3, 151)
     found = px.profile_step(model, {"input_ids": ids, "labels": ids}, warmup=1, show=False)
     return [found.ranks[0].memory.activations, found.ranks[0].memory.peak]
@@ -193,7 +169,7 @@ def test_own_tokens_save_a_mixture_what_was_planned(ep: int, checkpointing: bool
             **{"checkpointing": checkpointing, "sequence_parallel": own},
         )
         estimate = Planner(config_of("mixtral", 128)).estimate(2, 2, ep, step)
-        left, peak = pool(2).run(_mixture, ep, checkpointing, own)[0]
+        left, peak = pool(2).run(_mixture, ep, step)[0]
         planned.append(estimate.activations)
         measured.append(left)
         assert estimate.peak == pytest.approx(peak, rel=0.05)
@@ -203,18 +179,6 @@ def test_own_tokens_save_a_mixture_what_was_planned(ep: int, checkpointing: bool
     assert planned[0] - planned[1] == pytest.approx(saved, rel=0.01)
 
 
-def assert_few_layers_tell_of_many(
-    config: transformers.PreTrainedConfig,
-    step: Step,
-    layouts: tuple[tuple[int, int, int], ...] = ((1, 1, 1), (2, 2, 1), (4, 2, 1)),
-) -> None:
-    few, all_of_them = Planner(config), Planner(config)
-    assert few._equal_layers
-    all_of_them._equal_layers = False
-    for world, tp, ep in layouts:
-        assert few.estimate(world, tp, ep, step) == all_of_them.estimate(world, tp, ep, step)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("r", [None, 4])
@@ -222,9 +186,8 @@ def assert_few_layers_tell_of_many(
 def test_few_layers_tell_of_many(kind: str, checkpointing: bool, r: int | None, own: bool) -> None:
     config = config_of(kind)
     config.num_hidden_layers = 5
-    adapt = r and partial(adapt_all_linears, r=r)
     options = {"checkpointing": checkpointing, "sequence_parallel": own}
-    step = Step(rows=2, tokens=64, adapt=adapt, **options)
+    step = Step(rows=2, tokens=64, adapt=adapter(r), **options)
     assert_few_layers_tell_of_many(config, step)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 import transformers
+from planned_steps import (
+    adapter,
+    assert_few_layers_tell_of_many,
+    bytes_held,
+    config_as_planned,
+    config_of,
+)
 from ranks import pool
-from step_memory import config_of
-from test_estimate import assert_few_layers_tell_of_many
 
 import parallel_ext as px
-from parallel_ext.lora import adapt_all_linears
 from parallel_ext.parallel import meta_autocast
 from parallel_ext.parallel.estimate import Planner, Step
 
@@ -27,22 +28,9 @@ def _config(kind: str) -> transformers.PreTrainedConfig:
     return config
 
 
-def _measured(
-    kind: str, tp: int, ep: int, zero: int, r: int | None, checkpointing: bool
-) -> list[int]:
+def _measured(kind: str, tp: int, ep: int, step: Step) -> tuple[int, int]:
     """Bytes of this rank's weights, and the peak of a step, without an optimizer."""
-    torch.manual_seed(0)
-    mesh = px.init_mesh(tp=tp, ep=ep)
-    model: Any = transformers.AutoModelForCausalLM.from_config(_config(kind))
-    model = px.parallelize(model, mesh).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if r:
-        model = adapt_all_linears(model, r)
-    px.data_parallel(model, mesh, zero)
-    if kind == "mixtral":
-        px.force_routing(model, "balanced")
-    model.forward = torch.autocast("cpu", BF16)(model.forward)
+    model, mesh = config_as_planned(_config(kind), tp, ep, step)
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 509
     # Under FSDP the peak of one step in some is 5 % higher than that of the others.
     peak = min(
@@ -51,8 +39,7 @@ def _measured(
         .memory.peak
         for _ in range(3 if mesh.dp_size > 1 else 1)
     )
-    weights = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
-    return [sum(each.nbytes for each in weights), peak]
+    return bytes_held(model)[0], peak
 
 
 @pytest.mark.parametrize(
@@ -73,12 +60,11 @@ def _measured(
 def test_the_peak_of_a_step_under_autocast_is_the_planned_one(
     kind: str, tp: int, ep: int, dp: int, zero: int, r: int | None, checkpointing: bool
 ) -> None:
-    found = pool(tp * dp).run(_measured, kind, tp, ep, zero, r, checkpointing)
     step = Step(
         **{"rows": ROWS, "tokens": TOKENS, "dtype": torch.float32, "optimizer": "sgd"},
-        **{"zero": zero, "checkpointing": checkpointing, "autocast": BF16},
-        adapt=r and partial(adapt_all_linears, r=r),
+        **{"zero": zero, "checkpointing": checkpointing, "autocast": BF16, "adapt": adapter(r)},
     )
+    found = pool(tp * dp).run(_measured, kind, tp, ep, step)
     planner = Planner(_config(kind))
     estimate = planner.estimate(tp * dp, tp, ep, step)
     plain = planner.estimate(tp * dp, tp, ep, Step(**{**vars(step), "autocast": None}))
@@ -98,8 +84,7 @@ def test_few_layers_tell_of_many_under_autocast(
     config.num_hidden_layers = 5
     step = Step(
         **{"rows": 2, "tokens": 64, "dtype": torch.float32, "autocast": BF16},
-        checkpointing=checkpointing,
-        adapt=r and partial(adapt_all_linears, r=r),
+        **{"checkpointing": checkpointing, "adapt": adapter(r)},
     )
     assert_few_layers_tell_of_many(config, step)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
+from planned_steps import (
+    adapter,
+    as_planned,
+    assert_few_layers_tell_of_many,
+    bytes_held,
+    counted,
+    planned,
+)
 from ranks import pool
 from reference_cogagent import tiny_config
-from test_estimate import assert_few_layers_tell_of_many
-from test_planned_traffic import counted, planned
 
 import parallel_ext as px
-from parallel_ext.lora import adapt_all_linears
 from parallel_ext.models.cogagent import CogAgentForCausalLM
 from parallel_ext.parallel.estimate import Planner, Step
 
@@ -21,32 +23,19 @@ ROWS, TOKENS = 3, 71
 SIZES = {"hidden_size": 128, "intermediate_size": 211, "vocab_size": 509, "num_hidden_layers": 4}
 
 
-def _measured(
-    tp: int, zero: int, r: int | None, checkpointing: bool, dtype: torch.dtype, own: bool
-) -> tuple[int, int, dict[str, int], int]:
+def _measured(tp: int, step: Step) -> tuple[int, int, dict[str, int], int]:
     """Bytes of this rank's weights and optimizer, what a step counts, and its peak."""
     torch.manual_seed(0)
-    mesh = px.init_mesh(tp=tp)
-    model: Any = CogAgentForCausalLM(tiny_config(**SIZES)).to(dtype)
-    model = px.parallelize(model, mesh, sequence_parallel=own).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = as_planned(CogAgentForCausalLM(tiny_config(**SIZES)), px.init_mesh(tp=tp), step)
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     batch = {"input_ids": ids, "labels": ids, **model.with_an_image_each(ROWS, TOKENS)}
-    if r:
-        model = adapt_all_linears(model, r)
-    px.data_parallel(model, mesh, zero)
     sent = counted(model, batch)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     optimizer.step()
-    states = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
-    weights, states = (
-        sum((v.to_local() if hasattr(v, "to_local") else v).nbytes for v in of)
-        for of in (model.parameters(), states)
-    )
+    held = bytes_held(model, optimizer)
     model.zero_grad()
     profile = px.profile_step(model, batch, warmup=1, show=False)
-    return weights, states, sent, profile.ranks[0].memory.peak
+    return *held, sent, profile.ranks[0].memory.peak
 
 
 @pytest.mark.parametrize(
@@ -78,12 +67,11 @@ def _measured(
 def test_a_step_holds_and_sends_what_was_planned(
     tp: int, dp: int, zero: int, r: int | None, checkpointing: bool, dtype: torch.dtype, own: bool
 ) -> None:
-    found = pool(tp * dp).run(_measured, tp, zero, r, checkpointing, dtype, own)
-    adapt = r and partial(adapt_all_linears, r=r)
     step = Step(
         **{"rows": ROWS, "tokens": TOKENS, "dtype": dtype, "zero": zero},
-        **{"checkpointing": checkpointing, "adapt": adapt, "sequence_parallel": own},
+        **{"checkpointing": checkpointing, "adapt": adapter(r), "sequence_parallel": own},
     )
+    found = pool(tp * dp).run(_measured, tp, step)
     config = tiny_config(**SIZES)
     planner = Planner(config)
     estimate = planner.estimate(tp * dp, tp, 1, step)
@@ -103,12 +91,7 @@ def test_a_step_holds_and_sends_what_was_planned(
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("r", [None, 4])
 def test_few_layers_tell_of_many(checkpointing: bool, r: int | None) -> None:
-    step = Step(
-        rows=2,
-        tokens=20,
-        checkpointing=checkpointing,
-        adapt=r and partial(adapt_all_linears, r=r),
-    )
+    step = Step(rows=2, tokens=20, checkpointing=checkpointing, adapt=adapter(r))
     config = tiny_config(num_hidden_layers=5)
     assert_few_layers_tell_of_many(config, step)
 

@@ -77,27 +77,6 @@ def test_training_equals_the_single_process(case: str) -> None:
         assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
 
 
-def _checkpointed(tiny: Tiny, reentrant: bool, copied: bool) -> tuple[float, str]:
-    """Two forwards of other lengths before one backward, whose layers are recomputed."""
-    reference = tiny.model()
-    model = parallel(reference, mesh_of(), sequence_parallel=True)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if copied:
-        model = copy.deepcopy(model)
-    for each in (reference, model):
-        first, second = (each(**batch(tiny.vocab_size, tokens=n)).loss for n in (9, 14))
-        (first + second).backward()
-    return worst(shard_differences(model, gradients_of(reference), gradients=True))
-
-
-@pytest.mark.parametrize("copied", [False, True], ids=["", "deepcopied"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_gradient_checkpointing_keeps_the_gradients(reentrant: bool, copied: bool) -> None:
-    tiny = Tiny(heads=4, key_value_heads=1)
-    for error, name in pool(3).run(_checkpointed, tiny, reentrant, copied):
-        assert error <= FLOOR[tiny.dtype], name
-
-
 class _Again(torch.autograd.Function):
     """Another checkpointing than torch's."""
 
@@ -122,22 +101,31 @@ def _recompute_an_mlp(model: torch.nn.Module, how: Any) -> None:
     model.model.layers[0].mlp = whole
 
 
-def _checkpoint_in_a_layer(tiny: Tiny, reentrant: bool) -> tuple[float, str]:
-    """Two forwards of other lengths before one backward."""
+def _checkpointed(tiny: Tiny, reentrant: bool, how: str) -> tuple[float, str]:
+    """Two forwards of other lengths before one backward, in which layers are recomputed."""
     reference = tiny.model()
     model = parallel(reference, mesh_of(), sequence_parallel=True)
-    _recompute_an_mlp(model, partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant))
+    if how == "an MLP alone":
+        checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+        _recompute_an_mlp(model, checkpoint)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if how == "deepcopied":
+        model = copy.deepcopy(model)
     for each in (reference, model):
         first, second = (each(**batch(tiny.vocab_size, tokens=n)).loss for n in (9, 14))
         (first + second).backward()
-    model.model.layers[0].mlp = model.model.layers[0].mlp.inner
+    if how == "an MLP alone":
+        model.model.layers[0].mlp = model.model.layers[0].mlp.inner
     return worst(shard_differences(model, gradients_of(reference), gradients=True))
 
 
+@pytest.mark.parametrize("how", ["", "deepcopied", "an MLP alone"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_block_may_be_recomputed_alone(reentrant: bool) -> None:
-    for error, name in pool(3).run(_checkpoint_in_a_layer, Tiny(), reentrant):
-        assert error <= 1e-10, name
+def test_gradient_checkpointing_keeps_the_gradients(reentrant: bool, how: str) -> None:
+    tiny = Tiny(heads=4, key_value_heads=1)
+    for error, name in pool(3).run(_checkpointed, tiny, reentrant, how):
+        assert error <= FLOOR[tiny.dtype], name
 
 
 def _counts(tiny: Tiny, sequence_parallel: bool, checkpointing: bool | None) -> list[Any]:

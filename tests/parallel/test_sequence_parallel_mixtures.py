@@ -20,8 +20,7 @@ from reference import (
     shard_differences,
     worst,
 )
-from reference_lora import config
-from reference_lora_experts import BOTH, plain_experts
+from reference_lora import BOTH, config, plain
 from reference_mixtral import (
     Layout,
     TinyMixtral,
@@ -147,7 +146,7 @@ def _adapted(
     torch.manual_seed(11)
     model = peft.get_peft_model(model, config(**{**BOTH, **changes}))
     model.save_pretrained(directory)
-    reference = plain_experts(directory, FIVE)
+    reference = plain(directory, FIVE)
     px.data_parallel(model, layout.mesh(), zero)
     if checkpoints:
         model.enable_input_require_grads()

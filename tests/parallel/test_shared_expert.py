@@ -8,7 +8,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from ranks import pool
 from reference import (
@@ -22,14 +21,15 @@ from reference import (
 )
 from reference_lora import (
     FILE,
+    GATE_UP,
     check_life,
-    config,
     gradient_errors,
     logits_in_life,
     logits_of,
+    plain,
     share_masks,
+    with_adapter,
 )
-from reference_lora_experts import GATE_UP, plain_experts
 from reference_mixtral import (
     Layout,
     TinyQwen2Moe,
@@ -82,10 +82,8 @@ def test_a_rank_without_tokens_takes_part(balance: bool) -> None:
 
 
 def _adapted(layout: Layout, options: dict[str, Any], **changes: Any) -> Any:
-    """A parallel model with an adapter, made by ranks that are seeded unlike."""
     model = parallel(TINY.model(), layout.mesh(), **options)
-    torch.manual_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))
-    return peft.get_peft_model(model, config(target_modules=[*MLP, "o_proj"], **changes))
+    return with_adapter(model, target_modules=[*MLP, "o_proj"], **changes)
 
 
 def _with_adapter(
@@ -94,7 +92,7 @@ def _with_adapter(
     """Of losses, gradients, norms and weights in steps; of the base's too if it is trained."""
     model = _adapted(layout, options, **changes)
     model.save_pretrained(directory)
-    reference = plain_experts(directory, TINY)
+    reference = plain(directory, TINY)
     if base:
         for each in (reference, model):
             each.requires_grad_(True)
@@ -131,7 +129,7 @@ def _recomputed(
     """Gradients of an adapter with dropout, whose masks are those of the places of tokens."""
     model = _adapted(Layout(1, 3, 1), options, lora_dropout=0.4)
     model.save_pretrained(directory)
-    reference = plain_experts(directory, TINY).train()
+    reference = plain(directory, TINY).train()
     share_masks(reference, model)[0] = 1
     if reentrant is not None:
         model.enable_input_require_grads()
@@ -176,7 +174,7 @@ def test_an_adapter_of_any_layout_loads_and_merges_at_any_other(tmp_path: Path) 
         assert saved[other].keys() == saved[first].keys()
         assert all(torch.equal(saved[other][n], value) for n, value in saved[first].items())
     assert any("shared_expert.down_proj.lora_A" in name for name in saved[first])
-    expected = logits_of(plain_experts(first, TINY), INPUTS)
+    expected = logits_of(plain(first, TINY), INPUTS)
     for layout in (Layout(1, 1, 1), Layout(1, 2, 2), Layout(1, 3, 1)):
         for found in pool(layout.world).run(_loaded, first, layout):
             check_life(found, expected, biased=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,20 +42,11 @@ class Tiny:
 
     def config(self) -> transformers.LlamaConfig:
         return transformers.LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=8 * self.heads,
+            **config_sizes(self),
             intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=128,
             attn_implementation=self.attention,
             attention_bias=self.bias,
             mlp_bias=self.bias,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
         )
 
     def model(self, seed: int = 1) -> transformers.LlamaForCausalLM:
@@ -66,6 +57,20 @@ class Tiny:
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, mean=1.0, std=0.3)
         return model if self.dtype != torch.float64 else exact(model)
+
+
+def config_sizes(tiny: Any) -> dict[str, Any]:
+    """What the configuration of a small model takes, whatever its architecture."""
+    return {
+        "vocab_size": tiny.vocab_size,
+        "hidden_size": 8 * tiny.heads,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.key_value_heads,
+        "tie_word_embeddings": tiny.tied,
+        "max_position_embeddings": 128,
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
 
 
 def of_vocabulary(vocab_size: int, tied: bool) -> Tiny:
@@ -114,6 +119,15 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the error that a call raises, or that there was none."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def parallel(reference: transformers.PreTrainedModel, mesh: px.Mesh, **options: Any) -> Any:
     """A parallel copy of a single-process model."""
     model = copy.deepcopy(reference)
@@ -133,6 +147,18 @@ def batch(
     labels = ids.masked_fill(mask == 0, -100)
     labels[-1, 3] = -100
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def uneven_rows(vocab_size: int, number: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of a data set, with uneven numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for row in range(number):
+        ids = torch.randint(0, vocab_size, (7,), generator=generator)
+        labels = ids.clone()
+        labels[: row % 6] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
 
 
 def difference(

@@ -1,8 +1,10 @@
-"""Adapters on the small Llama, and PEFT's own answers for the single-process model."""
+"""Adapters on the small Llama and Mixtral, and PEFT's own answers for the same in one process."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import peft
 import torch
 import torch.distributed as dist
 from philox import kept, scale
-from reference import Tiny, exact, mesh_of, parallel
+from reference import Tiny, mesh_of, parallel
+from reference_mixtral import Layout, TinyMixtral
+from safetensors.torch import load_file
 from torch import nn
 
 import parallel_ext as px
@@ -19,6 +23,8 @@ from parallel_ext.sharding.named_shards import named_shards
 from parallel_ext.sharding.slices import take
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+BOTH: dict[str, Any] = {"target_modules": [], "target_parameters": [GATE_UP, DOWN]}
 TINY = Tiny()
 FILE = "adapter_model.safetensors"
 
@@ -29,22 +35,58 @@ def config(**changes: Any) -> px.LoraConfig:
     return px.LoraConfig(**{**options, **changes})
 
 
-def adapted(tiny: Tiny = TINY, **changes: Any) -> peft.PeftModel:
+def with_adapter(model: Any, **changes: Any) -> peft.PeftModel:
     """A parallel model with an adapter, made by ranks that are seeded unlike."""
-    model = parallel(tiny.model(), mesh_of())  # seeds
     torch.manual_seed(11 + (dist.get_rank() if dist.is_initialized() else 0))
     return peft.get_peft_model(model, config(**changes))
 
 
-def plain(directory: Path, tiny: Tiny = TINY) -> peft.PeftModel:
+def adapted(tiny: Tiny = TINY, **changes: Any) -> peft.PeftModel:
+    """The same of a small Llama, over all ranks."""
+    return with_adapter(parallel(tiny.model(), mesh_of()), **changes)
+
+
+def adapted_experts(tiny: TinyMixtral, layout: Layout, **changes: Any) -> peft.PeftModel:
+    """The same of a mixture, with an adapter of its experts alone."""
+    return with_adapter(parallel(tiny.model(), layout.mesh()), **{**BOTH, **changes})
+
+
+def plain(directory: Path, tiny: Tiny | TinyMixtral = TINY) -> peft.PeftModel:
     """The single-process model with the adapter in ``directory``, by PEFT alone."""
-    model = tiny.model()
     return peft.PeftModel.from_pretrained(
-        exact(model) if tiny.dtype == torch.float64 else model,
+        tiny.model(),
         directory,
         is_trainable=True,
         config=peft.LoraConfig.from_pretrained(directory),
     )
+
+
+def files_of_layouts(
+    root: Path, layouts: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of one adapter that each of the layouts saved, and those that PEFT saved.
+
+    Each lies in a folder of ``root``, that of PEFT in ``peft``. Raises unless all layouts saved the
+    same, under PEFT's names, shapes and dtypes, with PEFT's configuration.
+    """
+    one, *others, expected = (load_file(root / name / FILE) for name in (*layouts, "peft"))
+    for other in others:
+        assert other.keys() == one.keys()
+        assert all(torch.equal(other[name], one[name]) for name in one)
+    of_one, by_peft = (
+        {name: (tensor.shape, tensor.dtype) for name, tensor in each.items()}
+        for each in (one, expected)
+    )
+    assert of_one == by_peft
+    configs = [
+        json.loads((root / name / "adapter_config.json").read_text())
+        for name in (layouts[1], "peft")
+    ]
+    for each in configs:
+        for targets in (each["target_modules"], each["target_parameters"]):
+            (targets or []).sort()
+    assert configs[0] == configs[1]
+    return one, expected
 
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ranks import pool
 from reference import (
     Tiny,
     batch,
+    config_sizes,
     difference,
     exact,
     gradient_differences,
@@ -159,27 +160,24 @@ class TinyMixtral:
     balance: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
-    def config(self) -> transformers.MixtralConfig:
-        return transformers.MixtralConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=8 * self.heads,
+    def config(self) -> transformers.PreTrainedConfig:
+        return self.config_of(
+            transformers.MixtralConfig,
             intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
             num_local_experts=self.num_experts,
-            num_experts_per_tok=self.top_k,
-            tie_word_embeddings=self.tied,
-            output_router_logits=self.balance,
-            router_aux_loss_coef=0.5,
-            max_position_embeddings=128,
             sliding_window=None,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            experts_implementation="eager",
-            **dict(self.options),
         )
+
+    def config_of(self, architecture: Any, **sizes: Any) -> transformers.PreTrainedConfig:
+        """The configuration of a mixture with these sizes of its own."""
+        of_all = {
+            **config_sizes(self),
+            "num_experts_per_tok": self.top_k,
+            "output_router_logits": self.balance,
+            "router_aux_loss_coef": 0.5,
+            "experts_implementation": "eager",
+        }
+        return architecture(**{**of_all, **sizes, **dict(self.options)})
 
     def model(self, seed: int = 1) -> transformers.PreTrainedModel:
         """The single-process model, the same on every rank."""
@@ -206,30 +204,16 @@ class TinyQwen3Moe(TinyMixtral):
 
     num_experts: int = 5
 
-    def config(self) -> transformers.Qwen3MoeConfig:
-        options: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": 8 * self.heads,
-            "head_dim": 6,
-            "intermediate_size": 11,
-            "moe_intermediate_size": 13,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_value_heads,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.top_k,
-            "mlp_only_layers": [0],
-            "norm_topk_prob": True,
-            "tie_word_embeddings": self.tied,
-            "output_router_logits": self.balance,
-            "router_aux_loss_coef": 0.5,
-            "max_position_embeddings": 128,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "experts_implementation": "eager",
-        }
-        return transformers.Qwen3MoeConfig(**{**options, **dict(self.options)})
+    def config(self) -> transformers.PreTrainedConfig:
+        return self.config_of(
+            transformers.Qwen3MoeConfig,
+            head_dim=6,
+            intermediate_size=11,
+            moe_intermediate_size=13,
+            num_experts=self.num_experts,
+            mlp_only_layers=[0],
+            norm_topk_prob=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -238,28 +222,14 @@ class TinyQwen2Moe(TinyMixtral):
 
     num_experts: int = 5
 
-    def config(self) -> transformers.Qwen2MoeConfig:
-        return transformers.Qwen2MoeConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=8 * self.heads,
+    def config(self) -> transformers.PreTrainedConfig:
+        return self.config_of(
+            transformers.Qwen2MoeConfig,
             intermediate_size=11,
             moe_intermediate_size=13,
             shared_expert_intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
             num_experts=self.num_experts,
-            num_experts_per_tok=self.top_k,
             mlp_only_layers=[0],
-            tie_word_embeddings=self.tied,
-            output_router_logits=self.balance,
-            router_aux_loss_coef=0.5,
-            max_position_embeddings=128,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            experts_implementation="eager",
-            **dict(self.options),
         )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import pool
+from torch.nn.functional import embedding
 
 from parallel_ext import _C
-from parallel_ext.ops import ALONE, Group, copy_to_region
+from parallel_ext.ops import ALONE, Group, copy_to_region, vocab_embedding
 from parallel_ext.sharding.layout import split
 
 # Our error may be this large, relative to the largest element of the full tensor. In the lower
@@ -198,3 +200,41 @@ def assert_within(
 def data_bytes(tensor: torch.Tensor) -> bytes:
     """The bits of a tensor, to compare what must be bitwise equal."""
     return tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def errors_of_embedding(
+    group: Group,
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    sizes: Sequence[int] | None = None,
+    tokens: Sequence[int] | None = None,
+    padding_idx: int | None = None,
+    mutation: str = "none",
+) -> dict[str, float]:
+    """Output and gradient of this rank's rows against those of the whole ``table`` in one process.
+
+    ``grad`` is that of all tokens; ``sizes``, ``tokens`` and ``padding_idx`` are the op's.
+    """
+    vocab_size = table.size(0)
+    ends = [0, *accumulate(sizes or sizes_of(vocab_size, group))]
+    op_group, rank = MUTATIONS[mutation](group)
+    (start, stop), shard = (ends[r : r + 2] for r in (group.rank, rank))
+    own: Any = ...
+    if tokens is not None:
+        first = sum(tokens[: group.rank])
+        own = ..., slice(first, first + tokens[group.rank]), slice(None)
+    expected = with_gradients(
+        lambda table: embedding(ids, table, padding_idx), [table.double()], grad.double()
+    )
+    options = {"padding_idx": padding_idx, "sizes": sizes, "tokens": tokens, "group": op_group}
+    output, gradient = with_gradients(
+        lambda rows: vocab_embedding(ids, rows, vocab_size, start, **options),
+        [table[slice(*shard)]],
+        grad[own],
+    )
+    return {
+        "output": relative_error(output, expected[0][own]),
+        "weight": relative_error(gradient, expected[1], slice(start, stop)),
+    }

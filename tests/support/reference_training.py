@@ -11,8 +11,7 @@ import peft
 import torch
 import torch.distributed as dist
 from reference import Tiny, batch, parallel
-from reference_lora import ALL, config
-from reference_lora_experts import DOWN, GATE_UP
+from reference_lora import ALL, DOWN, GATE_UP, config
 from reference_mixtral import Layout, TinyMixtral
 from torch import nn
 

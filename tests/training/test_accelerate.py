@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from interplay_accelerate import processes
 from ranks import Raised, pool
-from reference import Tiny, parallel
+from reference import Tiny, parallel, uneven_rows
 from torch.utils.data import DataLoader
 
 import parallel_ext as px
@@ -47,15 +47,9 @@ LAYOUTS = [  # of parallel models
 
 
 def samples(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows with uneven numbers of labels."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for row in range(number):
-        ids = torch.randint(0, TINY.vocab_size, (7,), generator=generator)
-        labels = ids.clone()
-        labels[: row % 5] = -100
-        rows.append({"input_ids": ids, "labels": labels, "row": torch.tensor(row)})
-    return rows
+    """Rows with uneven numbers of labels, and their own numbers."""
+    rows = enumerate(uneven_rows(TINY.vocab_size, number, seed))
+    return [{**row, "row": torch.tensor(index)} for index, row in rows]
 
 
 class Job:

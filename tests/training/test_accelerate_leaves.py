@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from interplay_accelerate import processes
 from ranks import pool
-from reference import Tiny, mesh_of, parallel
+from reference import Tiny, mesh_of, parallel, uneven_rows
 from reference_leaves import Layout, as_a_chain, sweep
 from reference_mixtral import TinyMixtral
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,18 +31,6 @@ LAYOUTS = [(2, 1, 2), (3, 1, 3), (3, 3, 0), (4, 2, 2)]
 
 Found = tuple[list[str], str]
 """Losses of leaves, norms and learning rates as they come, and ``px.digest``."""
-
-
-def _samples(vocab_size: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """Rows with uneven numbers of labels."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for row in range(number):
-        ids = torch.randint(0, vocab_size, (7,), generator=generator)
-        labels = ids.clone()
-        labels[: row % 5] = -100
-        rows.append({"input_ids": ids, "labels": labels})
-    return rows
 
 
 class _Job:
@@ -68,7 +56,7 @@ class _Job:
             model.gradient_checkpointing_enable()
         if zero:
             px.data_parallel(model, mesh, zero)
-        self.rows = _samples(tiny.vocab_size, options.get("rows", ROWS * LEAVES * STEPS))
+        self.rows = uneven_rows(tiny.vocab_size, options.get("rows", ROWS * LEAVES * STEPS), 1)
         self.loader = DataLoader(
             options.get("dataset", self.rows),
             ROWS,
@@ -221,7 +209,7 @@ def test_the_tests_above_notice_sums_in_another_order() -> None:
 
 class _Endless(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        yield from _samples(TINY.vocab_size, 24)
+        yield from uneven_rows(TINY.vocab_size, 24, 1)
 
 
 def _misused(options: dict[str, Any]) -> None:

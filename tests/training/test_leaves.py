@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from reference import (
     gradients_of,
     mesh_of,
     parallel,
+    refusal,
     shard_differences,
     worst,
 )
@@ -372,13 +374,6 @@ def _refusals() -> list[str]:
     tiny = KINDS["odd"]
     whole = leaf_batch(tiny.vocab_size, 0)
 
-    def refused(function: Any) -> str:
-        try:
-            function()
-        except (ValueError, RuntimeError, px.DisagreementError) as error:
-            return str(error)
-        return "nothing was raised"
-
     def made(**options: Any) -> Any:
         return px.parallelize(tiny.model(), mesh, invariant=px.Invariant(8, **options))
 
@@ -386,15 +381,15 @@ def _refusals() -> list[str]:
     own = {name: value + mesh.rank for name, value in whole.items()}
     short = whole | {"labels": whole["labels"][:3]}
     found = [
-        refused(made),
-        refused(lambda: px.Invariant(8, leaves=0)),
-        refused(lambda: px.train_leaves(px.parallelize(tiny.model(), mesh), whole)),
-        refused(lambda: px.train_leaves(made(leaves=2).eval(), whole)),
-        refused(lambda: px.train_leaves(model, {"input_ids": whole["input_ids"]})),
-        refused(lambda: px.train_leaves(model, short)),
-        refused(lambda: px.train_leaves(model, whole if mesh.rank else short)),
-        refused(lambda: px.train_leaves(model, own)),
-        refused(lambda: model(**whole).loss.backward()),
+        refusal(made),
+        refusal(lambda: px.Invariant(8, leaves=0)),
+        refusal(lambda: px.train_leaves(px.parallelize(tiny.model(), mesh), whole)),
+        refusal(lambda: px.train_leaves(made(leaves=2).eval(), whole)),
+        refusal(lambda: px.train_leaves(model, {"input_ids": whole["input_ids"]})),
+        refusal(lambda: px.train_leaves(model, short)),
+        refusal(lambda: px.train_leaves(model, whole if mesh.rank else short)),
+        refusal(lambda: px.train_leaves(model, own)),
+        refusal(lambda: model(**whole).loss.backward()),
     ]
     assert all(parameter.grad is None for parameter in model.parameters())
     return found
@@ -427,8 +422,13 @@ def _mistakes_in_own_loops() -> list[str]:
     def nested(own: Any, leaf: slice) -> None:
         px.train_leaves(model, whole)
 
-    found = []
-    for body, rows in (
+    def late() -> None:
+        with px.leaves(model, ROWS) as own:
+            for leaf in own:
+                right(own, leaf)
+            own.backward(model(**part(slice(None), num_items_in_batch=20)).loss)
+
+    mistakes = (
         (lambda own, leaf: own.backward(model(**part(leaf)).loss), ROWS),
         (lambda own, leaf: None, ROWS),
         (lambda own, leaf: True, ROWS),
@@ -436,18 +436,9 @@ def _mistakes_in_own_loops() -> list[str]:
         (nested, ROWS),
         (right, 0),
         (right, ROWS + mesh.rank),
-    ):
-        try:
-            loop(body, rows)
-        except (ValueError, RuntimeError, px.DisagreementError) as error:
-            found.append(str(error))
-    try:
-        with px.leaves(model, ROWS) as own:
-            for leaf in own:
-                right(own, leaf)
-            own.backward(model(**part(slice(None), num_items_in_batch=20)).loss)
-    except RuntimeError as error:
-        found.append(str(error))
+    )
+    found = [refusal(partial(loop, body, rows)) for body, rows in mistakes]
+    found.append(refusal(late))
     # Gradients are as they were, and a loop that is right runs.
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
     loop(right)
@@ -488,26 +479,21 @@ def test_leaves_too_long_for_the_gate_of_a_shared_expert_are_refused() -> None:
 
 
 def _refusals_of_mixtures() -> list[str]:
-    def refused(tiny: TinyMixtral) -> str:
+    def train(tiny: TinyMixtral) -> None:
         whole = leaf_batch(tiny.vocab_size, 0)
-        try:
-            model = px.parallelize(
-                tiny.model(), mesh_of(tp=2, ep=2), invariant=px.Invariant(8, leaves=2)
-            )
-            with px.leaves(model, ROWS) as own:
-                for leaf in own:
-                    own.backward(model(**part_of(whole, leaf), num_items_in_batch=20).loss)
-        except ValueError as error:
-            return str(error)
-        return "nothing was raised"
+        invariant = px.Invariant(8, leaves=2)
+        model = px.parallelize(tiny.model(), mesh_of(tp=2, ep=2), invariant=invariant)
+        with px.leaves(model, ROWS) as own:
+            for leaf in own:
+                own.backward(model(**part_of(whole, leaf), num_items_in_batch=20).loss)
 
-    single = torch.float32
-    return [
-        refused(TinyMixtral(num_experts=1, top_k=1, dtype=single)),
-        refused(TinyMixtral(dtype=single, options=(("router_jitter_noise", 0.1),))),
-        refused(TinyMixtral(dtype=single, options=(("hidden_act", "gelu"),))),
-        refused(TinyMixtral(dtype=single, balance=True)),
-    ]
+    mixtures = (
+        TinyMixtral(num_experts=1, top_k=1, dtype=torch.float32),
+        TinyMixtral(dtype=torch.float32, options=(("router_jitter_noise", 0.1),)),
+        TinyMixtral(dtype=torch.float32, options=(("hidden_act", "gelu"),)),
+        TinyMixtral(dtype=torch.float32, balance=True),
+    )
+    return [refusal(partial(train, tiny)) for tiny in mixtures]
 
 
 def test_mixtures_that_are_not_served_are_refused_by_name() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import pool
-from reference import mesh_of
+from reference import mesh_of, refusal
 from reference_leaves import (
     KINDS,
     ROWS,
@@ -148,21 +148,14 @@ def _refusals() -> list[str]:
                 for body in bodies:
                     body(own, model(**part, num_items_in_batch=20).loss)
 
-    def refused(function: Any) -> str:
-        try:
-            function()
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-        return "nothing was raised"
-
     def right(own: Any, loss: Any) -> None:
         own.backward(loss)
 
     found = [
-        refused(lambda: model(**whole).loss.backward()),
-        refused(lambda: loop(right, right)),
-        refused(lambda: loop(lambda own, loss: loss.backward(), right)),
-        refused(lambda: loop(lambda own, loss: None)),
+        refusal(lambda: model(**whole).loss.backward()),
+        refusal(lambda: loop(right, right)),
+        refusal(lambda: loop(lambda own, loss: loss.backward(), right)),
+        refusal(lambda: loop(lambda own, loss: None)),
     ]
     after = [parameter.grad.full_tensor() for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from interplay_accelerate import processes
 from ranks import pool
-from reference import Tiny, parallel, quietly
+from reference import Tiny, parallel, quietly, uneven_rows
 from reference_lora import config
 from reference_mixtral import Layout, TinyMixtral
 from safetensors.torch import load_file
@@ -64,7 +64,7 @@ class Job:
 
     def rows_for(self, what: int, seed: int) -> Any:
         """The rows for training (0), or evaluation (1)."""
-        rows = rows_of(self.rows[what], seed, self.tiny.vocab_size)
+        rows = uneven_rows(self.tiny.vocab_size, self.rows[what], seed)
         for row in rows if self.shifted else ():
             row["shift_labels"] = functional.pad(row["labels"], (0, 1), value=-100)[1:]
         return self.data(rows)
@@ -165,18 +165,6 @@ JOBS = {
     "tp 2, SGD without a state": Job(Layout(1, 2, 1), options={"optim": "sgd"}),
     "tp 2, weights alone": Job(Layout(1, 2, 1), options={"save_only_model": True}),
 }
-
-
-def rows_of(number: int, seed: int, vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    """Rows with uneven numbers of labels."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for row in range(number):
-        ids = torch.randint(0, vocab_size, (7,), generator=generator)
-        labels = ids.clone()
-        labels[: row % 6] = -100
-        rows.append({"input_ids": ids, "labels": labels})
-    return rows
 
 
 def fp64_loss(
