@@ -11,12 +11,67 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_ext.distributed.errors import first_few
-from parallel_ext.sharding._torch_private import gradient_hooks, own_parameters
+from parallel_ext.sharding._torch_private import (
+    gradient_hooks,
+    own_parameters,
+    tree_leaves,
+)
 
 # A parameter that nobody may train -> its name, and how an optimizer may have come to hold it.
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Such a parameter -> a weak reference to what stands in its place.
-_new: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class _Newest:
+    """What stands in the place of all parameters that a model has held under one name.
+
+    Attributes:
+        of: a weak reference to it.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.of = weakref.ref(parameter)
+
+
+_newest: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of a parameter, an old one or the newest
+
+
+class _Replaced(nn.Parameter):
+    """A parameter in whose place a model holds another, to which its gradient belongs.
+
+    ``grad`` and ``requires_grad`` are those of the other, for lists that are older. Its numbers
+    cannot be read, since they are those of before.
+    """
+
+    def __repr__(self) -> str:
+        return f"<{_stale[self][0]}, which has been replaced>"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_THE_NEWEST:
+            args = (newest(args[0]), *args[1:])
+        elif func not in _OF_ANY:
+            first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+            name, reason = _stale[first]
+            raise RuntimeError(
+                f"this {name} {reason.partition(' and ')[0]}; take it from the model again"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_OF_THE_NEWEST = {
+    *(torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__),
+    *(torch.Tensor.requires_grad.__get__, torch.Tensor.requires_grad.__set__),
+    torch.Tensor.requires_grad_,
+}
+_OF_ANY = {
+    *(torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__, torch.Tensor.dtype.__get__),
+    *(torch.Tensor.device.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.is_meta.__get__),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement),
+    *(torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.nbytes.__get__),
+}
 
 
 def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
@@ -33,25 +88,31 @@ def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
 def mark_replaced(old: nn.Parameter, new: nn.Parameter, name: str, function: str) -> None:
     """Mark ``old`` as stale, since ``function`` has put ``new`` in its place.
 
-    :func:`newest` finds the new one. A gradient that reaches the old one raises.
+    :func:`newest` finds the new one. What reads the old one raises, and a gradient that reaches it.
 
     Args:
         old, new: what a model has held under ``name``, and holds now.
         name: for errors.
         function: such as "px.parallelize", for errors.
     """
+    if newest(old) is new:  # under another name, of tied ones
+        return
     reason = f"was built before {function} and still holds parameters that it replaced"
     mark_stale(old, name, reason)
-    _new[old] = weakref.ref(new)
+    if (place := _newest.get(old)) is None:
+        place = _newest[old] = _Newest(new)
+    place.of = weakref.ref(new)
+    _newest[new] = place
     if old.requires_grad:
         old.register_hook(partial(_refuse_gradient, name, function))
+    if type(old) is nn.Parameter:
+        old.__class__ = _Replaced
 
 
 def newest(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a model holds now in the place of a parameter; other tensors as they are."""
-    while (reference := _new.get(tensor)) is not None and (new := reference()) is not None:
-        tensor = new
-    return tensor
+    place = _newest.get(tensor)
+    return tensor if place is None or (new := place.of()) is None else new
 
 
 def _refuse_gradient(name: str, function: str, gradient: torch.Tensor) -> NoReturn:

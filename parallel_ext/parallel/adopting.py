@@ -119,10 +119,17 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     trained = [tensor for tensor in tensors if tensor.requires_grad] if _adoptions else []
     owners, numbers = owners_of(trained), {id(each): n for n, each in enumerate(trained)}
     found: dict[int, tuple[nn.Module, dict[int, str]]] = {}
+    held: set[int] = set()
     for model in _plain_models() if len(owners) < len(numbers) else ():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if own := numbers.keys() & names.keys():
             found[min(numbers[each] for each in own)] = model, names
+            if shared := held & own:
+                raise RuntimeError(
+                    f"px.patch: {place} gets {names[shared.pop()]}, which two models hold, a "
+                    f"{type(model).__name__} and another; give each a parameter of its own"
+                )
+            held |= own
     replaced: dict[int, nn.Parameter] = {}
     for _, (model, names) in sorted(found.items()):
         adopt(model, place)
@@ -152,4 +159,4 @@ def _copies_of(model: nn.Module) -> list[nn.Module]:
 def _same(weight: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two parameters have the same numbers at the same kind of place."""
     comparable = (weight.device, weight.dtype) == (other.device, other.dtype)
-    return comparable and other.grad is None and torch.equal(weight, other)
+    return weight is not other and comparable and other.grad is None and torch.equal(weight, other)

@@ -81,7 +81,12 @@ class TrainerMixin(TrainerFiles):
         asked = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = of_rank
         try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(
+                model,
+                inputs,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+            )
         finally:
             self.args.average_tokens_across_devices = asked
 

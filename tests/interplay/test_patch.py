@@ -126,6 +126,9 @@ class OwnTrainer(Trainer):
     def log(self, logs, *args):
         super().log({**logs, "own": 1.0}, *args)
 
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
 
 arguments = TrainingArguments(
     out, per_device_train_batch_size=int(rows), max_grad_norm=0.3, logging_steps=1, max_steps=3,
@@ -434,10 +437,54 @@ def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
         px.unpatch()
 
 
-@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2)])
+LISTS = pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
+
+
+@LISTS
 def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int) -> None:
     ranks = pool(size).run(_train_with_a_list, "class", tp)
     _assert_equal(ranks, _train_with_a_list("class", None), rtol=1e-6, atol=1e-8)
+
+
+def _train_head_then_body(source: str, tp: int | None) -> list[list[float]]:
+    """Losses and norms, where parts that are older than the optimizer are frozen in turn."""
+    if tp is not None:
+        px.patch(tp=tp)
+    try:
+        if source:
+            model = transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
+        else:
+            model = _made("class")
+        head, body = model.lm_head, list(model.model.parameters())
+        optimizer = torch.optim.SGD([{"params": body}, {"params": head.parameters()}], lr=0.1)
+        results = []
+        for step, batch in enumerate(_batches(3, tp)):
+            head.requires_grad_(step > 0)
+            for each in body:
+                each.requires_grad_(step == 0)
+            assert [each.requires_grad for each in (*body[:2], head.weight)] == [
+                *[step == 0] * 2,
+                step > 0,
+            ]
+            model(input_ids=batch, labels=batch).loss.backward()
+            for each in body[:2]:  # a gradient of one's own is as good
+                each.grad = None if each.grad is None else each.grad * 2
+            loss = model(input_ids=batch, labels=batch).loss
+            results.append(_step(optimizer, loss, model.parameters(), 1.0))
+        return results
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@LISTS
+def test_parts_that_are_older_than_the_optimizer_can_be_frozen(
+    tmp_path: Path, size: int, tp: int, loaded: bool
+) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    source = str(tmp_path) if loaded else ""
+    ranks = pool(size).run(_train_head_then_body, source, tp)
+    _assert_equal(ranks, _train_head_then_body(source, None), rtol=1e-6, atol=1e-8)
 
 
 def _train_in_ddp(kind: str, tp: int | None) -> list[list[float]]:
@@ -539,10 +586,13 @@ def _hold_parts() -> list[str]:
         torch.optim.SGD(model.parameters(), lr=0.1)
         other = torch.optim.SGD([head], lr=0.1)
         assert other.param_groups[0]["params"][0] is model.lm_head.weight
+        assert repr(head) == "<lm_head.weight, which has been replaced>"
+        assert head.shape == (101, 8 * Tiny().heads)
         found = []
         for call in (
             lambda: embedding(ids),
             lambda: head.pow(2).sum().backward(),
+            lambda: torch.stack([head]),
             lambda: model(input_ids=ids, labels=ids),
         ):
             with pytest.raises((RuntimeError, NotImplementedError)) as raised:
@@ -558,8 +608,9 @@ def _hold_parts() -> list[str]:
 def test_parts_that_are_older_than_the_optimizer_are_refused() -> None:
     for found in pool(2).run(_hold_parts):
         assert "this Embedding was built before px.parallelize and still holds" in found[0]
-        assert "a gradient reaches lm_head.weight as it was before px.parallelize" in found[1]
-        assert "_Smoothed.forward takes labels itself" in found[2]
+        for text in found[1:3]:
+            assert "this lm_head.weight was built before px.parallelize; take it from" in text
+        assert "_Smoothed.forward takes labels itself" in found[3]
 
 
 def _refused_at_its_optimizer() -> list[str]:
@@ -585,6 +636,9 @@ def _refused_at_its_optimizer() -> list[str]:
         expect(RuntimeError, optimizer, model)
         inside = torch.nn.ModuleList([_made("class"), torch.nn.Linear(2, 2)])
         expect(RuntimeError, torch.nn.parallel.DistributedDataParallel, inside)
+        model, teacher = _made("class"), _made("class")
+        teacher.model.embed_tokens.weight = model.model.embed_tokens.weight
+        expect(RuntimeError, optimizer, model)
         gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
         expect(ValueError, optimizer, transformers.GPT2LMHeadModel(gpt2))
         before = _made("class")
@@ -602,7 +656,8 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
         assert "or seed equally, on every rank" in found[1]
         assert "has a gradient, which would be lost; make the optimizer before" in found[2]
         assert "DistributedDataParallel holds 1.weight, which belongs to no parallel" in found[3]
-        assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[4]
+        assert "SGD gets model.embed_tokens.weight, which two models hold" in found[4]
+        assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[5]
 
 
 def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
