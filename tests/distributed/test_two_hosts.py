@@ -335,8 +335,25 @@ print("sum", px.ops.reduce_from_region(torch.ones(3), mesh.tp).tolist())
 """
 
 
-def test_the_command_of_the_page_starts_a_job(tmp_path: Path) -> None:
+def _printed(command: str) -> list[str]:
+    """Run a command on two hosts; return what it prints on each."""
     need_hosts()
+    with two_hosts() as hosts, ExitStack() as agents:
+        running = []
+        for number, host in enumerate(hosts):
+            host.run("hostname", host.address)  # a name that both hosts know
+            own = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+            agent = subprocess.Popen(
+                host.inside("bash", "-c", command),
+                env=os.environ | own | {"HOST_RANK": str(number)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            running.append(agents.enter_context(agent))
+        return [agent.communicate(timeout=120)[0] for agent in running]
+
+
+def test_the_command_of_the_page_starts_a_job(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "multi-host.md").read_text()
     command = re.search(r"```bash\n(torchrun .*?)```", page, re.DOTALL)[1]
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -347,21 +364,34 @@ def test_the_command_of_the_page_starts_a_job(tmp_path: Path) -> None:
     ):
         assert said in command
         command = command.replace(said, here)
-    with two_hosts() as hosts, ExitStack() as agents:
-        own = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
-        running = [
-            agents.enter_context(
-                subprocess.Popen(
-                    host.inside("bash", "-c", command),
-                    env=os.environ | own | {"HOST_RANK": str(number)},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for number, host in enumerate(hosts)
-        ]
-        outputs = [agent.communicate(timeout=120)[0] for agent in running]
-    assert outputs == ["sum [2.0, 2.0, 2.0]\n"] * 2
+    assert _printed(command) == ["sum [2.0, 2.0, 2.0]\n"] * 2
+
+
+STARTED_AGAIN = """
+import os, pathlib, sys, time, torch, parallel_ext as px
+started = pathlib.Path(sys.argv[1])
+again = started.exists()
+mesh = px.init_mesh(tp=2, timeout=60)
+if not again and mesh.rank == 1:
+    started.touch()
+    os._exit(3)
+if not again:
+    time.sleep(60)  # the agent of this host ends it, since that of the other one starts again
+print(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("sum", px.ops.reduce_from_region(torch.ones(3), mesh.tp).tolist())
+"""
+
+
+def test_ranks_that_are_started_again_on_two_hosts_come_together(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTED_AGAIN)
+    rendezvous = "--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint=$MASTER_ADDR:29400"
+    printed = _printed(
+        f"{sys.executable} -m torch.distributed.run --nnodes=2 --max-restarts=1 {rendezvous} "
+        f"{script} {tmp_path}/started"
+    )
+    # Only one of the hosts counts.
+    assert printed == ["0\nsum [2.0, 2.0, 2.0]\n", "1\nsum [2.0, 2.0, 2.0]\n"]
 
 
 # Interfaces.
