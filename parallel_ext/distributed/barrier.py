@@ -250,7 +250,7 @@ def join_job(backend: str, timeout: float) -> None:
             f"init_mesh: rank {rank} does not reach the store of the job at {address}:{port} "
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
-    store, answer = new_keys(store, rank, timeout, "init_mesh")
+    store, answer = new_keys(store, "start", rank, timeout, "init_mesh")
     limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)
     barrier = MonitoredBarrier(limited, rank, size, timeout)
     barrier.wait("init_mesh", answer)

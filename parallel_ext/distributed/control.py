@@ -101,13 +101,11 @@ class ControlPlane:
         store = dist.group.WORLD.get_group_store()
         if beside is not None:
             store = store.clone()  # while one waits in it, another cannot ask
-        store = dist.PrefixStore(f"parallel_ext/{ControlPlane._made}", store)
-        own_keys, answer = new_keys(store, self.rank, timeout, op_name)
+        own_keys, answer = new_keys(store, f"{ControlPlane._made}", self.rank, timeout, op_name)
         self._store = LimitedStore(own_keys, timeout)
         self._barrier = MonitoredBarrier(self._store, self.rank, self.world_size, timeout)
         self._barrier.wait(op_name, answer)  # torch would name nobody who is missing
-        everyone = list(range(self.world_size))
-        self.group = self.new_group([everyone], backend="gloo", group_desc="control")
+        self.group = self.new_group([range(self.world_size)], backend="gloo", group_desc="control")
         if beside is None:
             self.hosts = Hosts(self.all_gather_object(Host.own(), Host, op_name=op_name))
         else:  # whose thread is to be the first that uses the group

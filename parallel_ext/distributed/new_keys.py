@@ -16,7 +16,7 @@ from parallel_ext.distributed.limited_store import LimitedStore, StoreLostError,
 
 
 def new_keys(
-    store: dist.Store, rank: int, timeout: float, op_name: str
+    store: dist.Store, purpose: str, rank: int, timeout: float, op_name: str
 ) -> tuple[dist.Store, Callable[[], None] | None]:
     """Return a part of a store with no keys in it, the same one on all ranks.
 
@@ -25,6 +25,7 @@ def new_keys(
 
     Args:
         store: all ranks reach it.
+        purpose: of the keys; another one for each call that may run at the same time.
         rank: of the job.
         timeout: seconds after which rank 0 counts as missing.
         op_name: what every rank calls, for errors.
@@ -35,7 +36,8 @@ def new_keys(
     Raises:
         CollectiveTimeout: rank 0 did not come, or the store cannot be reached.
     """
-    asked = LimitedStore(dist.PrefixStore("starts", store), timeout)
+    store = dist.PrefixStore(f"parallel_ext/{purpose}", store)
+    asked = LimitedStore(store, timeout)
     try:
         if rank == 0:
             name, done = secrets.token_hex(8), asked.add("answered", 0)
