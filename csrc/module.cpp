@@ -6,6 +6,7 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <memory>
 #include <string>
 
@@ -35,6 +36,14 @@ py::dict build_info() {
 void start_writeback(int fd, int64_t offset, int64_t num_bytes) {
   py::gil_scoped_release no_gil;
   sync_file_range(fd, offset, num_bytes, SYNC_FILE_RANGE_WRITE);  // a hint: fsync reports errors
+}
+
+// Lets two paths of a file system change places at once.
+void exchange_paths(const std::string& one, const std::string& other) {
+  if (syscall(SYS_renameat2, AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE)) {
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, other.c_str());
+    throw py::error_already_set();
+  }
 }
 
 std::vector<py::bytes> exchange_bytes(const std::string& record, int64_t group_size,
@@ -111,6 +120,8 @@ PYBIND11_MODULE(_C, m) {
         "Boundaries of the parts; see csrc/base/layout.h.");
   m.def("start_writeback", &start_writeback, py::arg("fd"), py::arg("offset"), py::arg("num_bytes"),
         "Begin to write pages of a file to the disk, without waiting.");
+  m.def("exchange_paths", &exchange_paths, py::arg("one"), py::arg("other"),
+        "Lets two paths change places at once; raises OSError where the file system cannot.");
   m.def("exchange_bytes", &exchange_bytes, py::arg("record"), py::arg("group_size"),
         py::arg("group_name"), py::arg("timeout_s"),
         "Equal-sized records of all ranks of a group, in rank order.");

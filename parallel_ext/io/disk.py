@@ -78,6 +78,15 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
+def exchange(one: Path, other: Path) -> None:
+    """Let two directories change places at once.
+
+    Raises:
+        OSError: the file system cannot, such as NFS; or as of a rename.
+    """
+    _C.exchange_paths(os.fsencode(one), os.fsencode(other))
+
+
 def link(old: Path, new: Path) -> None:
     """Give a file, or a symbolic link, a second name; where that is not possible, copy it."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from contextlib import suppress
@@ -23,6 +24,8 @@ _OF_A_SAVE = (
     "config.json",
     "generation_config.json",
 )
+
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def of_a_save(name: str) -> bool:
@@ -109,21 +112,42 @@ class Publication:
                 with suppress(PermissionError):  # of others, which was carried over
                     disk.sync_path(path)
         disk.sync_path(self.temporary)
-        try:
-            if replaces:
-                disk.rename(self.target, self._old)
+        if not replaces:
             disk.rename(self.temporary, self.target)
-        except BaseException:  # an interrupt too must not leave the place empty
-            if self._old.exists() and not self.target.exists():
-                disk.rename(self._old, self.target)
-            raise
-        if replaces:
+        else:
+            self._change_places()
             for path in self._old.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     disk.rename(path, self.target / path.name)
         disk.sync_path(self.target)
         disk.sync_path(self.target.parent)
         disk.discard(self._old)
+
+    def _change_places(self) -> None:
+        """Put what ``target`` holds aside, and the temporary directory in its place."""
+        try:
+            disk.exchange(self.temporary, self.target)
+        except OSError as error:
+            if error.errno not in _CANNOT_EXCHANGE:
+                raise
+            self._rename_both()
+            return
+        try:
+            disk.rename(self.temporary, self._old)
+        except BaseException:
+            if self.temporary.exists():
+                disk.exchange(self.temporary, self.target)
+            raise
+
+    def _rename_both(self) -> None:
+        """Do the same where two directories cannot change places at once."""
+        try:
+            disk.rename(self.target, self._old)
+            disk.rename(self.temporary, self.target)
+        except BaseException:  # an interrupt too must not leave the place empty
+            if self._old.exists() and not self.target.exists():
+                disk.rename(self._old, self.target)
+            raise
 
     def _carry_files(self) -> None:
         """Link the files that do not belong to a saved model into the temporary directory."""

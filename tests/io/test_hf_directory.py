@@ -291,21 +291,36 @@ def test_a_file_of_others_that_may_not_be_read_is_kept(tmp_path: Path) -> None:
     assert (target / "config.json").exists()
 
 
-@pytest.mark.parametrize("interrupted", [False, True], ids=["failed", "interrupted"])
-def test_a_second_rename_that_does_not_come_puts_the_previous_directory_back(
-    interrupted: bool, tmp_path: Path
-) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
+def _replaced(folder: Path) -> Publication:
+    """A directory that is to be replaced, which holds an old file and another directory."""
+    target = folder / "out"
+    (target / "runs").mkdir(parents=True)
     (target / "config.json").write_text("old")
     publication = Publication(target)
     (publication.temporary / "config.json").write_text("new")
+    return publication
+
+
+def _no_exchange(one: Path, other: Path) -> None:
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["failed", "interrupted"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_last_rename_that_does_not_come_puts_the_previous_directory_back(
+    at_once: bool, interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = _replaced(tmp_path)
+    if not at_once:
+        monkeypatch.setattr(disk, "exchange", _no_exchange)
     rename, calls = os.rename, []
 
     def broken(source: Path, destination: Path) -> None:
         calls.append(source)
-        if len(calls) == 2 and not interrupted:
+        if len(calls) == 2 - at_once and not interrupted:
             raise OSError(errno.EIO, "Input/output error")
+        if interrupted and at_once:
+            raise KeyboardInterrupt
         rename(source, destination)
         if interrupted and len(calls) == 1:
             raise KeyboardInterrupt
@@ -315,6 +330,31 @@ def test_a_second_rename_that_does_not_come_puts_the_previous_directory_back(
         publication.publish()
     publication.discard()
     assert _files(tmp_path) == {"out/config.json": b"old"}
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "runs").is_dir()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_directory_that_is_replaced_is_there_at_any_time(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But between two renames, where the file system cannot let directories change places."""
+    publication = _replaced(tmp_path)
+    if not at_once:
+        monkeypatch.setattr(disk, "exchange", _no_exchange)
+    missing = []
+    for name in ("exchange", "rename", "sync_path", "discard"):
+        original = getattr(disk, name)
+
+        def watched(*paths: Path, original: Any = original) -> None:
+            original(*paths)
+            missing.append(not (publication.target / "config.json").exists())
+
+        monkeypatch.setattr(disk, name, watched)
+    publication.publish()
+    assert missing.count(True) == (0 if at_once else 1)
+    assert _files(tmp_path) == {"out/config.json": b"new"}
+    assert (tmp_path / "out" / "runs").is_dir()
     assert os.listdir(tmp_path) == ["out"]
 
 

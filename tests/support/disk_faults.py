@@ -20,7 +20,7 @@ from parallel_ext.io import disk
 # All that change the disk but ``touch``, whose calls depend on the time.
 OPERATIONS = (
     *("make_directory", "create", "open_or_create", "reserve", "write", "sync", "sync_path"),
-    *("rename", "link", "copy_mode", "remove", "remove_tree"),
+    *("rename", "exchange", "link", "copy_mode", "remove", "remove_tree"),
 )
 TINY = Tiny(vocab_size=11, heads=2, key_value_heads=2, inner=7, layers=1)
 Action = Callable[[], Any]

@@ -59,7 +59,7 @@ def recording() -> Iterator[list[Operation]]:
                     note(name, path, content=bytes(args[1]), offset=args[2])
                 else:  # reserve, sync
                     note(name, path, offset=args[1] if len(args) > 1 else 0)
-            elif name in ("rename", "link"):
+            elif name in ("rename", "exchange", "link"):
                 note(name, args[0], other=args[1].absolute())
             else:
                 note({"sync_path": "sync"}.get(name, name), args[0])
@@ -70,7 +70,7 @@ def recording() -> Iterator[list[Operation]]:
     with ExitStack() as patches:
         for name in (
             *("make_directory", "create", "open_or_create", "reserve", "write", "sync"),
-            *("sync_path", "rename", "link", "remove", "remove_tree"),
+            *("sync_path", "rename", "exchange", "link", "remove", "remove_tree"),
         ):
             original = getattr(disk, name)
             patches.enter_context(mock.patch.object(disk, name, patched(name, original)))
@@ -143,6 +143,10 @@ class Disk:
             self._at(operation.other.parent).set(operation.other.name, entry)
             if name == "rename":
                 self._at(path.parent).set(path.name, None)
+        elif name == "exchange":
+            one, other = self._at(path), self._at(operation.other)
+            self._at(path.parent).set(path.name, other)
+            self._at(operation.other.parent).set(operation.other.name, one)
         elif name == "remove":
             self._at(path.parent).set(path.name, None)
         else:
