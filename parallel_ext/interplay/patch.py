@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import safetensors.torch
+import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
@@ -32,6 +34,8 @@ from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel
+from parallel_ext.sharding._torch_private import tree_leaves
+from parallel_ext.sharding.shards import Marker
 from parallel_ext.training.trainer import TrainerMixin
 from parallel_ext.training.trainer_checks import (
     check_class,
@@ -266,6 +270,23 @@ def _start_trainer(
     check_served(self)
 
 
+def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``torch.save``, and that of safetensors, to refuse a file of one rank's shards.
+
+    Raises:
+        NotImplementedError: ``obj`` holds the ``state_dict()`` of a parallel model.
+    """
+    whole = _patches[0].mesh.world_size == 1
+    by_packages = is_called_by(("parallel_ext", "torch"), 3)  # such as torch's own checkpoints
+    if not (whole or by_packages) and any(isinstance(each, Marker) for each in tree_leaves(obj)):
+        raise NotImplementedError(
+            "px.patch: the file would hold this rank's shards of the model, not all of it; on all "
+            "ranks call model.save_pretrained or px.save_checkpoint, or write what "
+            "px.full_state_dict(model) returns"
+        )
+    return plain(obj, *args, **kwargs)
+
+
 def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
     """Extend ``Accelerator.num_processes`` to count dp ranks where a script asks.
 
@@ -294,6 +315,8 @@ def _make_model(
 
 
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.save: _write,
+    safetensors.torch.save_file: _write,
     Accelerator.num_processes.fget: _count_processes,
     Accelerator.process_index.fget: _number_process,
     PreTrainedModel.from_pretrained.__func__: _load,

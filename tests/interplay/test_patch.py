@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import io
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from typing import Any
 import accelerate
 import peft
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import torch.distributed as dist
@@ -857,6 +859,41 @@ def test_a_save_that_others_cannot_join_raises_at_once(tmp_path: Path) -> None:
         error="NotImplementedError",
         words=("only rank 0 called it", "call it on every rank"),
     )
+
+
+def _files_of_shards(directory: str, tp: int) -> list[Any]:
+    px.patch(tp=tp)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids = torch.arange(8).view(2, 4)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        results: list[Any] = []
+        for call in (
+            lambda: torch.save({"model": model.state_dict()}, io.BytesIO()),
+            lambda: torch.save([optimizer.state_dict()], io.BytesIO()),
+            lambda: safetensors.torch.save_file(model.state_dict(), f"{directory}/shards"),
+        ):
+            with pytest.raises(NotImplementedError) as raised:
+                call()
+            results.append(str(raised.value))
+        full = px.full_state_dict(model)
+        torch.save(full, file := io.BytesIO())
+        file.seek(0)
+        saved = torch.load(file)
+        assert saved.keys() == full.keys()
+    finally:
+        px.unpatch()
+    torch.save(model.state_dict(), io.BytesIO())
+    return results
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_file_of_one_ranks_shards_is_refused(tmp_path: Path, tp: int) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    for found in pool(2).run(_files_of_shards, str(tmp_path), tp):
+        assert all("would hold this rank's shards of the model" in text for text in found)
 
 
 def _trainer_of(function: Any, folder: Path) -> transformers.Trainer:
