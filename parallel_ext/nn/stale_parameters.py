@@ -45,6 +45,9 @@ class _Replaced(nn.Parameter):
     def __repr__(self) -> str:
         return f"<{_stale[self][0]}, which has been replaced>"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,11 +69,13 @@ _OF_THE_NEWEST = {
     *(torch.Tensor.requires_grad.__get__, torch.Tensor.requires_grad.__set__),
     torch.Tensor.requires_grad_,
 }
-_OF_ANY = {
+_OF_ANY = {  # which is known without its numbers
     *(torch.Tensor.shape.__get__, torch.Tensor.ndim.__get__, torch.Tensor.dtype.__get__),
-    *(torch.Tensor.device.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.is_meta.__get__),
-    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement),
-    *(torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.nbytes.__get__),
+    *(torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__),
+    *(torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__, torch.Tensor.nbytes.__get__),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.numel, torch.Tensor.__len__),
+    *(torch.Tensor.nelement, torch.Tensor.element_size, torch.Tensor.is_floating_point),
+    *(torch.is_floating_point, torch.Tensor.is_complex, torch.is_complex),
 }
 
 
