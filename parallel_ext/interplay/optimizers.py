@@ -179,30 +179,44 @@ def _verdict(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether steps on two parts of a small matrix equal those on the whole of it."""
+    """Return whether steps on two parts of a matrix equal those on the whole of it.
+
+    It is large enough for optimizers that treat small ones in another way, and its gradients are
+    drawn, since some look at norms and angles only now and then.
+    """
+    draws = torch.Generator().manual_seed(0)
+    whole = torch.randn(1 + _STEPS, 136, 144, generator=draws, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), called_by_this_package():
-        whole = torch.linspace(-1, 2, 48, dtype=torch.float64).pow(3).reshape(6, 8)
         stepped = _stepped(optimizer, whole)
-        for dim, sizes in ((0, (1, 5)), (1, (2, 6))):
-            parts = [_stepped(optimizer, part.contiguous()) for part in whole.split(sizes, dim)]
+        for dim, sizes in ((0, (60, 76)), (1, (50, 94))):
+            parts = [_stepped(optimizer, part) for part in whole.split(sizes, 1 + dim)]
             if not torch.equal(stepped, torch.cat(parts, dim)):
                 return False
     return True
 
 
-def _stepped(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
-    """Return a parameter after three steps of an optimizer of the same class and options."""
-    parameter = nn.Parameter(value.clone())
+_STEPS = 20
+
+
+def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Tensor:
+    """Return a parameter after steps of an optimizer of the same class and options.
+
+    Args:
+        optimizer: that one.
+        drawn: the parameter, and its gradient in each step.
+    """
+    first, *gradients = (each.clone(memory_format=torch.contiguous_format) for each in drawn)
+    parameter = nn.Parameter(first.clone())
     takes = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in takes}
     group = {k: v for k, v in optimizer.param_groups[0].items() if k in options}
     copy = type(optimizer)([{"params": [parameter], **group}], **options)
     _verdicts[copy] = ""  # whose steps are not tried in turn
-    for number in range(3):
-        parameter.grad = (value * (7 + number)).sin() + value / 3
+    for gradient in gradients:
+        parameter.grad = gradient
         copy.step()
-    if torch.equal(parameter.detach(), value):
-        raise ValueError("three steps change nothing")
+    if torch.equal(parameter.detach(), first):
+        raise ValueError(f"{_STEPS} steps change nothing")
     return parameter.detach()
 
 

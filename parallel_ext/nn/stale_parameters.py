@@ -21,18 +21,19 @@ from parallel_ext.sharding._torch_private import (
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class _Newest:
-    """What stands in the place of all parameters that a model has held under one name.
+class _Place:
+    """A place in a model that has held several parameters, one after the other.
 
     Attributes:
-        of: a weak reference to it.
+        newest: what stands there now; held, since torch cannot convert what has weak references.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.of = weakref.ref(parameter)
+    newest: nn.Parameter
 
 
-_newest: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of a parameter, an old one or the newest
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of a parameter that was replaced
+_places_now: weakref.WeakValueDictionary[int, _Place] = weakref.WeakValueDictionary()
+# ``id`` of the newest parameter -> its place, as long as there is an older one.
 
 
 class _Replaced(nn.Parameter):
@@ -104,10 +105,9 @@ def mark_replaced(old: nn.Parameter, new: nn.Parameter, name: str, function: str
         return
     reason = f"was built before {function} and still holds parameters that it replaced"
     mark_stale(old, name, reason)
-    if (place := _newest.get(old)) is None:
-        place = _newest[old] = _Newest(new)
-    place.of = weakref.ref(new)
-    _newest[new] = place
+    place = _places[old] = _places_now.pop(id(old), None) or _Place()
+    place.newest = new
+    _places_now[id(new)] = place
     if old.requires_grad:
         old.register_hook(partial(_refuse_gradient, name, function))
     if type(old) is nn.Parameter:
@@ -116,8 +116,8 @@ def mark_replaced(old: nn.Parameter, new: nn.Parameter, name: str, function: str
 
 def newest(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a model holds now in the place of a parameter; other tensors as they are."""
-    place = _newest.get(tensor)
-    return tensor if place is None or (new := place.of()) is None else new
+    place = _places.get(tensor)
+    return tensor if place is None else place.newest
 
 
 def _refuse_gradient(name: str, function: str, gradient: torch.Tensor) -> NoReturn:
