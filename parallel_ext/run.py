@@ -6,10 +6,12 @@ import argparse
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 
 from parallel_ext.interplay.patch import patch
 from parallel_ext.parallel import joining
+from parallel_ext.parallel.state import Remembered
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", nargs=argparse.PARSER, help="the script, and its arguments")
     asked = parser.parse_args(arguments)
     own = asked.script[asked.script[0] == "--" :]
-    patch(tp=asked.tp, ep=asked.ep, zero=asked.zero, plain=asked.plain)
+    mesh = patch(tp=asked.tp, ep=asked.ep, zero=asked.zero, plain=asked.plain)
     sys.argv = own
     sys.path[0] = os.path.dirname(os.path.abspath(own[0]))
     try:
@@ -47,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     joining.end()
     del script  # whose models may be saved until here
+    if mesh.world_size > 1 and mesh.rank == 0 and not Remembered.count:
+        warnings.warn(
+            f"{own[0]}: no model has become parallel in this process; each rank has done the whole "
+            "work, or other processes have",
+            stacklevel=1,
+        )
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.commands.launch import launch_command
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -270,6 +271,18 @@ def _start_trainer(
     check_served(self)
 
 
+def _launch(plain: Callable[..., Any], args: Any) -> NoReturn:
+    """Extend accelerate's launcher, which starts processes that know nothing of px.patch.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"px.patch: accelerate launch would start {args.training_script} in new processes, whose "
+        f"models stay whole; run it by torchrun -m parallel_ext.run {args.training_script}"
+    )
+
+
 def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``torch.save``, and that of safetensors, to refuse a file of one rank's shards.
 
@@ -315,6 +328,7 @@ def _make_model(
 
 
 _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    launch_command: _launch,
     torch.save: _write,
     safetensors.torch.save_file: _write,
     Accelerator.num_processes.fget: _count_processes,

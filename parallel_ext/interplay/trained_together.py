@@ -82,8 +82,8 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
         raise RuntimeError(
             f"px.patch: {name} gets parameters of no parallel model, the first of shape "
             f"{tuple(beside[0].shape)}, which each rank would train for itself; train a causal "
-            "language model or a classifier of transformers, call px.parallelize(model, mesh), or "
-            "px.unpatch() to train it so"
+            "language model of transformers or a classifier made of one, call "
+            "px.parallelize(model, mesh), or px.unpatch() to train it so"
         )
     for model in dict.fromkeys(owned.model for owned in owners.values()):
         train_together(model)

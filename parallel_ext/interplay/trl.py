@@ -25,8 +25,9 @@ _MODULE = "trl.trainer.utils"
 
 def extend_trl() -> None:
     """Extend TRL where it is imported, so that its fused output head knows parallel models."""
-    if (utils := sys.modules.get(_MODULE)) is not None:
-        extend(utils.add_fused_lm_head, add_fused_lm_head)
+    own = getattr(sys.modules.get(_MODULE), "add_fused_lm_head", None)
+    if own is not None:  # an older TRL has none
+        extend(own, add_fused_lm_head)
 
 
 def add_fused_lm_head(

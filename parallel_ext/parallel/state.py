@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -207,7 +206,6 @@ def check_state_dict(
 
 
 _parallel_models: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-_numbers = count()
 
 
 class Remembered:
@@ -219,11 +217,14 @@ class Remembered:
 
     Attributes:
         original: that number, or the model's own.
+        count: of all models of this process that have become parallel.
     """
+
+    count = 0
 
     def __init__(self, model: nn.Module, original: int | None = None) -> None:
         self._model = model
-        number = next(_numbers)
+        number, Remembered.count = Remembered.count, Remembered.count + 1
         self.original = number if original is None else original
         _parallel_models[number] = model
         remember(model)

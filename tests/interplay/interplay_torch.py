@@ -533,7 +533,7 @@ class Closed(Lion):
 
 @exact(
     "torch.optim.Optimizer (others that look at single elements)",
-    how="found out by steps on the parts of a small matrix",
+    how="found out by steps on the parts of a matrix",
 )
 def foreign_optimizer(trial: Trial) -> None:
     for model in (trial.model, trial.reference):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import operator
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import accelerate
@@ -26,6 +28,7 @@ from parallel_ext.interplay.ddp import start_ddp
 from parallel_ext.interplay.flops import register_flops
 from parallel_ext.interplay.optimizers import _verdict
 from parallel_ext.interplay.refusals import REFUSALS
+from parallel_ext.interplay.trl import extend_trl
 from parallel_ext.nn.extended import extend
 from parallel_ext.parallel.state import STATE_NAME
 from parallel_ext.sharding.shards import LocalShard
@@ -234,6 +237,38 @@ def test_an_optimizer_that_takes_norms_of_rows_or_columns_is_found_out(dim: int)
 
     optimizer = Normalized([torch.nn.Parameter(torch.ones(2, 3))])
     assert _verdict(optimizer) == "looks at more than single elements"
+
+
+class _Quantized(interplay_torch.Lion):
+    """One that keeps large states in blocks of 256 numbers, as those in 8 bits do."""
+
+    @staticmethod
+    def direction(mean: torch.Tensor) -> torch.Tensor:
+        if mean.numel() < 4096:
+            return mean
+        blocks = mean.flatten()[: mean.numel() // 256 * 256].view(-1, 256)
+        blocks /= blocks.abs().amax(1, keepdim=True)
+        return mean
+
+
+class _NowAndThen(interplay_torch.Lion):
+    """One that looks at a sum, of which not all gradients show it."""
+
+    @staticmethod
+    def direction(mean: torch.Tensor) -> torch.Tensor:
+        return mean.sign() if mean.sum() > 0.3 * mean.numel() ** 0.5 else mean
+
+
+@pytest.mark.parametrize("cls", [_Quantized, _NowAndThen])
+def test_an_optimizer_that_looks_at_others_seldom_is_found_out(cls: Any) -> None:
+    assert _verdict(interplay_torch.Lion([torch.nn.Parameter(torch.ones(2, 3))])) == ""
+    optimizer = cls([torch.nn.Parameter(torch.ones(2, 3))])
+    assert _verdict(optimizer) == "looks at more than single elements"
+
+
+def test_a_trl_without_a_fused_head_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", ModuleType("trl.trainer.utils"))
+    extend_trl()
 
 
 def _shards_of_nobody(folder: Path) -> None:

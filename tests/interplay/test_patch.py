@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -204,6 +205,21 @@ def _pairs(folder: Path) -> None:
         if folder.name == "sft":
             lines = [line.replace("chosen", "completion") for line in lines]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
+
+
+def test_a_script_without_a_parallel_model_is_named(tmp_path: Path) -> None:
+    """Such as a command that starts new processes; that of accelerate is refused."""
+    script = tmp_path / "script.py"
+    script.write_text("print(1)")
+    for code, *command in (
+        (0, str(script)),
+        (1, shutil.which("accelerate"), "launch", "--cpu", str(script)),
+    ):
+        whole = [*LAUNCHER, "--tp=2", *command]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert done.stderr.count("no model has become parallel") == (code == 0)
+    assert f"run it by torchrun -m parallel_ext.run {script}" in done.stderr
 
 
 @needs_trainer
