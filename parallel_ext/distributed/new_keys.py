@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
@@ -39,36 +40,34 @@ def new_keys(
     store = dist.PrefixStore(f"parallel_ext/{purpose}", store)
     asked = LimitedStore(store, timeout)
     try:
-        if rank == 0:
-            name, done = secrets.token_hex(8), asked.add("answered", 0)
-
-            def answer() -> None:
-                nonlocal done
-                while done < asked.add("numbers", 0):
-                    done = asked.add("answered", 1)
-                    asked.set(f"answer/{done}", name)
-
-            return dist.PrefixStore(name, store), answer
-        key = f"answer/{asked.add('numbers', 1)}"
-        if not _comes(asked, key, timeout):
-            raise CollectiveTimeout(
-                f"{op_name}: every rank must call it, but rank 0 did not within {timeout:g} s"
-            )
-        name = asked.get(key).decode()
-        asked.delete_key(key)
-        return dist.PrefixStore(name, store), None
+        name = secrets.token_hex(8) if rank == 0 else _answered(asked, timeout)
     except RuntimeError as error:
         raise CollectiveTimeout(
             f"{op_name}: every rank must call it, but {store_lost(asked, error)}"
         ) from error
+    if not name:
+        raise CollectiveTimeout(
+            f"{op_name}: every rank must call it, but rank 0 did not within {timeout:g} s"
+        )
+    return dist.PrefixStore(name, store), partial(_answer, asked, name) if rank == 0 else None
 
 
-def _comes(store: LimitedStore, key: str, timeout: float) -> bool:
-    """Return whether a key comes in time."""
+def _answer(asked: LimitedStore, name: str) -> None:
+    """Answer to all numbers that rank 0 has not answered to, also to those of ranks before."""
+    while asked.add("answered", 0) < asked.add("numbers", 0):
+        asked.set(f"answer/{asked.add('answered', 1)}", name)
+
+
+def _answered(asked: LimitedStore, timeout: float) -> str:
+    """Return what rank 0 answers to a number of this rank's own; empty if it does not in time."""
+    key = f"answer/{asked.add('numbers', 1)}"
     try:
-        store.wait(key, timeout)
+        asked.wait(key, timeout)
     except StoreLostError:
         raise
     except RuntimeError:  # it is late, or the next call fails too
-        return store.check([key])
-    return True
+        if not asked.check([key]):
+            return ""
+    name = asked.get(key).decode()
+    asked.delete_key(key)
+    return name

@@ -15,6 +15,7 @@ from parallel_ext.distributed.barrier import MonitoredBarrier, long_step
 from parallel_ext.distributed.errors import CollectiveTimeout
 from parallel_ext.distributed.hosts import Host, Hosts
 from parallel_ext.distributed.limited_store import LimitedStore
+from parallel_ext.distributed.new_keys import new_keys
 
 HOSTS = Hosts([Host("a", "1"), Host("b", "2")])
 
@@ -102,3 +103,39 @@ def test_a_name_with_bytes_that_are_not_utf_8_can_be_waited_for() -> None:
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(_barrier(store, rank, 20).wait, name) for rank in (0, 1)]
         assert [wait.result(30) for wait in waits] == [None, None]
+
+
+# Keys of one start of a job.
+
+
+def test_rank_0_names_new_keys_to_ranks_that_ask_before_and_after_it() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as ranks:
+        early = ranks.submit(new_keys, store, "test", 1, 20, "op")
+        of_rank_0, answer = new_keys(store, "test", 0, 20, "op")
+        late = ranks.submit(new_keys, store, "test", 2, 20, "op")
+        while not (early.done() and late.done()):
+            answer()
+    of_rank_0.set("key", "of this start")
+    for of_rank, nothing in (early.result(), late.result()):
+        assert of_rank.get("key") == b"of this start"
+        assert nothing is None
+
+
+def test_keys_of_a_start_are_not_those_of_the_one_before() -> None:
+    store = dist.HashStore()
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout) as raised:  # of a rank whose rank 0 has died
+            new_keys(store, "test", 1, 0.1, "op")
+        assert str(raised.value) == "op: every rank must call it, but rank 0 did not within 0.1 s"
+    found = set()
+    for start in range(2):
+        own, answer = new_keys(store, "test", 0, 20, "op")
+        with ThreadPoolExecutor(1) as ranks:
+            other = ranks.submit(new_keys, store, "test", 1, 20, "op")
+            while not other.done():
+                answer()
+        assert not own.check(["key"])
+        other.result()[0].set("key", f"{start}")
+        found.add(own.get("key"))
+    assert found == {b"0", b"1"}
