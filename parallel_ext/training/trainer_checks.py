@@ -50,18 +50,13 @@ def check_class(trainer: transformers.Trainer) -> None:
 
     Raises:
         RuntimeError: transformers is older than 5.23, whose trainer counts tp ranks otherwise.
-        NotImplementedError: TRL's trainer is not served, or transformers' is ``Seq2SeqTrainer``.
+        NotImplementedError: TRL's trainer is not served.
     """
     name, trl = type(trainer).__name__, class_of_trl(trainer)
     if transformers_version() < OLDEST:
         raise RuntimeError(
             f"{name}: px.Trainer needs transformers {'.'.join(map(str, OLDEST))} or newer; this is "
             f"{transformers.__version__}"
-        )
-    if isinstance(trainer, transformers.Seq2SeqTrainer):
-        raise NotImplementedError(
-            f"{name}: transformers' Seq2SeqTrainer is not supported around a parallel model: it "
-            "counts rows that fill up a batch; use px.Trainer"
         )
     if trl is not None and trl not in _SERVED_OF_TRL:
         raise NotImplementedError(
@@ -91,6 +86,7 @@ def check_served(trainer: transformers.Trainer) -> None:
 
     Raises:
         TypeError: the model is not parallel.
+        NotImplementedError: transformers' ``Seq2SeqTrainer`` on several dp ranks.
         ValueError: an argument is not served, or the trainer sees other ranks than the mesh.
     """
     name, args = type(trainer).__name__, trainer.args
@@ -100,6 +96,11 @@ def check_served(trainer: transformers.Trainer) -> None:
             f"{type(trainer.model).__name__}; call px.parallelize or px.from_pretrained before"
         )
     mesh = state_of(trainer.model).mesh
+    if mesh.dp_size > 1 and isinstance(trainer, transformers.Seq2SeqTrainer):
+        raise NotImplementedError(
+            f"{name}: transformers' Seq2SeqTrainer is not supported at dp={mesh.dp_size}: it "
+            "counts rows that fill up a batch; use px.Trainer"
+        )
     for argument, why in _WHY_NOT.items():
         if getattr(args, argument, None):
             raise ValueError(f"{name}: {argument}={getattr(args, argument)!r} is not served: {why}")

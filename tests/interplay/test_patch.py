@@ -152,11 +152,48 @@ def _logged(out: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in e.items() if not any(t in k for t in timed)} for e in history]
 
 
+OF_SEQUENCES = {
+    "import AutoModelForCausalLM, Trainer, TrainingArguments": (
+        "import AutoModelForCausalLM, Seq2SeqTrainer as Trainer\n"
+        "from transformers import Seq2SeqTrainingArguments as TrainingArguments"
+    ),
+    "report_to=[]": "report_to=[], predict_with_generate=True, generation_max_length=9",
+    "eval_dataset=data[:5]": (
+        "eval_dataset=data[:5], "
+        "compute_metrics=lambda found: {'ids': float(found.predictions.sum())}"
+    ),
+    "ids =": "model.generation_config.pad_token_id = model.config.pad_token_id = 0\nids =",
+}
+
+
+def _changed(text: str, changes: dict[str, str]) -> str:
+    for part, another in changes.items():
+        assert part in text
+        text = text.replace(part, another)
+    return text
+
+
 @needs_trainer
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_unchanged_script_with_a_trainer_equals_one_process(tmp_path: Path, tp: int) -> None:
+def test_a_seq2seq_trainer_is_refused_on_dp_ranks(tmp_path: Path) -> None:
     script, directory = tmp_path / "script.py", tmp_path / "model"
-    script.write_text(TRAINED)
+    script.write_text(_changed(TRAINED, OF_SEQUENCES))
+    Tiny(dtype=torch.float32).model().save_pretrained(directory)
+    command = [*LAUNCHER, "--tp=1", str(script), str(directory), str(tmp_path / "out"), "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "OwnTrainer: transformers' Seq2SeqTrainer is not supported at dp=2" in done.stderr
+
+
+@needs_trainer
+@pytest.mark.parametrize(
+    ("tp", "changes"),
+    [(1, {}), (2, {}), (2, OF_SEQUENCES)],
+    ids=["dp=2", "tp=2", "tp=2, Seq2SeqTrainer"],
+)
+def test_an_unchanged_script_with_a_trainer_equals_one_process(
+    tmp_path: Path, tp: int, changes: dict[str, str]
+) -> None:
+    script, directory = tmp_path / "script.py", tmp_path / "model"
+    script.write_text(_changed(TRAINED, changes))
     Tiny(dtype=torch.float32).model().save_pretrained(directory)
     _run(tmp_path, sys.executable, str(script), str(directory), str(tmp_path / "one"), "4")
     own = [f"--tp={tp}", str(script), str(directory), str(tmp_path / "two"), str(2 * tp)]
@@ -165,6 +202,7 @@ def test_an_unchanged_script_with_a_trainer_equals_one_process(tmp_path: Path, t
     assert len(found) == len(plain) == 5
     for entry, of_plain in zip(found, plain, strict=True):
         assert entry["own"] == 1.0
+        assert ("eval_ids" in entry) == ("eval_loss" in entry and bool(changes))
         assert entry == pytest.approx(of_plain, rel=1e-5)
     files, saved = (
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict()

@@ -462,10 +462,6 @@ def test_what_is_not_served_is_refused(options: dict[str, Any], words: str, tmp_
     pool(2).assert_raises(_made, job, tmp_path, words=words)
 
 
-class OfSequences(px.TrainerMixin, transformers.Seq2SeqTrainer):
-    """A trainer that gathers rows which fill up a batch."""
-
-
 class WithoutLabels(px.Trainer):
     """A trainer whose rows have no labels of their own."""
 
@@ -478,10 +474,8 @@ class WithoutLabels(px.Trainer):
         return super().get_batch_samples(unlabelled, *args, **kwargs)
 
 
-def test_other_trainers_are_refused_by_name(tmp_path: Path) -> None:
+def test_transformers_trainer_is_refused_by_name(tmp_path: Path) -> None:
     pool(2).assert_raises(_made, JOBS["tp 2"], tmp_path, transformers.Trainer, words="px.Trainer")
-    words = "Seq2SeqTrainer is not supported"
-    pool(2).assert_raises(_made, JOBS["tp 2"], tmp_path, OfSequences, words=words)
 
 
 def test_rows_without_labels_that_would_count_twice_are_refused(tmp_path: Path) -> None:
