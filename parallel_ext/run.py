@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.patch import patch
 from parallel_ext.parallel import joining
 from parallel_ext.parallel.state import Remembered
@@ -46,17 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as left:
         if left.code:
             joining.stop()  # the others need not wait for this rank's end
-        else:
-            _warn_of_whole_models(own[0], mesh)
+        elif mesh.rank == 0 and mesh.world_size > 1:
+            _warn_of_whole_models(own[0])
         joining.end()
         raise
     joining.end()
     del script  # whose models may be saved until here
-    _warn_of_whole_models(own[0], mesh)
+    if mesh.rank == 0 and mesh.world_size > 1:
+        _warn_of_whole_models(own[0])
 
 
-def _warn_of_whole_models(script: str, mesh: Mesh) -> None:
-    if mesh.world_size > 1 and mesh.rank == 0 and not Remembered.count:
+def _warn_of_whole_models(script: str) -> None:
+    if not Remembered.count:
         warnings.warn(
             f"{script}: no model has become parallel in this process; each rank has done the whole "
             "work, or other processes have",
