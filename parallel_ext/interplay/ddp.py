@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NoReturn
 
 from torch import nn
@@ -35,7 +36,7 @@ def start_ddp(
     if states and is_in_force():
         _refuse_beside(module, states)
         nn.Module.__init__(self)
-        self.__class__, self.module = _PassedOn, module
+        self.__class__, self.module = _passed_on(type(self)), module
         return
     for state in states:
         mesh = state.mesh
@@ -100,3 +101,15 @@ class _PassedOn(DistributedDataParallel):
         )
 
     join = register_comm_hook = _refuse
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    __setstate__ = nn.Module.__setstate__
+
+
+@cache
+def _passed_on(cls: type[DistributedDataParallel]) -> type[_PassedOn]:
+    """Return a class of that name which passes on, with the methods of a user's own class."""
+    own = () if cls is DistributedDataParallel else (cls,)
+    return type(cls.__name__, (*own, _PassedOn), {"__module__": cls.__module__})

@@ -210,6 +210,8 @@ def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Ten
     takes = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in takes}
     group = {k: v for k, v in optimizer.param_groups[0].items() if k in options}
+    if not group.get("lr", 1):  # at the begin of a warm-up
+        group["lr"] = optimizer.param_groups[0].get("initial_lr") or options["lr"]
     copy = type(optimizer)([{"params": [parameter], **group}], **options)
     _verdicts[copy] = ""  # whose steps are not tried in turn
     for gradient in gradients:

@@ -289,9 +289,10 @@ def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> An
     Raises:
         NotImplementedError: ``obj`` holds the ``state_dict()`` of a parallel model.
     """
-    whole = _patches[0].mesh.world_size == 1
     by_packages = is_called_by(("parallel_ext", "torch"), 3)  # such as torch's own checkpoints
-    if not (whole or by_packages) and any(isinstance(each, Marker) for each in tree_leaves(obj)):
+    if not by_packages and any(
+        isinstance(each, Marker) and each.is_of_shards() for each in tree_leaves(obj)
+    ):
         raise NotImplementedError(
             "px.patch: the file would hold this rank's shards of the model, not all of it; on all "
             "ranks call model.save_pretrained or px.save_checkpoint, or write what "

@@ -13,6 +13,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import tensors_in
 from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting
+from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.extending import is_called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
@@ -98,12 +99,25 @@ def train_together(model: nn.Module) -> None:
     """Call ``px.data_parallel`` where each dp rank would train a model of its own.
 
     Copies of it come along: an average of weights needs the shards of what it is an average of.
+
+    Raises:
+        DisagreementError: the dp ranks hold other weights.
     """
-    for each in (model, *copies_of(model_of(model))):
-        state = state_of(each)
-        if state.trains_apart and state.zero is None:
-            arrive("data_parallel")
-            data_parallel(each, state.mesh, _in_force[0].zero)
+    if not _trains_apart(model):
+        return
+    arrive("data_parallel")
+    mesh = state_of(model).mesh
+    copies = [each for each in copies_of(model_of(model)) if _trains_apart(each)]
+    if len(set(mesh.control.all_gather_object(len(copies), op_name="data_parallel"))) > 1:
+        copies = []  # which some ranks have made for themselves
+    for each in (model, *copies):
+        check_replicas(each)
+        data_parallel(each, mesh, _in_force[0].zero)
+
+
+def _trains_apart(model: nn.Module) -> bool:
+    state = state_of(model)
+    return state.trains_apart and state.zero is None
 
 
 def prepare_to_train(module: nn.Module, place: str) -> None:

@@ -80,6 +80,7 @@ class Publication:
         disk.make_directory(self.temporary)
         if self.target.exists():
             disk.copy_mode(self.target, self.temporary)
+        self._made = os.stat(self.temporary)
 
     def __enter__(self) -> Path:
         return self.temporary
@@ -93,6 +94,8 @@ class Publication:
 
     def discard(self) -> None:
         """Remove the temporary directory, if it is still there."""
+        if self.temporary.exists() and not os.path.samestat(self._made, os.stat(self.temporary)):
+            disk.exchange(self.temporary, self.target)  # an interrupt came behind the other one
         disk.discard(self.temporary)
 
     def publish(self) -> None:
@@ -132,12 +135,7 @@ class Publication:
                 raise
             self._rename_both()
             return
-        try:
-            disk.rename(self.temporary, self._old)
-        except BaseException:
-            if self.temporary.exists():
-                disk.exchange(self.temporary, self.target)
-            raise
+        disk.rename(self.temporary, self._old)
 
     def _rename_both(self) -> None:
         """Do the same where two directories cannot change places at once."""

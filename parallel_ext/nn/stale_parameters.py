@@ -77,6 +77,7 @@ _OF_ANY = {  # which is known without its numbers
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.numel, torch.Tensor.__len__),
     *(torch.Tensor.nelement, torch.Tensor.element_size, torch.Tensor.is_floating_point),
     *(torch.is_floating_point, torch.Tensor.is_complex, torch.is_complex),
+    *(torch.Tensor.layout.__get__, torch.Tensor.is_sparse.__get__, torch.Tensor.is_contiguous),
 }
 
 

@@ -92,6 +92,8 @@ def adopt(model: object, place: str) -> None:
         )
     arrive(place)
     copies, mesh = _copies_of(model), _adoptions[0].mesh
+    if len(set(mesh.control.all_gather_object(len(copies), op_name=place))) > 1:
+        copies = []  # which some ranks have made for themselves
     parallelize(model, mesh)
     for each in copies:
         parallelize(each, mesh)

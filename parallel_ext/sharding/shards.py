@@ -144,6 +144,10 @@ class Unplaced(_InStateDict):
 class Marker(_InStateDict):
     """A tensor of numbers that says whose shards stand beside it; a DCP load leaves it as it is."""
 
+    def is_of_shards(self) -> bool:
+        """Return whether the tensors beside it are parts, and not the whole."""
+        return int(self.plain()[1::2].max()) > 1  # how many ranks share them over tp, ep, dp
+
     def __create_chunk_list__(self) -> list[Any]:
         return []
 

@@ -163,8 +163,8 @@ def model_of(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: entries.get(name) for name in names}
 
 
-def _kill_everywhere(folder: Path) -> list[str]:
-    """Kill ``save_pretrained`` at each operation in turn; where the model was afterwards."""
+def _kill_everywhere(folder: Path) -> int:
+    """Kill ``save_pretrained`` at each operation in turn; return how many there are."""
     job = SmallJob(px.init_mesh())
     used_directory(folder / "template" / "model", job)
     job.fill(2)
@@ -172,8 +172,8 @@ def _kill_everywhere(folder: Path) -> list[str]:
     with at_operation(NEVER, kill) as operations:
         job.model.save_pretrained(folder / "new" / "model")
     models = [model_of(read(folder / name / "model")) for name in ("template", "new")]
-    where = []
-    for number, name in different(operations):
+    kills = different(operations)
+    for number, name in kills:
         case, parent = f"operation {number}, {name}", folder / "root"
         shutil.copytree(folder / "template", parent)
 
@@ -183,29 +183,23 @@ def _kill_everywhere(folder: Path) -> list[str]:
 
         assert in_child(save) is None
         found = {path.name: model_of(read(path)) for path in parent.iterdir()}
-        if "model" in found:
-            where.append("in place")
-            assert found["model"] in models, case
-        else:  # killed between two renames
-            where.append("beside")
-            assert [found[name] for name in sorted(found)] == models, case  # .old- and .tmp-
+        assert found["model"] in models, case
         assert len(list(parent.rglob("notes"))) == 1, case
         assert list(parent.rglob("tokenizer.json")), case
         job.model.save_pretrained(parent / "model")
         assert model_of(read(parent / "model")) == models[1], case
         shutil.rmtree(parent)
-    return where
+    return len(kills)
 
 
-def _kill_everywhere_quickly(folder: Path) -> list[str]:
+def _kill_everywhere_quickly(folder: Path) -> int:
     with quick_disk():
         return _kill_everywhere(folder)
 
 
 def test_a_killed_save_pretrained_leaves_a_whole_model(tmp_path: Path) -> None:
-    (where,) = pool(1).run(_kill_everywhere_quickly, tmp_path)
-    assert len(where) > 15
-    assert where.count("beside") == 1, "between two renames, and nowhere else"
+    (kills,) = pool(1).run(_kill_everywhere_quickly, tmp_path)
+    assert kills > 15
 
 
 def _run_until_killed(job: SmallJob, root: Path) -> None:

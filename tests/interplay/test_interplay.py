@@ -266,6 +266,13 @@ def test_an_optimizer_that_looks_at_others_seldom_is_found_out(cls: Any) -> None
     assert _verdict(optimizer) == "looks at more than single elements"
 
 
+def test_an_optimizer_is_tried_with_the_rate_behind_its_warm_up() -> None:
+    optimizer = interplay_torch.Lion([torch.nn.Parameter(torch.ones(2, 3))])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert _verdict(optimizer) == ""
+
+
 def test_a_trl_without_a_fused_head_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", ModuleType("trl.trainer.utils"))
     extend_trl()

@@ -575,6 +575,60 @@ def test_a_model_in_ddp_equals_one_process(kind: str, size: int, tp: int) -> Non
     _assert_equal(ranks, _train_in_ddp(kind, None), rtol=1e-6, atol=1e-8)
 
 
+class _OwnDDP(torch.nn.parallel.DistributedDataParallel):
+    """A class of a user's own, which asks the model for what it has not itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def _copied_on_rank_0(source: str, tp: int) -> list[float]:
+    """The loss of a model of which rank 0 alone has made a copy before the optimizer."""
+    px.patch(tp=tp)
+    try:
+        model = transformers.LlamaForCausalLM.from_pretrained(source) if source else _made("class")
+        best = copy.deepcopy(model) if dist.get_rank() == 0 else None
+        ids = torch.arange(8).view(2, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        del best
+        wrapped = _OwnDDP(model)
+        assert wrapped.config is model.config
+        assert tp == 1 or copy.deepcopy(wrapped).module is not model
+        return [loss.item()]
+    finally:
+        px.unpatch()
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_copy_may_be_one_ranks_own(tmp_path: Path, tp: int, loaded: bool) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    losses = pool(2).run(_copied_on_rank_0, str(tmp_path) if loaded else "", tp)
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def _other_weights_on_rank_0(source: str) -> None:
+    px.patch()
+    try:
+        model = transformers.LlamaForCausalLM.from_pretrained(source)
+        model.lm_head.weight.data.mul_(1 + dist.get_rank())
+        torch.nn.parallel.DistributedDataParallel(model)
+    finally:
+        px.unpatch()
+
+
+def test_dp_ranks_with_other_weights_are_refused(tmp_path: Path) -> None:
+    Tiny(dtype=torch.float32).model().save_pretrained(tmp_path)
+    words = ("lm_head.weight differs between ranks 0 and 1",)
+    pool(2).assert_raises(_other_weights_on_rank_0, str(tmp_path), words=words)
+
+
 def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
     """Weights of an average that is older than the optimizer, after three steps."""
     if tp is not None:
@@ -919,6 +973,8 @@ def _files_of_shards(directory: str, tp: int) -> list[Any]:
     px.patch(tp=tp)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        if tp == 1:  # whole on each rank, until it has an optimizer
+            torch.save(model.state_dict(), io.BytesIO())
         optimizer = torch.optim.AdamW(model.parameters())
         ids = torch.arange(8).view(2, 4)
         model(input_ids=ids, labels=ids).loss.backward()

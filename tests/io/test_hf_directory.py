@@ -334,6 +334,25 @@ def test_a_last_rename_that_does_not_come_puts_the_previous_directory_back(
     assert (tmp_path / "out" / "runs").is_dir()
 
 
+def test_an_interrupt_behind_the_exchange_keeps_what_the_directory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, calls = disk.exchange, []
+
+    def interrupted(one: Path, other: Path) -> None:
+        exchange(one, other)
+        calls.append(one)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk, "exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt), _replaced(tmp_path):
+        pass
+    assert _files(tmp_path) == {"out/config.json": b"old"}
+    assert (tmp_path / "out" / "runs").is_dir()
+    assert os.listdir(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_directory_that_is_replaced_is_there_at_any_time(
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
