@@ -54,8 +54,13 @@ def new_keys(
 
 def _answer(asked: LimitedStore, name: str) -> None:
     """Answer to all numbers that rank 0 has not answered to, also to those of ranks before."""
-    while asked.add("answered", 0) < asked.add("numbers", 0):
+    while _number(asked, "answered") < _number(asked, "numbers"):
         asked.set(f"answer/{asked.add('answered', 1)}", name)
+
+
+def _number(store: LimitedStore, key: str) -> int:
+    """Return a number without adding 0 to it, by which the file of a FileStore would grow."""
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def _answered(asked: LimitedStore, timeout: float) -> str:
