@@ -10,7 +10,8 @@ import os
 import random
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -312,12 +313,28 @@ def _assert_equal(ranks: list[Any], plain: list[Any], rtol: float, atol: float) 
         torch.testing.assert_close(of_rank, torch.tensor(plain), rtol=rtol, atol=atol)
 
 
-def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
-    """Losses and norms of three steps; under ``px.patch`` where there is a ``tp``."""
+@contextmanager
+def _patched(tp: int | None) -> Iterator[None]:
+    """Inside, ``px.patch`` is in force where there is a ``tp``; without one nothing is."""
     if tp is not None:
         px.patch(tp=tp)
-        assert px.patch(tp=tp) is px.patch(tp=tp)
     try:
+        yield
+    finally:
+        px.unpatch()
+
+
+def _loaded_or_made(source: str) -> Any:
+    """Return a model that a script loads from a directory, or makes itself if there is none."""
+    if source:
+        return transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
+    return _made("class")
+
+
+def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
+    """Losses and norms of three steps; under ``px.patch`` where there is a ``tp``."""
+    with _patched(tp):
+        assert tp is None or px.patch(tp=tp) is px.patch(tp=tp)
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
         if lora:
             config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
@@ -332,8 +349,6 @@ def _train(directory: str, tp: int | None, lora: bool) -> list[list[float]]:
             loss = model(input_ids=batch, labels=batch).loss
             results.append(_step(optimizer, loss, model.parameters(), 1.0))
         return results
-    finally:
-        px.unpatch()
 
 
 LAYOUTS = pytest.mark.parametrize(
@@ -443,9 +458,7 @@ def _made(kind: str) -> Any:
 
 def _train_made(kind: str, tp: int | None) -> list[list[float]]:
     """Losses and norms of three steps of a model that is plain until it has an optimizer."""
-    if tp is not None:
-        px.patch(tp=tp)
-    try:
+    with _patched(tp):
         model = _made(kind)
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()  # a second time, as scripts do
@@ -463,8 +476,6 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
             local = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
             assert sum(p.numel() for p in local) < 0.7 * whole
         return results
-    finally:
-        px.unpatch()
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -476,9 +487,7 @@ def test_a_model_from_scratch_equals_one_process(kind: str, size: int, tp: int) 
 
 def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
     """Losses and norms, where a list that is older than the optimizer is clipped."""
-    if tp is not None:
-        px.patch(tp=tp)
-    try:
+    with _patched(tp):
         model = _made(kind)
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters[:-1], lr=0.1)
@@ -488,8 +497,6 @@ def _train_with_a_list(kind: str, tp: int | None) -> list[list[float]]:
             loss = model(input_ids=batch, labels=batch).loss
             results.append(_step(optimizer, loss, parameters, 0.1))
         return results
-    finally:
-        px.unpatch()
 
 
 LISTS = pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
@@ -503,13 +510,8 @@ def test_a_list_of_parameters_may_be_older_than_the_optimizer(size: int, tp: int
 
 def _train_head_then_body(source: str, tp: int | None) -> list[list[float]]:
     """Losses and norms, where parts that are older than the optimizer are frozen in turn."""
-    if tp is not None:
-        px.patch(tp=tp)
-    try:
-        if source:
-            model = transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
-        else:
-            model = _made("class")
+    with _patched(tp):
+        model = _loaded_or_made(source)
         head, body = model.lm_head, list(model.model.parameters())
         optimizer = torch.optim.SGD([{"params": body}, {"params": head.parameters()}], lr=0.1)
         results = []
@@ -527,8 +529,6 @@ def _train_head_then_body(source: str, tp: int | None) -> list[list[float]]:
             loss = model(input_ids=batch, labels=batch).loss
             results.append(_step(optimizer, loss, model.parameters(), 1.0))
         return results
-    finally:
-        px.unpatch()
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -544,9 +544,7 @@ def test_parts_that_are_older_than_the_optimizer_can_be_frozen(
 
 def _train_in_ddp(kind: str, tp: int | None) -> list[list[float]]:
     """Losses and norms of three steps of two backwards each, in DistributedDataParallel."""
-    if tp is not None:
-        px.patch(tp=tp)
-    try:
+    with _patched(tp):
         model = _made(kind)
         if tp is not None:
             model = torch.nn.parallel.DistributedDataParallel(model)
@@ -563,8 +561,6 @@ def _train_in_ddp(kind: str, tp: int | None) -> list[list[float]]:
             with pytest.raises(NotImplementedError, match=r"knows neither join\(\) nor hooks"):
                 model.join()
         return results
-    finally:
-        px.unpatch()
 
 
 @pytest.mark.parametrize("kind", ["class", "adapter"])
@@ -586,9 +582,8 @@ class _OwnDDP(torch.nn.parallel.DistributedDataParallel):
 
 def _copied_on_rank_0(source: str, tp: int) -> list[float]:
     """The loss of a model of which rank 0 alone has made a copy before the optimizer."""
-    px.patch(tp=tp)
-    try:
-        model = transformers.LlamaForCausalLM.from_pretrained(source) if source else _made("class")
+    with _patched(tp):
+        model = _loaded_or_made(source)
         best = copy.deepcopy(model) if dist.get_rank() == 0 else None
         ids = torch.arange(8).view(2, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -600,8 +595,6 @@ def _copied_on_rank_0(source: str, tp: int) -> list[float]:
         assert wrapped.config is model.config
         assert tp == 1 or copy.deepcopy(wrapped).module is not model
         return [loss.item()]
-    finally:
-        px.unpatch()
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -633,13 +626,8 @@ def test_dp_ranks_with_other_weights_are_refused(tmp_path: Path) -> None:
 
 def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
     """Weights of an average that is older than the optimizer, after three steps."""
-    if tp is not None:
-        px.patch(tp=tp)
-    try:
-        if source:
-            model = transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float64)
-        else:
-            model = _made("class")
+    with _patched(tp):
+        model = _loaded_or_made(source)
         if how == "AveragedModel":
             swa = torch.optim.swa_utils
             average = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(0.5))
@@ -657,8 +645,6 @@ def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
         average = getattr(average, "module", average)
         average(input_ids=batch, labels=batch)
         return average.state_dict() if tp is None else px.full_state_dict(average)
-    finally:
-        px.unpatch()
 
 
 @pytest.mark.parametrize("how", ["AveragedModel", "copy", "frozen copy"])
@@ -695,6 +681,7 @@ def _hold_parts() -> list[str]:
             model.lm_head.weight,
             torch.tensor([[5, 6]]),
         )
+        older = head.pow(2).sum()
         torch.optim.SGD(model.parameters(), lr=0.1)
         other = torch.optim.SGD([head], lr=0.1)
         assert other.param_groups[0]["params"][0] is model.lm_head.weight
@@ -705,6 +692,7 @@ def _hold_parts() -> list[str]:
             lambda: embedding(ids),
             lambda: head.pow(2).sum().backward(),
             lambda: torch.stack([head]),
+            older.backward,
             lambda: model(input_ids=ids, labels=ids),
         ):
             with pytest.raises((RuntimeError, NotImplementedError)) as raised:
@@ -722,7 +710,8 @@ def test_parts_that_are_older_than_the_optimizer_are_refused() -> None:
         assert "this Embedding was built before px.parallelize and still holds" in found[0]
         for text in found[1:3]:
             assert "this lm_head.weight was built before px.parallelize; take it from" in text
-        assert "_Smoothed.forward takes labels itself" in found[3]
+        assert "a gradient reaches lm_head.weight as it was before px.parallelize" in found[3]
+        assert "_Smoothed.forward takes labels itself" in found[4]
 
 
 def _refused_at_its_optimizer() -> list[str]:
@@ -774,8 +763,7 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
 
 def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
     """Train, and save under the idioms of scripts; return the loss of each saved directory."""
-    px.patch(tp=tp)
-    try:
+    with _patched(tp):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         if lora:
             model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
@@ -801,8 +789,6 @@ def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
             model.save_pretrained(end, is_main_process=first)
         dist.barrier()
         return losses
-    finally:
-        px.unpatch()
 
 
 @LAYOUTS
@@ -903,22 +889,18 @@ class _SaveOnFirst(transformers.TrainerCallback):
 
 
 def _trained_with_a_callback(directory: str, tp: int) -> None:
-    px.patch(tp=tp)
-    try:
-        with processes():
-            model = transformers.AutoModelForCausalLM.from_pretrained(directory)
-            ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
-            arguments = transformers.TrainingArguments(
-                directory, use_cpu=True, report_to=[], max_steps=2, logging_steps=1,
-                save_strategy="no", disable_tqdm=True, per_device_train_batch_size=1,
-            )  # fmt: skip
-            data = [{"input_ids": row, "labels": row} for row in ids]
-            trainer = transformers.Trainer(
-                model, arguments, train_dataset=data, callbacks=[_SaveOnFirst()]
-            )
-            trainer.train()
-    finally:
-        px.unpatch()
+    with _patched(tp), processes():
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        ids = torch.randint(0, 101, (4, 7), generator=torch.Generator().manual_seed(3))
+        arguments = transformers.TrainingArguments(
+            directory, use_cpu=True, report_to=[], max_steps=2, logging_steps=1,
+            save_strategy="no", disable_tqdm=True, per_device_train_batch_size=1,
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=data, callbacks=[_SaveOnFirst()]
+        )
+        trainer.train()
 
 
 @needs_trainer
@@ -972,8 +954,7 @@ def test_a_save_that_others_cannot_join_raises_at_once(tmp_path: Path) -> None:
 
 
 def _files_of_shards(directory: str, tp: int) -> list[Any]:
-    px.patch(tp=tp)
-    try:
+    with _patched(tp):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         if tp == 1:  # whole on each rank, until it has an optimizer
             torch.save(model.state_dict(), io.BytesIO())
@@ -995,8 +976,6 @@ def _files_of_shards(directory: str, tp: int) -> list[Any]:
         file.seek(0)
         saved = torch.load(file)
         assert saved.keys() == full.keys()
-    finally:
-        px.unpatch()
     torch.save(model.state_dict(), io.BytesIO())
     return results
 
