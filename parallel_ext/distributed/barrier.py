@@ -73,10 +73,9 @@ def _wait_for_all(store: LimitedStore, step: str, rank: int, hosts: Hosts, timeo
     store.set(f"{step}/{rank}", "1")  # last: a rank that is lost before it is missed
     beats = dict.fromkeys(range(world_size), (0, time.monotonic()))  # how many, and since when
     began = looked = time.monotonic()
-    # Polled, since a wait in the store would warn of each second that it lasts. The pauses are a
-    # share of what was waited, so that the end is noticed soon and the store is asked seldom.
+    # Polled, since a wait in the store would warn of each second that it lasts.
     while not store.check([f"{step}/all_here"]):
-        time.sleep(min(max(0.0002, (time.monotonic() - began) / 8), 0.1))
+        _pause(time.monotonic() - began)
         if time.monotonic() - looked < min(1.0, timeout / 4):
             continue
         looked = time.monotonic()
@@ -90,6 +89,11 @@ def _wait_for_all(store: LimitedStore, step: str, rank: int, hosts: Hosts, timeo
                 raise TimeoutError(
                     f"{hosts.in_words([other])} has shown no sign of life for {timeout:g} s"
                 )
+
+
+def _pause(waited: float) -> None:
+    """Sleep for a share of what was waited: the end is seen soon, and the store asked seldom."""
+    time.sleep(min(max(0.0002, waited / 8), 0.1))
 
 
 def forget(store: LimitedStore, number: int, rank: int) -> None:
@@ -175,7 +179,7 @@ class MonitoredBarrier:
             if (waited := time.monotonic() - began) > self._timeout:
                 raise RuntimeError(f"{key} is not there")
             function()
-            time.sleep(min(max(0.001, waited / 8), 0.1))
+            _pause(waited)
 
     def _end(self, marks: str, how: str) -> None:
         """Let a barrier end in one way on all ranks: that of the rank that ends it first."""
@@ -251,7 +255,7 @@ def join_job(backend: str, timeout: float) -> None:
             f"within {timeout:g} s, which {'torchrun' if by_agent else 'rank 0'} keeps: {error}"
         ) from error
     store, answer = new_keys(store, "start", rank, timeout, "init_mesh")
-    limited = LimitedStore(dist.PrefixStore("parallel_ext/start", store), timeout)
+    limited = LimitedStore(store, timeout)
     barrier = MonitoredBarrier(limited, rank, size, timeout)
     barrier.wait("init_mesh", answer)
     try:

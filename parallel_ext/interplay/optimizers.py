@@ -51,6 +51,7 @@ _ANY = _Known(
     "use torch's AdamW or SGD, or px.Adafactor; an optimizer of which you know that it treats each "
     "element alone may say so by an attribute elementwise = True"
 )
+_STEPS = 20  # of an optimizer that is tried
 _verdicts: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
 
 
@@ -193,9 +194,6 @@ def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
             if not torch.equal(stepped, torch.cat(parts, dim)):
                 return False
     return True
-
-
-_STEPS = 20
 
 
 def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Tensor:

@@ -108,9 +108,7 @@ def train_together(model: nn.Module) -> None:
     arrive("data_parallel")
     mesh = state_of(model).mesh
     copies = [each for each in copies_of(model_of(model)) if _trains_apart(each)]
-    if len(set(mesh.control.all_gather_object(len(copies), op_name="data_parallel"))) > 1:
-        copies = []  # which some ranks have made for themselves
-    for each in (model, *copies):
+    for each in (model, *adopting.made_on_all(copies, mesh, "data_parallel")):
         check_replicas(each)
         data_parallel(each, mesh, _in_force[0].zero)
 

@@ -31,9 +31,10 @@ class _Place:
     newest: nn.Parameter
 
 
-_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of a parameter that was replaced
-_places_now: weakref.WeakValueDictionary[int, _Place] = weakref.WeakValueDictionary()
+# A parameter that was replaced -> its place.
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # ``id`` of the newest parameter -> its place, as long as there is an older one.
+_places_now: weakref.WeakValueDictionary[int, _Place] = weakref.WeakValueDictionary()
 
 
 class _Replaced(nn.Parameter):

@@ -91,13 +91,21 @@ def adopt(model: object, place: str) -> None:
             "the first backward"
         )
     arrive(place)
-    copies, mesh = _copies_of(model), _adoptions[0].mesh
-    if len(set(mesh.control.all_gather_object(len(copies), op_name=place))) > 1:
-        copies = []  # which some ranks have made for themselves
+    mesh = _adoptions[0].mesh
+    copies = made_on_all(_copies_of(model), mesh, place)
     parallelize(model, mesh)
     for each in copies:
         parallelize(each, mesh)
         each.parallel_ext_remembered.original = model.parallel_ext_remembered.original
+
+
+def made_on_all(copies: list[nn.Module], mesh: Mesh, place: str) -> list[nn.Module]:
+    """Return copies of a model, or none where some ranks have made more than others.
+
+    Those are a rank's own, and stay as they are. Every rank calls it.
+    """
+    counts = mesh.control.all_gather_object(len(copies), op_name=place)
+    return copies if len(set(counts)) == 1 else []
 
 
 def adopt_trained(module: object, place: str) -> None:
