@@ -223,8 +223,9 @@ class MonitoredBarrier:
         except RuntimeError as error:
             others = self.hosts.in_words(each for each in ranks if each != self._rank)
             return f"nothing is known of {others}, since {store_lost(self._store, error)}"
-        did_not = f"{absent} did not" if absent else "one of them was too slow to do so"
-        return f"{did_not} within {self._timeout:g} s"
+        if not absent:
+            return f"one of them was too slow to do so within {self._timeout:g} s"
+        return f"{absent} did not within {self._timeout:g} s, or ended before"
 
 
 def join_job(backend: str, timeout: float) -> None:
