@@ -24,8 +24,8 @@ class ModelSpec:
 
     Attributes:
         model_type: ``config.model_type`` of the models that it describes.
-        embedding, head: paths from the model; sharded by vocabulary. A model that classifies has no
-            such head: :meth:`without_head`.
+        embedding, head: paths from the model; sharded by vocabulary. A model that classifies, or a
+            decoder alone, has no such head: :meth:`without_head`, :meth:`of_decoder`.
         layers: path of the list of decoder layers.
         attention: the first sublayer of each decoder layer; None where ``regions`` say it.
         mlp, mixture: what follows the attention, in each layer one of the two; None where no layer
@@ -104,9 +104,23 @@ class ModelSpec:
         """Return the paths of what is sharded by vocabulary: embedding and output head."""
         return (self.embedding,) if self.head is None else (self.embedding, self.head)
 
+    @property
+    def in_decoder(self) -> str:
+        """Return how the paths of what is in the decoder begin; empty if it is the model itself."""
+        decoder, dot, _ = self.layers.rpartition(".")
+        return decoder + dot
+
     def without_head(self) -> ModelSpec:
         """Return the spec of the architecture's classes that put classes of their own on it."""
         return replace(self, head=None, logits_divisor=None, logits_softcap=None)
+
+    def of_decoder(self) -> ModelSpec:
+        """Return the spec of the architecture's decoder alone, which returns hidden states."""
+        return replace(
+            self.without_head(),
+            embedding=self.embedding.removeprefix(self.in_decoder),
+            layers=self.layers.removeprefix(self.in_decoder),
+        )
 
     def sublayers(self, names: Collection[str]) -> dict[str, Sublayer]:
         """Map the path of every sublayer of a model to the names of its modules.

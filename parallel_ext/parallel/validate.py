@@ -56,9 +56,21 @@ def spec_for(model: nn.Module) -> ModelSpec:
             f"supported are {', '.join(served())}{why_unserved(model_type)}"
         )
     spec = SPECS[model_type]
-    # Nobody has defined the balance loss of a mixture that classifies, so it is refused later.
-    classifies = isinstance(model, CLASSIFIERS) and spec.mixture is None
-    return spec.without_head() if classifies else spec
+    if spec.mixture is not None:  # whose balance loss is defined with an output head only
+        return spec
+    if is_decoder(model):
+        return spec.of_decoder()
+    return spec.without_head() if isinstance(model, CLASSIFIERS) else spec
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Return whether a model is the decoder of a served dense architecture alone, without a head.
+
+    Such as a ``LlamaModel``, which ``AutoModel`` makes.
+    """
+    spec = SPECS.get(getattr(getattr(model, "config", None), "model_type", None))
+    cls = transformers.MODEL_MAPPING.get(type(model.config), ()) if spec else ()
+    return isinstance(model, cls) and spec.mixture is None
 
 
 def check_plain(model: nn.Module, spec: ModelSpec) -> None:
@@ -119,7 +131,8 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     if spec.head and not hasattr(model, spec.head) and not cls.endswith("ForCausalLM"):
         raise ValueError(
             f"parallelize: {cls} is not served: of {spec.model_type!r} the class with an output "
-            "head is, ...ForCausalLM, and of dense models those that classify sequences or tokens"
+            "head is, ...ForCausalLM, and of dense models the decoder alone, ...Model, and those that "
+            "classify sequences or tokens"
         )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if spec.attention:
