@@ -19,6 +19,7 @@ from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import PlannedFile, plan_files
+from parallel_ext.parallel.beside import parallel_parts, parameters_beside
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.layout import ModelLayout
 from parallel_ext.sharding.named_shards import named_shards
@@ -89,7 +90,18 @@ def register_source(source: Callable[[nn.Module], Contents | None]) -> None:
 
 
 def contents_of(model: nn.Module) -> Contents:
-    """Return what a checkpoint holds of a model: all of it unless a source knows better."""
+    """Return what a checkpoint holds of a model: all of it unless a source knows better.
+
+    Raises:
+        CheckpointError: the model is in a module of the user's own, with parameters beside it.
+    """
+    if beside := parameters_beside(model):
+        (path,) = parallel_parts(model)
+        raise CheckpointError(
+            f"a checkpoint is of a parallel model, and {next(iter(beside))} is beside it: give "
+            f"that model, which is .{path} here, an optimizer of its parameters alone, and write "
+            "the rest of the module by a torch.save of your own"
+        )
     for source in _sources:
         if (contents := source(model)) is not None:
             return contents

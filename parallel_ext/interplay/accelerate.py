@@ -28,11 +28,11 @@ from parallel_ext.interplay.data_loaders import (
 )
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.interplay.trained_together import prepare_to_train
-from parallel_ext.io.state_dict import gather_state_dict
 from parallel_ext.nn.extended import extend
+from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_in, owners_of
-from parallel_ext.parallel.state import is_parallel, model_of, parallel_models, state_of
+from parallel_ext.parallel.state import is_parallel, parallel_models, state_of
 from parallel_ext.sharding._torch_private import scheduler_steps
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.accelerate_leaves import LeafSteps, end_leaves
@@ -410,8 +410,7 @@ def get_state_dict(
         return plain(self, model, *args, **kwargs)
     if saves_apart():
         return LEFT_OUT
-    state = state_of(model)
-    return gather_state_dict(model_of(model), state.mesh, state.layout)
+    return full_state_dict(model)
 
 
 def save_model(

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ext.interplay.trained_together import is_in_force, prepare_to_train
-from parallel_ext.parallel.owners import owners_of
-from parallel_ext.parallel.state import ParallelState, own_state
+from parallel_ext.parallel.state import own_state
 from parallel_ext.training.gradients import no_sync
 
 
@@ -29,12 +28,11 @@ def start_ddp(
 
     Raises:
         RuntimeError: ``module`` is, or holds, a parallel model whose shards it would overwrite by
-            rank 0's; or, under ``px.patch``, parameters beside one, whose gradients nobody sums.
+            rank 0's.
     """
     prepare_to_train(module, "DistributedDataParallel")
     states = [state for each in module.modules() if (state := own_state(each)) is not None]
     if states and is_in_force():
-        _refuse_beside(module, states)
         nn.Module.__init__(self)
         self.__class__, self.module = _passed_on(type(self)), module
         return
@@ -54,18 +52,6 @@ def start_ddp(
     plain(self, module, *args, **kwargs)
     for state in states:
         state.reduced_by_caller = True
-
-
-def _refuse_beside(module: nn.Module, states: list[ParallelState]) -> None:
-    """Raise for trained parameters beside a parallel model, where dp ranks would train them."""
-    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    owners = owners_of(trained.values())
-    beside = [name for name, each in trained.items() if id(each) not in owners]
-    if beside and states[0].mesh.dp_size > 1:
-        raise RuntimeError(
-            f"px.patch: DistributedDataParallel holds {beside[0]}, which belongs to no parallel "
-            "model, so that each dp rank would train it for itself; train the model alone"
-        )
 
 
 class _PassedOn(DistributedDataParallel):

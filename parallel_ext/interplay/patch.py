@@ -35,8 +35,7 @@ from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.from_pretrained import from_pretrained
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel
-from parallel_ext.sharding._torch_private import tree_leaves
-from parallel_ext.sharding.shards import Marker
+from parallel_ext.sharding.shards import holds_shards
 from parallel_ext.training.trainer import TrainerMixin
 from parallel_ext.training.trainer_checks import (
     check_class,
@@ -290,9 +289,7 @@ def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> An
         NotImplementedError: ``obj`` holds the ``state_dict()`` of a parallel model.
     """
     by_packages = is_called_by(("parallel_ext", "torch"), 3)  # such as torch's own checkpoints
-    if not by_packages and any(
-        isinstance(each, Marker) and each.is_of_shards() for each in tree_leaves(obj)
-    ):
+    if not by_packages and holds_shards(obj):
         raise NotImplementedError(
             "px.patch: the file would hold this rank's shards of the model, not all of it; on all "
             "ranks call model.save_pretrained or px.save_checkpoint, or write what "

@@ -7,8 +7,9 @@ from torch.nn import utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from parallel_ext.interplay import ddp, gradients, optimizers
+from parallel_ext.interplay import ddp, gradients, optimizers, own_modules
 from parallel_ext.interplay.accelerate import extend_accelerator
 from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
@@ -30,6 +31,7 @@ def serve() -> None:
     extend(torch.autograd.backward, gradients.backward)
     extend(torch.autograd.grad, gradients.grad)
     extend(DistributedDataParallel.__init__, ddp.start_ddp)
+    extend(PreTrainedModel.save_pretrained, own_modules.save_pretrained)
     extend(unscale_grads, gradients.unscale_grads_)
     extend(Optimizer.state_dict, optimizers.state_dict)
     extend(Optimizer.load_state_dict, optimizers.load_state_dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ class PartialGradients:
         self.late: set[str] = set()
         self._at_once: frozenset[str] = frozenset()
         self._averaged: dict[Group, dict[str, nn.Parameter]] = {}
+        self._beside: list[nn.Parameter] = []
+        self._beside_group: Group | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialGradients:
         return PartialGradients()
@@ -149,6 +152,29 @@ class PartialGradients:
         self._averaged[group] = dict(sorted(parameters, key=lambda item: item[0]))
         self.late.update(self._averaged[group])
 
+    def average_beside(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
+        """Do the same for parameters that are in no module of the model.
+
+        A backward may reach none of the model, so that a gradient of theirs opens it, too.
+
+        Args:
+            parameters: in one order on all ranks; what was given before counts once.
+            group: as of :meth:`average`; the same in each call.
+        """
+        known = {id(parameter) for parameter in self._beside}
+        new = [parameter for parameter in parameters if id(parameter) not in known]
+        for parameter in new:
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._open_beside)
+            parameter.requires_grad_(trained)  # one that is frozen may be trained later
+        self._beside += new
+        self._beside_group = group
+
+    def _open_beside(self, parameter: nn.Parameter) -> None:
+        # Last, as where the model opens it: ranks that use the model alone come in the same order.
+        graph_task = running_backward()
+        at_end_of_backward(lambda: self._current() or self._open(graph_task))
+
     def open_with(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark a tensor whose backward comes before that of every caught parameter.
 
@@ -172,7 +198,7 @@ class PartialGradients:
                     f"{name} has gradient hooks, which would run before its gradient is averaged "
                     "over the dp ranks; remove them, and use what backward leaves"
                 )
-        if self._averaged:
+        if self._averaged or self._beside:
             self._open(running_backward())
 
     def _current(self) -> _Session | None:
@@ -216,7 +242,8 @@ class PartialGradients:
         for group, entries in sorted(groups.items()):
             _sum_and_add(entries, group)
         for group, parameters in sorted(self._averaged.items()):
-            _average([p.grad for p in parameters.values() if p.grad is not None], group)
+            _average(parameters.values(), group)
+        _average(self._beside, self._beside_group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -238,6 +265,7 @@ class PartialGradients:
         if any(not entry.dropped() for entry in self._pending.values()):
             return True
         averaged = (each.grad for of in self._averaged.values() for each in of.values())
+        averaged = chain(averaged, (each.grad for each in self._beside))
         return self._unaveraged and any(grad is not None and grad.any() for grad in averaged)
 
     @contextmanager
@@ -309,14 +337,23 @@ class UsedInParts:
             vars(module).pop(attribute, None)
 
 
-def _average(gradients: list[torch.Tensor], group: Group) -> None:
-    """Average gradients over ``group``, in place; gradients that are equal on all ranks stay."""
-    if not gradients:
+def _average(parameters: Iterable[nn.Parameter], group: Group | None) -> None:
+    """Average gradients over ``group``, in place; gradients that are equal on all ranks stay.
+
+    Of a parameter that no rank has used there is none afterwards either.
+    """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if not parameters:
         return
-    flat = ops.reduce_from_region(_flat(gradients), group) / group.size
-    sizes = [gradient.numel() for gradient in gradients]
-    for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
-        gradient.copy_(mean.view_as(gradient))
+    here = [parameter.grad is not None for parameter in parameters]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    anywhere = torch.tensor(here, dtype=torch.float32, device=parameters[0].device)
+    flat = ops.reduce_from_region(_flat([*gradients, anywhere]), group) / group.size
+    *means, anywhere = flat.split([each.numel() for each in (*gradients, anywhere)])
+    used = here if all(here) else (anywhere > 0).tolist()  # which waits for a GPU
+    for parameter, gradient, mean, is_used in zip(parameters, gradients, means, used, strict=True):
+        if is_used:
+            parameter.grad = gradient.copy_(mean.view_as(gradient))
 
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:

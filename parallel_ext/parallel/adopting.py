@@ -1,13 +1,14 @@
 """Plain models that a script has made, which become parallel once they are trained.
 
 In force by ``px.patch``: what ``from_pretrained`` of a causal language model returns is parallel at
-once, but a model from scratch, or a classifier, may be one that only helps. Training says which.
+once, but a model from scratch, a classifier, or a decoder alone, may be one that only helps.
+Training says which.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import is_parallel
-from parallel_ext.parallel.validate import CLASSIFIERS
+from parallel_ext.parallel.validate import CLASSIFIERS, is_decoder
 
 
 class _Adoption(NamedTuple):
@@ -33,7 +34,7 @@ _adoptions: list[_Adoption] = []  # one, or none
 
 
 def start(mesh: Mesh, plain: Iterable[str]) -> None:
-    """Let models of causal language models and classifiers become parallel when they are trained.
+    """Let causal language models, classifiers and decoders become parallel when they are trained.
 
     Args:
         mesh: over which; without effect where it has one rank.
@@ -61,10 +62,24 @@ def may_adopt(model: object) -> bool:
     cls = type(model)
     return (
         isinstance(model, transformers.PreTrainedModel)
-        and (is_causal(cls) or isinstance(model, CLASSIFIERS))
+        and (_has_decoder(model) or is_decoder(model))
         and any(cls.__name__ not in each.plain for each in _adoptions)
         and not is_parallel(model)
     )
+
+
+def _has_decoder(model: nn.Module) -> bool:
+    """Return whether a model is one whose decoder is never adopted without it."""
+    return is_causal(type(model)) or isinstance(model, CLASSIFIERS)
+
+
+def _adoptable(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the models that :func:`adopt` would make parallel of what a module is, or holds."""
+    if may_adopt(module):
+        yield module
+    elif not _has_decoder(module):
+        for child in module.children():
+            yield from _adoptable(child)
 
 
 def adopt(model: object, place: str) -> None:
@@ -110,9 +125,8 @@ def made_on_all(copies: list[nn.Module], mesh: Mesh, place: str) -> list[nn.Modu
 
 def adopt_trained(module: object, place: str) -> None:
     """Make the model parallel that a module is, or those that it holds to be trained; see adopt."""
-    whole = isinstance(module, transformers.PreTrainedModel) or not isinstance(module, nn.Module)
-    for each in [module] if whole else list(module.modules()):
-        if whole or any(parameter.requires_grad for parameter in each.parameters()):
+    for each in list(_adoptable(module)) if isinstance(module, nn.Module) else []:
+        if each is module or any(parameter.requires_grad for parameter in each.parameters()):
             adopt(each, place)
 
 
@@ -150,7 +164,13 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
 def _plain_models() -> list[nn.Module]:
     """Return all models of this process that :func:`adopt` would make parallel."""
     kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds) and may_adopt(each)]
+    models = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    inside = {id(part) for each in models if _has_decoder(each) for part in each.modules()}
+    return [
+        each
+        for each in models
+        if may_adopt(each) and (_has_decoder(each) or id(each) not in inside)
+    ]
 
 
 def _copies_of(model: nn.Module) -> list[nn.Module]:

@@ -13,11 +13,18 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
+from parallel_ext.parallel.beside import (
+    check_equal_beside,
+    parallel_parts,
+    parameters_beside,
+    tensors_beside,
+)
 from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.validate import spec_for
+from parallel_ext.sharding._torch_private import without_wrappers
 
 
 def from_pretrained(
@@ -163,15 +170,23 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
     Every rank calls it; plain ``model.state_dict()`` holds local shards and communicates nothing.
 
     Args:
-        model: a parallel model.
+        model: a parallel model, or a module that holds some.
         writer_only: give it to rank 0 only, which needs memory for all of it; else to every rank.
 
     Returns:
-        HuggingFace name -> full tensor on the CPU, tied names included; empty on ranks that do not
-        receive it.
+        Name -> full tensor on the CPU, tied names included, as ``model.state_dict()`` of one
+        process; empty on ranks that do not receive it.
 
     Raises:
         CollectiveTimeout: not all ranks called it.
+        DisagreementError: ranks hold other parameters beside a parallel model.
     """
-    state = state_of(model)
-    return gather_state_dict(model, state.mesh, state.layout, writer_only)
+    mesh, full = state_of(model).mesh, {}
+    if beside := parameters_beside(model):
+        check_equal_beside(beside, mesh, "full_state_dict")
+    for path, each in parallel_parts(model).items():
+        gathered = gather_state_dict(each, mesh, state_of(each).layout, writer_only)
+        full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
+    if mesh.rank == 0 or not writer_only:
+        full |= {name: tensor.cpu().clone() for name, tensor in tensors_beside(model)}
+    return full

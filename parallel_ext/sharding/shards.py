@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallel_ext.sharding._torch_private import tree_leaves
 from parallel_ext.sharding.layout import Box, TensorLayout, box_shape
 
 
@@ -156,6 +157,11 @@ class Marker(_InStateDict):
 
     def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
         return self.plain()
+
+
+def holds_shards(values: Any) -> bool:
+    """Return whether there is the ``state_dict()`` of a model that is in parts, among values."""
+    return any(isinstance(each, Marker) and each.is_of_shards() for each in tree_leaves(values))
 
 
 def _chunk(box: Box) -> Any:

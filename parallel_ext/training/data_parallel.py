@@ -22,6 +22,7 @@ from parallel_ext.nn.stale_parameters import (
     refuse_gradient_hooks,
 )
 from parallel_ext.ops import Group
+from parallel_ext.parallel.beside import check_equal_beside, parameters_beside
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.replace import names_of_parts
@@ -44,12 +45,13 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     and of the optimizer's state, as DTensors. Dense parameters are sharded over the dp ranks,
     experts over the edp ranks; trainable parameters of adapters stay whole, and their gradients are
     averaged at the end of ``backward()``: in one flat all-reduce, and one more for those of
-    experts. With ``mesh.dp_size == 1`` nothing changes.
+    experts. So are those of the parameters beside the model, where ``model`` is a module of your
+    own that holds it. With ``mesh.dp_size == 1`` nothing changes.
 
     Under ``px.Invariant`` all dp ranks have one batch, whose leaves :func:`train_leaves` runs.
 
     Args:
-        model: a parallel model, perhaps inside PEFT's.
+        model: a parallel model, perhaps inside PEFT's, or a module that holds one.
         mesh: the mesh that it was made parallel with.
         zero: 2 keeps the gathered parameters from forward to backward; 3 gathers them again.
 
@@ -60,6 +62,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         TypeError: the model was not parallelized before, or no mesh was given.
         ValueError: another mesh, another stage, parameters with gradient hooks, or a model that is
             data parallel already; on all ranks.
+        DisagreementError: ranks hold other parameters beside the model.
         RuntimeError: with several dp ranks, torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
 
@@ -83,6 +86,10 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
+        if state.invariant is not None and (beside := parameters_beside(model)):
+            raise ValueError(
+                f"data_parallel: px.Invariant does not serve {next(iter(beside))} beside the model"
+            )
         if mesh.dp_size > 1:
             for name, parameter in own.named_parameters():
                 refuse_gradient_hooks("data_parallel", name, parameter)
@@ -103,7 +110,30 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         _keep_name(type(own), plain_class)
         own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
     state.zero = zero
+    average_beside(parameters_beside(model), own, "data_parallel")
     return model
+
+
+def average_beside(
+    parameters: dict[str, nn.Parameter], model: nn.Module, op_name: str
+) -> None:
+    """Let each backward end with the dp ranks' mean of the gradients of further parameters.
+
+    Every rank calls it.
+
+    Args:
+        parameters: by name, of no parallel model, such as those of a head of the user's own.
+        model: a parallel model that is trained with them.
+        op_name: the call, for errors.
+
+    Raises:
+        DisagreementError: ranks hold other values.
+    """
+    state = state_of(model)
+    if parameters:
+        check_equal_beside(parameters, state.mesh, op_name)
+    if parameters and state.mesh.dp_size > 1:
+        state.partials.average_beside(parameters.values(), state.mesh.dp)
 
 
 def no_data_parallel(model: M) -> M:

@@ -1,0 +1,50 @@
+"""What a module of a user's own holds beside the parallel models in it, such as a head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.state import own_state
+from parallel_ext.sharding.digests import content_digest
+from parallel_ext.sharding.named_shards import persistent_buffers
+
+
+def parallel_parts(module: nn.Module) -> dict[str, nn.Module]:
+    """Map the path of each parallel model in a module to it; that of the module itself is empty."""
+    return {path: each for path, each in module.named_modules() if own_state(each) is not None}
+
+
+def parameters_beside(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that belong to no parallel model in it, by name.
+
+    Each rank holds all of them whole. They come in the module's order, each once.
+    """
+    inside = {id(p) for model in parallel_parts(module).values() for p in model.parameters()}
+    return {name: p for name, p in module.named_parameters() if id(p) not in inside}
+
+
+def tensors_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what files hold of a module beside the parallel models in it, by each of its names."""
+    inside = tuple(f"{path}." if path else "" for path in parallel_parts(module))
+    tensors = (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module))
+    return ((name, each.detach()) for name, each in tensors if not name.startswith(inside))
+
+
+def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name: str) -> None:
+    """Raise unless all ranks hold the same parameters beside a parallel model; every rank calls it.
+
+    Raises:
+        DisagreementError: they differ, as where each rank has drawn its own; names one.
+    """
+    require_equal(
+        mesh.control,
+        op_name,
+        {name: content_digest(parameter) for name, parameter in parameters.items()},
+        noun="the parameter beside the model ",
+        advice="call torch.manual_seed with one seed on all ranks before it is made",
+    )

@@ -1,0 +1,235 @@
+"""Modules of a user's own around a parallel model: a decoder, a head, and a loss of the user's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ranks import pool
+from reference import FLOOR, Tiny, difference, quietly, refusal
+from reference_mixtral import Layout, TinyMixtral
+from torch import nn
+
+import parallel_ext as px
+
+TINY = Tiny(bias=True)
+WIDTH = 8 * TINY.heads
+EXACT = FLOOR[torch.float64]
+
+
+class Scores(transformers.PreTrainedModel):
+    """Scores three classes of a text by the hidden state of its last token."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any, inner: nn.Module | None = None) -> None:
+        super().__init__(config)
+        self.inner = transformers.LlamaModel(config) if inner is None else inner
+        self.head = nn.Linear(config.hidden_size, 3)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("offset", torch.arange(3.0))
+        self.post_init()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.inner, transformers.LlamaForCausalLM):
+            hidden = self.inner(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+        else:
+            hidden = self.inner(input_ids=ids).last_hidden_state
+        return self.head(hidden[:, -1]) + self.offset
+
+
+def scores(kind: str = "decoder") -> Scores:
+    """In one process, the same on every rank."""
+    if kind in ("decoder", "model"):
+        inner = TINY.model()
+        del inner._loss_function
+        inner = inner if kind == "model" else inner.model
+    else:
+        torch.manual_seed(1)
+        sizes = {"head_dim": 8, "vocab_size": 101, "hidden_size": WIDTH, "intermediate_size": 50}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.AutoConfig.for_model(kind, **sizes, pad_token_id=0)
+        inner = transformers.AutoModel.from_config(config).train()
+    torch.manual_seed(2)
+    return Scores(inner.config, inner).double().train()
+
+
+def split(kind: str, mesh: px.Mesh, zero: int = 2, **options: Any) -> tuple[Scores, Scores]:
+    """The model of one process, and the same with a parallel model inside."""
+    reference = scores(kind)
+    ours = copy.deepcopy(reference)
+    with quietly():
+        px.parallelize(ours.inner, mesh, **options)
+        px.data_parallel(ours, mesh, zero)
+    return reference, ours
+
+
+def losses(
+    reference: Scores, ours: Scores, mesh: px.Mesh, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of twelve rows in one process, and of this dp rank's share of them."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, 101, (12, 7), generator=generator)
+    classes = torch.randint(3, (12,), generator=generator)
+    whole = nn.functional.cross_entropy(reference(ids), classes)
+    own = slice(*(12 * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1)))
+    return whole, nn.functional.cross_entropy(ours(ids[own]), classes[own])
+
+
+def _differences(ours: Scores, reference: Scores) -> float:
+    full = px.full_state_dict(ours, writer_only=False)
+    assert full.keys() == reference.state_dict().keys()
+    return max(difference(full[name], each) for name, each in reference.state_dict().items())
+
+
+def _trained(kind: str, layout: Layout, zero: int, how: str, **options: Any) -> float:
+    mesh = layout.mesh()
+    reference, ours = split(kind, mesh, zero, **options)
+    if how == "frozen":
+        for model in (reference, ours):
+            model.inner.requires_grad_(False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, ours)]
+    for step in range(3):
+        if how == "accumulated":
+            theirs, own = losses(reference, ours, mesh, 100 + step)
+            theirs.backward()
+            with px.no_sync(ours):
+                own.backward()
+        theirs, own = losses(reference, ours, mesh, step)
+        theirs.backward()
+        own.backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, ours)]
+        assert difference(norms[1], norms[0]) <= (EXACT if kind in EXACTLY else 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ours.unused.weight.grad is None
+    return _differences(ours, reference)
+
+
+EXACTLY = ["decoder", "model"]  # the norms of others go by fp32
+LAYOUTS = [(Layout(1, 2, 1), 2), (Layout(2, 1, 1), 2), (Layout(2, 2, 1), 3), (Layout(3, 1, 1), 3)]
+
+
+@pytest.mark.parametrize(("layout", "zero"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", EXACTLY)
+def test_it_trains_as_in_one_process(kind: str, layout: Layout, zero: int) -> None:
+    assert max(pool(layout.world).run(_trained, kind, layout, zero, "")) <= EXACT
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "qwen3"])
+def test_decoders_of_other_architectures(kind: str) -> None:
+    assert max(pool(4).run(_trained, kind, Layout(2, 2, 1), 2, "")) <= 1e-5
+
+
+@pytest.mark.parametrize("how", ["frozen", "accumulated"])
+def test_a_frozen_decoder_and_accumulated_gradients(how: str) -> None:
+    assert max(pool(4).run(_trained, "decoder", Layout(2, 2, 1), 2, how)) <= EXACT
+
+
+def _with_own_tokens() -> float:
+    return _trained("decoder", Layout(1, 2, 1), 2, "", sequence_parallel=True)
+
+
+def test_a_decoder_returns_all_tokens_under_sequence_parallelism() -> None:
+    assert max(pool(2).run(_with_own_tokens)) <= EXACT
+
+
+def _used_on_one_rank() -> tuple[float, float]:
+    """Only dp rank 0 uses the head, and a part of it only in the second step."""
+    mesh = Layout(2, 1, 1).mesh()
+    ours = split("decoder", mesh)[1]
+    hidden = torch.ones(1, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        ids = torch.full((1, 3), 5)
+        used = ours(ids).sum() if mesh.dp_rank == 0 else ours.inner(input_ids=ids)[0].sum()
+        used.backward()
+    found = ours.head.bias.grad.clone()
+    ours.zero_grad()
+    (ours.head(hidden).sum() * (1 + mesh.dp_rank)).backward()  # nothing of the parallel model
+    return (found - 1.0).abs().max().item(), (ours.head.bias.grad - 1.5).abs().max().item()
+
+
+def test_dp_ranks_may_use_other_parts_of_it() -> None:
+    for each in pool(2).run(_used_on_one_rank):
+        assert max(each) <= 1e-12
+
+
+def _files(folder: str) -> float:
+    mesh = Layout(2, 2, 1).mesh()
+    reference, ours = split("model", mesh)
+    ours.save_pretrained(folder)
+    ours.inner.save_pretrained(f"{folder}/inner")
+    found = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/inner", dtype=torch.float64)
+    inner = transformers.LlamaForCausalLM(reference.inner.config)
+    read = Scores.from_pretrained(folder, inner=inner, dtype=torch.float64)
+    pairs = [(read.state_dict(), reference.state_dict()), (found.state_dict(), reference.inner.state_dict())]
+    return max(difference(a[name], b[name]) for a, b in pairs for name in b)
+
+
+def test_its_own_save_pretrained_writes_full_tensors(tmp_path: Path) -> None:
+    assert max(pool(4).run(_files, str(tmp_path))) == 0
+
+
+def _shards_given(folder: str) -> None:
+    ours = split("model", Layout(1, 2, 1).mesh())[1]
+    ours.save_pretrained(folder, state_dict=ours.state_dict())
+
+
+def test_a_state_dict_of_shards_is_not_written(tmp_path: Path) -> None:
+    pool(2).assert_raises(_shards_given, str(tmp_path), words="this rank's shards")
+    assert not list(tmp_path.iterdir())
+
+
+def _decoder_from_files(folder: str) -> tuple[str, float]:
+    mesh, reference = Layout(1, 2, 1).mesh(), TINY.model().model.eval()
+    if mesh.rank == 0:
+        reference.save_pretrained(folder)
+    torch.distributed.barrier()
+    model = px.from_pretrained(folder, mesh)
+    ids = torch.arange(14).view(2, 7)
+    found = model(input_ids=ids).last_hidden_state
+    return type(model).__name__, difference(found, reference(input_ids=ids).last_hidden_state)
+
+
+def test_a_decoder_is_read_from_its_files(tmp_path: Path) -> None:
+    for name, error in pool(2).run(_decoder_from_files, str(tmp_path)):
+        assert name == "LlamaModel"
+        assert error <= 1e-6  # transformers' norms go by fp32
+
+
+def _refusals(folder: str) -> dict[str, str]:
+    mesh = Layout(2, 1, 1).mesh()
+    found = {}
+    ours = split("decoder", mesh)[1]
+    optimizer = torch.optim.AdamW(ours.parameters())
+    found["checkpoint"] = refusal(lambda: px.save_checkpoint(folder, 1, ours, optimizer))
+    px.save_checkpoint(folder, 1, ours.inner)
+    found["load"] = refusal(lambda: px.load_checkpoint(folder, ours))
+    drawn = scores()
+    with torch.no_grad():
+        drawn.head.weight += mesh.rank
+    px.parallelize(drawn.inner, mesh)
+    found["drawn"] = refusal(lambda: px.data_parallel(drawn, mesh))
+    own = scores("model")
+    with quietly():
+        px.parallelize(own.inner, mesh, invariant=px.Invariant(blocks=3, leaves=2))
+    found["invariant"] = refusal(lambda: px.data_parallel(own, mesh))
+    mixture = TinyMixtral().model().model
+    found["mixture"] = refusal(lambda: px.parallelize(mixture, mesh))
+    return found
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for found in pool(2).run(_refusals, str(tmp_path)):
+        assert "head.weight is beside it: give that model, which is .inner" in found["checkpoint"]
+        assert "head.weight is beside it" in found["load"]
+        assert "head.weight must be equal on all ranks" in found["drawn"]
+        assert "torch.manual_seed" in found["drawn"]
+        assert "px.Invariant" in found["invariant"]
+        assert "MixtralModel is not served" in found["mixture"]
