@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from parallel_ext.distributed.control import world
+from parallel_ext.distributed.control import require_equal, world
 from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
@@ -95,9 +95,11 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     Raises:
         RuntimeError: it is, or nothing shows that it looks at single elements; or it is fused, and
             the model has ``px.Invariant``.
+        DisagreementError: at its first step ranks have other gradients beside the parallel model.
     """
     if optimizer not in _verdicts:
         _refuse_fused(optimizer)
+        _refuse_unequal_beside(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)
     if not (verdict := _verdicts[optimizer]):
         return
@@ -153,6 +155,23 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
                     "shard, which px.Invariant rules out; pass fused=False, or to px.Trainer "
                     'optim="adamw_torch"'
                 )
+
+
+def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless the gradients of parameters beside a parallel model are equal on all ranks."""
+    owners = owners_in(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if id(p) not in owners and p.grad is not None]
+    if not owners or len(owners) == len({id(p) for p in parameters}):
+        return
+    norm = torch.nn.utils.get_total_norm(local_part(gradient) for gradient in gradients)
+    require_equal(
+        next(iter(owners.values())).mesh.control,
+        f"{type(optimizer).__name__}.step",
+        {"the norm of the gradients of parameters beside the parallel model": norm.item()},
+        advice="give px.data_parallel the module that holds the model and them, which averages "
+        "them, or average them yourself",
+    )
 
 
 def _known(optimizer: torch.optim.Optimizer) -> _Known | None:

@@ -17,7 +17,13 @@ from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.extending import is_called_by_this_package
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
-from parallel_ext.parallel.state import copies_of, is_parallel, model_of, state_of
+from parallel_ext.parallel.state import (
+    copies_of,
+    is_parallel,
+    model_of,
+    parallel_models,
+    state_of,
+)
 from parallel_ext.training.data_parallel import average_beside, data_parallel
 
 
@@ -79,19 +85,20 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
     tensors = list(tensors_in(params))
     owners = owners_of(tensors)
     beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
-    if beside and not owners:
+    models = list(dict.fromkeys(owned.model for owned in owners.values()))
+    with_them = models or parallel_models()
+    if beside and not with_them:
         raise RuntimeError(
             f"px.patch: {name} gets parameters of no parallel model, the first of shape "
             f"{tuple(beside[0].shape)}, which each rank would train for itself; train a causal "
             "language model of transformers, its decoder, or a classifier made of one, call "
             "px.parallelize(model, mesh), or px.unpatch() to train it so"
         )
-    models = list(dict.fromkeys(owned.model for owned in owners.values()))
     for model in models:
         train_together(model)
     if beside:
         named = {f"{each}, of shape {tuple(p.shape)}": p for each, p in enumerate(beside, 1)}
-        average_beside(named, models[0], name)
+        average_beside(named, with_them[0], name)
     now = {
         key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
         for key, owned in owners.items()

@@ -166,7 +166,7 @@ def _files(folder: str) -> float:
     ours.save_pretrained(folder)
     ours.inner.save_pretrained(f"{folder}/inner")
     found = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/inner", dtype=torch.float64)
-    inner = transformers.LlamaForCausalLM(reference.inner.config)
+    inner = transformers.LlamaForCausalLM(reference.inner.config).double()
     read = Scores.from_pretrained(folder, inner=inner, dtype=torch.float64)
     pairs = [(read.state_dict(), reference.state_dict()), (found.state_dict(), reference.inner.state_dict())]
     return max(difference(a[name], b[name]) for a, b in pairs for name in b)
@@ -216,6 +216,12 @@ def _refusals(folder: str) -> dict[str, str]:
         drawn.head.weight += mesh.rank
     px.parallelize(drawn.inner, mesh)
     found["drawn"] = refusal(lambda: px.data_parallel(drawn, mesh))
+    apart = scores()
+    px.parallelize(apart.inner, mesh)
+    px.data_parallel(apart.inner, mesh)  # without what is beside it
+    ids = torch.full((1, 3), 5 + mesh.rank)
+    apart(ids).sum().backward()
+    found["apart"] = refusal(torch.optim.AdamW(apart.parameters()).step)
     own = scores("model")
     with quietly():
         px.parallelize(own.inner, mesh, invariant=px.Invariant(blocks=3, leaves=2))
@@ -231,5 +237,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "head.weight is beside it" in found["load"]
         assert "head.weight must be equal on all ranks" in found["drawn"]
         assert "torch.manual_seed" in found["drawn"]
+        assert "AdamW.step: the norm of the gradients of parameters beside" in found["apart"]
+        assert "give px.data_parallel the module that holds the model" in found["apart"]
         assert "px.Invariant" in found["invariant"]
         assert "MixtralModel is not served" in found["mixture"]
