@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from parallel_ext.checkpoint.manifest import Manifest
 from parallel_ext.distributed.errors import CheckpointError
@@ -19,9 +21,9 @@ from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.state_dict import local_values
 from parallel_ext.io.stream import PlannedFile, plan_files
-from parallel_ext.parallel.beside import parallel_parts, parameters_beside
+from parallel_ext.parallel.beside import parallel_parts, parameters_beside, tensors_beside
 from parallel_ext.parallel.state import model_of, state_of
-from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout
 from parallel_ext.sharding.named_shards import named_shards
 
 ADAPTER_NAME = "adapter_model.safetensors"
@@ -93,21 +95,27 @@ def contents_of(model: nn.Module) -> Contents:
     """Return what a checkpoint holds of a model: all of it unless a source knows better.
 
     Raises:
-        CheckpointError: the model is in a module of the user's own, with parameters beside it.
+        CheckpointError: parameters are beside several parallel models, or beside an adapter.
     """
-    if beside := parameters_beside(model):
-        (path,) = parallel_parts(model)
+    beside = parameters_beside(model)
+    if beside and len(parts := parallel_parts(model)) > 1:
         raise CheckpointError(
-            f"a checkpoint is of a parallel model, and {next(iter(beside))} is beside it: give "
-            f"that model, which is .{path} here, an optimizer of its parameters alone, and write "
-            "the rest of the module by a torch.save of your own"
+            f"{next(iter(beside))} is beside several parallel models, {', '.join(parts)}; save "
+            "each of them, with an optimizer of its own"
         )
     for source in _sources:
-        if (contents := source(model)) is not None:
-            return contents
+        if (contents := source(model)) is None:
+            continue
+        if beside:
+            raise CheckpointError(
+                f"a checkpoint of an adapter holds nothing else, and {next(iter(beside))} is "
+                "beside the model; write it by a torch.save of your own, and give px.save_checkpoint "
+                "PEFT's model, with an optimizer of its parameters alone"
+            )
+        return contents
     own, state = model_of(model), state_of(model)
-    vocabulary = [f"{path}.weight" for path in state.spec.ends]
-    return WholeModel(own, state.layout, vocabulary)
+    whole = WholeModel(own, state.layout, [f"{path}.weight" for path in state.spec.ends])
+    return OwnModule(model, whole) if beside else whole
 
 
 class WholeModel:
@@ -122,7 +130,7 @@ class WholeModel:
     def __init__(
         self, model: nn.Module, layout: ModelLayout, vocabulary: Collection[str] = ()
     ) -> None:
-        self.model, self.layout, self._vocabulary = model, layout, vocabulary
+        self.model, self.layout, self.vocabulary = model, layout, vocabulary
 
     def values(self, rank: int) -> dict[str, torch.Tensor]:
         return local_values(self.model, self.layout, rank)
@@ -148,7 +156,7 @@ class WholeModel:
                 "configuration by peft.get_peft_model, and then load it"
             )
         opened = cleanup.enter_context(HFDirectory(directory, partial(manifest.open, directory)))
-        opened.check(self.layout.in_files(), self._vocabulary)
+        opened.check(self.layout.in_files(), self.vocabulary)
         return opened.file_of
 
     def dropout_masks(self) -> dict[str, Any]:
@@ -156,3 +164,52 @@ class WholeModel:
 
     def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
         return lambda: None
+
+
+class OwnModule(WholeModel):
+    """A module of a user's own: the parallel model in it, and what is beside that.
+
+    Names are those of its ``state_dict()`` in one process. A class of transformers reads it by its
+    ``from_pretrained``.
+
+    Args:
+        module: it holds one parallel model, without adapters.
+        inner: what a checkpoint holds of that.
+    """
+
+    def __init__(self, module: nn.Module, inner: WholeModel) -> None:
+        ((path, _),) = parallel_parts(module).items()
+        self._inner, self._prefix = inner, f"{path}."
+        self._beside: dict[str, torch.Tensor] = {}
+        tied, first_name = {}, {}
+        for name, tensor in tensors_beside(module):
+            if (first := first_name.setdefault(id(tensor), name)) == name:
+                self._beside[name] = tensor.detach()
+            else:
+                tied[name] = first
+        beside = {n: TensorLayout(n, tuple(t.shape)) for n, t in self._beside.items()}
+        parameters = parameters_beside(module)
+        layout = inner.layout.below(self._prefix)
+        super().__init__(
+            module,
+            replace(
+                layout,
+                tensors={**layout.tensors, **beside},
+                tied={**layout.tied, **tied},
+                buffers=layout.buffers | (beside.keys() - parameters.keys()),
+            ),
+            [f"{self._prefix}{name}" for name in inner.vocabulary],
+        )
+
+    def values(self, rank: int) -> dict[str, torch.Tensor]:
+        inner = self._inner.values(rank)
+        return {f"{self._prefix}{name}": value for name, value in inner.items()} | self._beside
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._inner.parameters():
+            yield f"{self._prefix}{name}", parameter
+        yield from parameters_beside(self.model).items()
+
+    def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
+        is_own = isinstance(self.model, PreTrainedModel)
+        return super().json_files(files) if is_own else self._inner.json_files(files)

@@ -32,7 +32,7 @@ def tensors_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what files hold of a module beside the parallel models in it, by each of its names."""
     inside = tuple(f"{path}." if path else "" for path in parallel_parts(module))
     tensors = (*module.named_parameters(remove_duplicate=False), *persistent_buffers(module))
-    return ((name, each.detach()) for name, each in tensors if not name.startswith(inside))
+    return ((name, each) for name, each in tensors if not name.startswith(inside))
 
 
 def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name: str) -> None:

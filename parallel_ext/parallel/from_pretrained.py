@@ -188,5 +188,5 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
         gathered = gather_state_dict(each, mesh, state_of(each).layout, writer_only)
         full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
     if mesh.rank == 0 or not writer_only:
-        full |= {name: tensor.cpu().clone() for name, tensor in tensors_beside(model)}
+        full |= {n: tensor.detach().cpu().clone() for n, tensor in tensors_beside(model)}
     return full

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -203,14 +204,52 @@ def test_a_decoder_is_read_from_its_files(tmp_path: Path) -> None:
         assert error <= 1e-6  # transformers' norms go by fp32
 
 
+def _resumed(folder: str, kind: str) -> float:
+    """Two steps at dp = 2, tp = 2, and two more at tp = 4 from what was saved between."""
+    mesh = Layout(2, 2, 1).mesh()
+    reference, ours = split(kind, mesh, 3)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for part in (0, 1):
+        if part == 1:
+            mesh = Layout(1, 4, 1).mesh()
+            ours = split(kind, mesh)[1]
+            with torch.no_grad():
+                for parameter in ours.parameters():
+                    parameter.zero_()
+        own = torch.optim.AdamW(ours.parameters(), lr=0.01)
+        if part == 1:
+            assert px.load_checkpoint(folder, ours, own).step == 1
+        for step in (2 * part, 2 * part + 1):
+            for loss in losses(reference, ours, mesh, step):
+                loss.backward()
+            for optimizer in (theirs, own):
+                optimizer.step()
+                optimizer.zero_grad()
+        if part == 0:
+            at = px.save_checkpoint(folder, 1, ours, own)
+            inner = type(reference.inner)(reference.inner.config).double()
+            read = Scores.from_pretrained(at, inner=inner, dtype=torch.float64).state_dict()
+            expected = reference.state_dict()
+            assert max(difference(read[name], expected[name]) for name in expected) <= EXACT
+    return _differences(ours, reference)
+
+
+@pytest.mark.parametrize("kind", EXACTLY)
+def test_a_checkpoint_of_it_is_resumed_on_another_layout(tmp_path: Path, kind: str) -> None:
+    assert max(pool(4).run(_resumed, str(tmp_path), kind)) <= EXACT
+
+
 def _refusals(folder: str) -> dict[str, str]:
     mesh = Layout(2, 1, 1).mesh()
     found = {}
     ours = split("decoder", mesh)[1]
-    optimizer = torch.optim.AdamW(ours.parameters())
-    found["checkpoint"] = refusal(lambda: px.save_checkpoint(folder, 1, ours, optimizer))
-    px.save_checkpoint(folder, 1, ours.inner)
-    found["load"] = refusal(lambda: px.load_checkpoint(folder, ours))
+    both = nn.ModuleList([ours, split("decoder", mesh)[1]])
+    found["two"] = refusal(lambda: px.save_checkpoint(folder, 1, both))
+    adapted = scores("model")
+    with quietly():
+        px.parallelize(adapted.inner, mesh)
+    adapted.inner = peft.get_peft_model(adapted.inner, peft.LoraConfig(target_modules=["q_proj"]))
+    found["adapter"] = refusal(lambda: px.save_checkpoint(folder, 1, adapted))
     drawn = scores()
     with torch.no_grad():
         drawn.head.weight += mesh.rank
@@ -233,8 +272,8 @@ def _refusals(folder: str) -> dict[str, str]:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     for found in pool(2).run(_refusals, str(tmp_path)):
-        assert "head.weight is beside it: give that model, which is .inner" in found["checkpoint"]
-        assert "head.weight is beside it" in found["load"]
+        assert "0.head.weight is beside several parallel models, 0.inner, 1.inner" in found["two"]
+        assert "an adapter holds nothing else, and head.weight is beside" in found["adapter"]
         assert "head.weight must be equal on all ranks" in found["drawn"]
         assert "torch.manual_seed" in found["drawn"]
         assert "AdamW.step: the norm of the gradients of parameters beside" in found["apart"]
