@@ -100,6 +100,7 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     if optimizer not in _verdicts:
         _refuse_fused(optimizer)
         _refuse_unequal_beside(optimizer)
+        _step_one_by_one(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)
     if not (verdict := _verdicts[optimizer]):
         return
@@ -172,6 +173,13 @@ def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
         advice="give px.data_parallel the module that holds the model and them, which averages "
         "them, or average them yourself",
     )
+
+
+def _step_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Let groups with DTensors and plain tensors step one by one, which torch's kernels refuse."""
+    for group in optimizer.param_groups:
+        if len({hasattr(parameter, "device_mesh") for parameter in group["params"]}) > 1:
+            group.update((key, False) for key in ("foreach", "fused") if key in group)
 
 
 def _known(optimizer: torch.optim.Optimizer) -> _Known | None:
