@@ -106,11 +106,12 @@ def contents_of(model: nn.Module) -> Contents:
     for source in _sources:
         if (contents := source(model)) is None:
             continue
-        if beside:
+        inside = {id(parameter) for parameter in contents.model.parameters()}
+        if outside := [name for name, each in beside.items() if id(each) not in inside]:
             raise CheckpointError(
-                f"a checkpoint of an adapter holds nothing else, and {next(iter(beside))} is "
-                "beside the model; write it by a torch.save of your own, and give px.save_checkpoint "
-                "PEFT's model, with an optimizer of its parameters alone"
+                f"a checkpoint of an adapter holds nothing else, and {outside[0]} is beside PEFT's "
+                "model; give that, with an optimizer of its parameters alone, and write the rest "
+                "by a torch.save of your own"
             )
         return contents
     own, state = model_of(model), state_of(model)

@@ -31,7 +31,7 @@ from parallel_ext.nn.blocks import BlockColumnLinear, BlockRowLinear
 from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from parallel_ext.parallel.adopting import adopt
+from parallel_ext.parallel.adopting import adopt_trained
 from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
@@ -191,7 +191,7 @@ def get_peft_model(
     plain: Callable[..., Any], model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **kw: Any
 ) -> Any:
     """Extend ``peft.get_peft_model``: refuse at once what is not LoRA on a parallel model."""
-    adopt(model, "get_peft_model")
+    adopt_trained(model, "get_peft_model")
     if parallel_state(model) is not None:
         refuse_unsupported(peft_config, "get_peft_model")
     return plain(model, peft_config, *args, **kw)

@@ -273,7 +273,7 @@ def _refusals(folder: str) -> dict[str, str]:
 def test_what_is_refused(tmp_path: Path) -> None:
     for found in pool(2).run(_refusals, str(tmp_path)):
         assert "0.head.weight is beside several parallel models, 0.inner, 1.inner" in found["two"]
-        assert "an adapter holds nothing else, and head.weight is beside" in found["adapter"]
+        assert "an adapter holds nothing else, and head.weight is beside PEFT" in found["adapter"]
         assert "head.weight must be equal on all ranks" in found["drawn"]
         assert "torch.manual_seed" in found["drawn"]
         assert "AdamW.step: the norm of the gradients of parameters beside" in found["apart"]
