@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ext.distributed.background import Background
 from parallel_ext.distributed.barrier import join_job
 from parallel_ext.distributed.control import ControlPlane, require_equal, world
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.ops import ALONE, Group
 
 
@@ -265,12 +266,6 @@ def _shut_down_at_exit() -> None:
     atexit.register(shutdown)
 
 
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"init_mesh: {name} must be an integer of at least 1, got {value!r}")
-    return value
-
-
 def _device_of(asked: torch.device | str | None) -> torch.device:
     """Return the device of this rank: the one asked for, else a GPU of its own if there is one.
 
@@ -347,9 +342,8 @@ def init_mesh(
         (1, 1)
     """
     _shut_down_at_exit()
-    tp, ep = _positive("tp", tp), _positive("ep", ep)
-    if dp is not None:
-        dp = _positive("dp", dp)
+    for name, size in (("tp", tp), ("ep", ep), ("dp", 1 if dp is None else dp)):
+        check_positive(f"init_mesh: {name}", size)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
         raise ValueError(f"init_mesh: timeout must be seconds, more than 0, got {timeout!r}")
     device = _device_of(device)

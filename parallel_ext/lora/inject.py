@@ -32,9 +32,9 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.adopting import adopt
-from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
+from parallel_ext.parallel.watch_forward import watch_forward
 from parallel_ext.sharding.named_shards import named_shards
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear, BlockColumnLinear, BlockRowLinear)

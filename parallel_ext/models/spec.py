@@ -104,6 +104,11 @@ class ModelSpec:
         """Return the paths of what is sharded by vocabulary: embedding and output head."""
         return (self.embedding,) if self.head is None else (self.embedding, self.head)
 
+    @property
+    def vocabulary(self) -> list[str]:
+        """Return the names of all tensors with a row for each id, that of the embedding first."""
+        return [f"{path}.{kind}" for path in self.ends for kind in ("weight", "bias")]
+
     def without_head(self) -> ModelSpec:
         """Return the spec of the architecture's classes that put classes of their own on it."""
         return replace(self, head=None, logits_divisor=None, logits_softcap=None)

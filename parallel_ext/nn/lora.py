@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.initial_values import draw, linear_weight
@@ -230,8 +231,7 @@ class LoraLinear(nn.Module):
                 "LoraLinear: the base must be a ColumnParallelLinear or a RowParallelLinear, got "
                 f"{type(base).__name__}; build one by from_plain or from_sizes"
             )
-        if type(r) is not int or r < 1:
-            raise ValueError(f"LoraLinear: r must be an integer of at least 1, got {r!r}")
+        check_positive("LoraLinear: r", r)
         if not math.isfinite(lora_alpha):
             raise ValueError(f"LoraLinear: lora_alpha must be finite, got {lora_alpha!r}")
         if not 0 <= lora_dropout <= 1:

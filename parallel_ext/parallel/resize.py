@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.models._transformers_private import resized_embedding, resized_head
@@ -151,8 +152,8 @@ def _check(
     """Return the number of rows that is asked for, or raise if the model cannot have it."""
     numbers = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
     for name, number in numbers.items():
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{_OP_NAME}: {name} must be an integer of at least 1, got {number!r}")
+        if number is not None:
+            check_positive(f"{_OP_NAME}: {name}", number)
     if state.zero is not None and state.mesh.dp_size > 1:
         raise RuntimeError(
             f"{_OP_NAME}: px.data_parallel has sharded the rows over the dp ranks; resize before it"

@@ -122,8 +122,7 @@ def _expected(model: HFDirectory, vocab_size: int | None = None) -> tuple[ModelL
     """
     plain = build_on_meta(model, configurations(model, vocab_size)[0], None)
     spec = spec_for(plain)
-    vocabulary = [f"{path}.{kind}" for path in spec.ends for kind in ("weight", "bias")]
-    return layout_of(plain, spec, 1).in_files(), vocabulary
+    return layout_of(plain, spec, 1).in_files(), spec.vocabulary
 
 
 def _ids_of_tokenizer(source: Path) -> int | None:

@@ -72,24 +72,20 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
         known[spec.embedding] = spec.scaled_embedding
     for path in spec.modules(_parameter_names(model)):
         module = model.get_submodule(path)
-        if (expected := known.get(path, known.get(path.rpartition(".")[2]))) is not None:
-            if type(module).__name__ != expected:
-                raise ValueError(
-                    f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
-                    f"{expected}, whose forward is known"
-                )
-            if type(module).forward.__module__ != type(module).__module__:
-                raise ValueError(
-                    f"parallelize: the forward of {expected} was replaced, by "
-                    f"{type(module).forward.__qualname__}, which {path} would no longer run"
-                )
-            _check_bare(path, module)
-            if isinstance(module, nn.Embedding):
-                refuse_options(module, f"parallelize: {path}")
-            continue
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        expected = known.get(path, known.get(path.rpartition(".")[2]))
+        if expected is None and not isinstance(module, (nn.Linear, nn.Embedding)):
             continue  # an attention, its norms, an MLP, which stay
-        if type(module) not in (nn.Linear, nn.Embedding):
+        if expected is not None and type(module).__name__ != expected:
+            raise ValueError(
+                f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
+                f"{expected}, whose forward is known"
+            )
+        if expected is not None and type(module).forward.__module__ != type(module).__module__:
+            raise ValueError(
+                f"parallelize: the forward of {expected} was replaced, by "
+                f"{type(module).forward.__qualname__}, which {path} would no longer run"
+            )
+        if expected is None and type(module) not in (nn.Linear, nn.Embedding):
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
                 "can be sharded, whose forward is known"

@@ -211,14 +211,6 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def has_memory(parameter: torch.Tensor) -> bool:
-    """Return whether a DTensor has memory beside its local tensor's, as ``.data =`` gives it."""
-    try:
-        return parameter.untyped_storage().data_ptr() != 0
-    except RuntimeError:
-        return False
-
-
 def held_gradients(parameter: Any) -> Gradients:
     """Return the gradients that FSDP holds back for one of :func:`fsdp_parameters`.
 

@@ -117,6 +117,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory, of which it may be a part; 0 if it has none.
+
+    A DTensor has none beside its local tensor's, unless ``.data =`` has given it some.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # such as a sparse one
+        return 0
+
+
 def gather_rows(
     shard: torch.Tensor, layout: TensorLayout, mesh: Mesh
 ) -> tuple[torch.Tensor, TensorLayout]:
