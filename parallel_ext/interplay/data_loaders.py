@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.temporarily import temporarily
 
 
 class DrawnTogether(Sampler):
@@ -102,16 +103,12 @@ def seed_workers_of_dp_ranks(data_loader: DataLoader, mesh: Mesh) -> None:
 def dp_ranks_as_processes(accelerator: Accelerator, mesh: Mesh) -> Iterator[None]:
     """Let accelerate share data among dp ranks, each of which reads its own part."""
     state, config = accelerator.state, accelerator.dataloader_config
-    kept = state.device_mesh, config.dispatch_batches
     groups = [mesh.process_group(group) for group in (mesh.dp, mesh.tp)]
     names = ("dp_shard", "tp")  # accelerate's
     ranks = mesh.device_mesh.mesh.tolist()
-    state.device_mesh = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
-    config.dispatch_batches = False
-    try:
+    grid = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
+    with temporarily(state, device_mesh=grid), temporarily(config, dispatch_batches=False):
         yield
-    finally:
-        state.device_mesh, config.dispatch_batches = kept
 
 
 def skip_first_batches(

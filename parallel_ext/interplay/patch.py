@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -27,7 +28,6 @@ from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay import trained_together
-from parallel_ext.interplay.accelerate import is_called_by
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import adopting, joining
 from parallel_ext.parallel.configuration import served
@@ -283,13 +283,19 @@ def _launch(plain: Callable[..., Any], args: Any) -> NoReturn:
     )
 
 
+def _is_called_by(packages: Collection[str]) -> bool:
+    """Return whether what has called the function that is extended here is of some packages."""
+    module = sys._getframe(4).f_globals.get("__name__", "")
+    return module.partition(".")[0] in packages
+
+
 def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``torch.save``, and that of safetensors, to refuse a file of one rank's shards.
 
     Raises:
         NotImplementedError: ``obj`` holds the ``state_dict()`` of a parallel model.
     """
-    by_packages = is_called_by(("parallel_ext", "torch"), 3)  # such as torch's own checkpoints
+    by_packages = _is_called_by(("parallel_ext", "torch"))  # such as torch's own checkpoints
     if not by_packages and any(
         isinstance(each, Marker) and each.is_of_shards() for each in tree_leaves(obj)
     ):
@@ -307,14 +313,14 @@ def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
     Scripts multiply schedules, and divide data, by it. Packages count all ranks, as served.
     """
     mesh, count = _patches[0].mesh, plain(self)
-    scripts = count == mesh.world_size and not is_called_by(_PACKAGES, 3)
+    scripts = count == mesh.world_size and not _is_called_by(_PACKAGES)
     return mesh.dp_size if scripts else count
 
 
 def _number_process(plain: Callable[..., int], self: Accelerator) -> int:
     """Extend ``Accelerator.process_index`` in the same way."""
     mesh, index = _patches[0].mesh, plain(self)
-    scripts = index == mesh.rank and not is_called_by(_PACKAGES, 3)
+    scripts = index == mesh.rank and not _is_called_by(_PACKAGES)
     return mesh.dp_rank if scripts else index
 
 
