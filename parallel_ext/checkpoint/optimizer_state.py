@@ -29,8 +29,9 @@ from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.io.schema import to_json
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.named_shards import to_shards
+from parallel_ext.sharding.optimizer_layouts import is_reduced, layout_of_state
 from parallel_ext.sharding.reshard import part_value
-from parallel_ext.sharding.slices import is_reduced, layout_of_state, local_part
+from parallel_ext.sharding.slices import local_part
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.optimizer_layouts import layout_of_state
 from parallel_ext.sharding.shards import LocalShard, Unplaced
-from parallel_ext.sharding.slices import layout_of_state, like, local_part, take
+from parallel_ext.sharding.slices import like, local_part, take
 
 _ELEMENTWISE = {
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallel_ext.models._transformers_private import attention_of
-from parallel_ext.models.spec import ModelSizes, ModelSpec
+from parallel_ext.models.spec import ModelSizes, ModelSpec, with_replicated
 from parallel_ext.models.sublayers import (
     AttentionNames,
     Layouts,
@@ -18,7 +18,7 @@ from parallel_ext.models.sublayers import (
     Shapes,
 )
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
-from parallel_ext.sharding.layout import ModelLayout, Part, Range, TensorLayout
+from parallel_ext.sharding.layout import ModelLayout, Part, Range, scaled
 
 _SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
 
@@ -131,10 +131,8 @@ def plan_in_blocks(
             shard(f"{path}.weight", 0, vocabulary)
     if spec.attention is not None:
         heads = attention_blocks(spec.attention, sizes.num_heads, sizes.num_key_value_heads, blocks)
-        query, key_value = (
-            tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
-            for ranges in (heads.query, heads.key_value)
-        )
+        query = scaled(heads.query, sizes.head_dim)
+        key_value = scaled(heads.key_value, sizes.head_dim)
     for path, sublayer in spec.sublayers(shapes).items():
         if isinstance(sublayer, AttentionNames):
             sublayer.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
@@ -164,9 +162,4 @@ def plan_in_blocks(
             weight = f"{path}.{name}.weight"
             inner = shapes[weight][1]
             shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))
-    tensors = {
-        name: found.get(name, TensorLayout(name, shape))
-        for name, shape in shapes.items()
-        if name not in tied
-    }
-    return ModelLayout(tensors, tied, parts)
+    return with_replicated(found, shapes, tied, parts)

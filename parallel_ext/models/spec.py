@@ -7,7 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import NoneType
 
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames, Sublayer
+from parallel_ext.models.sublayers import (
+    AttentionNames,
+    Layouts,
+    MixtureNames,
+    RegionNames,
+    Shapes,
+    Sublayer,
+)
 from parallel_ext.sharding.layout import (
     ModelLayout,
     Part,
@@ -183,7 +190,7 @@ class ModelSizes:
 
 def plan(
     spec: ModelSpec,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     tied: Mapping[str, str],
     sizes: ModelSizes,
     tp_size: int,
@@ -212,7 +219,7 @@ def plan(
             the number of experts; or a norm is not one of single heads.
     """
     rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
-    found: dict[str, TensorLayout] = {}
+    found: Layouts = {}
     parts: dict[str, tuple[Part, ...]] = {}
     for path in spec.ends:
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
@@ -227,6 +234,13 @@ def plan(
         else:
             found |= sublayer.layouts(path, shapes, ep_size)
             parts |= sublayer.parts(path, shapes)
+    return with_replicated(found, shapes, tied, parts)
+
+
+def with_replicated(
+    found: Layouts, shapes: Shapes, tied: Mapping[str, str], parts: Mapping[str, tuple[Part, ...]]
+) -> ModelLayout:
+    """Return the layout of a model, in which every tensor is replicated that was not ``found``."""
     tensors = {
         name: found.get(name, TensorLayout(name, shape))
         for name, shape in shapes.items()

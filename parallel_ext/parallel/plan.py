@@ -125,8 +125,7 @@ class Plan:
     @property
     def vocab_ranges(self) -> tuple[Range, ...]:
         """Return the range of ids of every tp rank."""
-        rows = self.layout[f"{self.spec.embedding}.weight"]
-        return tuple(rows.ranges(rank)[0] for rank in range(self.mesh.tp_size))
+        return self.layout[f"{self.spec.embedding}.weight"].first_ranges
 
 
 def layout_of(

@@ -210,7 +210,7 @@ def _averaged(
 ) -> dict[str, nn.Parameter]:
     """Return the parameters of adapters, which stay whole, and whose gradients are averaged.
 
-    A frozen one may be trained later. Trained experts themselves are not there to average.
+    A frozen one may be trained later. Experts are left out: other dp ranks may have others.
     """
     if not state.adapted:
         return {}
