@@ -71,12 +71,6 @@ def load_step(
         contents_of: returns what is to be loaded; may raise.
         mesh: the ranks of the model.
         invariant: of the model.
-
-    Returns:
-        The step and the data state, among others.
-
-    Raises:
-        as ``load_checkpoint``.
     """
     op_name = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
     given = type(optimizer).__name__, type(scheduler).__name__

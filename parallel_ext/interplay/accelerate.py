@@ -220,18 +220,15 @@ def prepare_data_loader(
     if mesh is not None or self.dispatch_batches is False:
         data_loader = with_counted_rows(data_loader, processes)
     data_loader = drawn_together(data_loader, of_models, self.use_seedable_sampler)
-    if mesh is None:
-        prepared = plain(self, data_loader, *args, **kwargs)
-        keep_length(prepared, dataset, processes)
-        return prepared
-    if self.dispatch_batches:
+    if mesh is not None and self.dispatch_batches:
         raise NotImplementedError(
             "Accelerator.prepare_data_loader: dispatch_batches=True cuts a batch for each process, "
             "but tp ranks share theirs; pass DataLoaderConfiguration(dispatch_batches=False), by "
             "which every rank reads the data"
         )
-    seed_workers_of_dp_ranks(data_loader, mesh)
-    with dp_ranks_as_processes(self, mesh):
+    if mesh is not None:
+        seed_workers_of_dp_ranks(data_loader, mesh)
+    with nullcontext() if mesh is None else dp_ranks_as_processes(self, mesh):
         prepared = plain(self, data_loader, *args, **kwargs)
     keep_length(prepared, dataset, processes)
     return prepared

@@ -146,20 +146,19 @@ def plan_in_blocks(
             for norm, ranges in ((sublayer.query_norm, query), (sublayer.key_norm, key_value)):
                 if norm is not None:
                     shard(f"{path}.{norm}.weight", 0, ranges)
-            continue
-        if isinstance(sublayer, MixtureNames):
+        elif isinstance(sublayer, MixtureNames):
             parts |= sublayer.parts(path, shapes)
             for name, layout in sublayer.layouts(path, shapes, ep_size).items():
                 each = tuple((expert, expert + 1) for expert in range(layout.shape[0]))
                 found[name] = replace(layout, blocks=each)
-            continue
-        num_heads = sizes.heads_of.get(path)
-        for name, joined in sublayer.inputs.items():
-            inner = shapes[f"{path}.{name}.weight"][0] // joined
-            ranges = split_in_blocks(inner, blocks, inner // (num_heads or inner))
-            shard_rows(f"{path}.{name}", ranges, (1,) * joined)
-        for name in sublayer.outputs:
-            weight = f"{path}.{name}.weight"
-            inner = shapes[weight][1]
-            shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))
+        else:
+            num_heads = sizes.heads_of.get(path)
+            for name, joined in sublayer.inputs.items():
+                inner = shapes[f"{path}.{name}.weight"][0] // joined
+                ranges = split_in_blocks(inner, blocks, inner // (num_heads or inner))
+                shard_rows(f"{path}.{name}", ranges, (1,) * joined)
+            for name in sublayer.outputs:
+                weight = f"{path}.{name}.weight"
+                inner = shapes[weight][1]
+                shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))
     return with_replicated(found, shapes, tied, parts)

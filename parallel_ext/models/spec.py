@@ -112,6 +112,11 @@ class ModelSpec:
         return (self.embedding,) if self.head is None else (self.embedding, self.head)
 
     @property
+    def decoder(self) -> str:
+        """Return the path of the module with the decoder layers."""
+        return self.layers.rpartition(".")[0]
+
+    @property
     def vocabulary(self) -> list[str]:
         """Return the names of all tensors with a row for each id, that of the embedding first."""
         return [f"{path}.{kind}" for path in self.ends for kind in ("weight", "bias")]

@@ -15,7 +15,7 @@ from parallel_ext.distributed.errors import check_positive
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.initial_values import draw, linear_weight
-from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, added_once
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import version_of
@@ -70,11 +70,10 @@ def factors_for_use(
         name = factor.layouts[attribute].name
         return for_use(getattr(factor, attribute), name, group, base.partials)
 
-    bias = factor_b.bias
-    if bias is not None and not by_columns:
-        bias = caught(factor_b, "bias", group_b)
-    elif bias is not None and base.summed_over.size < base.group.size and base.group.rank:
-        bias = bias - bias.detach()  # rank 0 adds it; every rank has its gradient
+    if by_columns:
+        bias = added_once(factor_b.bias, base)
+    else:
+        bias = None if factor_b.bias is None else caught(factor_b, "bias", group_b)
     return caught(factor_a, "weight", group_a), caught(factor_b, "weight", group_b), bias
 
 

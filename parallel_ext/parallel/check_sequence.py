@@ -56,9 +56,9 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
             f"needs decoder layers that are given {POSITIONS}, which tell the number of tokens; "
             f"{spec.layers}.0 is a {layer.__name__}"
         )
-    if not spec.embedding.startswith(f"{decoder_of(spec)}."):
+    if not spec.embedding.startswith(f"{spec.decoder}."):
         yield (
-            f"needs the embedding beside the decoder layers in {decoder_of(spec)!r}, but it is "
+            f"needs the embedding beside the decoder layers in {spec.decoder!r}, but it is "
             f"{spec.embedding}"
         )
     norms = norms_of(model, spec)
@@ -82,7 +82,7 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
 
 def sublayers_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Sublayer]:
     """Return the sublayers of the decoder layers, between which the tokens are divided."""
-    found = spec.sublayers({name for name, _ in model.named_parameters()})
+    found = spec.sublayers(dict(model.named_parameters()))
     return {path: each for path, each in found.items() if path.startswith(f"{spec.layers}.")}
 
 
@@ -91,8 +91,8 @@ def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
 
     As modules that put images into the embedding, of whose tokens every rank has all.
     """
-    decoder = f"{decoder_of(spec)}."
-    paths = (*spec.towers, *spec.shared, *spec.sublayers({n for n, _ in model.named_parameters()}))
+    decoder = f"{spec.decoder}."
+    paths = (*spec.towers, *spec.shared, *spec.sublayers(dict(model.named_parameters())))
     return {
         f"{decoder}{path.removeprefix(decoder).partition('.')[0]}"
         for path in paths
@@ -103,20 +103,14 @@ def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
 def norms_of(model: nn.Module, spec: ModelSpec) -> list[str]:
     """Return the paths of modules with parameters between the sublayers, and behind the last."""
     others = (*sublayers_of_layers(model, spec), *beside_layers(model, spec), spec.embedding)
-    decoder = decoder_of(spec)
     found = [
         path
         for path, module in model.named_modules()
-        if path.startswith(f"{decoder}.")
+        if path.startswith(f"{spec.decoder}.")
         and next(module.parameters(recurse=False), None) is not None
         and not f"{path}.".startswith(tuple(f"{each}." for each in others))
     ]
     return sorted(found, key=lambda path: not path.startswith(f"{spec.layers}."))
-
-
-def decoder_of(spec: ModelSpec) -> str:
-    """Return the path of the module with the decoder layers."""
-    return spec.layers.rpartition(".")[0]
 
 
 def beside_experts(mixture: nn.Module, names: MixtureNames) -> list[str]:

@@ -171,10 +171,7 @@ def _with_loss(
     )
     if compared is not None:
         state.replicas_over_dp.done()
-    if wants_balance(model, state, arguments):
-        fields["aux_loss"] = balance_of(model, state, output, arguments)
-        loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
-    fields["loss"] = loss
+    fields |= with_balance(model, state, output, arguments, loss)
     if _wants_logits(model, state):
         fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
         return type(output)(**fields)
@@ -184,15 +181,26 @@ def _with_loss(
     return trained
 
 
-def balance_of(
-    model: nn.Module, state: ParallelState, output: Any, arguments: Mapping[str, Any]
-) -> torch.Tensor:
-    """Return the load balancing loss of all dp ranks' tokens; the output's is of this rank's."""
-    if state.mesh.dp_size == 1 or state.in_leaf:
-        return output.aux_loss
-    mask = arguments.get("balance_mask")
-    mask = arguments.get("attention_mask") if mask is None else mask
-    return balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)
+def with_balance(
+    model: nn.Module,
+    state: ParallelState,
+    output: Any,
+    arguments: Mapping[str, Any],
+    loss: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return a loss by the name of its field, with that of load balancing if it is asked for.
+
+    The latter, ``aux_loss``, is of all dp ranks' tokens; the output's is of this rank's.
+    """
+    if not wants_balance(model, state, arguments):
+        return {"loss": loss}
+    balance = output.aux_loss
+    if state.mesh.dp_size > 1 and not state.in_leaf:
+        mask = arguments.get("balance_mask")
+        mask = arguments.get("attention_mask") if mask is None else mask
+        top_k = model.num_experts_per_tok
+        balance = balance_loss(output.router_logits, top_k, mask, state.mesh)
+    return {"loss": loss + model.router_aux_loss_coef * balance, "aux_loss": balance}
 
 
 def _share_of_balance(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -64,10 +64,10 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
             "max_time under tp is not supported: the ranks' clocks would stop them at different "
             "lengths; use max_new_tokens"
         )
-    with ExitStack() as stack:
-        stack.enter_context(_random_numbers_of_first_rank(mesh, torch))
-        if mesh.device.type == "cuda":
-            stack.enter_context(_random_numbers_of_first_rank(mesh, torch.cuda))
+    of_gpu = nullcontext()
+    if mesh.device.type == "cuda":
+        of_gpu = _random_numbers_of_first_rank(mesh, torch.cuda)
+    with _random_numbers_of_first_rank(mesh, torch), of_gpu:
         return type(model).generate(model, *args, **kwargs)
 
 

@@ -37,7 +37,6 @@ from parallel_ext.parallel.check_sequence import (
     POSITIONS,
     beside_experts,
     beside_layers,
-    decoder_of,
     norms_of,
     sublayers_of_layers,
 )
@@ -328,7 +327,7 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     for path in in_parts:
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)
-    decoder, within = model.get_submodule(decoder_of(spec)), len(f"{decoder_of(spec)}.")
+    decoder, within = model.get_submodule(spec.decoder), len(f"{spec.decoder}.")
     if mixtures:
         decoder.register_forward_pre_hook(WantLogits(own), with_kwargs=True)
     ends = (spec.embedding, f"{spec.layers}.0", norms[-1])

@@ -51,8 +51,7 @@ def watch_forward(model: nn.Module) -> None:
         for module in (*own.get_submodule(spec.layers), *heads):
             module.register_forward_pre_hook(refuse)
         if getattr(own, STATE_NAME).mesh.dp_size > 1:
-            decoder = own.get_submodule(spec.layers.rpartition(".")[0])
-            decoder.register_forward_pre_hook(_RefuseApart(own))
+            own.get_submodule(spec.decoder).register_forward_pre_hook(_RefuseApart(own))
 
 
 def _replaced(model: nn.Module) -> bool:

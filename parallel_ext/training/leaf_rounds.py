@@ -51,9 +51,9 @@ class LeafRounds(LeafLoop):
         to_shards(model)
         super().__init__(model, state, rows)
         self._sharded = [p for p in self._trained if hasattr(p, "to_local")]
-        apart = [parameter for _, _, parameter in self._shared]
-        self._others = [p for p in self._trained if p not in {*self._sharded, *apart}]
-        self._gathered = [*self._others, *apart]
+        apart = {*self._sharded, *self._whole_shared}
+        self._others = [p for p in self._trained if p not in apart]
+        self._gathered = [*self._others, *self._whole_shared]
         self._totals: list[torch.Tensor] = []  # of what is sharded, after the last round
         self._nodes: list[Node] = []  # of the loss and other gradients
 
