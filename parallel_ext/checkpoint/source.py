@@ -78,11 +78,9 @@ _sources: list[Callable[[nn.Module], Contents | None]] = []
 
 
 def register_source(source: Callable[[nn.Module], Contents | None]) -> None:
-    """Register a source of the contents of some models, such as those with adapters.
+    """Register what returns the contents of a parallel model, wrapped or not, or None.
 
-    Args:
-        source: gets a parallel model, wrapped or not; returns None for models that it does not
-            know.
+    It returns None for models that it does not know, such as those without adapters.
     """
     if source not in _sources:
         _sources.append(source)

@@ -203,15 +203,7 @@ class Mesh:
 
 
 def check_mesh(op_name: str, mesh: Any) -> None:
-    """Raise unless ``mesh`` is a :class:`Mesh`.
-
-    Args:
-        op_name: which function was given it, for the error.
-        mesh: what it was given.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise a TypeError that names the function ``op_name`` unless it was given a :class:`Mesh`."""
     if not isinstance(mesh, Mesh):
         got = "none" if mesh is None else f"a {type(mesh).__name__}"
         raise TypeError(
@@ -221,11 +213,7 @@ def check_mesh(op_name: str, mesh: Any) -> None:
 
 
 def given_or_last(op_name: str, mesh: Mesh | None) -> Mesh:
-    """Return the mesh that a function was given, or the one that this process made last.
-
-    Args:
-        op_name: which function was given it, for the error.
-        mesh: what it was given; None for the last.
+    """Return the mesh that the function ``op_name`` was given, or the one that was made last.
 
     Raises:
         TypeError: it is no mesh, or none was made, or the last was closed.

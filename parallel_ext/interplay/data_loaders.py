@@ -74,12 +74,9 @@ class DrawnTogether(Sampler):
 
 
 def drawn_together(data_loader: DataLoader, mesh: Mesh, seedable: bool) -> DataLoader:
-    """Return a loader whose sampler draws one order on all ranks; a copy, if it is another one.
+    """Return a loader whose sampler draws one order on all ranks of ``mesh``; maybe a copy.
 
-    Args:
-        data_loader: any.
-        mesh: the ranks that draw.
-        seedable: whether accelerate replaces a ``RandomSampler`` by one that it seeds.
+    ``seedable`` is whether accelerate replaces a ``RandomSampler`` by one that it seeds.
     """
     batches = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -156,9 +153,7 @@ class CountedRows(IterableDataset):
 def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
     """Return a loader that knows at its end how many rows its last batch has.
 
-    Args:
-        data_loader: of any dataset.
-        processes: among which accelerate will share the rows, with a batch of its size for each.
+    accelerate will share the rows among ``processes``, with a batch of its size for each.
     """
     dataset, size = data_loader.dataset, data_loader.batch_size
     known = not isinstance(dataset, IterableDataset) or hasattr(dataset, "__len__")
@@ -177,13 +172,7 @@ def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
 
 
 def keep_length(prepared: DataLoader, dataset: Any, processes: int) -> None:
-    """Tell accelerate the length of an iterable dataset, of which it would take that of a shard.
-
-    Args:
-        prepared: accelerate's loader.
-        dataset: that it was made of.
-        processes: as of :func:`with_counted_rows`.
-    """
+    """Tell accelerate's loader the length of an iterable dataset; it would take that of a shard."""
     shard = prepared.dataset
     if isinstance(shard, IterableDatasetShard) and hasattr(dataset, "__len__"):
         shard.total_dataset_length = len(dataset)

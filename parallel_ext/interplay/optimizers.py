@@ -198,12 +198,7 @@ def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Tensor:
-    """Return a parameter after steps of an optimizer of the same class and options.
-
-    Args:
-        optimizer: that one.
-        drawn: the parameter, and its gradient in each step.
-    """
+    """Return a parameter after steps of such an optimizer; ``drawn`` are it and its gradients."""
     first, *gradients = (each.clone(memory_format=torch.contiguous_format) for each in drawn)
     parameter = nn.Parameter(first.clone())
     takes = inspect.signature(type(optimizer)).parameters

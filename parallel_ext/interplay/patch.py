@@ -272,11 +272,7 @@ def _start_trainer(
 
 
 def _launch(plain: Callable[..., Any], args: Any) -> NoReturn:
-    """Extend accelerate's launcher, which starts processes that know nothing of px.patch.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Extend accelerate's launcher to refuse: its processes would know nothing of px.patch."""
     raise NotImplementedError(
         f"px.patch: accelerate launch would start {args.training_script} in new processes, whose "
         f"models stay whole; run it by torchrun -m parallel_ext.run {args.training_script}"
@@ -290,11 +286,7 @@ def _is_called_by(packages: Collection[str]) -> bool:
 
 
 def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``torch.save``, and that of safetensors, to refuse a file of one rank's shards.
-
-    Raises:
-        NotImplementedError: ``obj`` holds the ``state_dict()`` of a parallel model.
-    """
+    """Extend ``torch.save`` and safetensors' to refuse the ``state_dict()`` of a parallel model."""
     by_packages = _is_called_by(("parallel_ext", "torch"))  # such as torch's own checkpoints
     if not by_packages and any(
         isinstance(each, Marker) and each.is_of_shards() for each in tree_leaves(obj)

@@ -24,13 +24,10 @@ _SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked
 
 
 def check_attention(config: Any, device: torch.device) -> None:
-    """Raise unless the attention of a model of ``config`` has the same bits on any layout.
+    """Raise a ValueError unless the attention of ``config`` has the same bits on any layout.
 
     The gradients of torch's softmax in fp32, which is that of ``"eager"``, depend on the number of
     threads (torch 2.13, a CPU with AVX2).
-
-    Raises:
-        ValueError: names the attention.
     """
     attention = attention_of(config)
     by_one_thread = attention == "eager" and device.type == "cpu" and torch.get_num_threads() == 1
@@ -43,14 +40,9 @@ def check_attention(config: Any, device: torch.device) -> None:
 
 
 def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
-    """Raise unless all that a spec describes can be computed in blocks.
+    """Raise a ValueError unless all that a spec describes can be computed in blocks.
 
-    Args:
-        spec: the architecture.
-        names: of the model's parameters.
-
-    Raises:
-        ValueError: names what cannot.
+    ``names`` are those of the model's parameters.
     """
     attention, mlp = spec.attention, spec.mlp
     missing = {
@@ -71,13 +63,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
 def attention_blocks(
     names: AttentionNames, num_heads: int, num_key_value_heads: int, blocks: int
 ) -> AttentionBlocks:
-    """Return the blocks of an attention; those of joined projections are of whole groups of heads.
-
-    Args:
-        names: of the attention.
-        num_heads, num_key_value_heads: of the model.
-        blocks: as of :class:`parallel_ext.parallel.plan.Invariant`.
-    """
+    """Return the blocks of an attention; those of joined projections are whole groups of heads."""
     most = num_key_value_heads if names.is_joined else blocks
     return AttentionBlocks.of(num_heads, num_key_value_heads, min(blocks, most))
 

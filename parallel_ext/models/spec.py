@@ -126,11 +126,7 @@ class ModelSpec:
         return replace(self, head=None, logits_divisor=None, logits_softcap=None)
 
     def sublayers(self, names: Collection[str]) -> dict[str, Sublayer]:
-        """Map the path of every sublayer of a model to the names of its modules.
-
-        Args:
-            names: of the model's parameters.
-        """
+        """Map the path of every sublayer to the names of its modules, by the parameters' names."""
         found: dict[str, Sublayer] = {}
         for layer in _numbered(f"{self.layers}.*", names):
             if self.attention is not None:
@@ -149,11 +145,7 @@ class ModelSpec:
         return found
 
     def modules(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the paths of all modules that are replaced or given a hook.
-
-        Args:
-            names: of the model's parameters.
-        """
+        """Return the paths of all modules that are replaced or given a hook."""
         in_sublayers = (
             path
             for root, sublayer in self.sublayers(names).items()

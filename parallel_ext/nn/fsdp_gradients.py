@@ -118,12 +118,9 @@ class FSDPGradients:
             self._anchors = anchors
 
     def _end_backward(self) -> None:
-        """Raise if FSDP has left gradients of this backward unsummed.
+        """Raise a RuntimeError if FSDP has left gradients of this backward unsummed.
 
         FSDP loses count of a module that reentrant checkpointing recomputes twice in one backward.
-
-        Raises:
-            RuntimeError: gradients were left, which the optimizer would miss.
         """
         self._running = False
         if self._syncs and self._holds_any():

@@ -33,11 +33,9 @@ _adoptions: list[_Adoption] = []  # one, or none
 
 
 def start(mesh: Mesh, plain: Iterable[str]) -> None:
-    """Let models of causal language models and classifiers become parallel when they are trained.
+    """Let causal language models and classifiers become parallel over ``mesh`` once trained.
 
-    Args:
-        mesh: over which; without effect where it has one rank.
-        plain: names of classes whose models stay plain.
+    ``plain`` are names of classes whose models stay plain. A mesh of one rank has no effect.
     """
     if mesh.world_size > 1:
         _adoptions.append(_Adoption(mesh, frozenset(plain)))

@@ -15,11 +15,7 @@ POSITIONS = "position_embeddings"
 
 
 def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
-    """Raise unless the tokens between the sublayers of a model can be divided over the ranks.
-
-    Raises:
-        ValueError: names what cannot.
-    """
+    """Raise a ValueError unless ranks can divide the tokens between a model's sublayers."""
     for problem in _problems(model, spec):
         raise ValueError(f"parallelize: sequence_parallel=True {problem}")
 

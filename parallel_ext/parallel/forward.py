@@ -112,13 +112,7 @@ def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, floa
 def _loss_call(
     model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
 ) -> LossCall:
-    """Return how the forward that begins is to compute the loss.
-
-    Args:
-        model, state: the model.
-        options: of the loss.
-        arguments: all of the call.
-    """
+    """Return how the forward that begins computes the loss, by all arguments of the call."""
     if _wants_logits(model, state):
         return LossCall(fused=False)
     why_not = "fused_loss is False"

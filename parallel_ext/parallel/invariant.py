@@ -44,16 +44,9 @@ _HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm":
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
-    """Raise unless a model can be trained with the same bits on any layout.
+    """Raise a ValueError unless a plain model can be trained with the same bits on any layout.
 
-    Args:
-        model: the plain model.
-        spec: the names of its modules.
-        mesh: the ranks.
-        leaves: parts of a batch.
-
-    Raises:
-        ValueError: names what cannot.
+    ``leaves`` is the number of parts of a batch.
     """
     if mesh.dp_size > leaves:
         raise ValueError(

@@ -101,11 +101,7 @@ def stop() -> None:
 
 
 def remember(target: Any) -> None:
-    """Number an object in the order of creation, by which other ranks find it to join its saves.
-
-    Args:
-        target: a model or a trainer, which every rank makes.
-    """
+    """Number a model or trainer, which every rank makes, so that others join its saves."""
     _known[next(_numbers)] = target
     for meetings in _meetings:
         meetings.last[type(target)] = target

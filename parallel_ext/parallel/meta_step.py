@@ -338,12 +338,7 @@ def _watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> N
 
 
 def _watch_sums(model: nn.Module, live: _Live) -> None:
-    """Mark where gradients of replicated parameters are summed, at the end of backward.
-
-    Args:
-        model: parallel.
-        live: gets the mark ``summing`` and the parameters.
-    """
+    """Add the mark ``summing`` where gradients of replicated parameters are summed in backward."""
     partials = state_of(model).partials
     if partials is None:
         return

@@ -197,12 +197,7 @@ def _write_given(
 def num_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Count the parameters of the full model, as HuggingFace does on one process.
-
-    Args:
-        only_trainable: leave out frozen ones.
-        exclude_embeddings: leave out the embedding.
-    """
+    """Count the parameters of the full model, with HuggingFace's options."""
     state: ParallelState = getattr(model, STATE_NAME)
     left_out = f"{state.spec.embedding}.weight" if exclude_embeddings else None
     return sum(
@@ -213,10 +208,6 @@ def num_parameters(
 
 
 def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
-    """Count the bytes of this rank's shards, and not those of the full model.
-
-    Args:
-        return_buffers: count buffers as well.
-    """
+    """Count the bytes of this rank's shards, not of the full model; with buffers if asked."""
     tensors = chain(model.parameters(), model.buffers() if return_buffers else ())
     return sum(local_part(tensor).nbytes for tensor in tensors)

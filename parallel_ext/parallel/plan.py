@@ -63,12 +63,7 @@ class Options:
     sequence_parallel: bool = False
 
     def check(self) -> None:
-        """Raise if an option is invalid, or contradicts another.
-
-        Raises:
-            ValueError: one is, or does.
-            TypeError: ``invariant`` is no ``px.Invariant``.
-        """
+        """Raise if an option is invalid, or contradicts another."""
         if self.fused_loss not in (True, False, "auto"):
             raise ValueError(
                 f"parallelize: fused_loss must be 'auto', True or False, got {self.fused_loss!r}"

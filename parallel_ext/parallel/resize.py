@@ -255,9 +255,7 @@ def _added(
 ) -> dict[str, torch.Tensor]:
     """Return the rows that HuggingFace adds to a full module; none where it shrinks.
 
-    Args:
-        shards: of the parameters that are asked for; their values are not read.
-        old: their whole values, where new rows depend on them.
+    Values of ``shards`` are not read; new rows may depend on the whole values, ``old``.
     """
     old_rows, hidden = module.layouts["weight"].shape
     if "weight" not in shards:  # HuggingFace fills up the bias as it ties

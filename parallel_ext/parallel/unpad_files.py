@@ -107,11 +107,7 @@ def unpad_files(
 
 
 def check_files(model: HFDirectory) -> None:
-    """Raise unless the files hold exactly the tensors of the model that ``config.json`` describes.
-
-    Raises:
-        CheckpointError: they do not, or the model is none that is served.
-    """
+    """Raise a CheckpointError unless the files hold exactly the tensors of a model we serve."""
     model.check(*_expected(model))
 
 

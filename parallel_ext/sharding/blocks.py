@@ -138,13 +138,9 @@ def shard_in_blocks(
 
 
 def own_blocks(layout: TensorLayout, rank: int) -> Blocks:
-    """Return the blocks of a tensor in a rank's shard, or in the first part that this joins.
+    """Return the blocks in the shard of a rank of the job, or in the first part that it joins.
 
-    Those of equal rows are each for itself.
-
-    Args:
-        layout: with blocks.
-        rank: of the job.
+    ``layout`` has blocks; those of equal rows are each for itself.
     """
     first, last = split(len(layout.blocks), layout.copy_size)[rank % layout.copy_size]
     own = layout.blocks[first:last]
@@ -156,10 +152,6 @@ def counted_blocks(layout: TensorLayout, rank: int) -> tuple[Range, ...]:
     """Return the ranges, as :func:`own_blocks`, of the blocks that no lower rank of the job holds.
 
     Over all ranks these are each block of the tensor once. One without blocks is one block.
-
-    Args:
-        layout: of a parameter.
-        rank: of the job.
     """
     if rank >= layout.copy_size:
         return ()

@@ -29,11 +29,7 @@ def shard_views(
 
 
 def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
-    """Copy ``rank``'s shard out of a tensor of the full shape.
-
-    Raises:
-        ValueError: the tensor has another shape than the layout.
-    """
+    """Copy ``rank``'s shard out of a full tensor; a ValueError if that has another shape."""
     if tuple(tensor.shape) != layout.shape:
         raise ValueError(
             f"{layout.name}: expected the full shape {layout.shape}, got {tuple(tensor.shape)}"
@@ -48,14 +44,7 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
 
 
 def take_block(shard: torch.Tensor, layout: TensorLayout, block: Range) -> torch.Tensor:
-    """Return a block of a shard, contiguous.
-
-    Args:
-        shard: of a rank.
-        layout: of the tensor.
-        block: its range in the first part of the shard, as ``own_blocks`` and ``counted_blocks``
-            say it.
-    """
+    """Return a block of a shard, contiguous; ``block`` is as :func:`own_blocks` says it."""
     dim, pieces = layout.dim or 0, []
     for part, size in zip(split_parts(shard, layout), layout.parts, strict=True):
         start, stop = (edge * size // layout.parts[0] for edge in block)
@@ -66,9 +55,7 @@ def take_block(shard: torch.Tensor, layout: TensorLayout, block: Range) -> torch
 def split_parts(shard: torch.Tensor, layout: TensorLayout) -> tuple[torch.Tensor, ...]:
     """Split a shard into the parts that it joins: views, or itself where it is one part.
 
-    Args:
-        shard: of a rank; of a bias as well, beside the layout of the weight.
-        layout: of the tensor.
+    A bias may be split by the layout of its weight.
     """
     if len(layout.parts) == 1:
         return (shard,)

@@ -273,11 +273,7 @@ class _Tensor:
         return self._size(self._update())
 
     def update_parameter(self, size: torch.Tensor) -> None:
-        """Update the parameter by one step.
-
-        Args:
-            size: the square of the norm of the update.
-        """
+        """Update the parameter by one step, whose update has a norm with the square ``size``."""
         group, numel = self.group, self._layout.numel
         rate = float(group["lr"])
         size_of_parameter = math.sqrt(self._size_of_parameter / numel)

@@ -19,15 +19,9 @@ from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
 
 def check_batches_of_step(name: str, state: ParallelState, accumulated: int) -> None:
-    """Raise unless the batches of each step are the leaves of the model's ``px.Invariant``.
+    """Raise a ValueError unless the batches of each step are the leaves of the ``px.Invariant``.
 
-    Args:
-        name: what trains, for the error.
-        state: of the model.
-        accumulated: the batches of a dp rank in a step.
-
-    Raises:
-        ValueError: they are not.
+    ``accumulated`` are the batches of a dp rank in a step; ``name`` says for errors what trains.
     """
     leaves, dp = state.invariant.leaves, state.mesh.dp_size
     if accumulated * dp != leaves:

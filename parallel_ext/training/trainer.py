@@ -206,11 +206,7 @@ class TrainerMixin(TrainerFiles):
         return loss, logits, labels
 
     def _refuse_router_logits(self, inputs: dict[str, Any], ignore_keys: list[str]) -> None:
-        """Raise if dp ranks would put together what has a row for each token, and not for each row.
-
-        Raises:
-            ValueError: they would.
-        """
+        """Raise a ValueError if dp ranks would put together what has a row for each token."""
         state, left_out = state_of(self.model), ["router_logits", "aux_loss"]
         if self._mesh.dp_size == 1 or set(left_out) <= set(ignore_keys):
             return
