@@ -216,12 +216,15 @@ def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Ten
     return parameter.detach()
 
 
-def _numbered(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield (key in a state dict, parameter) for the parameters that the optimizer holds."""
+def _sharded(
+    optimizer: torch.optim.Optimizer, owners: dict[int, Owned], state_dict: dict[str, Any]
+) -> Iterator[tuple[Any, Owned]]:
+    """Yield (key in a state dict, owner) for the sharded parameters of which it holds a state."""
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        yield from zip(saved["params"], own["params"], strict=False)
+        for number, parameter in zip(saved["params"], own["params"], strict=False):
+            owned = owners.get(id(parameter))
+            if owned is not None and owned.is_sharded and number in state_dict["state"]:
+                yield number, owned
 
 
 def _place_of(optimizer: torch.optim.Optimizer, key: str, place: TensorLayout) -> TensorLayout:
@@ -235,13 +238,11 @@ def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer
     if not any(owned.is_sharded for owned in owners.values()):
         return result
     state = dict(result["state"])
-    for number, parameter in _numbered(self, result):
-        owned = owners.get(id(parameter))
-        if owned is not None and owned.is_sharded and number in state:
-            state[number] = {
-                key: _placed(value, _place_of(self, key, owned.layout), rank)
-                for key, value in state[number].items()
-            }
+    for number, owned in _sharded(self, owners, result):
+        state[number] = {
+            key: _placed(value, _place_of(self, key, owned.layout), rank)
+            for key, value in state[number].items()
+        }
     model = next(iter(owners.values())).model
     return {**result, "state": state, STATE_NAME: state_of(model).get_extra_state()}
 
@@ -281,9 +282,8 @@ def load_state_dict(
         if (marker := state_dict.get(STATE_NAME)) is not None:
             state_of(model).check_marker(marker, "state of an optimizer")
         state = dict(state_dict["state"])
-        for number, parameter in _numbered(self, state_dict):
-            owned = owners.get(id(parameter))
-            if owned is not None and owned.is_sharded and isinstance(state.get(number), dict):
+        for number, owned in _sharded(self, owners, state_dict):
+            if isinstance(state[number], dict):
                 state[number] = {
                     key: _local(value, self, key, owned, marker is not None)
                     for key, value in state[number].items()

@@ -18,7 +18,7 @@ from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
 from parallel_ext.parallel.forward import with_balance
-from parallel_ext.parallel.state import STATE_NAME, ParallelState, own_state
+from parallel_ext.parallel.state import own_state, state_of
 
 _MODULE = "trl.trainer.utils"
 
@@ -79,7 +79,7 @@ def _fields(
     """Run the parallel model up to its head, and return the fields of TRL's output."""
     labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     count = kwargs.pop("num_items_in_batch", None)
-    state: ParallelState = getattr(model, STATE_NAME)
+    state = state_of(model)
     head = model.get_submodule(state.spec.head)
     if (why_not := why_not_fused(head)) is not None:
         raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")

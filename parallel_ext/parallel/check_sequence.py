@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -99,22 +99,21 @@ def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
 def norms_of(model: nn.Module, spec: ModelSpec) -> list[str]:
     """Return the paths of modules with parameters between the sublayers, and behind the last."""
     others = (*sublayers_of_layers(model, spec), *beside_layers(model, spec), spec.embedding)
-    found = [
-        path
-        for path, module in model.named_modules()
-        if path.startswith(f"{spec.decoder}.")
-        and next(module.parameters(recurse=False), None) is not None
-        and not f"{path}.".startswith(tuple(f"{each}." for each in others))
-    ]
+    found = [path for path in _outside(others, model) if path.startswith(f"{spec.decoder}.")]
     return sorted(found, key=lambda path: not path.startswith(f"{spec.layers}."))
 
 
 def beside_experts(mixture: nn.Module, names: MixtureNames) -> list[str]:
     """Return the names of the modules of a mixture whose parameters every rank holds."""
     sharded = [names.experts] if names.shared is None else [names.experts, names.shared.name]
+    return _outside(sharded, mixture)
+
+
+def _outside(paths: Sequence[str], model: nn.Module) -> list[str]:
+    """Return the names of modules with parameters of their own that are not in one of ``paths``."""
     return [
         name
-        for name, module in mixture.named_modules()
+        for name, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None
-        and not f"{name}.".startswith(tuple(f"{each}." for each in sharded))
+        and not f"{name}.".startswith(tuple(f"{path}." for path in paths))
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.meta_autocast import MetaAutocast
-from parallel_ext.parallel.meta_zero import MetaZero
+from parallel_ext.parallel.meta_zero import MetaZero, watch_start
 from parallel_ext.parallel.replace import CopyInput
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
@@ -313,28 +313,18 @@ def _watch_layers(layers: nn.ModuleList, live: _Live, copies: Sized) -> list[int
         How many copies there are before the layers 1 and 2, once the forward has run.
     """
     numbers: list[int] = []
-    _watch_start(layers[0], lambda _: live.mark("start"))
+    watch_start(layers[0], lambda _: live.mark("start"))
     for number in range(1, min(3, len(layers))):
-        _watch_start(layers[number], lambda _, name=f"start {number}": live.note(name))
-        _watch_start(layers[number], lambda _: numbers.append(len(copies)))
+        watch_start(layers[number], lambda _, name=f"start {number}": live.note(name))
+        watch_start(layers[number], lambda _: numbers.append(len(copies)))
     for name, index in (("last", -1), ("middle", 1), ("first", 0)):
-        _watch_start(
+        watch_start(
             layers[index % len(layers)],
             lambda hidden, name=name: (
                 hidden.register_hook(lambda _: live.mark(name)) if hidden.requires_grad else None
             ),
         )
     return numbers
-
-
-def _watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> None:
-    """Let ``watch`` have the input of a layer's forward, but not of one that backward repeats."""
-
-    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if running_backward() == -1:
-            watch(args[0])
-
-    layer.register_forward_pre_hook(before)
 
 
 def _watch_sums(model: nn.Module, live: _Live) -> None:

@@ -21,7 +21,7 @@ from parallel_ext.models._transformers_private import resized_embedding, resized
 from parallel_ext.nn.stale_parameters import mark_replaced
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
-from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.layout import TensorLayout, box_shape, shard_along, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
 
@@ -78,7 +78,7 @@ def resize_token_embeddings(
     Example:
         >>> model.resize_token_embeddings(len(tokenizer))  # doctest: +SKIP
     """
-    state: ParallelState = getattr(model, STATE_NAME)
+    state = state_of(model)
     mesh = state.mesh
     mesh.control.barrier(_OP_NAME)
     asked = {
@@ -219,7 +219,7 @@ def _resized(
     model: nn.Module, module: _Rows, ranges: Sequence[Range], mean_resizing: bool
 ) -> dict[str, torch.Tensor]:
     """Return this rank's resized shards of a module, without the tied weight of a head."""
-    mesh: Mesh = getattr(model, STATE_NAME).mesh
+    mesh = state_of(model).mesh
     rows, shards = ranges[-1][1], dict(module.named_parameters())
     if isinstance(module, VocabParallelHead) and module.tied:
         del shards["weight"]
