@@ -162,7 +162,7 @@ class _Opened:
         for op_name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and self.loop[op_name] is None:
                 raise CheckpointError(f"{self.path} was saved without the {op_name}'s state")
-        apply = [self.contents.dropout_masks_after(self.loop["dropout_masks"])]
+        apply = [partial(self.contents.restore_dropout_masks, self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {
                 name: spec

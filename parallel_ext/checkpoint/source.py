@@ -66,12 +66,8 @@ class Contents(Protocol):
     def dropout_masks(self) -> dict[str, Any]:
         """Return what further dropout masks depend on, as JSON."""
 
-    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        """Return a function that lets the next forwards draw the masks that follow ``saved``.
-
-        Raises:
-            CheckpointError: ``saved``, which was read, is not of ``dropout_masks()``.
-        """
+    def restore_dropout_masks(self, saved: dict[str, Any]) -> None:
+        """Let the next forwards draw the masks that follow ``saved``, of ``dropout_masks()``."""
 
 
 _sources: list[Callable[[nn.Module], Contents | None]] = []
@@ -140,5 +136,5 @@ class WholeModel:
     def dropout_masks(self) -> dict[str, Any]:
         return {}
 
-    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        return lambda: None
+    def restore_dropout_masks(self, saved: dict[str, Any]) -> None:
+        pass
