@@ -18,7 +18,7 @@ from parallel_ext.checkpoint.manifest import (
     commit_of,
 )
 from parallel_ext.checkpoint.source import ADAPTER_NAME
-from parallel_ext.checkpoint.steps import publish_step
+from parallel_ext.checkpoint.steps import name_of_step, publish_step
 from parallel_ext.checkpoint.to_dcp import FILES
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io import disk
@@ -76,7 +76,7 @@ def restore_checkpoint(path: Path, out: Path, progress: Progress = nothing) -> P
         if manifest.to_bytes() != content:
             raise CheckpointError(f"{path}: the manifest in it is of another form")
         publish_step(temporary, root, manifest)
-    return out / next(each.name for each in out.iterdir() if each.is_dir())
+    return out / name_of_step(manifest.step)
 
 
 def _content(saved: DcpDirectory, name: str) -> bytes:

@@ -71,12 +71,6 @@ def load_step(
         contents_of: returns what is to be loaded; may raise.
         mesh: the ranks of the model.
         invariant: of the model.
-
-    Returns:
-        The step and the data state, among others.
-
-    Raises:
-        as ``load_checkpoint``.
     """
     op_name = f"load_checkpoint from {os.fspath(root)}" + ("" if step is None else f", step {step}")
     given = type(optimizer).__name__, type(scheduler).__name__
@@ -168,7 +162,7 @@ class _Opened:
         for op_name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and self.loop[op_name] is None:
                 raise CheckpointError(f"{self.path} was saved without the {op_name}'s state")
-        apply = [self.contents.dropout_masks_after(self.loop["dropout_masks"])]
+        apply = [partial(self.contents.restore_dropout_masks, self.loop["dropout_masks"])]
         if optimizer is not None:
             saved = {
                 name: spec

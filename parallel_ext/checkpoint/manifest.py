@@ -209,12 +209,9 @@ class Manifest:
         return content
 
     def check_names(self, directory: Path) -> None:
-        """Raise if there is a file that the manifest does not list but somebody could read.
+        """Raise a CheckpointError if there is a file beside those listed that somebody could read.
 
         Others may lie beside a saved model, such as those of its tokenizer.
-
-        Raises:
-            CheckpointError: there is; names it.
         """
         known = {*self.files, MANIFEST_NAME}
         try:
@@ -275,11 +272,7 @@ def commit_of(content: bytes, manifest: Manifest) -> bytes:
 
 
 def number_of_save(directory: Path) -> int:
-    """Read the number of the save from the commit of a directory, and nothing else of it.
-
-    Raises:
-        CheckpointError: the commit is damaged.
-    """
+    """Read the number of the save from a directory's commit, of which nothing else is checked."""
     path = directory / COMMIT_NAME
     return Fields(
         parse_json(read_content(path, _MAX_COMMIT_BYTES, links=False), path), path

@@ -29,8 +29,9 @@ from parallel_ext.io.safetensors_writer import DTYPE_NAMES, TensorSpec
 from parallel_ext.io.schema import to_json
 from parallel_ext.sharding.layout import ModelLayout, Part, TensorLayout
 from parallel_ext.sharding.named_shards import to_shards
+from parallel_ext.sharding.optimizer_layouts import is_reduced, layout_of_state
 from parallel_ext.sharding.reshard import part_value
-from parallel_ext.sharding.slices import is_reduced, layout_of_state, local_part
+from parallel_ext.sharding.slices import local_part
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,6 @@ def _summary(
     return found
 
 
-def _merged(own: dict[str, dict[str, Any]], mesh: Mesh, op_name: str) -> dict[str, dict[str, Any]]:
-    """Merge the summaries of all ranks; one without elements of a parameter adds nothing."""
-    noun = "the optimizer's state of "
-    return require_equal(mesh.control, op_name, own, partial=True, noun=noun)
-
-
 def collect(
     optimizer: torch.optim.Optimizer, contents: Contents, mesh: Mesh, op_name: str
 ) -> OptimizerState:
@@ -161,7 +156,9 @@ def collect(
         DisagreementError: the ranks' optimizers differ.
     """
     names, own = mesh.control.run_on_all(op_name, lambda: _look(optimizer, contents))
-    summary, layout = _merged(own, mesh, op_name), contents.layout
+    # A rank without elements of a parameter says nothing of it.
+    noun, layout = "the optimizer's state of ", contents.layout
+    summary = require_equal(mesh.control, op_name, own, partial=True, noun=noun)
 
     def take() -> OptimizerState:
         tensors: dict[str, tuple[torch.Tensor, TensorLayout]] = {}

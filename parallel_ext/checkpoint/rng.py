@@ -102,11 +102,7 @@ def write(
     metadata: Mapping[str, str],
     chunk_bytes: int,
 ) -> FileRecord:
-    """Write the states of all ranks into one file, hashed in chunks; on one rank.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the states of all ranks into one file, hashed in chunks; on one rank."""
     tensors = {
         f"{name}.{rank:05}": value
         for rank, states in enumerate(states_of)
@@ -116,11 +112,7 @@ def write(
 
 
 def check_kinds(file: SafetensorsFile) -> None:
-    """Raise unless the file holds states of generators, by what its header says.
-
-    Raises:
-        CheckpointError: it holds something else; names it.
-    """
+    """Raise a CheckpointError unless a file's header is that of states of generators."""
     for name, entry in file.tensors.items():
         kind, _, rank = name.partition(".")
         dtype, sizes = _KINDS.get(kind, (None, range(0)))

@@ -82,12 +82,6 @@ def save_step(
         contents_of: returns what is to be saved; may raise.
         mesh: the ranks of the model.
         invariant: of the model.
-
-    Returns:
-        The directory, on every rank.
-
-    Raises:
-        as ``save_checkpoint``.
     """
     op_name = f"save_checkpoint of step {step} to {os.fspath(root)}"
     given = type(optimizer).__name__, type(scheduler).__name__, asynchronous

@@ -156,16 +156,13 @@ def check_state(
     state: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> None:
-    """Raise unless a parameter's saved state is empty, or all that the optimizer will look for.
+    """Raise a CheckpointError unless a saved state is empty, or what the optimizer will look for.
 
     Args:
         optimizer: the running one.
         name: of the parameter.
         state: what it shall get.
         expected: what it keeps of such a parameter after a step, as far as that is known.
-
-    Raises:
-        CheckpointError: something is missing, or not of a kind that the optimizer can use.
     """
     if state and (missing := expected.keys() - state.keys()):
         raise CheckpointError(f"the state {', '.join(sorted(missing))} of {name} was not saved")

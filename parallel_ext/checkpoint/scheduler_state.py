@@ -28,25 +28,23 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     return {"class": kind, "state": encode(scheduler.state_dict(), f"the state of {kind}")}
 
 
-def saved_for(scheduler: Scheduler, description: Any, path: Path) -> dict[str, Any]:
+def saved_for(scheduler: Scheduler, description: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the saved state that ``scheduler.load_state_dict`` is to be given, checked.
 
     Args:
         scheduler: of the class that was saved; torch's would take the state of any other.
-        description: of :func:`describe`, as it was read.
+        description: an object, as it was read, to be one of :func:`describe`.
         path: the checkpoint, for the error.
 
     Raises:
         CheckpointError: the state is not that of such a scheduler.
     """
     own = type(scheduler).__name__
-    saved = description if isinstance(description, dict) else {}
-    if saved.get("class") != own:
+    if (saved := description.get("class")) != own:
         raise CheckpointError(
-            f"{path}: the state of {shown(saved.get('class'))} was saved, but the scheduler is "
-            f"{own}"
+            f"{path}: the state of {shown(saved)} was saved, but the scheduler is {own}"
         )
-    state = decode(saved.get("state"), f"{path}, the state of {own}")
+    state = decode(description.get("state"), f"{path}, the state of {own}")
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: {shown(state)} is no state of a scheduler")
     _check(state, scheduler, f"{path}: the state of {own}: ")

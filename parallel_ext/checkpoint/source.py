@@ -69,23 +69,17 @@ class Contents(Protocol):
     def dropout_masks(self) -> dict[str, Any]:
         """Return what further dropout masks depend on, as JSON."""
 
-    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        """Return a function that lets the next forwards draw the masks that follow ``saved``.
-
-        Raises:
-            CheckpointError: ``saved``, which was read, is not of ``dropout_masks()``.
-        """
+    def restore_dropout_masks(self, saved: dict[str, Any]) -> None:
+        """Let the next forwards draw the masks that follow ``saved``, of ``dropout_masks()``."""
 
 
 _sources: list[Callable[[nn.Module], Contents | None]] = []
 
 
 def register_source(source: Callable[[nn.Module], Contents | None]) -> None:
-    """Register a source of the contents of some models, such as those with adapters.
+    """Register what returns the contents of a parallel model, wrapped or not, or None.
 
-    Args:
-        source: gets a parallel model, wrapped or not; returns None for models that it does not
-            know.
+    It returns None for models that it does not know, such as those without adapters.
     """
     if source not in _sources:
         _sources.append(source)
@@ -163,8 +157,8 @@ class WholeModel:
     def dropout_masks(self) -> dict[str, Any]:
         return {}
 
-    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        return lambda: None
+    def restore_dropout_masks(self, saved: dict[str, Any]) -> None:
+        pass
 
 
 class OwnModule(WholeModel):

@@ -186,13 +186,10 @@ def _last_saved(steps: Mapping[int, Path]) -> int:
 
 
 def check_may_save(root: Path, step: int) -> None:
-    """Raise if saving a step would overwrite the last checkpoint or something foreign.
+    """Raise a CheckpointError if a step would overwrite the last checkpoint or something foreign.
 
     Another complete checkpoint of that step may be replaced: it is of a save that was killed before
     ``LATEST`` named it, or of a run that was given up for an earlier step.
-
-    Raises:
-        CheckpointError: it would.
     """
     target = root / name_of_step(step)
     if not os.path.lexists(target):
@@ -222,11 +219,7 @@ _LEFTOVER = re.compile(
 
 
 def check_keep(keep_last: int | None, keep_every: int | None) -> None:
-    """Raise unless the numbers of checkpoints to keep make sense.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise a ValueError unless the numbers of checkpoints to keep make sense."""
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(
@@ -291,14 +284,7 @@ def prune(
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what saves that were killed have left, and what was renamed to be removed.
-
-    Args:
-        root: where the checkpoints of a job are; this process is its one writer.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Remove what killed saves have left in ``root``, and what was renamed to be removed."""
     for path in sorted(root.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             disk.discard(path)

@@ -97,21 +97,21 @@ def to_dcp(path: Path, out: Path, progress: Progress = nothing) -> int:
     """
     check_new(out, path)
     manifest = read_manifest(path)
-    loop = read_small_files(path, manifest)
+    optimizer = read_small_files(path, manifest)["optimizer"] or {"numbers": {}, "groups": []}
     with ExitStack() as files:
         opened = {
             name: files.enter_context(manifest.open(path, name))
             for name in manifest.files
             if name.endswith(".safetensors")
         }
-        values = [*_tensors(manifest, opened), *_numbers(loop.get("optimizer"))]
+        values = [*_tensors(manifest, opened), *_numbers(optimizer)]
         values += [_of_bytes(name, raw) for name, raw in _others(path, manifest, opened)]
         with Publication(out) as temporary, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
             dcp.save(
                 {},
                 storage_writer=_Writer(temporary),
-                planner=_Planner(values, dict(_options(loop.get("optimizer"))), progress),
+                planner=_Planner(values, dict(_options(optimizer)), progress),
                 no_dist=True,
             )
     return len(manifest.tensors)
@@ -125,9 +125,9 @@ def _tensors(manifest: Manifest, opened: dict[str, SafetensorsFile]) -> Iterator
         yield _Value(path, spec.dtype, spec.shape, partial(opened[file].read_rows, name))
 
 
-def _numbers(described: dict[str, Any] | None) -> Iterator[_Value]:
+def _numbers(described: dict[str, Any]) -> Iterator[_Value]:
     """Yield what the optimizer keeps as one number for a parameter, such as ``step``."""
-    for key, numbers in (described or {}).get("numbers", {}).items():
+    for key, numbers in described["numbers"].items():
         for group in described["groups"]:
             for parameter in group["parameters"]:
                 number = numbers["others"].get(parameter, numbers["most"])
@@ -137,9 +137,9 @@ def _numbers(described: dict[str, Any] | None) -> Iterator[_Value]:
                     yield _Value(path, value.dtype, (), lambda *_, value=value: value)
 
 
-def _options(described: dict[str, Any] | None) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _options(described: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Yield the options of the optimizer's groups, each after its path in the state dict."""
-    for number, group in enumerate((described or {}).get("groups", [])):
+    for number, group in enumerate(described["groups"]):
         options = {**_OF_THE_RUN, **read_options(group["options"]), "params": group["parameters"]}
         for key, value in options.items():
             yield ("optimizer", "param_groups", number, key), value

@@ -22,14 +22,7 @@ from parallel_ext.io.schema import parse_json
 
 
 def read_small_files(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read and check all files of a training checkpoint but those of tensors.
-
-    Args:
-        path: the directory of a step.
-        manifest: of it.
-
-    Returns:
-        What :func:`parse_loop` returns.
+    """Read and check all files of the step at ``path`` but those of tensors, and parse the loop.
 
     Raises:
         CheckpointError: one is damaged or not as it must be, or there are others.

@@ -41,6 +41,12 @@ def first_few(texts: Sequence[str], most: int = 4, between: str = ", ") -> str:
     return between.join([*shown, *more])
 
 
+def check_positive(what: str, value: object) -> None:
+    """Raise a ValueError that begins with ``what`` unless a value is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
+
+
 # Python's errors that are too wide to be caught, or that cannot be made of a text.
 _NOT_SHARED = {"Exception", "ExceptionGroup"} | {
     f"Unicode{op_name}Error" for op_name in ("Decode", "Encode", "Translate")

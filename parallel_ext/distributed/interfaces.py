@@ -50,17 +50,13 @@ def hint(error: BaseException) -> str:
 
 
 def connect_within(seconds: float, connect: Callable[[], T]) -> T:
-    """Run a call that connects ranks, and give it up after so many seconds.
+    """Run a call that connects ranks, on a thread of its own, and give it up after some seconds.
 
-    For a rank that does not connect gloo waits five times its timeout.
-
-    Args:
-        seconds: to wait.
-        connect: runs on a thread of its own, on the caller's GPU.
+    For a rank that does not connect gloo waits five times its timeout. The call has this
+    thread's GPU, and its error is raised.
 
     Raises:
         RuntimeError: it has not ended in time.
-        Exception: what ``connect`` raised.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ext.distributed.background import Background
 from parallel_ext.distributed.barrier import join_job
 from parallel_ext.distributed.control import ControlPlane, require_equal, world
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.ops import ALONE, Group
 
 
@@ -202,15 +203,7 @@ class Mesh:
 
 
 def check_mesh(op_name: str, mesh: Any) -> None:
-    """Raise unless ``mesh`` is a :class:`Mesh`.
-
-    Args:
-        op_name: which function was given it, for the error.
-        mesh: what it was given.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise a TypeError that names the function ``op_name`` unless it was given a :class:`Mesh`."""
     if not isinstance(mesh, Mesh):
         got = "none" if mesh is None else f"a {type(mesh).__name__}"
         raise TypeError(
@@ -220,11 +213,7 @@ def check_mesh(op_name: str, mesh: Any) -> None:
 
 
 def given_or_last(op_name: str, mesh: Mesh | None) -> Mesh:
-    """Return the mesh that a function was given, or the one that this process made last.
-
-    Args:
-        op_name: which function was given it, for the error.
-        mesh: what it was given; None for the last.
+    """Return the mesh that the function ``op_name`` was given, or the one that was made last.
 
     Raises:
         TypeError: it is no mesh, or none was made, or the last was closed.
@@ -263,12 +252,6 @@ def shutdown() -> None:
 @cache
 def _shut_down_at_exit() -> None:
     atexit.register(shutdown)
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"init_mesh: {name} must be an integer of at least 1, got {value!r}")
-    return value
 
 
 def _device_of(asked: torch.device | str | None) -> torch.device:
@@ -347,9 +330,8 @@ def init_mesh(
         (1, 1)
     """
     _shut_down_at_exit()
-    tp, ep = _positive("tp", tp), _positive("ep", ep)
-    if dp is not None:
-        dp = _positive("dp", dp)
+    for name, size in (("tp", tp), ("ep", ep), ("dp", 1 if dp is None else dp)):
+        check_positive(f"init_mesh: {name}", size)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
         raise ValueError(f"init_mesh: timeout must be seconds, more than 0, got {timeout!r}")
     device = _device_of(device)

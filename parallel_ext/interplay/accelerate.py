@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ from parallel_ext.interplay.data_loaders import (
 from parallel_ext.interplay.refusals import Refusal, Where, refuse
 from parallel_ext.interplay.trained_together import prepare_to_train
 from parallel_ext.nn.extended import extend
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.from_pretrained import full_state_dict
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_in, owners_of
@@ -175,12 +176,6 @@ def _modules_of_calling_trainer() -> set[str]:
     return set()
 
 
-def is_called_by(packages: Collection[str], depth: int) -> bool:
-    """Return whether the function ``depth`` calls above is one of some packages."""
-    module = sys._getframe(depth + 1).f_globals.get("__name__", "")
-    return module.partition(".")[0] in packages
-
-
 def _served(accelerator: Accelerator) -> Mesh | None:
     """Return the mesh whose tp ranks share what accelerate would give to each process."""
     mesh = _meshes.get(accelerator)
@@ -225,18 +220,15 @@ def prepare_data_loader(
     if mesh is not None or self.dispatch_batches is False:
         data_loader = with_counted_rows(data_loader, processes)
     data_loader = drawn_together(data_loader, of_models, self.use_seedable_sampler)
-    if mesh is None:
-        prepared = plain(self, data_loader, *args, **kwargs)
-        keep_length(prepared, dataset, processes)
-        return prepared
-    if self.dispatch_batches:
+    if mesh is not None and self.dispatch_batches:
         raise NotImplementedError(
             "Accelerator.prepare_data_loader: dispatch_batches=True cuts a batch for each process, "
             "but tp ranks share theirs; pass DataLoaderConfiguration(dispatch_batches=False), by "
             "which every rank reads the data"
         )
-    seed_workers_of_dp_ranks(data_loader, mesh)
-    with dp_ranks_as_processes(self, mesh):
+    if mesh is not None:
+        seed_workers_of_dp_ranks(data_loader, mesh)
+    with nullcontext() if mesh is None else dp_ranks_as_processes(self, mesh):
         prepared = plain(self, data_loader, *args, **kwargs)
     keep_length(prepared, dataset, processes)
     return prepared
@@ -283,13 +275,10 @@ def step_scheduler(plain: Plain, self: AcceleratedScheduler, *args: Any, **kwarg
         plain(self, *args, **kwargs)
         return
     most = getattr(self.scheduler, "total_steps", float("inf"))
-    self.split_batches = True  # one step in each call
-    try:
+    with temporarily(self, split_batches=True):  # one step in each call
         for _ in range(_steps[self]):
             if scheduler_steps(self.scheduler) <= most:
                 plain(self, *args, **kwargs)
-    finally:
-        self.split_batches = False
 
 
 def no_sync(plain: Plain, self: Accelerator, model: nn.Module) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.temporarily import temporarily
 
 
 class DrawnTogether(Sampler):
@@ -73,12 +74,9 @@ class DrawnTogether(Sampler):
 
 
 def drawn_together(data_loader: DataLoader, mesh: Mesh, seedable: bool) -> DataLoader:
-    """Return a loader whose sampler draws one order on all ranks; a copy, if it is another one.
+    """Return a loader whose sampler draws one order on all ranks of ``mesh``; maybe a copy.
 
-    Args:
-        data_loader: any.
-        mesh: the ranks that draw.
-        seedable: whether accelerate replaces a ``RandomSampler`` by one that it seeds.
+    ``seedable`` is whether accelerate replaces a ``RandomSampler`` by one that it seeds.
     """
     batches = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -102,16 +100,12 @@ def seed_workers_of_dp_ranks(data_loader: DataLoader, mesh: Mesh) -> None:
 def dp_ranks_as_processes(accelerator: Accelerator, mesh: Mesh) -> Iterator[None]:
     """Let accelerate share data among dp ranks, each of which reads its own part."""
     state, config = accelerator.state, accelerator.dataloader_config
-    kept = state.device_mesh, config.dispatch_batches
     groups = [mesh.process_group(group) for group in (mesh.dp, mesh.tp)]
     names = ("dp_shard", "tp")  # accelerate's
     ranks = mesh.device_mesh.mesh.tolist()
-    state.device_mesh = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
-    config.dispatch_batches = False
-    try:
+    grid = DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
+    with temporarily(state, device_mesh=grid), temporarily(config, dispatch_batches=False):
         yield
-    finally:
-        state.device_mesh, config.dispatch_batches = kept
 
 
 def skip_first_batches(
@@ -159,9 +153,7 @@ class CountedRows(IterableDataset):
 def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
     """Return a loader that knows at its end how many rows its last batch has.
 
-    Args:
-        data_loader: of any dataset.
-        processes: among which accelerate will share the rows, with a batch of its size for each.
+    accelerate will share the rows among ``processes``, with a batch of its size for each.
     """
     dataset, size = data_loader.dataset, data_loader.batch_size
     known = not isinstance(dataset, IterableDataset) or hasattr(dataset, "__len__")
@@ -180,13 +172,7 @@ def with_counted_rows(data_loader: DataLoader, processes: int) -> DataLoader:
 
 
 def keep_length(prepared: DataLoader, dataset: Any, processes: int) -> None:
-    """Tell accelerate the length of an iterable dataset, of which it would take that of a shard.
-
-    Args:
-        prepared: accelerate's loader.
-        dataset: that it was made of.
-        processes: as of :func:`with_counted_rows`.
-    """
+    """Tell accelerate's loader the length of an iterable dataset; it would take that of a shard."""
     shard = prepared.dataset
     if isinstance(shard, IterableDatasetShard) and hasattr(dataset, "__len__"):
         shard.total_dataset_length = len(dataset)

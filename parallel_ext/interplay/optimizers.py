@@ -15,8 +15,9 @@ from parallel_ext.parallel.extending import called_by_this_package
 from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.optimizer_layouts import layout_of_state
 from parallel_ext.sharding.shards import LocalShard, Unplaced
-from parallel_ext.sharding.slices import layout_of_state, like, local_part, take
+from parallel_ext.sharding.slices import like, local_part, take
 
 _ELEMENTWISE = {
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"),
@@ -224,12 +225,7 @@ def _steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Tensor:
-    """Return a parameter after steps of an optimizer of the same class and options.
-
-    Args:
-        optimizer: that one.
-        drawn: the parameter, and its gradient in each step.
-    """
+    """Return a parameter after steps of such an optimizer; ``drawn`` are it and its gradients."""
     first, *gradients = (each.clone(memory_format=torch.contiguous_format) for each in drawn)
     parameter = nn.Parameter(first.clone())
     takes = inspect.signature(type(optimizer)).parameters
@@ -247,12 +243,15 @@ def _stepped(optimizer: torch.optim.Optimizer, drawn: torch.Tensor) -> torch.Ten
     return parameter.detach()
 
 
-def _numbered(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield (key in a state dict, parameter) for the parameters that the optimizer holds."""
+def _sharded(
+    optimizer: torch.optim.Optimizer, owners: dict[int, Owned], state_dict: dict[str, Any]
+) -> Iterator[tuple[Any, Owned]]:
+    """Yield (key in a state dict, owner) for the sharded parameters of which it holds a state."""
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        yield from zip(saved["params"], own["params"], strict=False)
+        for number, parameter in zip(saved["params"], own["params"], strict=False):
+            owned = owners.get(id(parameter))
+            if owned is not None and owned.is_sharded and number in state_dict["state"]:
+                yield number, owned
 
 
 def _place_of(optimizer: torch.optim.Optimizer, key: str, place: TensorLayout) -> TensorLayout:
@@ -266,13 +265,11 @@ def state_dict(plain: Callable[..., dict[str, Any]], self: torch.optim.Optimizer
     if not any(owned.is_sharded for owned in owners.values()):
         return result
     state = dict(result["state"])
-    for number, parameter in _numbered(self, result):
-        owned = owners.get(id(parameter))
-        if owned is not None and owned.is_sharded and number in state:
-            state[number] = {
-                key: _placed(value, _place_of(self, key, owned.layout), rank)
-                for key, value in state[number].items()
-            }
+    for number, owned in _sharded(self, owners, result):
+        state[number] = {
+            key: _placed(value, _place_of(self, key, owned.layout), rank)
+            for key, value in state[number].items()
+        }
     model = next(iter(owners.values())).model
     return {**result, "state": state, STATE_NAME: state_of(model).get_extra_state()}
 
@@ -312,9 +309,8 @@ def load_state_dict(
         if (marker := state_dict.get(STATE_NAME)) is not None:
             state_of(model).check_marker(marker, "state of an optimizer")
         state = dict(state_dict["state"])
-        for number, parameter in _numbered(self, state_dict):
-            owned = owners.get(id(parameter))
-            if owned is not None and owned.is_sharded and isinstance(state.get(number), dict):
+        for number, owned in _sharded(self, owners, state_dict):
+            if isinstance(state[number], dict):
                 state[number] = {
                     key: _local(value, self, key, owned, marker is not None)
                     for key, value in state[number].items()

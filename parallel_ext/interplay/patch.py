@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -27,7 +28,6 @@ from transformers import PreTrainedModel
 
 from parallel_ext.distributed.mesh import Mesh, init_mesh
 from parallel_ext.interplay import trained_together
-from parallel_ext.interplay.accelerate import is_called_by
 from parallel_ext.nn.extended import extend, restore
 from parallel_ext.parallel import adopting, joining
 from parallel_ext.parallel.configuration import served
@@ -271,24 +271,22 @@ def _start_trainer(
 
 
 def _launch(plain: Callable[..., Any], args: Any) -> NoReturn:
-    """Extend accelerate's launcher, which starts processes that know nothing of px.patch.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Extend accelerate's launcher to refuse: its processes would know nothing of px.patch."""
     raise NotImplementedError(
         f"px.patch: accelerate launch would start {args.training_script} in new processes, whose "
         f"models stay whole; run it by torchrun -m parallel_ext.run {args.training_script}"
     )
 
 
-def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``torch.save``, and that of safetensors, to refuse a file of one rank's shards.
+def _is_called_by(packages: Collection[str]) -> bool:
+    """Return whether what has called the function that is extended here is of some packages."""
+    module = sys._getframe(4).f_globals.get("__name__", "")
+    return module.partition(".")[0] in packages
 
-    Raises:
-        NotImplementedError: ``obj`` holds the ``state_dict()`` of a parallel model.
-    """
-    by_packages = is_called_by(("parallel_ext", "torch"), 3)  # such as torch's own checkpoints
+
+def _write(plain: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``torch.save`` and safetensors' to refuse the ``state_dict()`` of a parallel model."""
+    by_packages = _is_called_by(("parallel_ext", "torch"))  # such as torch's own checkpoints
     if not by_packages and holds_shards(obj):
         raise NotImplementedError(
             "px.patch: the file would hold this rank's shards of the model, not all of it; on all "
@@ -304,14 +302,14 @@ def _count_processes(plain: Callable[..., int], self: Accelerator) -> int:
     Scripts multiply schedules, and divide data, by it. Packages count all ranks, as served.
     """
     mesh, count = _patches[0].mesh, plain(self)
-    scripts = count == mesh.world_size and not is_called_by(_PACKAGES, 3)
+    scripts = count == mesh.world_size and not _is_called_by(_PACKAGES)
     return mesh.dp_size if scripts else count
 
 
 def _number_process(plain: Callable[..., int], self: Accelerator) -> int:
     """Extend ``Accelerator.process_index`` in the same way."""
     mesh, index = _patches[0].mesh, plain(self)
-    scripts = index == mesh.rank and not is_called_by(_PACKAGES, 3)
+    scripts = index == mesh.rank and not _is_called_by(_PACKAGES)
     return mesh.dp_rank if scripts else index
 
 

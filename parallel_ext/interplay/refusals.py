@@ -176,14 +176,11 @@ def _refuse(refusal: Refusal, plain: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def refuse(refusal: Refusal, *values: Any) -> None:
-    """Raise if there is a parallel model, or a part of one, among some values.
+    """Raise a NotImplementedError if there is a parallel model, or a part of one, among values.
 
     Args:
         refusal: what is called.
         values: models, optimizers, parameters, and lists and dicts of them.
-
-    Raises:
-        NotImplementedError: there is one; names what this rank has of it.
     """
     tensors = list(tensors_in(values))
     for tensor in tensors:

@@ -132,9 +132,8 @@ def _trains_apart(model: nn.Module) -> bool:
 def prepare_to_train(module: nn.Module, place: str) -> None:
     """Make a model parallel and data parallel before its optimizer is made, under ``px.patch``.
 
-    Args:
-        module: anything; without trained parameters it stays as it is.
-        place: the call that prepares it, for errors.
+    Anything else, and a model without trained parameters, stays as it is. ``place`` is the call
+    that prepares it, for errors.
     """
     if _in_force and any(parameter.requires_grad for parameter in module.parameters()):
         adopting.adopt_trained(module, place)

@@ -17,8 +17,8 @@ from parallel_ext import ops
 from parallel_ext.nn.extended import extend
 from parallel_ext.nn.fused_loss import LossCall, running, why_not_fused
 from parallel_ext.nn.vocab import VocabParallelHead
-from parallel_ext.parallel.forward import balance_of, wants_balance
-from parallel_ext.parallel.state import STATE_NAME, ParallelState, own_state
+from parallel_ext.parallel.forward import with_balance
+from parallel_ext.parallel.state import own_state, state_of
 
 _MODULE = "trl.trainer.utils"
 
@@ -79,7 +79,7 @@ def _fields(
     """Run the parallel model up to its head, and return the fields of TRL's output."""
     labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     count = kwargs.pop("num_items_in_batch", None)
-    state: ParallelState = getattr(model, STATE_NAME)
+    state = state_of(model)
     head = model.get_submodule(state.spec.head)
     if (why_not := why_not_fused(head)) is not None:
         raise NotImplementedError(f"TRL's fused output head on a parallel model: {why_not}")
@@ -119,10 +119,7 @@ def _fields(
             of_squares = statistics_by(replace(how, logit_scale=2 * scale), log_sum_exp=True)
             squares = of_squares.log_sum_exp - 2 * statistics.log_sum_exp
             fields["log_sum_sq_probs"] = squares.view(mask.shape).masked_fill(~mask, 0)
-    if wants_balance(model, state, kwargs):
-        fields["aux_loss"] = balance_of(model, state, output, kwargs)
-        loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
-    return {**fields, "loss": loss}
+    return fields | with_balance(model, state, output, kwargs, loss)
 
 
 def _mean_logits(head: VocabParallelHead, hidden: torch.Tensor, scale: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME
 from parallel_ext.io.hf_writer import files_that
-from parallel_ext.io.safe_open import shown
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.io.schema import parse_json
@@ -176,27 +175,14 @@ class AdapterContents:
             and isinstance(module.lora_dropout[self._adapter], nn.Dropout)
         }
 
-    def dropout_masks_after(self, saved: Any) -> Callable[[], None]:
-        """Return a function that lets the next forwards draw the masks that follow ``saved``.
+    def restore_dropout_masks(self, saved: dict[str, Any]) -> None:
+        """Let the next forwards draw the masks that follow ``saved``.
 
         Modules without dropout at the time of the save begin with masks of their own.
         """
-        of_module = saved if isinstance(saved, dict) else {"": saved}
-        for path, at in of_module.items():
-            known = isinstance(at, dict) and at.keys() == {"key", "forwards"}
-            if not known or not all(map(_is_count, at.values())):
-                raise CheckpointError(f"{shown(at)} says nothing of the dropout masks of {path}")
-
-        def restore() -> None:
-            for path, module in self._adapted():
-                if path in of_module:
-                    module.restore_dropout_masks(self._adapter, **of_module[path])
-
-        return restore
-
-
-def _is_count(number: Any) -> bool:
-    return type(number) is int and 0 <= number < 2**63
+        for path, module in self._adapted():
+            if path in saved:
+                module.restore_dropout_masks(self._adapter, **saved[path])
 
 
 def adapter_contents(model: nn.Module) -> AdapterContents | None:

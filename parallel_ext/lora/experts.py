@@ -15,7 +15,7 @@ from parallel_ext.lora.layers import Adapted
 from parallel_ext.nn.blocks import BlockExperts, BlockFactor
 from parallel_ext.nn.lora import Factor
 from parallel_ext.nn.moe import LowRank
-from parallel_ext.sharding.layout import TensorLayout, shard_ranges
+from parallel_ext.sharding.layout import TensorLayout, scaled, shard_ranges
 
 
 def expert_factor_layouts(
@@ -40,8 +40,8 @@ def expert_factor_layouts(
         (((6, 10),), ((3, 5), (8, 10)))
     """
     num_experts, out_features, in_features = tensor.shape
-    own = [tensor.ranges(rank)[0] for rank in range(tensor.copy_size)]
-    rows = ([(r * start, r * stop)] for start, stop in own)
+    own = tensor.first_ranges
+    rows = ([each] for each in scaled(own, r))
     columns = (
         [(index * num_experts + start, index * num_experts + stop) for index in range(r)]
         for start, stop in own
@@ -49,7 +49,7 @@ def expert_factor_layouts(
     lora_a = shard_ranges(name_a, (r * num_experts, in_features), 0, rows)
     lora_b = shard_ranges(name_b, (out_features, r * num_experts), 1, columns)
     return (
-        replace(lora_a, blocks=tuple((r * start, r * stop) for start, stop in tensor.blocks)),
+        replace(lora_a, blocks=scaled(tensor.blocks, r)),
         replace(lora_b, blocks=tensor.blocks, parts=(1,) * r),
     )
 

@@ -282,11 +282,8 @@ def misfits(
 ) -> str:
     """Say in words why tensors cannot be those of an adapter; empty where they can.
 
-    Args:
-        found: the shapes in an adapter's file, by name there.
-        known: those that the model's adapter has there.
-        tp_size: of the model.
-        optional: names that the file may lack.
+    ``found`` and ``known`` are the shapes in an adapter's file, and those that the model's adapter
+    has there. The file may lack names that are ``optional``.
     """
     lacked = (name for name in known.keys() - found.keys() if name not in optional)
     problems = [f"it lacks {name}" for name in sorted(lacked)]

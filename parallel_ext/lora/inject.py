@@ -32,9 +32,9 @@ from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.adopting import adopt_trained
-from parallel_ext.parallel.forward import watch_forward
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.state import ParallelState
+from parallel_ext.parallel.watch_forward import watch_forward
 from parallel_ext.sharding.named_shards import named_shards
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear, BlockColumnLinear, BlockRowLinear)
@@ -59,11 +59,7 @@ def resolve_targets(model: nn.Module, config: peft.LoraConfig) -> None:
 def refuse_mixture(
     model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
-    """Raise if an adapter is on a module of a mixture of experts, which PEFT would wrap on its own.
-
-    Raises:
-        NotImplementedError: names the first of them that ``config`` targets.
-    """
+    """Refuse an adapter on a module of a mixture of experts, which PEFT would wrap on its own."""
     mixture = state.spec.mixture
     if mixture is None or not config.target_modules:
         return
@@ -79,13 +75,10 @@ def refuse_mixture(
 def refuse_whole(
     model: nn.Module, config: peft.LoraConfig, op_name: str, state: ParallelState
 ) -> None:
-    """Raise if an adapter is on a module that every rank holds whole.
+    """Refuse an adapter on a module that every rank holds whole.
 
     PEFT's adapters on it would begin with other factors, and draw other dropout masks, on each
     rank.
-
-    Raises:
-        NotImplementedError: names the first of them that ``config`` targets, and why.
     """
     if not config.target_modules:
         return
@@ -101,11 +94,7 @@ def refuse_whole(
 
 
 def refuse_both_ends(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
-    """Raise if adapters would be on embedding and head that share one weight.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Raise a ValueError if adapters would be on embedding and head that share one weight."""
     ends = []
     for path, module in model.named_modules():
         base = module.get_base_layer() if isinstance(module, Mergeable) else module
@@ -136,12 +125,7 @@ def _tensors_of_experts(model: nn.Module) -> list[str]:
 
 
 def refuse_parameters(model: nn.Module, config: peft.LoraConfig, op_name: str) -> None:
-    """Raise unless ``target_parameters`` are tensors of experts, without dropout or bias.
-
-    Raises:
-        NotImplementedError: names another parameter that ``config`` targets.
-        ValueError: a target is not there, or an option does not go with it, in PEFT neither.
-    """
+    """Raise unless ``target_parameters`` are tensors of experts, without dropout or bias."""
     if not config.target_parameters:
         return
     served, wanted = set(_tensors_of_experts(model)), sorted(config.target_parameters)

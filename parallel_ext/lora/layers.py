@@ -310,7 +310,7 @@ class LoraVocabEmbedding(Adapted):
             f"{target}.lora_embedding_A.{adapter}",
             (r, rows.shape[0]),
             1,
-            tuple(rows.ranges(rank)[0] for rank in range(rows.copy_size)),
+            rows.first_ranges,
         )
         columns = replace(columns, blocks=rows.blocks)
         full = TensorLayout(f"{target}.lora_embedding_B.{adapter}", (rows.shape[1], r))
@@ -328,11 +328,16 @@ class LoraVocabEmbedding(Adapted):
     def _delta(self, adapter: str) -> torch.Tensor:
         return super()._delta(adapter).T
 
-    def _rows(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Look up rows of this rank's part of a table; zeros where another rank holds them."""
+    def _rows(self, ids: torch.Tensor, table: torch.Tensor, **sum_of: Any) -> torch.Tensor:
+        """Look up rows of this rank's part of a table; zeros where another rank holds them.
+
+        ``sum_of``: sizes and group of all ranks, for rows that are summed over them.
+        """
         base = self.get_base_layer()
         return ops.vocab_embedding(
-            ids, table, base.num_embeddings, base.vocab_range[0], padding_idx=base.padding_idx
+            *(ids, table, base.num_embeddings, base.vocab_range[0]),
+            padding_idx=base.padding_idx,
+            **sum_of,
         )
 
     def _adapted_forward(self, x: torch.Tensor, active: list[str]) -> torch.Tensor:
@@ -356,15 +361,7 @@ class LoraVocabEmbedding(Adapted):
         rows = base(ids)
         for adapter in active:
             columns, factor_b = self._factor_pair(adapter)
-            low = ops.vocab_embedding(
-                ids,
-                columns.T.contiguous(),
-                base.num_embeddings,
-                base.vocab_range[0],
-                padding_idx=base.padding_idx,
-                sizes=base.sizes,
-                group=base.group,
-            )
+            low = self._rows(ids, columns.T.contiguous(), sizes=base.sizes, group=base.group)
             added = replicated_linear(low, factor_b) * self.scaling[adapter]
             rows = rows + base.finished(added.to(rows.dtype))
         return rows

@@ -37,11 +37,8 @@ def draw_by_name(
 ) -> None:
     """Fill a shard with its part of random numbers that depend on seed and name alone.
 
-    Args:
-        parameter: the shard of ``rank``.
-        layout: its layout, whose name counts.
-        rank: in the group that the parameter is sharded over.
-        spread: ("uniform", bound) or ("normal", standard deviation).
+    The name is that of ``layout``; ``rank`` is the one in the group that the parameter is sharded
+    over; ``spread`` is ("uniform", bound) or ("normal", standard deviation).
     """
     generator = torch.Generator().manual_seed(key_of(layout.name))
     distribution, size = spread

@@ -56,10 +56,9 @@ PUBLISHED: dict[str, ModelSpec] = {}
 
 
 def learn(config: Mapping[str, Any]) -> str | None:
-    """Import the code for a ``config.json`` whose architecture is implemented in this package.
+    """Return the ``model_type`` of a ``config.json`` whose architecture this package implements.
 
-    Returns:
-        Its ``model_type``, which published files do not always name; None if it is not ours.
+    Its code is imported. Published files do not always name the type; None if it is not ours.
     """
     for model_type, (architecture, module) in OWN.items():
         nameless = not config.get("model_type")

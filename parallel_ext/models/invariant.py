@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallel_ext.models._transformers_private import attention_of
-from parallel_ext.models.spec import ModelSizes, ModelSpec
+from parallel_ext.models.spec import ModelSizes, ModelSpec, with_replicated
 from parallel_ext.models.sublayers import (
     AttentionNames,
     Layouts,
@@ -18,19 +18,16 @@ from parallel_ext.models.sublayers import (
     Shapes,
 )
 from parallel_ext.sharding.blocks import AttentionBlocks, shard_in_blocks, split_in_blocks
-from parallel_ext.sharding.layout import ModelLayout, Part, Range, TensorLayout
+from parallel_ext.sharding.layout import ModelLayout, Part, Range, scaled
 
 _SERVED_WITH_REGIONS = ("cogagent",)  # all else in such a model has been looked at, too
 
 
 def check_attention(config: Any, device: torch.device) -> None:
-    """Raise unless the attention of a model of ``config`` has the same bits on any layout.
+    """Raise a ValueError unless the attention of ``config`` has the same bits on any layout.
 
     The gradients of torch's softmax in fp32, which is that of ``"eager"``, depend on the number of
     threads (torch 2.13, a CPU with AVX2).
-
-    Raises:
-        ValueError: names the attention.
     """
     attention = attention_of(config)
     by_one_thread = attention == "eager" and device.type == "cpu" and torch.get_num_threads() == 1
@@ -43,14 +40,9 @@ def check_attention(config: Any, device: torch.device) -> None:
 
 
 def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None:
-    """Raise unless all that a spec describes can be computed in blocks.
+    """Raise a ValueError unless all that a spec describes can be computed in blocks.
 
-    Args:
-        spec: the architecture.
-        names: of the model's parameters.
-
-    Raises:
-        ValueError: names what cannot.
+    ``names`` are those of the model's parameters.
     """
     attention, mlp = spec.attention, spec.mlp
     missing = {
@@ -71,13 +63,7 @@ def check_can_be_invariant(spec: ModelSpec, names: Mapping[str, object]) -> None
 def attention_blocks(
     names: AttentionNames, num_heads: int, num_key_value_heads: int, blocks: int
 ) -> AttentionBlocks:
-    """Return the blocks of an attention; those of joined projections are of whole groups of heads.
-
-    Args:
-        names: of the attention.
-        num_heads, num_key_value_heads: of the model.
-        blocks: as of :class:`parallel_ext.parallel.plan.Invariant`.
-    """
+    """Return the blocks of an attention; those of joined projections are whole groups of heads."""
     most = num_key_value_heads if names.is_joined else blocks
     return AttentionBlocks.of(num_heads, num_key_value_heads, min(blocks, most))
 
@@ -131,10 +117,8 @@ def plan_in_blocks(
             shard(f"{path}.weight", 0, vocabulary)
     if spec.attention is not None:
         heads = attention_blocks(spec.attention, sizes.num_heads, sizes.num_key_value_heads, blocks)
-        query, key_value = (
-            tuple((start * sizes.head_dim, stop * sizes.head_dim) for start, stop in ranges)
-            for ranges in (heads.query, heads.key_value)
-        )
+        query = scaled(heads.query, sizes.head_dim)
+        key_value = scaled(heads.key_value, sizes.head_dim)
     for path, sublayer in spec.sublayers(shapes).items():
         if isinstance(sublayer, AttentionNames):
             sublayer.layouts(path, shapes, heads.heads(tp_size), sizes.head_dim)  # raises
@@ -148,25 +132,19 @@ def plan_in_blocks(
             for norm, ranges in ((sublayer.query_norm, query), (sublayer.key_norm, key_value)):
                 if norm is not None:
                     shard(f"{path}.{norm}.weight", 0, ranges)
-            continue
-        if isinstance(sublayer, MixtureNames):
+        elif isinstance(sublayer, MixtureNames):
             parts |= sublayer.parts(path, shapes)
             for name, layout in sublayer.layouts(path, shapes, ep_size).items():
                 each = tuple((expert, expert + 1) for expert in range(layout.shape[0]))
                 found[name] = replace(layout, blocks=each)
-            continue
-        num_heads = sizes.heads_of.get(path)
-        for name, joined in sublayer.inputs.items():
-            inner = shapes[f"{path}.{name}.weight"][0] // joined
-            ranges = split_in_blocks(inner, blocks, inner // (num_heads or inner))
-            shard_rows(f"{path}.{name}", ranges, (1,) * joined)
-        for name in sublayer.outputs:
-            weight = f"{path}.{name}.weight"
-            inner = shapes[weight][1]
-            shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))
-    tensors = {
-        name: found.get(name, TensorLayout(name, shape))
-        for name, shape in shapes.items()
-        if name not in tied
-    }
-    return ModelLayout(tensors, tied, parts)
+        else:
+            num_heads = sizes.heads_of.get(path)
+            for name, joined in sublayer.inputs.items():
+                inner = shapes[f"{path}.{name}.weight"][0] // joined
+                ranges = split_in_blocks(inner, blocks, inner // (num_heads or inner))
+                shard_rows(f"{path}.{name}", ranges, (1,) * joined)
+            for name in sublayer.outputs:
+                weight = f"{path}.{name}.weight"
+                inner = shapes[weight][1]
+                shard(weight, 1, split_in_blocks(inner, blocks, inner // (num_heads or inner)))
+    return with_replicated(found, shapes, tied, parts)

@@ -7,7 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import NoneType
 
-from parallel_ext.models.sublayers import AttentionNames, MixtureNames, RegionNames, Sublayer
+from parallel_ext.models.sublayers import (
+    AttentionNames,
+    Layouts,
+    MixtureNames,
+    RegionNames,
+    Shapes,
+    Sublayer,
+)
 from parallel_ext.sharding.layout import (
     ModelLayout,
     Part,
@@ -105,10 +112,19 @@ class ModelSpec:
         return (self.embedding,) if self.head is None else (self.embedding, self.head)
 
     @property
+    def decoder(self) -> str:
+        """Return the path of the module with the decoder layers; empty for the model itself."""
+        return self.layers.rpartition(".")[0]
+
+    @property
     def in_decoder(self) -> str:
-        """Return how the paths of what is in the decoder begin; empty if it is the model itself."""
-        decoder, dot, _ = self.layers.rpartition(".")
-        return decoder + dot
+        """Return how the paths of what is in the decoder begin."""
+        return f"{self.decoder}." if self.decoder else ""
+
+    @property
+    def vocabulary(self) -> list[str]:
+        """Return the names of all tensors with a row for each id, that of the embedding first."""
+        return [f"{path}.{kind}" for path in self.ends for kind in ("weight", "bias")]
 
     def without_head(self) -> ModelSpec:
         """Return the spec of the architecture's classes that put classes of their own on it."""
@@ -123,11 +139,7 @@ class ModelSpec:
         )
 
     def sublayers(self, names: Collection[str]) -> dict[str, Sublayer]:
-        """Map the path of every sublayer of a model to the names of its modules.
-
-        Args:
-            names: of the model's parameters.
-        """
+        """Map the path of every sublayer to the names of its modules, by the parameters' names."""
         found: dict[str, Sublayer] = {}
         for layer in _numbered(f"{self.layers}.*", names):
             if self.attention is not None:
@@ -146,11 +158,7 @@ class ModelSpec:
         return found
 
     def modules(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the paths of all modules that are replaced or given a hook.
-
-        Args:
-            names: of the model's parameters.
-        """
+        """Return the paths of all modules that are replaced or given a hook."""
         in_sublayers = (
             path
             for root, sublayer in self.sublayers(names).items()
@@ -192,7 +200,7 @@ class ModelSizes:
 
 def plan(
     spec: ModelSpec,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     tied: Mapping[str, str],
     sizes: ModelSizes,
     tp_size: int,
@@ -221,7 +229,7 @@ def plan(
             the number of experts; or a norm is not one of single heads.
     """
     rows = split(sizes.vocab_size, tp_size, vocab_multiple_of)
-    found: dict[str, TensorLayout] = {}
+    found: Layouts = {}
     parts: dict[str, tuple[Part, ...]] = {}
     for path in spec.ends:
         for name in (f"{path}.weight", f"{path}.bias"):  # a tied head may have a bias of its own
@@ -236,6 +244,13 @@ def plan(
         else:
             found |= sublayer.layouts(path, shapes, ep_size)
             parts |= sublayer.parts(path, shapes)
+    return with_replicated(found, shapes, tied, parts)
+
+
+def with_replicated(
+    found: Layouts, shapes: Shapes, tied: Mapping[str, str], parts: Mapping[str, tuple[Part, ...]]
+) -> ModelLayout:
+    """Return the layout of a model, in which every tensor is replicated that was not ``found``."""
     tensors = {
         name: found.get(name, TensorLayout(name, shape))
         for name, shape in shapes.items()

@@ -12,10 +12,11 @@ from parallel_ext.sharding.layout import (
     Part,
     Range,
     TensorLayout,
+    scaled,
     shard_along,
     shard_joined,
     shard_like,
-    shard_ranges,
+    shard_parts,
     split,
 )
 
@@ -81,10 +82,7 @@ class AttentionNames:
         Raises:
             ValueError: it has a norm that it cannot have.
         """
-        query, key_value = (
-            tuple((start * head_dim, stop * head_dim) for start, stop in ranges)
-            for ranges in (heads.query, heads.key_value)
-        )
+        query, key_value = scaled(heads.query, head_dim), scaled(heads.key_value, head_dim)
         for name in (f"{path}.{norm}.weight" for norm in self.head_norms):
             if shapes.get(name) != (head_dim,):
                 raise ValueError(
@@ -107,13 +105,7 @@ class AttentionNames:
                     "would replicate key-value heads; choose a tp of at most their number"
                 )
             name = f"{path}.{self.query}.weight"
-            starts = (0, query[-1][1], query[-1][1] + key_value[-1][1])
-            parts = zip(query, key_value, key_value, strict=True)
-            ranges = [
-                tuple((start + a, start + b) for start, (a, b) in zip(starts, of_rank, strict=True))
-                for of_rank in parts
-            ]
-            joined = shard_ranges(name, shapes[name], 0, ranges)
+            joined = shard_parts(name, shapes[name], 0, (query, key_value, key_value))
             return {
                 name: joined,
                 **_bias_beside(joined, shapes),

@@ -83,12 +83,7 @@ class BlockColumnLinear(ComputedAhead, ShardedModule):
     def like_weight(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply another weight [F, K] and bias [F], of which this rank holds the same rows.
-
-        Args:
-            input: [..., K], replicated.
-            weight, bias: this rank's rows.
-        """
+        """Apply another weight [F, K] and bias [F], this rank's rows, to a replicated [..., K]."""
         weights, blocks = [*self.parts_of(weight)], [*self.blocks]
         if self.copies > 1:
             # Blocks may share rows of the second weight only, so the first weight is empty.
@@ -166,12 +161,7 @@ class BlockRowLinear(ShardedModule):
         return ops.block_row_linear(input, self.weight, self.blocks, self.bias, self.group)
 
     def like_weight(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Apply another weight [F, K], of which this rank holds the same columns.
-
-        Args:
-            input: [..., K], this rank's features.
-            weight: this rank's columns.
-        """
+        """Apply another weight [F, K], this rank's columns, to this rank's features [..., K]."""
         return ops.block_row_linear(input, weight, self.blocks, None, self.group)
 
 

@@ -96,8 +96,11 @@ class FSDPGradients:
     def is_waiting(self) -> bool:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
         if not self._syncs:
-            return any(g is not None for p in self._parameters for g in held_gradients(p))
+            return self._holds_any()
         return any(each.sharded_param.grad is gradient for each, gradient in self._anchors)
+
+    def _holds_any(self) -> bool:
+        return any(g is not None for p in self._parameters for g in held_gradients(p))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -115,15 +118,12 @@ class FSDPGradients:
             self._anchors = anchors
 
     def _end_backward(self) -> None:
-        """Raise if FSDP has left gradients of this backward unsummed.
+        """Raise a RuntimeError if FSDP has left gradients of this backward unsummed.
 
         FSDP loses count of a module that reentrant checkpointing recomputes twice in one backward.
-
-        Raises:
-            RuntimeError: gradients were left, which the optimizer would miss.
         """
         self._running = False
-        if self._syncs and any(g is not None for p in self._parameters for g in held_gradients(p)):
+        if self._syncs and self._holds_any():
             self.drop()
             raise RuntimeError(
                 "FSDP has left gradients of this backward unsummed, as it does when several "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import (
     at_end_of_backward,
@@ -251,14 +252,12 @@ class PartialGradients:
 
         ``zero_grad`` and an exception drop them.
         """
-        before, self._synchronize = self._synchronize, False
         try:
-            yield
+            with temporarily(self, _synchronize=False):
+                yield
         except BaseException:
             self._pending = {}
             raise
-        finally:
-            self._synchronize = before
 
     def is_waiting(self) -> bool:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
@@ -271,12 +270,8 @@ class PartialGradients:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let backwards inside the context sum at once, and leave kept partial gradients aside."""
-        kept, synchronize = self._pending, self._synchronize
-        self._pending, self._synchronize = {}, True
-        try:
+        with temporarily(self, _pending={}, _synchronize=True):
             yield
-        finally:
-            self._pending, self._synchronize = kept, synchronize
 
 
 def for_use(

@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.sharding.layout import TensorLayout
+from parallel_ext.sharding.slices import shard_views
 
 Init = Callable[[torch.Tensor], object]
 """Fills a tensor in place with random numbers, such as ``torch.nn.init.normal_``."""
@@ -70,11 +71,8 @@ def _parts(
     """Return of each box its rows and columns in the full tensor as a matrix, and its place."""
     vector = len(layout.shape) == 1
     matrices = math.prod(layout.shape[1:-1])  # rows of one index of the first dimension
-    parts, offset, dim = [], 0, layout.dim or 0
-    for box in layout.boxes(rank):
-        size = box[dim][1] - box[dim][0]
-        own = shard.narrow(dim, offset, size)
-        offset += size
+    parts = []
+    for box, own in shard_views(shard, layout, rank):
         rows = (box[0][0] * matrices, box[0][1] * matrices)
         columns = (0, 1) if vector else box[-1]
         parts.append((rows, columns, own.unsqueeze(-1) if vector else own.flatten(0, -2)))

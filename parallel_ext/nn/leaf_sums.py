@@ -38,11 +38,7 @@ class LeafSums:
         self._first, self._count, self._had = first, count, set()
 
     def check_running(self) -> None:
-        """Raise unless a round is running, before an exchange of gradients.
-
-        Raises:
-            RuntimeError: none is.
-        """
+        """Raise a RuntimeError unless a round is running, before an exchange of gradients."""
         if self._first is None:
             raise RuntimeError(
                 "under px.Invariant and px.data_parallel a backward runs in px.train_leaves, or in "

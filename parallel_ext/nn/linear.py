@@ -225,6 +225,16 @@ def can_be_computed_together(layers: Sequence[nn.Module], input: torch.Tensor) -
     )
 
 
+def added_once(bias: torch.Tensor | None, layer: RowParallelLinear) -> torch.Tensor | None:
+    """Return a bias of which only the first rank adds its values, where another sums the output.
+
+    Every rank computes its gradient.
+    """
+    if bias is None or layer.summed_over.size == layer.group.size or layer.group.rank == 0:
+        return bias
+    return bias - bias.detach()
+
+
 class RowParallelLinear(ShardedModule):
     """``nn.Linear`` of which each rank holds some input features (columns of the weight).
 
@@ -298,10 +308,7 @@ class RowParallelLinear(ShardedModule):
     def for_use(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias for a forward."""
         self.mark.is_set = True
-        bias = self.bias
-        if bias is not None and self.summed_over.size < self.group.size and self.group.rank:
-            bias = bias - bias.detach()
-        return self.shard("weight"), bias
+        return self.shard("weight"), added_once(self.bias, self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.for_use()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext import ops
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.nn.forward_counter import ForwardCounter
 from parallel_ext.nn.grad_sync import for_use
 from parallel_ext.nn.initial_values import draw, linear_weight
-from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, added_once
 from parallel_ext.nn.sharded_module import ShardedModule
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import version_of
@@ -69,11 +70,10 @@ def factors_for_use(
         name = factor.layouts[attribute].name
         return for_use(getattr(factor, attribute), name, group, base.partials)
 
-    bias = factor_b.bias
-    if bias is not None and not by_columns:
-        bias = caught(factor_b, "bias", group_b)
-    elif bias is not None and base.summed_over.size < base.group.size and base.group.rank:
-        bias = bias - bias.detach()  # rank 0 adds it; every rank has its gradient
+    if by_columns:
+        bias = added_once(factor_b.bias, base)
+    else:
+        bias = None if factor_b.bias is None else caught(factor_b, "bias", group_b)
     return caught(factor_a, "weight", group_a), caught(factor_b, "weight", group_b), bias
 
 
@@ -230,8 +230,7 @@ class LoraLinear(nn.Module):
                 "LoraLinear: the base must be a ColumnParallelLinear or a RowParallelLinear, got "
                 f"{type(base).__name__}; build one by from_plain or from_sizes"
             )
-        if type(r) is not int or r < 1:
-            raise ValueError(f"LoraLinear: r must be an integer of at least 1, got {r!r}")
+        check_positive("LoraLinear: r", r)
         if not math.isfinite(lora_alpha):
             raise ValueError(f"LoraLinear: lora_alpha must be finite, got {lora_alpha!r}")
         if not 0 <= lora_dropout <= 1:

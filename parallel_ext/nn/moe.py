@@ -99,8 +99,7 @@ class ExpertParallelExperts(ShardedModule):
         self.divided: Callable[[], bool] | None = None
         layout = layouts["gate_up_proj"]
         self.num_experts = layout.shape[0]
-        ranges = [layout.ranges(rank)[0] for rank in range(layout.copy_size)]
-        self.experts_per_rank = [stop - start for start, stop in ranges]
+        self.experts_per_rank = [stop - start for start, stop in layout.first_ranges]
 
     @property
     def communicates(self) -> bool:
@@ -265,9 +264,8 @@ class ExpertParallelExperts(ShardedModule):
         plan = self.routing.known_plan() if self.routing is not None else None
         if plan is not None and route is not None:
             return route, plan
-        on_gpu = tokens.is_cuda or (
-            tokens.is_cpu and _C.aten_path_on_cpu()
-        )  # as tests stand for it
+        # Tests let the CPU take the path of a GPU.
+        on_gpu = tokens.is_cuda or (tokens.is_cpu and _C.aten_path_on_cpu())
         alone = self.group.size == 1 and not self.reads_counts and not any(low_ranks)
         if on_gpu and alone and route is not None:
             plan = ExchangePlan.alone(self.num_experts)

@@ -48,16 +48,15 @@ def primaries(layout: TensorLayout, world_size: int) -> tuple[int, ...]:
 def compare(
     shards: Mapping[str, tuple[torch.Tensor, TensorLayout]], mesh: Mesh, op_name: str
 ) -> None:
-    """Raise unless shards are equal on all ranks that hold the same one; every rank calls it.
+    """Raise a DisagreementError unless shards are equal on all ranks that hold the same one.
+
+    Every rank calls it.
 
     Args:
         shards: by name what this rank holds, and where the full tensor lies; the same names in one
             order on all ranks.
         mesh: the ranks.
         op_name: what the ranks are doing, for errors.
-
-    Raises:
-        DisagreementError: there are different values; on every rank, with the name.
     """
     digests: dict[str, str] = {}
     of_classes: dict[tuple[int, ...], xxhash.xxh3_128] = {}  # by who holds the same

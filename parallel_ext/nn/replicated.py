@@ -47,9 +47,6 @@ _FORWARDS = {nn.Linear: _linear, nn.LayerNorm: _layer_norm, nn.Conv2d: _patches}
 def fix_replicated(model: nn.Module) -> None:
     """Give each plain linear, layer norm and embedding of patches in a model such a forward.
 
-    Args:
-        model: its layers are changed in place.
-
     Raises:
         ValueError: a layer is of another kind than these forwards serve.
     """

@@ -96,20 +96,19 @@ class ShardedModule(nn.Module):
         """Load full tensors, which are sharded here, or exactly this rank's shards."""
         for attribute, layout in self.layouts.items():
             key = prefix + attribute
-            if not isinstance(state_dict.get(key), torch.Tensor | LocalShard):
+            value = state_dict.get(key)
+            if not isinstance(value, torch.Tensor):
                 continue  # it is not there, or torch says what it is instead
-            if isinstance(value := state_dict[key], LocalShard):
-                parameter = getattr(self, attribute)
-                if (
-                    value.place == self.places()[attribute]
-                    and value.shape == local_part(parameter).shape
-                ):
-                    state_dict[key] = like(value.plain(), parameter)
+            if isinstance(value, LocalShard):
+                parameter, place = getattr(self, attribute), value.place
+                value = state_dict[key] = value.plain()
+                is_own = place == self.places()[attribute]
+                if is_own and value.shape == local_part(parameter).shape:
+                    state_dict[key] = like(value, parameter)
                     continue
-                state_dict[key] = value.plain()
-            shape, local = tuple(state_dict[key].shape), layout.local_shape(self.group.rank)
+            shape, local = tuple(value.shape), layout.local_shape(self.group.rank)
             if shape == layout.shape:
-                state_dict[key] = take(state_dict[key], layout, self.group.rank)
+                state_dict[key] = take(value, layout, self.group.rank)
             elif shape != local:
                 del state_dict[key]
                 error_msgs.append(

@@ -83,12 +83,9 @@ _OF_ANY = {  # which is known without its numbers
 
 
 def mark_stale(parameter: nn.Parameter, name: str, reason: str) -> None:
-    """Mark ``parameter`` as replaced, so that :func:`refuse_stale` refuses steps on it.
+    """Let :func:`refuse_stale` refuse steps on ``parameter``, which a model has held as ``name``.
 
-    Args:
-        parameter: what a model has held under ``name``.
-        name: for the error.
-        reason: how an optimizer came to hold it: "was built before px.parallelize, ...".
+    ``reason`` says how an optimizer holds it: "was built before px.parallelize, ...".
     """
     _stale[parameter] = (name, reason)
 
@@ -156,12 +153,9 @@ def refuse_gradient_hooks(op_name: str, name: str, parameter: nn.Parameter) -> N
 
 
 def refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if an optimizer holds parameters that :func:`mark_stale` has marked.
+    """Raise a RuntimeError if an optimizer holds parameters that :func:`mark_stale` has marked.
 
     A hook for ``register_optimizer_step_pre_hook``.
-
-    Raises:
-        RuntimeError: it does; names them.
     """
     found = [
         _stale[parameter]

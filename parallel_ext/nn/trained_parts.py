@@ -43,11 +43,7 @@ class TrainedParts:
 
     @disable_compiler
     def check(self, numbers: Sequence[float], mesh: Mesh) -> None:
-        """Raise on all dp ranks if their numbers differ, and name the first part that does.
-
-        Raises:
-            DisagreementError: they do.
-        """
+        """Raise a DisagreementError on all dp ranks if their numbers differ; names the first."""
         if len(set(numbers)) == 1:
             return
         own = torch.tensor(self._values, dtype=torch.float64)

@@ -30,8 +30,7 @@ class _RowsOfVocabulary(ShardedModule):
 
     def set_layouts(self, layouts: Mapping[str, TensorLayout]) -> None:
         super().set_layouts(layouts)
-        rows = layouts["weight"]
-        ranges = [rows.ranges(rank)[0] for rank in range(rows.copy_size)]
+        ranges = layouts["weight"].first_ranges
         self.vocab_range: Range = ranges[self.group.rank]
         self.sizes = [stop - start for start, stop in ranges]
 

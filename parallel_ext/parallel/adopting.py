@@ -34,11 +34,9 @@ _adoptions: list[_Adoption] = []  # one, or none
 
 
 def start(mesh: Mesh, plain: Iterable[str]) -> None:
-    """Let causal language models, classifiers and decoders become parallel when they are trained.
+    """Let causal language models, classifiers and decoders become parallel once they are trained.
 
-    Args:
-        mesh: over which; without effect where it has one rank.
-        plain: names of classes whose models stay plain.
+    ``plain`` are names of classes whose models stay plain. A mesh of one rank has no effect.
     """
     if mesh.world_size > 1:
         _adoptions.append(_Adoption(mesh, frozenset(plain)))

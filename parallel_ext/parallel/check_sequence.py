@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -15,11 +15,7 @@ POSITIONS = "position_embeddings"
 
 
 def check_sequence_parallel(model: nn.Module, spec: ModelSpec) -> None:
-    """Raise unless the tokens between the sublayers of a model can be divided over the ranks.
-
-    Raises:
-        ValueError: names what cannot.
-    """
+    """Raise a ValueError unless ranks can divide the tokens between a model's sublayers."""
     for problem in _problems(model, spec):
         raise ValueError(f"parallelize: sequence_parallel=True {problem}")
 
@@ -58,7 +54,7 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
         )
     if not spec.embedding.startswith(spec.in_decoder):
         yield (
-            f"needs the embedding beside the decoder layers in {spec.in_decoder[:-1]!r}, but it is "
+            f"needs the embedding beside the decoder layers in {spec.decoder!r}, but it is "
             f"{spec.embedding}"
         )
     norms = norms_of(model, spec)
@@ -82,7 +78,7 @@ def _problems(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
 
 def sublayers_of_layers(model: nn.Module, spec: ModelSpec) -> dict[str, Sublayer]:
     """Return the sublayers of the decoder layers, between which the tokens are divided."""
-    found = spec.sublayers({name for name, _ in model.named_parameters()})
+    found = spec.sublayers(dict(model.named_parameters()))
     return {path: each for path, each in found.items() if path.startswith(f"{spec.layers}.")}
 
 
@@ -92,7 +88,7 @@ def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
     As modules that put images into the embedding, of whose tokens every rank has all.
     """
     decoder = spec.in_decoder
-    paths = (*spec.towers, *spec.shared, *spec.sublayers({n for n, _ in model.named_parameters()}))
+    paths = (*spec.towers, *spec.shared, *spec.sublayers(dict(model.named_parameters())))
     return {
         f"{decoder}{path.removeprefix(decoder).partition('.')[0]}"
         for path in paths
@@ -103,22 +99,21 @@ def beside_layers(model: nn.Module, spec: ModelSpec) -> set[str]:
 def norms_of(model: nn.Module, spec: ModelSpec) -> list[str]:
     """Return the paths of modules with parameters between the sublayers, and behind the last."""
     others = (*sublayers_of_layers(model, spec), *beside_layers(model, spec), spec.embedding)
-    found = [
-        path
-        for path, module in model.named_modules()
-        if path.startswith(spec.in_decoder)
-        and next(module.parameters(recurse=False), None) is not None
-        and not f"{path}.".startswith(tuple(f"{each}." for each in others))
-    ]
+    found = [path for path in _outside(others, model) if path.startswith(spec.in_decoder)]
     return sorted(found, key=lambda path: not path.startswith(f"{spec.layers}."))
 
 
 def beside_experts(mixture: nn.Module, names: MixtureNames) -> list[str]:
     """Return the names of the modules of a mixture whose parameters every rank holds."""
     sharded = [names.experts] if names.shared is None else [names.experts, names.shared.name]
+    return _outside(sharded, mixture)
+
+
+def _outside(paths: Sequence[str], model: nn.Module) -> list[str]:
+    """Return the names of modules with parameters of their own that are not in one of ``paths``."""
     return [
         name
-        for name, module in mixture.named_modules()
+        for name, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None
-        and not f"{name}.".startswith(tuple(f"{each}." for each in sharded))
+        and not f"{name}.".startswith(tuple(f"{path}." for path in paths))
     ]

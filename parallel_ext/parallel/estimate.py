@@ -335,7 +335,7 @@ def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tupl
     """Return the largest number of bytes alive in forward, and in backward with gradients."""
     if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
         parts["end"] += held.nbytes(0, adapter=True)
-    received = held.largest_layer(0) if dp > 1 and step.zero == 2 else 0  # not in backward
+    received = held.largest_layer() if dp > 1 and step.zero == 2 else 0  # not in backward
     logits = step.dtype if step.autocast is None else step.autocast
     most = _TILE if step.adapt is None else _TILE_OF_FROZEN  # adapters leave the head frozen
     tile = min(step.rows * step.tokens, most) * held.vocab_rows * logits.itemsize
@@ -349,7 +349,7 @@ def _gathered(held: Held, step: Step) -> int:
     Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of the layers
     and of one layer; both receive one layer in a buffer.
     """
-    layer = held.largest_layer(0)
+    layer = held.largest_layer()
     if step.zero == 2:
-        return held.nbytes(0, adapter=False) - held.skipped(0) + layer
+        return held.nbytes(0, adapter=False) - held.skipped() + layer
     return held.nbytes(0, layers=False, adapter=False) + 2 * layer

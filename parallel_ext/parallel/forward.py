@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.io.safe_open import shown
 from parallel_ext.models import PUBLISHED
 from parallel_ext.models.invariant import check_attention
 from parallel_ext.nn.fused_loss import LossCall, is_of_others, running, why_not_fused
@@ -28,8 +27,9 @@ from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.arguments import arguments_of, has_own_loss
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
-from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
-from parallel_ext.sharding._torch_private import disable_compiler, input_hooks, tree_leaves
+from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.watch_forward import refuse_backward_apart, refuse_training_apart
+from parallel_ext.sharding._torch_private import disable_compiler, input_hooks
 
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
 
@@ -76,7 +76,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     trains_apart = torch.is_grad_enabled() and state.trains_apart
     _refuse_what_fails(model, state, arguments, call)
     if trains_apart and model.training:
-        _refuse_training_apart(state)
+        refuse_training_apart(state)
     shared = inputs.get("labels") if classifies and state.mesh.dp_size > 1 else None
     if shared is not None:
         inputs["labels"] = with_a_label(shared)
@@ -89,7 +89,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     elif shared is not None:
         output.loss = share_of_loss(output.loss, shared, state.mesh, _trained_over_dp(model, state))
     if trains_apart:  # an evaluation, unless somebody goes backward from it
-        _refuse_backward_apart(state, output)
+        refuse_backward_apart(state, output)
     return output if want_dict else output.to_tuple()
 
 
@@ -112,13 +112,7 @@ def _changes_of_logits(model: nn.Module, state: ParallelState) -> dict[str, floa
 def _loss_call(
     model: nn.Module, state: ParallelState, options: dict[str, Any], arguments: dict[str, Any]
 ) -> LossCall:
-    """Return how the forward that begins is to compute the loss.
-
-    Args:
-        model, state: the model.
-        options: of the loss.
-        arguments: all of the call.
-    """
+    """Return how the forward that begins computes the loss, by all arguments of the call."""
     if _wants_logits(model, state):
         return LossCall(fused=False)
     why_not = "fused_loss is False"
@@ -171,10 +165,7 @@ def _with_loss(
     )
     if compared is not None:
         state.replicas_over_dp.done()
-    if wants_balance(model, state, arguments):
-        fields["aux_loss"] = balance_of(model, state, output, arguments)
-        loss = loss + model.router_aux_loss_coef * fields["aux_loss"]
-    fields["loss"] = loss
+    fields |= with_balance(model, state, output, arguments, loss)
     if _wants_logits(model, state):
         fields["logits"] = ops.gather_from_region(logits, state.vocab_sizes, state.mesh.tp)
         return type(output)(**fields)
@@ -184,15 +175,26 @@ def _with_loss(
     return trained
 
 
-def balance_of(
-    model: nn.Module, state: ParallelState, output: Any, arguments: Mapping[str, Any]
-) -> torch.Tensor:
-    """Return the load balancing loss of all dp ranks' tokens; the output's is of this rank's."""
-    if state.mesh.dp_size == 1 or state.in_leaf:
-        return output.aux_loss
-    mask = arguments.get("balance_mask")
-    mask = arguments.get("attention_mask") if mask is None else mask
-    return balance_loss(output.router_logits, model.num_experts_per_tok, mask, state.mesh)
+def with_balance(
+    model: nn.Module,
+    state: ParallelState,
+    output: Any,
+    arguments: Mapping[str, Any],
+    loss: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return a loss by the name of its field, with that of load balancing if it is asked for.
+
+    The latter, ``aux_loss``, is of all dp ranks' tokens; the output's is of this rank's.
+    """
+    if not wants_balance(model, state, arguments):
+        return {"loss": loss}
+    balance = output.aux_loss
+    if state.mesh.dp_size > 1 and not state.in_leaf:
+        mask = arguments.get("balance_mask")
+        mask = arguments.get("attention_mask") if mask is None else mask
+        top_k = model.num_experts_per_tok
+        balance = balance_loss(output.router_logits, top_k, mask, state.mesh)
+    return {"loss": loss + model.router_aux_loss_coef * balance, "aux_loss": balance}
 
 
 def _share_of_balance(
@@ -297,103 +299,10 @@ def _check_ends(model: nn.Module, state: ParallelState) -> None:
         )
 
 
-class _RefuseBypass:
-    """A forward pre-hook of a part of a model: raises inside a forward that has bypassed ours."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseBypass:
-        """Watch the copy of the model; of the same model where a part alone is copied."""
-        return type(self)(memo.get(id(self.model), self.model))
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not getattr(self.model, STATE_NAME).forward_ran:
-            raise _bypass(self.model)
-
-
-class _RefuseApart(_RefuseBypass):
-    """A forward pre-hook of the decoder, which may be trained alone: as in the model's forward."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        state: ParallelState = getattr(self.model, STATE_NAME)
-        if module.training and torch.is_grad_enabled() and state.trains_apart:
-            _refuse_training_apart(state)
-
-
-def watch_forward(model: nn.Module) -> None:
-    """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours.
-
-    Before anything of them is computed, decoder layers and head raise unless ours has begun. The
-    embedding may be asked, as by a wrapper that adds noise: what it returns is replicated.
-    """
-    model.register_forward_pre_hook(_before_forward)
-    model.register_forward_hook(_after_forward)
-    model.register_forward_hook(_at_the_end, always_call=True)
-    if (own := model_of(model)) is model:
-        spec, refuse = getattr(own, STATE_NAME).spec, _RefuseBypass(own)
-        heads = [] if spec.head is None else [own.get_submodule(spec.head)]
-        for module in (*own.get_submodule(spec.layers), *heads):
-            module.register_forward_pre_hook(refuse)
-        if getattr(own, STATE_NAME).mesh.dp_size > 1:
-            decoder = own.get_submodule(spec.in_decoder.removesuffix("."))
-            decoder.register_forward_pre_hook(_RefuseApart(own))
-
-
-def _replaced(model: nn.Module) -> bool:
-    """Return whether another forward than ours was put into the instance."""
-    return getattr(model.forward, "__func__", None) is not getattr(model, STATE_NAME).own_forward
-
-
-def _before_forward(module: nn.Module, args: Any) -> None:
-    model = model_of(module)
-    if _replaced(model):
-        getattr(model, STATE_NAME).forward_ran = False
-
-
-def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    model = model_of(module)
-    if not getattr(model, STATE_NAME).forward_ran:
-        raise _bypass(model)
-
-
-def _at_the_end(module: nn.Module, *_: Any) -> None:
-    getattr(model_of(module), STATE_NAME).forward_ran = True  # also after an error
-
-
-def _bypass(model: nn.Module) -> RuntimeError:
-    return RuntimeError(
-        f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}, which "
-        "does not call the one that px.parallelize has put there, but takes shards for full "
-        "tensors, as TRL's and Liger's fused losses do; undo that"
-    )
-
-
-def _refuse_backward_apart(state: ParallelState, output: Any) -> None:
-    """Let a backward from what a forward returns be refused."""
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda grad: _refuse_training_apart(state))
-
-
 def _counted_if_trained(model: nn.Module, state: ParallelState) -> AbstractContextManager[None]:
     """Let routing inside the context count in the metrics only if it is for training."""
     counter, trains = state.routing_counter, model.training and torch.is_grad_enabled()
     return nullcontext() if counter is None or trains else counter.aside()
-
-
-def _refuse_training_apart(state: ParallelState) -> NoReturn:
-    if state.invariant is not None:
-        raise RuntimeError(
-            f"training at dp={state.mesh.dp_size} under px.Invariant needs px.train_leaves(model, "
-            "batch), or px.leaves for a loop of your own: it runs leaves of one batch; or "
-            "accelerate's Accelerator.prepare(model)"
-        )
-    raise RuntimeError(
-        f"training at dp={state.mesh.dp_size} needs px.data_parallel(model, mesh): nobody sums the "
-        "gradients of the dp ranks, so each would train a model of its own; "
-        "px.no_data_parallel(model) says that you do"
-    )
 
 
 def _draws_noise(model: nn.Module, state: ParallelState) -> bool:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.distributed.errors import CheckpointError, check_positive
 from parallel_ext.distributed.mesh import Mesh, given_or_last
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.state_dict import gather_state_dict
@@ -23,7 +23,6 @@ from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
 from parallel_ext.parallel.parallelize import parallelize
 from parallel_ext.parallel.state import state_of
-from parallel_ext.parallel.validate import spec_for
 from parallel_ext.sharding._torch_private import without_wrappers
 
 
@@ -97,8 +96,8 @@ def from_pretrained(
             "revision": revision,
         }.items():
             check_text(name, value)
-        if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-            raise ValueError(f"vocab_size must be an integer of at least 1, got {vocab_size!r}")
+        if vocab_size is not None:
+            check_positive("vocab_size", vocab_size)
         if config is not None and not isinstance(config, transformers.PreTrainedConfig):
             raise TypeError(f"config must be a configuration of transformers, got {config!r}")
         return check_options(from_pretrained, parallelize, options), dtype_of(dtype, torch_dtype)
@@ -145,11 +144,10 @@ def _check(
     vocab_size: int | None,
 ) -> None:
     """Raise unless the files hold the model; behind its vocabulary they may hold zeros."""
-    spec = spec_for(model)
-    vocabulary = [f"{path}.{n}" for path in spec.ends for n in ("weight", "bias")]
+    state = state_of(model)
     if vocab_size is not None:
-        directory.drop_padding_rows(vocabulary, vocab_size)
-    directory.check(state_of(model).layout.in_files(), vocabulary)
+        directory.drop_padding_rows(state.spec.vocabulary, vocab_size)
+    directory.check(state.layout.in_files(), state.spec.vocabulary)
 
 
 def _dtype_of(model: transformers.PreTrainedModel, directory: HFDirectory) -> torch.dtype | None:

@@ -47,9 +47,9 @@ class _Kind:
             rows = min(at_once, max(0, rows - place * at_once))
         return self.itemsize * rows * math.prod(others)
 
-    def padded_numel(self, rank: int, replicas: int) -> int:
-        """Return the elements of a replica's part, padded to that of the first one."""
-        rows, *others = self.layout.local_shape(rank)
+    def padded_numel(self, replicas: int) -> int:
+        """Return the elements of a replica's part on rank 0, padded to that of the first one."""
+        rows, *others = self.layout.local_shape(0)
         return -(-rows // replicas) * math.prod(others)
 
 
@@ -162,13 +162,13 @@ class Held:
             ]
         return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
 
-    def largest_layer(self, rank: int) -> int:
-        """Return the bytes of the largest layer of a rank, not divided, without an adapter."""
-        return max(self._sum(layer, rank, False, False) for layer in self._of_layer.values())
+    def largest_layer(self) -> int:
+        """Return the bytes of the largest layer on rank 0, not divided, without an adapter."""
+        return max(self._sum(layer, 0, False, False) for layer in self._of_layer.values())
 
-    def skipped(self, rank: int) -> int:
-        """Return the bytes of the layers of a rank that no step runs, not divided."""
-        return sum(self._sum(self._of_layer[name], rank, False, False) for name in self._skipped)
+    def skipped(self) -> int:
+        """Return the bytes of the layers on rank 0 that no step runs, not divided."""
+        return sum(self._sum(self._of_layer[name], 0, False, False) for name in self._skipped)
 
     def logical(self, *, adapter: bool) -> int:
         """Return the bytes of the adapter, or of the model without it, in one process."""
@@ -212,7 +212,7 @@ class Held:
                 ]
                 if copies == 1 or not kinds:
                     continue
-                numel = [(kind, count * kind.padded_numel(0, copies)) for kind, count in kinds]
+                numel = [(kind, count * kind.padded_numel(copies)) for kind, count in kinds]
                 nbytes = sum(each * kind.itemsize for kind, each in numel)
                 sent.send(group, "zero_all_gather", nbytes, times * gathers)
                 wide = [each * max(4, kind.itemsize) for kind, each in numel if not kind.idle]

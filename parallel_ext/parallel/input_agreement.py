@@ -54,6 +54,12 @@ def _tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
+def _outside(name: str, ids: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
+    """Return which ids, or labels, are outside the vocabulary, as a mask of their shape."""
+    bad = (ids < 0) | (ids >= vocab_size)
+    return bad if name == "input_ids" else bad & (ids != ignore_index)
+
+
 class Agreement:
     """The comparison of what the tp ranks are about to do with a model.
 
@@ -126,9 +132,7 @@ class Agreement:
             ids = tensors.get(name)
             if ids is None or ids.numel() == 0:
                 continue
-            bad = (ids < 0) | (ids >= self.vocab_size)
-            if name != "input_ids":
-                bad &= ids != ignore_index
+            bad = _outside(name, ids, self.vocab_size, ignore_index)
             if bad.any():
                 position = bad.flatten().nonzero()[0].item()
                 return (
@@ -174,11 +178,7 @@ class _DeviceContents:
         self.ids = [name for name in _ID_ARGUMENTS if name in tensors]
         numbers = [content_number(tensor) for tensor in tensors.values()]
         for name in self.ids:
-            ids = tensors[name]
-            bad = (ids < 0) | (ids >= vocab_size)
-            if name != "input_ids":
-                bad &= ids != ignore_index
-            numbers.append(bad.sum())
+            numbers.append(_outside(name, tensors[name], vocab_size, ignore_index).sum())
         if piece is not None:
             numbers.append(content_number(piece.values))
         # Numbers of a tensor that was left on the host, such as a mask, are there already.

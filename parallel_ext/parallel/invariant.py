@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from types import MethodType
+from typing import Any
 
 import torch
 import transformers.activations
@@ -43,16 +44,9 @@ _HEAD_NORMS = {"Qwen3RMSNorm": False, "Qwen3MoeRMSNorm": False, "Gemma3RMSNorm":
 
 
 def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) -> None:
-    """Raise unless a model can be trained with the same bits on any layout.
+    """Raise a ValueError unless a plain model can be trained with the same bits on any layout.
 
-    Args:
-        model: the plain model.
-        spec: the names of its modules.
-        mesh: the ranks.
-        leaves: parts of a batch.
-
-    Raises:
-        ValueError: names what cannot.
+    ``leaves`` is the number of parts of a batch.
     """
     if mesh.dp_size > leaves:
         raise ValueError(
@@ -70,31 +64,15 @@ def check_invariant(model: nn.Module, spec: ModelSpec, mesh: Mesh, leaves: int) 
     for path, sublayer in spec.sublayers(names).items():
         module = model.get_submodule(path)
         if isinstance(sublayer, AttentionNames):
-            _check_head_dim(path, module.head_dim)
-            heads = model.config.num_attention_heads
-            if sublayer.full_norms and heads != model.config.num_key_value_heads:
-                raise ValueError(
-                    f"px.Invariant serves norms over all heads, as {path}."
-                    f"{sublayer.full_norms[0]}, with as many key-value heads as query heads, but "
-                    f"the model has {model.config.num_key_value_heads} and {heads}"
-                )
-            for norm in sublayer.head_norms:
-                kind = type(module.get_submodule(norm)).__name__
-                if kind not in _HEAD_NORMS:
-                    raise ValueError(
-                        f"px.Invariant serves norms of heads of the class "
-                        f"{' or '.join(_HEAD_NORMS)}, but {path}.{norm} is a {kind}"
-                    )
-            continue
-        if isinstance(sublayer, MixtureNames):
+            _check_attention(module, model.config, path, sublayer)
+        elif isinstance(sublayer, MixtureNames):
             _check_mixture(model, path, sublayer, mesh)
-            continue
-        if sublayer in spec.regions:
+        elif sublayer in spec.regions:
             _check_region(module, path, sublayer)
-            continue
-        for name, child in module.named_children():
-            if name not in sublayer.modules() and _fixed(child) is None:
-                raise _of_unknown_activation(f"{path}.{name}", child)
+        else:
+            for name, child in module.named_children():
+                if name not in sublayer.modules() and _fixed(child) is None:
+                    raise _of_unknown_activation(f"{path}.{name}", child)
     if spec.regions:
         for name, child in model.named_modules():
             if type(child).__module__ in _ACTIVATIONS and _fixed(child) is None:
@@ -116,6 +94,23 @@ def _of_unknown_activation(name: str, activation: nn.Module) -> ValueError:
         f"px.Invariant serves SiLU and GELU, but {name} is a {type(activation).__name__}, whose "
         "bits may depend on the place of an element"
     )
+
+
+def _check_attention(module: nn.Module, config: Any, path: str, names: AttentionNames) -> None:
+    _check_head_dim(path, module.head_dim)
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    if names.full_norms and heads != key_value_heads:
+        raise ValueError(
+            f"px.Invariant serves norms over all heads, as {path}.{names.full_norms[0]}, with as "
+            f"many key-value heads as query heads, but the model has {key_value_heads} and {heads}"
+        )
+    for norm in names.head_norms:
+        kind = type(module.get_submodule(norm)).__name__
+        if kind not in _HEAD_NORMS:
+            raise ValueError(
+                f"px.Invariant serves norms of heads of the class {' or '.join(_HEAD_NORMS)}, but "
+                f"{path}.{norm} is a {kind}"
+            )
 
 
 def _check_region(module: nn.Module, path: str, names: RegionNames) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ import xxhash
 from parallel_ext.distributed import messages
 from parallel_ext.distributed.errors import CollectiveTimeout, DisagreementError
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.ops import Group
 from parallel_ext.sharding._torch_private import disable_compiler
 
@@ -42,14 +43,9 @@ class _Meetings:
         self.are_met = False  # while all ranks do the same thing
         self.last: dict[type, Any] = {}  # kept for a rank that saves what this one has dropped
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Let calls inside the block be those of all ranks, which need not meet again."""
-        self.are_met = True
-        try:
-            yield
-        finally:
-            self.are_met = False
+        return temporarily(self, are_met=True)
 
     def meet(self, place: str, own: dict[str, Any] | None, timeout: float | None = None) -> bool:
         """Exchange who is about to save, and join them; return whether to meet again.
@@ -105,11 +101,7 @@ def stop() -> None:
 
 
 def remember(target: Any) -> None:
-    """Number an object in the order of creation, by which other ranks find it to join its saves.
-
-    Args:
-        target: a model or a trainer, which every rank makes.
-    """
+    """Number a model or trainer, which every rank makes, so that others join its saves."""
     _known[next(_numbers)] = target
     for meetings in _meetings:
         meetings.last[type(target)] = target

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -18,8 +18,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from parallel_ext import ops
 from parallel_ext.nn.moe import ExpertParallelExperts
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.meta_autocast import MetaAutocast
-from parallel_ext.parallel.meta_zero import MetaZero
+from parallel_ext.parallel.meta_zero import MetaZero, watch_start
 from parallel_ext.parallel.replace import CopyInput
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
@@ -217,17 +218,6 @@ def scaled_dot_product_attention(*args: Any, **_: Any) -> torch.Tensor:
     return _Attention.apply(*args[:3])
 
 
-@contextmanager
-def _attention_of_cards() -> Iterator[None]:
-    """Let attention take the memory of :class:`_Attention`."""
-    plain = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = plain
-
-
 def run_step(
     model: transformers.PreTrainedModel,
     layers: str,
@@ -263,12 +253,7 @@ def run_step(
             if isinstance(hook, CopyInput):  # which cannot see that there is autocast on meta
                 hook.together = False
     if checkpointing:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of its name
-            options: dict[str, Any] = {"use_reentrant": False}
-            if autocast is not None:  # which the recomputation of each layer enters again
-                options["context_fn"] = lambda: (nullcontext(), MetaAutocast(autocast))
-            model.gradient_checkpointing_enable(options)
+        _checkpoint_layers(model, autocast)
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
     images = state_of(model).spec.images
     further = getattr(model, images)(rows, tokens) if images else {}
@@ -276,21 +261,11 @@ def run_step(
     inner = model.get_submodule(layers)
     _watch_sums(model, live)
     zero = None if state_of(model).zero is None else MetaZero(model, live.give_back)
-    _watch_start(inner[0], lambda _: live.mark("start"))
     region = None if autocast is None else MetaAutocast(autocast)
     copies = {} if region is None else region.copies
-    numbers = []  # of copies before the layers 1 and 2
-    for number in range(1, min(3, len(inner))):
-        _watch_start(inner[number], lambda _, name=f"start {number}": live.note(name))
-        _watch_start(inner[number], lambda _: numbers.append(len(copies)))
-    for name, index in (("last", -1), ("middle", 1), ("first", 0)):
-        _watch_start(
-            inner[index % len(inner)],
-            lambda hidden, name=name: (
-                hidden.register_hook(lambda _: live.mark(name)) if hidden.requires_grad else None
-            ),
-        )
-    with _attention_of_cards(), live:
+    numbers = _watch_layers(inner, live, copies)
+    attention = {"scaled_dot_product_attention": scaled_dot_product_attention}
+    with temporarily(nn.functional, **attention), live:
         # With a cache, which no recomputed layer fills, masks do not depend on values.
         cache = transformers.DynamicCache() if checkpointing else None
         parameters = inspect.signature(model.forward).parameters  # since transformers 5.24: cache
@@ -321,23 +296,39 @@ def run_step(
     return live.recorded
 
 
-def _watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> None:
-    """Let ``watch`` have the input of a layer's forward, but not of one that backward repeats."""
+def _checkpoint_layers(model: transformers.PreTrainedModel, autocast: torch.dtype | None) -> None:
+    """Let the layers be recomputed in backward, each under its own autocast if there is one."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if autocast is not None:
+        options["context_fn"] = lambda: (nullcontext(), MetaAutocast(autocast))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its name
+        model.gradient_checkpointing_enable(options)
 
-    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if running_backward() == -1:
-            watch(args[0])
 
-    layer.register_forward_pre_hook(before)
+def _watch_layers(layers: nn.ModuleList, live: _Live, copies: Sized) -> list[int]:
+    """Mark where forwards of the first layers begin, and where some gradients are complete.
+
+    Returns:
+        How many copies there are before the layers 1 and 2, once the forward has run.
+    """
+    numbers: list[int] = []
+    watch_start(layers[0], lambda _: live.mark("start"))
+    for number in range(1, min(3, len(layers))):
+        watch_start(layers[number], lambda _, name=f"start {number}": live.note(name))
+        watch_start(layers[number], lambda _: numbers.append(len(copies)))
+    for name, index in (("last", -1), ("middle", 1), ("first", 0)):
+        watch_start(
+            layers[index % len(layers)],
+            lambda hidden, name=name: (
+                hidden.register_hook(lambda _: live.mark(name)) if hidden.requires_grad else None
+            ),
+        )
+    return numbers
 
 
 def _watch_sums(model: nn.Module, live: _Live) -> None:
-    """Mark where gradients of replicated parameters are summed, at the end of backward.
-
-    Args:
-        model: parallel.
-        live: gets the mark ``summing`` and the parameters.
-    """
+    """Add the mark ``summing`` where gradients of replicated parameters are summed in backward."""
     partials = state_of(model).partials
     if partials is None:
         return

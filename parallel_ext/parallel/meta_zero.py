@@ -70,19 +70,13 @@ class MetaZero:
                     mine = [p for p in part.parameters() if outside.pop(id(p), None) is not None]
                     replicas = state.mesh.dp_size if part is layer else state.mesh.edp_size
                     units.append(_Unit(mine, replicas))
-                    part.register_forward_pre_hook(self._watch(units[-1]))
+                    watch_start(part, partial(self._has_begun, units[-1]))
         self._root = _Unit(list(outside.values()), state.mesh.dp_size, ran=True)
 
-    def _watch(self, unit: _Unit) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """Return a hook in front of a forward, which completes the unit in backward."""
-
-        def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if running_backward() == -1:
-                unit.ran = True
-                if args[0].requires_grad:
-                    args[0].register_hook(lambda _: self._complete(unit))
-
-        return before
+    def _has_begun(self, unit: _Unit, hidden: torch.Tensor) -> None:
+        unit.ran = True
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._complete(unit))
 
     def _has_run(self, prefix: str, layer: nn.Module, args: Any, output: Any) -> None:
         if running_backward() == -1:
@@ -125,3 +119,13 @@ class MetaZero:
             parameter.grad = None
             self.scattered.add(id(parameter))
         self._shards.append(torch.empty(numel, dtype=wide, device="meta").to(dtype))
+
+
+def watch_start(layer: nn.Module, watch: Callable[[torch.Tensor], object]) -> None:
+    """Let ``watch`` have the input of a layer's forward, but not of one that backward repeats."""
+
+    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if running_backward() == -1:
+            watch(args[0])
+
+    layer.register_forward_pre_hook(before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from parallel_ext.io.safe_open import shown
 from parallel_ext.parallel.arguments import arguments_of
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.joining import arrive, call_together
-from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.slices import local_part
 from parallel_ext.version import VERSION
@@ -36,7 +36,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     that was in the same state; the others stay as they were. Where dp ranks take part in each
     other's forwards, all of them generate at the same time, each on its own prompts.
     """
-    state: ParallelState = getattr(model, STATE_NAME)
+    state = state_of(model)
     if state.forwards_together:
         kwargs.setdefault("synced_gpus", True)
     state.generates = True
@@ -64,10 +64,10 @@ def _generate(model: nn.Module, state: ParallelState, *args: Any, **kwargs: Any)
             "max_time under tp is not supported: the ranks' clocks would stop them at different "
             "lengths; use max_new_tokens"
         )
-    with ExitStack() as stack:
-        stack.enter_context(_random_numbers_of_first_rank(mesh, torch))
-        if mesh.device.type == "cuda":
-            stack.enter_context(_random_numbers_of_first_rank(mesh, torch.cuda))
+    of_gpu = nullcontext()
+    if mesh.device.type == "cuda":
+        of_gpu = _random_numbers_of_first_rank(mesh, torch.cuda)
+    with _random_numbers_of_first_rank(mesh, torch), of_gpu:
         return type(model).generate(model, *args, **kwargs)
 
 
@@ -138,7 +138,7 @@ def save_pretrained(
             "huggingface_hub.upload_folder uploads"
         )
     if state_dict is not None:
-        if kwargs.get("is_main_process", getattr(model, STATE_NAME).mesh.rank == 0):
+        if kwargs.get("is_main_process", state_of(model).mesh.rank == 0):
             _write_given(model, save_directory, max_shard_size, state_dict)
         return
     call_together(
@@ -150,7 +150,7 @@ def save_pretrained(
 def _write(
     model: nn.Module, save_directory: str | os.PathLike[str], max_shard_size: int | str
 ) -> None:
-    state: ParallelState = getattr(model, STATE_NAME)
+    state = state_of(model)
     check_replicas(model)
     write_directory(
         model,
@@ -177,7 +177,7 @@ def _write_given(
     state_dict: Mapping[str, torch.Tensor],
 ) -> None:
     """Write full tensors by HuggingFace's own method, on this rank alone."""
-    layout = getattr(model, STATE_NAME).layout
+    layout = state_of(model).layout
     for name in layout.tensors:
         shape = tuple(state_dict[name].shape) if name in state_dict else "missing"
         if shape != layout[name].shape:
@@ -197,13 +197,8 @@ def _write_given(
 def num_parameters(
     model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Count the parameters of the full model, as HuggingFace does on one process.
-
-    Args:
-        only_trainable: leave out frozen ones.
-        exclude_embeddings: leave out the embedding.
-    """
-    state: ParallelState = getattr(model, STATE_NAME)
+    """Count the parameters of the full model, with HuggingFace's options."""
+    state = state_of(model)
     left_out = f"{state.spec.embedding}.weight" if exclude_embeddings else None
     return sum(
         layout.numel
@@ -213,10 +208,6 @@ def num_parameters(
 
 
 def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
-    """Count the bytes of this rank's shards, and not those of the full model.
-
-    Args:
-        return_buffers: count buffers as well.
-    """
+    """Count the bytes of this rank's shards, not of the full model; with buffers if asked."""
     tensors = chain(model.parameters(), model.buffers() if return_buffers else ())
     return sum(local_part(tensor).nbytes for tensor in tensors)

@@ -76,11 +76,7 @@ def _options_of(function: Callable[..., Any]) -> list[str]:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise unless a value is None or a text of at least one character.
-
-    Raises:
-        TypeError: it is not; names the option.
-    """
+    """Raise a TypeError unless an option is None or a text of at least one character."""
     if value is not None and not (isinstance(value, str) and value):
         raise TypeError(f"from_pretrained: {name} must be a text or None, got {value!r}")
 

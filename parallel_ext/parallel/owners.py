@@ -13,7 +13,7 @@ from parallel_ext.parallel.state import parallel_models, state_of
 from parallel_ext.sharding._torch_private import holds_any
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
-from parallel_ext.sharding.slices import local_part
+from parallel_ext.sharding.slices import address_of, local_part
 
 
 class Owned(NamedTuple):
@@ -89,17 +89,9 @@ def owner_of_memory(tensor: torch.Tensor) -> Owned | None:
 
     Such as a view of it, rows of it, or its ``.data``. Gradients are not looked at.
     """
-    address = _address(tensor)
+    address = address_of(tensor)
     for model in parallel_models() if address else ():
         for owned in owned_by(model):
-            if _address(local_part(owned.parameter)) == address:
+            if address_of(local_part(owned.parameter)) == address:
                 return owned
     return None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, of which it may be a part; 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # such as a sparse one
-        return 0

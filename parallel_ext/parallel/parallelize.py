@@ -18,7 +18,7 @@ from parallel_ext.models._transformers_private import is_input_hook
 from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
-from parallel_ext.parallel.forward import forward, watch_forward
+from parallel_ext.parallel.forward import forward
 from parallel_ext.parallel.invariant import check_invariant, replace_in_blocks
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
 from parallel_ext.parallel.replace import enter_and_leave, replace_modules
@@ -34,6 +34,7 @@ from parallel_ext.parallel.validate import (
     check_unsharded,
     spec_for,
 )
+from parallel_ext.parallel.watch_forward import watch_forward
 from parallel_ext.sharding._torch_private import remove_output_hooks
 
 

@@ -63,12 +63,7 @@ class Options:
     sequence_parallel: bool = False
 
     def check(self) -> None:
-        """Raise if an option is invalid, or contradicts another.
-
-        Raises:
-            ValueError: one is, or does.
-            TypeError: ``invariant`` is no ``px.Invariant``.
-        """
+        """Raise if an option is invalid, or contradicts another."""
         if self.fused_loss not in (True, False, "auto"):
             raise ValueError(
                 f"parallelize: fused_loss must be 'auto', True or False, got {self.fused_loss!r}"
@@ -125,8 +120,7 @@ class Plan:
     @property
     def vocab_ranges(self) -> tuple[Range, ...]:
         """Return the range of ids of every tp rank."""
-        rows = self.layout[f"{self.spec.embedding}.weight"]
-        return tuple(rows.ranges(rank)[0] for rank in range(self.mesh.tp_size))
+        return self.layout[f"{self.spec.embedding}.weight"].first_ranges
 
 
 def layout_of(

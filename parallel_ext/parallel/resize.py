@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.io.state_dict import gather_in_step
 from parallel_ext.models._transformers_private import resized_embedding, resized_head
 from parallel_ext.nn.stale_parameters import mark_replaced
 from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.ops.group import Range
-from parallel_ext.parallel.state import STATE_NAME, ParallelState
+from parallel_ext.parallel.state import ParallelState, state_of
 from parallel_ext.sharding.layout import TensorLayout, box_shape, shard_along, split
 from parallel_ext.sharding.reshard import STRIPE_BYTES, RowStripe, Swap
 
@@ -77,7 +78,7 @@ def resize_token_embeddings(
     Example:
         >>> model.resize_token_embeddings(len(tokenizer))  # doctest: +SKIP
     """
-    state: ParallelState = getattr(model, STATE_NAME)
+    state = state_of(model)
     mesh = state.mesh
     mesh.control.barrier(_OP_NAME)
     asked = {
@@ -151,8 +152,8 @@ def _check(
     """Return the number of rows that is asked for, or raise if the model cannot have it."""
     numbers = {"new_num_tokens": new_num_tokens, "pad_to_multiple_of": pad_to_multiple_of}
     for name, number in numbers.items():
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{_OP_NAME}: {name} must be an integer of at least 1, got {number!r}")
+        if number is not None:
+            check_positive(f"{_OP_NAME}: {name}", number)
     if state.zero is not None and state.mesh.dp_size > 1:
         raise RuntimeError(
             f"{_OP_NAME}: px.data_parallel has sharded the rows over the dp ranks; resize before it"
@@ -218,7 +219,7 @@ def _resized(
     model: nn.Module, module: _Rows, ranges: Sequence[Range], mean_resizing: bool
 ) -> dict[str, torch.Tensor]:
     """Return this rank's resized shards of a module, without the tied weight of a head."""
-    mesh: Mesh = getattr(model, STATE_NAME).mesh
+    mesh = state_of(model).mesh
     rows, shards = ranges[-1][1], dict(module.named_parameters())
     if isinstance(module, VocabParallelHead) and module.tied:
         del shards["weight"]
@@ -254,9 +255,7 @@ def _added(
 ) -> dict[str, torch.Tensor]:
     """Return the rows that HuggingFace adds to a full module; none where it shrinks.
 
-    Args:
-        shards: of the parameters that are asked for; their values are not read.
-        old: their whole values, where new rows depend on them.
+    Values of ``shards`` are not read; new rows may depend on the whole values, ``old``.
     """
     old_rows, hidden = module.layouts["weight"].shape
     if "weight" not in shards:  # HuggingFace fills up the bias as it ties

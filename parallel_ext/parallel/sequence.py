@@ -327,7 +327,7 @@ def keep_own_tokens(model: nn.Module, plan: Plan, partials: PartialGradients) ->
     for path in in_parts:
         module = model.get_submodule(path)
         UsedInParts(path, plan.mesh.tp, own.divided).attach(module, partials)
-    decoder = model.get_submodule(spec.in_decoder.removesuffix("."))
+    decoder = model.get_submodule(spec.decoder)
     if mixtures:
         decoder.register_forward_pre_hook(WantLogits(own), with_kwargs=True)
     ends = (spec.embedding, f"{spec.layers}.0", norms[-1])

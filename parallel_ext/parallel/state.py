@@ -148,14 +148,9 @@ class ParallelState(nn.Module):
         return torch.tensor([*tp, *ep, *dp]).as_subclass(Marker)
 
     def check_marker(self, marker: torch.Tensor, what: str) -> None:
-        """Raise unless a marker says that the shards beside it are this rank's.
+        """Raise a RuntimeError unless a marker says that the shards beside it are this rank's.
 
-        Args:
-            marker: that stands beside them.
-            what: they are of, for the error.
-
-        Raises:
-            RuntimeError: they are another rank's.
+        ``what`` they are of is for the error.
         """
         own = self.get_extra_state()
         if marker.tolist() != own.tolist():

@@ -107,11 +107,7 @@ def unpad_files(
 
 
 def check_files(model: HFDirectory) -> None:
-    """Raise unless the files hold exactly the tensors of the model that ``config.json`` describes.
-
-    Raises:
-        CheckpointError: they do not, or the model is none that is served.
-    """
+    """Raise a CheckpointError unless the files hold exactly the tensors of a model we serve."""
     model.check(*_expected(model))
 
 
@@ -122,8 +118,7 @@ def _expected(model: HFDirectory, vocab_size: int | None = None) -> tuple[ModelL
     """
     plain = build_on_meta(model, configurations(model, vocab_size)[0], None)
     spec = spec_for(plain)
-    vocabulary = [f"{path}.{kind}" for path in spec.ends for kind in ("weight", "bias")]
-    return layout_of(plain, spec, 1).in_files(), vocabulary
+    return layout_of(plain, spec, 1).in_files(), spec.vocabulary
 
 
 def _ids_of_tokenizer(source: Path) -> int | None:

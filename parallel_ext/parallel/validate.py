@@ -82,26 +82,22 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
         known |= dict.fromkeys(spec.attention.full_norms, spec.attention.norm_class)
     if spec.scaled_embedding is not None:
         known[spec.embedding] = spec.scaled_embedding
-    for path in spec.modules(_parameter_names(model)):
+    for path in spec.modules(dict(model.named_parameters())):
         module = model.get_submodule(path)
-        if (expected := known.get(path, known.get(path.rpartition(".")[2]))) is not None:
-            if type(module).__name__ != expected:
-                raise ValueError(
-                    f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
-                    f"{expected}, whose forward is known"
-                )
-            if type(module).forward.__module__ != type(module).__module__:
-                raise ValueError(
-                    f"parallelize: the forward of {expected} was replaced, by "
-                    f"{type(module).forward.__qualname__}, which {path} would no longer run"
-                )
-            _check_bare(path, module)
-            if isinstance(module, nn.Embedding):
-                refuse_options(module, f"parallelize: {path}")
-            continue
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        expected = known.get(path, known.get(path.rpartition(".")[2]))
+        if expected is None and not isinstance(module, (nn.Linear, nn.Embedding)):
             continue  # an attention, its norms, an MLP, which stay
-        if type(module) not in (nn.Linear, nn.Embedding):
+        if expected is not None and type(module).__name__ != expected:
+            raise ValueError(
+                f"parallelize: {path} is a {type(module).__name__}, not HuggingFace's "
+                f"{expected}, whose forward is known"
+            )
+        if expected is not None and type(module).forward.__module__ != type(module).__module__:
+            raise ValueError(
+                f"parallelize: the forward of {expected} was replaced, by "
+                f"{type(module).forward.__qualname__}, which {path} would no longer run"
+            )
+        if expected is None and type(module) not in (nn.Linear, nn.Embedding):
             raise ValueError(
                 f"parallelize: {path} is a {type(module).__name__}; only plain torch.nn modules "
                 "can be sharded, whose forward is known"
@@ -109,10 +105,6 @@ def check_plain(model: nn.Module, spec: ModelSpec) -> None:
         _check_bare(path, module)
         if isinstance(module, nn.Embedding):
             refuse_options(module, f"parallelize: {path}")
-
-
-def _parameter_names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
 
 
 def _check_bare(path: str, module: nn.Module) -> None:
@@ -152,7 +144,7 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
             missing.append(path)
             return None
 
-    names = _parameter_names(model)
+    names = dict(model.named_parameters())
     if spec.scaled_embedding is not None and (embedding := find(spec.embedding)) is not None:
         of_embedding = ("embed_scale", "scalar_embed_scale")
         missing += [f"{spec.embedding}.{n}" for n in of_embedding if not hasattr(embedding, n)]
@@ -215,7 +207,7 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
 
 def check_mixture(model: nn.Module, spec: ModelSpec, mesh: Mesh, agreement: bool) -> None:
     """Raise unless mesh and options fit the model's mixture of experts, or its lack of one."""
-    mixture, sublayers = spec.mixture, spec.sublayers(_parameter_names(model))
+    mixture, sublayers = spec.mixture, spec.sublayers(dict(model.named_parameters()))
     paths = [path for path, sublayer in sublayers.items() if isinstance(sublayer, MixtureNames)]
     if mixture is None or not paths:
         if mesh.ep_size > 1:

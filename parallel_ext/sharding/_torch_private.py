@@ -167,10 +167,15 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP's objects of the parameters that it has sharded, each with ``sharded_param``."""
+    for _, group in _fsdp_groups(model):
+        yield from group.fsdp_params
+
+
+def _fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield each group of parameters that FSDP gathers at once, after the module that has it."""
     for module in model.modules():
         if hasattr(module, "reset_iter_state"):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from ((module, group) for group in module._get_fsdp_state()._fsdp_param_groups)
 
 
 def gathered_parameter(parameter: Any) -> nn.Parameter | None:
@@ -184,16 +189,13 @@ def renew_gathered(model: nn.Module) -> None:
     FSDP makes it in the first forward, and not again after ``model.to(dtype)`` or
     ``torch.inference_mode``.
     """
-    for module in model.modules():
-        if not hasattr(module, "reset_iter_state"):
-            continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            if unfit := [p for p in group.fsdp_params if gathers_into_unfit(p)]:
-                module.reshard()
-                for parameter in unfit:
-                    del parameter._unsharded_param
-                    parameter.all_gather_outputs = []
-                group._init_mp_dtypes()
+    for module, group in _fsdp_groups(model):
+        if unfit := [p for p in group.fsdp_params if gathers_into_unfit(p)]:
+            module.reshard()
+            for parameter in unfit:
+                del parameter._unsharded_param
+                parameter.all_gather_outputs = []
+            group._init_mp_dtypes()
 
 
 def gathers_into_unfit(parameter: Any) -> bool:
@@ -209,14 +211,6 @@ def gathers_into_unfit(parameter: Any) -> bool:
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a number that changes when ``.data =`` gives a tensor another storage."""
     return tensor.untyped_storage()._cdata
-
-
-def has_memory(parameter: torch.Tensor) -> bool:
-    """Return whether a DTensor has memory beside its local tensor's, as ``.data =`` gives it."""
-    try:
-        return parameter.untyped_storage().data_ptr() != 0
-    except RuntimeError:
-        return False
 
 
 def held_gradients(parameter: Any) -> Gradients:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from parallel_ext.ops.blocks import Blocks
 from parallel_ext.ops.group import Range
-from parallel_ext.sharding.layout import AttentionHeads, TensorLayout, shard_ranges, split
+from parallel_ext.sharding.layout import AttentionHeads, TensorLayout, scaled, shard_parts, split
 
 
 def split_in_blocks(n: int, blocks: int, multiple_of: int = 1) -> tuple[Range, ...]:
@@ -82,11 +81,11 @@ class AttentionBlocks:
             copies *= 2
         if copies == 1:
             whole = split_in_blocks(num_key_value_heads, blocks)
-            return cls(tuple((a * group, b * group) for a, b in whole), whole, 1)
+            return cls(scaled(whole, group), whole, 1)
         part = group // copies
         count = num_key_value_heads * copies
         return cls(
-            tuple((i * part, (i + 1) * part) for i in range(count)),
+            scaled(((i, i + 1) for i in range(count)), part),
             tuple((i // copies, i // copies + 1) for i in range(count)),
             copies,
         )
@@ -132,25 +131,16 @@ def shard_in_blocks(
         >>> shard_in_blocks("qkv", (8, 5), 0, ((0, 2), (2, 4)), 2, (2, 1, 1)).ranges(1)
         ((2, 4), (5, 6), (7, 8))
     """
-    unit = shape[dim] // sum(parts)
-    starts = accumulate((unit * size for size in parts), initial=0)
     held = share_blocks(blocks, tp_size, name)
-    of_parts = [
-        [tuple(start + edge * size // parts[0] for edge in of_rank) for of_rank in held]
-        for start, size in zip(starts, parts, strict=False)
-    ]
-    layout = shard_ranges(name, shape, dim, zip(*of_parts, strict=True))
+    of_parts = [[(a * size // parts[0], b * size // parts[0]) for a, b in held] for size in parts]
+    layout = shard_parts(name, shape, dim, of_parts)
     return replace(layout, blocks=tuple(blocks), parts=parts)
 
 
 def own_blocks(layout: TensorLayout, rank: int) -> Blocks:
-    """Return the blocks of a tensor in a rank's shard, or in the first part that this joins.
+    """Return the blocks in the shard of a rank of the job, or in the first part that it joins.
 
-    Those of equal rows are each for itself.
-
-    Args:
-        layout: with blocks.
-        rank: of the job.
+    ``layout`` has blocks; those of equal rows are each for itself.
     """
     first, last = split(len(layout.blocks), layout.copy_size)[rank % layout.copy_size]
     own = layout.blocks[first:last]
@@ -162,10 +152,6 @@ def counted_blocks(layout: TensorLayout, rank: int) -> tuple[Range, ...]:
     """Return the ranges, as :func:`own_blocks`, of the blocks that no lower rank of the job holds.
 
     Over all ranks these are each block of the tensor once. One without blocks is one block.
-
-    Args:
-        layout: of a parameter.
-        rank: of the job.
     """
     if rank >= layout.copy_size:
         return ()

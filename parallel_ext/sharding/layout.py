@@ -105,6 +105,11 @@ class TensorLayout:
         """Return the ranges of ``rank``'s boxes along ``dim``; none where ``dim`` is None."""
         return () if self.dim is None else tuple(box[self.dim] for box in self.boxes(rank))
 
+    @property
+    def first_ranges(self) -> tuple[Range, ...]:
+        """Return the first range along ``dim``, of most tensors the only one, of each rank."""
+        return tuple(self.ranges(rank)[0] for rank in range(self.copy_size))
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of ``rank``'s shard: its boxes joined along ``dim``."""
         if self.dim is None:
@@ -235,6 +240,32 @@ def shard_like(other: TensorLayout, name: str, shape: tuple[int, ...]) -> Tensor
     return replace(layout, blocks=other.blocks, parts=other.parts)
 
 
+def scaled(ranges: Iterable[Range], factor: int) -> tuple[Range, ...]:
+    """Return ranges of units as ranges of what each unit has so many of, as heads have features."""
+    return tuple((start * factor, stop * factor) for start, stop in ranges)
+
+
+def shard_parts(
+    name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Sequence[Range]]
+) -> TensorLayout:
+    """Return the layout of a tensor joined of several along ``dim``, each with ranges of its own.
+
+    Args:
+        name, shape, dim: of the tensor.
+        parts: of each joined tensor the range of every rank; the last one ends where it does.
+
+    Example:
+        >>> shard_parts("query and key", (10, 5), 0, [((0, 4), (4, 8)), ((0, 2), (0, 2))]).ranges(1)
+        ((4, 8), (8, 10))
+    """
+    starts = accumulate((ranges[-1][1] for ranges in parts), initial=0)
+    moved = [
+        [(start + a, start + b) for a, b in ranges]
+        for start, ranges in zip(starts, parts, strict=False)
+    ]
+    return shard_ranges(name, shape, dim, zip(*moved, strict=True))
+
+
 def shard_joined(
     name: str,
     shape: tuple[int, ...],
@@ -267,12 +298,7 @@ def shard_joined(
             f"{name}: sizes {tuple(sizes)} add up to {sum(sizes)}, but dimension {dim} of "
             f"{shape} is {shape[dim]}"
         )
-    starts = accumulate(sizes, initial=0)
-    ranges = [
-        tuple((start + a, start + b) for a, b in split(size, tp, multiple_of))
-        for start, size in zip(starts, sizes, strict=False)
-    ]
-    return shard_ranges(name, shape, dim, zip(*ranges, strict=True))
+    return shard_parts(name, shape, dim, [split(size, tp, multiple_of) for size in sizes])
 
 
 @dataclass(frozen=True)
@@ -415,7 +441,7 @@ def split_heads(num_heads: int, num_key_value_heads: int, tp_size: int) -> Atten
         )
     if tp_size <= num_key_value_heads:
         key_value = split(num_key_value_heads, tp_size)
-        return AttentionHeads(tuple((a * group, b * group) for a, b in key_value), key_value)
+        return AttentionHeads(scaled(key_value, group), key_value)
     query: list[Range] = []
     key_value_of: list[Range] = []
     for head, (first_rank, last_rank) in enumerate(split(tp_size, num_key_value_heads)):

@@ -12,7 +12,7 @@ from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import Box, Part, TensorLayout
-from parallel_ext.sharding.shards import shard_views
+from parallel_ext.sharding.slices import shard_views
 
 STRIPE_BYTES = 8 << 20
 """Size of the pieces in which tensors are read, converted and sent."""

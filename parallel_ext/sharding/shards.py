@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from parallel_ext.sharding._torch_private import tree_leaves
 from parallel_ext.sharding.layout import Box, TensorLayout, box_shape
-
-
-def shard_views(
-    shard: torch.Tensor, layout: TensorLayout, rank: int
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
-    start = 0
-    for box in layout.boxes(rank):
-        if layout.dim is None:
-            yield box, shard
-            continue
-        size = box[layout.dim][1] - box[layout.dim][0]
-        yield box, shard.narrow(layout.dim, start, size)
-        start += size
-
+from parallel_ext.sharding.slices import shard_views
 
 # Functions whose result is sharded like their argument; of other results nothing is known.
 _COPIES = {

@@ -1,9 +1,9 @@
-"""Where the states of an optimizer lie: as their parameter, or as its rows or columns."""
+"""Slices of tensors: what a rank has of one, by its layout."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -13,33 +13,23 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.ops.group import Range
 from parallel_ext.sharding.layout import Box, TensorLayout
 
-_ROWS, _COLUMNS = -2, -1  # dimensions of a matrix, or of the matrices of a stack
-_REDUCED = {"row_var": _COLUMNS, "col_var": _ROWS}  # states of Adafactor
 
-
-def is_reduced(key: str) -> bool:
-    """Return whether Adafactor's state of this name has one number for all of a dimension."""
-    return key in _REDUCED
-
-
-def layout_of_state(key: str, parameter: TensorLayout) -> TensorLayout:
-    """Return where a state of a parameter lies, by its name in the optimizer.
-
-    Example:
-        >>> layout_of_state("row_var", TensorLayout("weight", (5, 4))).shape
-        (5, 1)
-        >>> layout_of_state("exp_avg", TensorLayout("weight", (5, 4))).shape
-        (5, 4)
-    """
-    return reduced(parameter, _REDUCED[key]) if is_reduced(key) else parameter
+def shard_views(
+    shard: torch.Tensor, layout: TensorLayout, rank: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes that ``rank`` holds, each with the part of its ``shard`` where it lies."""
+    start = 0
+    for box in layout.boxes(rank):
+        if layout.dim is None:
+            yield box, shard
+            continue
+        size = box[layout.dim][1] - box[layout.dim][0]
+        yield box, shard.narrow(layout.dim, start, size)
+        start += size
 
 
 def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
-    """Copy ``rank``'s shard out of a tensor of the full shape.
-
-    Raises:
-        ValueError: the tensor has another shape than the layout.
-    """
+    """Copy ``rank``'s shard out of a full tensor; a ValueError if that has another shape."""
     if tuple(tensor.shape) != layout.shape:
         raise ValueError(
             f"{layout.name}: expected the full shape {layout.shape}, got {tuple(tensor.shape)}"
@@ -54,14 +44,7 @@ def take(tensor: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
 
 
 def take_block(shard: torch.Tensor, layout: TensorLayout, block: Range) -> torch.Tensor:
-    """Return a block of a shard, contiguous.
-
-    Args:
-        shard: of a rank.
-        layout: of the tensor.
-        block: its range in the first part of the shard, as ``own_blocks`` and ``counted_blocks``
-            say it.
-    """
+    """Return a block of a shard, contiguous; ``block`` is as :func:`own_blocks` says it."""
     dim, pieces = layout.dim or 0, []
     for part, size in zip(split_parts(shard, layout), layout.parts, strict=True):
         start, stop = (edge * size // layout.parts[0] for edge in block)
@@ -72,9 +55,7 @@ def take_block(shard: torch.Tensor, layout: TensorLayout, block: Range) -> torch
 def split_parts(shard: torch.Tensor, layout: TensorLayout) -> tuple[torch.Tensor, ...]:
     """Split a shard into the parts that it joins: views, or itself where it is one part.
 
-    Args:
-        shard: of a rank; of a bias as well, beside the layout of the weight.
-        layout: of the tensor.
+    A bias may be split by the layout of its weight.
     """
     if len(layout.parts) == 1:
         return (shard,)
@@ -83,38 +64,20 @@ def split_parts(shard: torch.Tensor, layout: TensorLayout) -> tuple[torch.Tensor
     return shard.split([unit * size for size in layout.parts], dim)
 
 
-def is_sharded_along(layout: TensorLayout, dim: int) -> bool:
-    """Return whether some rank holds only a part of dimension ``dim``."""
-    return any(box[dim] != (0, layout.shape[dim]) for boxes in layout.held for box in boxes)
-
-
-def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
-    """Return the layout of a tensor with one number for all of ``dim``, such as the mean over it.
-
-    On ranks that hold different parts of ``dim`` this number is replicated.
-
-    Example:
-        >>> layout = TensorLayout("weight", (5, 4), 0, ((((0, 3), (0, 4)),), (((3, 5), (0, 4)),)))
-        >>> reduced(layout, 1).local_shape(1), reduced(layout, 0).local_shape(1)
-        ((2, 1), (1, 4))
-    """
-    dim %= len(layout.shape)
-
-    def one_of(box: Box) -> Box:
-        return (*box[:dim], (0, 1), *box[dim + 1 :])
-
-    shape = (*layout.shape[:dim], 1, *layout.shape[dim + 1 :])
-    whole = TensorLayout(layout.name, shape)
-    held = tuple(tuple(dict.fromkeys(map(one_of, boxes))) for boxes in layout.held)
-    if all(box == whole.whole for boxes in held for box in boxes):
-        return whole
-    # What is sharded along two dimensions is so along the first, too: FSDP shards rows.
-    return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter or gradient: of a DTensor its local tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory, of which it may be a part; 0 if it has none.
+
+    A DTensor has none beside its local tensor's, unless ``.data =`` has given it some.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # such as a sparse one
+        return 0
 
 
 def gather_rows(

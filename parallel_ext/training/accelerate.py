@@ -17,6 +17,7 @@ from torch import nn
 from parallel_ext.checkpoint.api import load_checkpoint, save_checkpoint
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.steps import complete_steps
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.owners import owners_in
 from parallel_ext.parallel.state import is_parallel, state_of
 
@@ -100,15 +101,13 @@ class _Parts:
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Hide optimizers and schedulers of parallel models from accelerate, inside the context."""
-        own = self._accelerator
-        kept = own._optimizers, own._schedulers
-        own._optimizers, own._schedulers = self._others, self._other_schedulers
+        others = {"_optimizers": self._others, "_schedulers": self._other_schedulers}
         token = _saves.set(True)
         try:
-            yield
+            with temporarily(self._accelerator, **others):
+                yield
         finally:
             _saves.reset(token)
-            own._optimizers, own._schedulers = kept
 
     def roots(self, directory: str | os.PathLike[str]) -> Iterator[tuple[Path, _Prepared]]:
         """Iterate over the models, each with the root of its checkpoints inside a directory."""

@@ -14,10 +14,8 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.state import state_of
 from parallel_ext.sharding.layout import Box, TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
-from parallel_ext.sharding.shards import shard_views
-from parallel_ext.sharding.slices import is_sharded_along, local_part, reduced, take
-
-_ROWS, _COLUMNS = -2, -1  # dimensions of a matrix, or of the matrices of a stack
+from parallel_ext.sharding.optimizer_layouts import COLUMNS, ROWS, is_sharded_along, reduced
+from parallel_ext.sharding.slices import local_part, shard_views, take
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -199,8 +197,8 @@ class _Tensor:
         if self._gradient is None and not holds:
             self._gradient = torch.zeros_like(self._shard)
         self._factored = len(layout.shape) > 1
-        self._rows_sharded = self._factored and is_sharded_along(layout, _ROWS)
-        self._columns_sharded = self._factored and is_sharded_along(layout, _COLUMNS)
+        self._rows_sharded = self._factored and is_sharded_along(layout, ROWS)
+        self._columns_sharded = self._factored and is_sharded_along(layout, COLUMNS)
 
     def parts(self) -> list[torch.Tensor]:
         """Return this rank's addends of the sums over all ranks; their shapes are equal on all."""
@@ -209,11 +207,11 @@ class _Tensor:
         numbers[2] = self._size(self._shard)
         parts = [numbers]
         if self._rows_sharded:
-            parts.append(self._at_places(self._gradient, self._layout, _ROWS, self._squares))
-            by_rows = reduced(self._layout, _COLUMNS)
-            parts.append(self._at_places(self._row_factor, by_rows, _ROWS, self._plain))
+            parts.append(self._at_places(self._gradient, self._layout, ROWS, self._squares))
+            by_rows = reduced(self._layout, COLUMNS)
+            parts.append(self._at_places(self._row_factor, by_rows, ROWS, self._plain))
         if self._columns_sharded:
-            parts.append(self._at_places(self._gradient, self._layout, _COLUMNS, self._squares))
+            parts.append(self._at_places(self._gradient, self._layout, COLUMNS, self._squares))
         return parts
 
     def take_sums(self, sums: Sequence[torch.Tensor]) -> None:
@@ -235,7 +233,7 @@ class _Tensor:
         """Update the optimizer's state of the parameter; it is filled first if it is empty."""
         layout = self._layout
         by_rows, by_columns = (
-            reduced(layout, d) if self._factored else None for d in (_COLUMNS, _ROWS)
+            reduced(layout, d) if self._factored else None for d in (COLUMNS, ROWS)
         )
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -253,33 +251,29 @@ class _Tensor:
         num_rows, num_columns = layout.shape[-2:]
         sums, own = iter(self._sums), {}
         if self._rows_sharded:
-            own[_ROWS], before = next(sums), next(sums)
-            total = own[_ROWS].sum(_COLUMNS, keepdim=True) / num_columns
+            own[ROWS], before = next(sums), next(sums)
+            total = own[ROWS].sum(COLUMNS, keepdim=True) / num_columns
             mean = before.lerp(total, weight) / num_rows
-            self._row_mean = take(mean, reduced(by_rows, _ROWS), self._rank)
+            self._row_mean = take(mean, reduced(by_rows, ROWS), self._rank)
         if self._columns_sharded:
-            own[_COLUMNS] = next(sums)
+            own[COLUMNS] = next(sums)
         for key, at, dim, size in (
-            ("row_var", by_rows, _COLUMNS, num_columns),
-            ("col_var", by_columns, _ROWS, num_rows),
+            ("row_var", by_rows, COLUMNS, num_columns),
+            ("col_var", by_columns, ROWS, num_rows),
         ):
             squares = (
                 take(own[dim], at, self._rank) if dim in own else self._squares(self._gradient, dim)
             )
             state[key].lerp_((squares / size).to(state[key].dtype), weight)
         if not self._rows_sharded:
-            self._row_mean = state["row_var"].mean(_ROWS, keepdim=True)
+            self._row_mean = state["row_var"].mean(ROWS, keepdim=True)
 
     def size_of_update(self) -> torch.Tensor:
         """Return this rank's addend of the square of the norm of the update."""
         return self._size(self._update())
 
     def update_parameter(self, size: torch.Tensor) -> None:
-        """Update the parameter by one step.
-
-        Args:
-            size: the square of the norm of the update.
-        """
+        """Update the parameter by one step, whose update has a norm with the square ``size``."""
         group, numel = self.group, self._layout.numel
         rate = float(group["lr"])
         size_of_parameter = math.sqrt(self._size_of_parameter / numel)

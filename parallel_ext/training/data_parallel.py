@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any, NoReturn, TypeVar
@@ -114,9 +115,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     return model
 
 
-def average_beside(
-    parameters: dict[str, nn.Parameter], model: nn.Module, op_name: str
-) -> None:
+def average_beside(parameters: dict[str, nn.Parameter], model: nn.Module, op_name: str) -> None:
     """Let each backward end with the dp ranks' mean of the gradients of further parameters.
 
     Every rank calls it.
@@ -184,41 +183,20 @@ def _check_torch() -> None:
         )
 
 
-def _arrive(model: nn.Module, args: Any) -> None:
-    arrive("forward")
-
-
 def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
     # torch.distributed.fsdp takes longer to import than all of this package
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = state.mesh
     before = {name: (parameter, layout) for name, parameter, layout in named_shards(model)}
-    experts = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, ExpertParallelExperts)
-        for parameter in module.parameters(recurse=False)
-    }
     copy_sizes = _copy_sizes(model, mesh)
-    averaged: dict[Group, list[tuple[str, nn.Parameter]]] = {}
-    outside, sharded_elsewhere = set(), set()
-    for name, (parameter, _) in before.items():
-        # A frozen adapter may be trained later; other experts than ours are not there to average.
-        adapts = state.adapted and (parameter.requires_grad or _is_factor(name))
-        averages = adapts and id(parameter) not in experts
-        if parameter.numel() == 0:  # which FSDP cannot flatten
-            outside.add(parameter)
-            if not averages:
-                sharded_elsewhere.add(name)
-        elif averages:
-            outside.add(parameter)
-            group = mesh.dp if copy_sizes[id(parameter)] == mesh.tp_size else mesh.edp
-            averaged.setdefault(group, []).append((name, parameter))
+    averaged = _averaged(model, state, {name: each for name, (each, _) in before.items()})
+    # FSDP cannot flatten what is empty.
+    empty = {name: each for name, (each, _) in before.items() if each.numel() == 0}
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for p, _ in before.values())
     options = {
         "reshard_after_forward": zero == 3,
-        "ignored_params": outside,
+        "ignored_params": {*averaged.values(), *empty.values()},
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves else None),
     }
     dense, of_experts = _device_mesh(mesh, mesh.tp_size), _device_mesh(mesh, mesh.ep_size)
@@ -230,11 +208,12 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                     fully_shard(module, mesh=of_experts, **options)
             fully_shard(layer, mesh=dense, **options)
     fully_shard(model, mesh=dense, **options)
-    model.register_forward_pre_hook(_arrive, prepend=True)  # before FSDP's, which gathers
+    # Before FSDP's, which gathers.
+    model.register_forward_pre_hook(lambda *_: arrive("forward"), prepend=True)
     if state.invariant is not None:
         state.leaf_sums = LeafSums(mesh.dp_size)
     collectives = exchange_by(model, mesh, state.leaf_sums)
-    _record(model, state, before, copy_sizes, sharded_elsewhere)
+    _record(model, state, before, copy_sizes, empty.keys() - averaged.keys())
     state.fsdp_gradients, gathered = FSDPGradients(model, collectives), FSDPParameters(model)
     model.before_reshard = gathered.before_reshard
     model.register_forward_pre_hook(_BeforeForward(state, gathered), prepend=True)
@@ -245,8 +224,35 @@ def _shard(model: nn.Module, state: ParallelState, zero: int) -> None:
                 module.partials = state.partials
         # FSDP reduces a gradient as soon as it is there, so that no part of it may come later.
         state.partials.sum_at_once(names_of_parts(model))
-        for group, parameters in averaged.items():
+        of_group: dict[Group, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in averaged.items():
+            if parameter.numel() > 0:
+                group = mesh.dp if copy_sizes[id(parameter)] == mesh.tp_size else mesh.edp
+                of_group.setdefault(group, []).append((name, parameter))
+        for group, parameters in of_group.items():
             state.partials.average(parameters, group)
+
+
+def _averaged(
+    model: nn.Module, state: ParallelState, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """Return the parameters of adapters, which stay whole, and whose gradients are averaged.
+
+    A frozen one may be trained later. Experts are left out: other dp ranks may have others.
+    """
+    if not state.adapted:
+        return {}
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, ExpertParallelExperts)
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if id(parameter) not in experts and (parameter.requires_grad or _is_factor(name))
+    }
 
 
 def _copy_sizes(model: nn.Module, mesh: Mesh) -> dict[int, int]:
@@ -381,7 +387,7 @@ def _record(
     state: ParallelState,
     before: dict[str, tuple[nn.Parameter, TensorLayout]],
     copy_sizes: dict[int, int],
-    sharded_elsewhere: set[str],
+    sharded_elsewhere: Collection[str],
 ) -> None:
     """Record what each rank holds now; the record is equal on all ranks."""
     mesh, layout = state.mesh, state.layout

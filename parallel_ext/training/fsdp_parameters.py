@@ -10,13 +10,13 @@ from parallel_ext.sharding._torch_private import (
     gathered_parameter,
     gathers_into_unfit,
     gradient_hooks,
-    has_memory,
     own_parameters,
     renew_gathered,
     storage_of,
     version_of,
 )
 from parallel_ext.sharding.named_shards import to_shards
+from parallel_ext.sharding.slices import address_of
 
 
 class FSDPParameters:
@@ -58,7 +58,7 @@ class FSDPParameters:
             shard, own = each.sharded_param, own_parameters(module).get(attribute)
             is_lost = own is not shard and own is not gathered_parameter(each)
             if (storage := storage_of(shard)) != self._storages.get(name):
-                is_lost = is_lost or has_memory(shard)
+                is_lost = is_lost or address_of(shard) != 0
                 self._storages[name] = -1 if is_lost else storage  # -1 is refused again
             if is_lost:
                 raise RuntimeError(

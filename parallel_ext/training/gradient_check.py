@@ -17,6 +17,7 @@ from parallel_ext import ops
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.nn.loss import LOSS_OPTIONS
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding.named_shards import named_shards, to_shards
 from parallel_ext.sharding.reshard import gather_tensor
@@ -215,13 +216,9 @@ def _gather(
 
 @contextmanager
 def _own_gradients_aside(model: nn.Module, state: ParallelState) -> Iterator[None]:
-    by_caller = state.reduced_by_caller
-    state.reduced_by_caller = by_caller or not state.experts_span_dp
-    try:
-        with gradients_aside(model, state):
-            yield
-    finally:
-        state.reduced_by_caller = by_caller
+    by_caller = state.reduced_by_caller or not state.experts_span_dp
+    with temporarily(state, reduced_by_caller=by_caller), gradients_aside(model, state):
+        yield
 
 
 def _check(
@@ -253,13 +250,10 @@ def _first_layers(model: nn.Module, count: int | None) -> Iterator[None]:
     """Run the block with only the first ``count`` decoder layers in the model."""
     path = state_of(model).spec.layers
     layers = model.get_submodule(path)
-    if count is None:
-        count = len(layers)
-    configured = model.config.num_hidden_layers
-    model.set_submodule(path, layers[:count])
-    model.config.num_hidden_layers = count
+    first = layers[:count]
+    model.set_submodule(path, first)
     try:
-        yield
+        with temporarily(model.config, num_hidden_layers=len(first)):
+            yield
     finally:
         model.set_submodule(path, layers)
-        model.config.num_hidden_layers = configured

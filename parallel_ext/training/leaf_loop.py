@@ -53,6 +53,7 @@ class LeafLoop(ABC):
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.requires_grad and not hasattr(parameter, "to_local")
         ]
+        self._whole_shared = [parameter for _, _, parameter in self._shared]
         self._apart: dict[nn.Parameter, list[torch.Tensor]] = {}  # their gradients, in this round
         self._losses: list[torch.Tensor] = []  # of the leaf that is running
 
@@ -123,9 +124,9 @@ class LeafLoop(ABC):
 
     def _take_apart(self) -> list[list[torch.Tensor]]:
         """Return what :meth:`_take` has taken of each parameter; they have no gradients more."""
-        self._take_gradients(parameter for _, _, parameter in self._shared)
+        self._take_gradients(self._whole_shared)
         apart, self._apart = self._apart, {}
-        return [apart[parameter] for _, _, parameter in self._shared]
+        return [apart[parameter] for parameter in self._whole_shared]
 
     @abstractmethod
     def _end_round(self, number: int, loss: torch.Tensor) -> None:

@@ -19,15 +19,9 @@ from parallel_ext.training.leaf_loop import LeafLoop, push_sums, wide
 
 
 def check_batches_of_step(name: str, state: ParallelState, accumulated: int) -> None:
-    """Raise unless the batches of each step are the leaves of the model's ``px.Invariant``.
+    """Raise a ValueError unless the batches of each step are the leaves of the ``px.Invariant``.
 
-    Args:
-        name: what trains, for the error.
-        state: of the model.
-        accumulated: the batches of a dp rank in a step.
-
-    Raises:
-        ValueError: they are not.
+    ``accumulated`` are the batches of a dp rank in a step; ``name`` says for errors what trains.
     """
     leaves, dp = state.invariant.leaves, state.mesh.dp_size
     if accumulated * dp != leaves:
@@ -51,9 +45,9 @@ class LeafRounds(LeafLoop):
         to_shards(model)
         super().__init__(model, state, rows)
         self._sharded = [p for p in self._trained if hasattr(p, "to_local")]
-        apart = [parameter for _, _, parameter in self._shared]
-        self._others = [p for p in self._trained if p not in {*self._sharded, *apart}]
-        self._gathered = [*self._others, *apart]
+        apart = {*self._sharded, *self._whole_shared}
+        self._others = [p for p in self._trained if p not in apart]
+        self._gathered = [*self._others, *self._whole_shared]
         self._totals: list[torch.Tensor] = []  # of what is sharded, after the last round
         self._nodes: list[Node] = []  # of the loss and other gradients
 

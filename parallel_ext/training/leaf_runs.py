@@ -32,7 +32,7 @@ class LeafRuns(LeafLoop):
         meet = self._experts[0].dp_ranks if self._experts else 1
         first = state.mesh.dp_rank // meet * meet
         self._meeting = range(first, first + meet)  # the dp ranks that share the experts of one
-        apart = {parameter for _, _, parameter in self._shared}
+        apart = set(self._whole_shared)
         self._others = [p for p in self._trained if p not in apart]
         self._nodes: list[Node] = []  # of losses and gradients of this rank's leaves
         self._nodes_of_experts: list[list[Node]] = [[] for _ in self._meeting]
@@ -63,7 +63,7 @@ class LeafRuns(LeafLoop):
         for node in chain.from_iterable(self._nodes_of_experts):
             push_sums(nodes, node, count)
         starts, stops = zip(*self._runs, strict=True)
-        meet, shared = len(self._meeting), [parameter for _, _, parameter in self._shared]
+        meet, shared = len(self._meeting), self._whole_shared
         runs = [*zip(starts[::meet], stops[meet - 1 :: meet], strict=True)]
         yield from zip(shared, _over_group(nodes, shared, runs, count, mesh.edp), strict=True)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
+from parallel_ext.distributed.errors import check_positive
 from parallel_ext.parallel.state import model_of, state_of
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.training.leaf_balance import sharing_balance_loss
@@ -101,8 +102,7 @@ def leaves(
             raise ValueError("leaves: call model.train() before")
         if state.leaf_loop is not None:
             raise RuntimeError("leaves: those of another batch are running")
-        if type(rows) is not int or rows < 1:
-            raise ValueError(f"leaves: rows must be an integer of at least 1, got {rows!r}")
+        check_positive("leaves: rows", rows)
         others = {name: len(v) for name, v in items.items() if _has_rows(v) and len(v) != rows}
         if others:
             raise ValueError(

@@ -117,11 +117,9 @@ def _on_host(event: Any) -> bool:
 
 
 def _own_times(sequence: list[Any], part_of: dict[int, str]) -> Mapping[str, float]:
-    """Return the time of each part in the events of a thread, which nest; note each event's part.
+    """Return the time of each part in the events of a thread, which nest, outer ones first.
 
-    Args:
-        sequence: in order of their starts, outer ones first.
-        part_of: the parts of events by their correlation, which is extended.
+    Each event's part is added to ``part_of``, by its correlation.
     """
     times: dict[str, float] = defaultdict(float)
     stack: list[tuple[int, str]] = []  # ends and parts of the events around

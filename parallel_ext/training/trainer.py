@@ -14,6 +14,7 @@ import transformers
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 
+from parallel_ext.nn.temporarily import temporarily
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.joining import arrive, remember
@@ -78,17 +79,13 @@ class TrainerMixin(TrainerFiles):
             # In an evaluation it would be divided by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
-        asked = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = of_rank
-        try:
+        with temporarily(self.args, average_tokens_across_devices=of_rank):
             return super().compute_loss(
                 model,
                 inputs,
                 return_outputs=return_outputs,
                 num_items_in_batch=num_items_in_batch,
             )
-        finally:
-            self.args.average_tokens_across_devices = asked
 
     @property
     def _computes_losses(self) -> bool:
@@ -147,12 +144,9 @@ class TrainerMixin(TrainerFiles):
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sampler of the job, which groups the rows of all dp ranks' steps by length."""
-        of_rank = self.args.gradient_accumulation_steps
-        self.args.gradient_accumulation_steps = of_rank * self._mesh.dp_size
-        try:
+        of_job = self.args.gradient_accumulation_steps * self._mesh.dp_size
+        with temporarily(self.args, gradient_accumulation_steps=of_job):
             return super()._get_train_sampler(*args, **kwargs)
-        finally:
-            self.args.gradient_accumulation_steps = of_rank
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Return this rank's share of the operations, which the trainer adds up over all ranks."""
@@ -212,11 +206,7 @@ class TrainerMixin(TrainerFiles):
         return loss, logits, labels
 
     def _refuse_router_logits(self, inputs: dict[str, Any], ignore_keys: list[str]) -> None:
-        """Raise if dp ranks would put together what has a row for each token, and not for each row.
-
-        Raises:
-            ValueError: they would.
-        """
+        """Raise a ValueError if dp ranks would put together what has a row for each token."""
         state, left_out = state_of(self.model), ["router_logits", "aux_loss"]
         if self._mesh.dp_size == 1 or set(left_out) <= set(ignore_keys):
             return

@@ -144,11 +144,7 @@ def check_served(trainer: transformers.Trainer) -> None:
 
 
 def refuse_model_init(trainer: transformers.Trainer) -> NoReturn:
-    """Refuse a function that makes the model of a trainer.
-
-    Raises:
-        NotImplementedError: always: ``train`` would call it once more, beside the first model.
-    """
+    """Refuse a function that makes a trainer's model: ``train`` would make it a second time."""
     raise NotImplementedError(
         f"{type(trainer).__name__}: model_init= is not supported with a parallel model, of which "
         "train() would make a second one beside the first; make one and pass model="

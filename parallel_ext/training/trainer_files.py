@@ -33,12 +33,7 @@ _ARGUMENTS = "training_args.bin"  # transformers' name
 
 
 class TrainerFiles:
-    """What a ``transformers.Trainer`` writes and reads, for a parallel model; a mixin.
-
-    A checkpoint is a HuggingFace directory, or PEFT's, with the state of the training in
-    ``parallel_ext``. Weights lie on the disk once: the files beside it are links to those in it.
-    Training resumes from it on any layout.
-    """
+    """What a ``transformers.Trainer`` writes and reads, for a parallel model; a mixin."""
 
     model: nn.Module
     args: transformers.TrainingArguments

@@ -17,11 +17,7 @@ from parallel_ext.training.leaf_rounds import LeafRounds, check_batches_of_step
 
 
 def check_leaves(trainer: transformers.Trainer) -> None:
-    """Raise unless the batches of each step are the leaves of the model's ``px.Invariant``.
-
-    Raises:
-        ValueError: they are not, or something is not served there.
-    """
+    """Raise a ValueError unless the batches of each step can be leaves of the ``px.Invariant``."""
     args, state, name = trainer.args, state_of(trainer.model), type(trainer).__name__
     leaves = state.invariant.leaves
     check_batches_of_step(name, state, args.gradient_accumulation_steps)

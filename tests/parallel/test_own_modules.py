@@ -169,7 +169,10 @@ def _files(folder: str) -> float:
     found = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/inner", dtype=torch.float64)
     inner = transformers.LlamaForCausalLM(reference.inner.config).double()
     read = Scores.from_pretrained(folder, inner=inner, dtype=torch.float64)
-    pairs = [(read.state_dict(), reference.state_dict()), (found.state_dict(), reference.inner.state_dict())]
+    pairs = [
+        (read.state_dict(), reference.state_dict()),
+        (found.state_dict(), reference.inner.state_dict()),
+    ]
     return max(difference(a[name], b[name]) for a, b in pairs for name in b)
 
 

@@ -115,25 +115,13 @@ class CogAgentConfig(PreTrainedConfig):
     def _check_sizes(self) -> None:
         eva, cross = self.vision_config, self.cross_vision_config
         heads = self.num_attention_heads
-        _divides("num_attention_heads", heads, "hidden_size", self.hidden_size)
-        _divides(
-            "num_attention_heads",
-            heads,
-            "cross_compute_hidden_size",
-            self.cross_compute_hidden_size,
-        )
-        _divides(
-            "vision_config.num_heads",
-            eva["num_heads"],
-            "vision_config.hidden_size",
-            eva["hidden_size"],
-        )
-        _divides(
-            "cross_vision_config.head_width",
-            cross["head_width"],
-            "cross_vision_config.width",
-            cross["width"],
-        )
+        for config, part, whole in (
+            ("", "num_attention_heads", "hidden_size"),
+            ("", "num_attention_heads", "cross_compute_hidden_size"),
+            ("vision_config", "num_heads", "hidden_size"),
+            ("cross_vision_config", "head_width", "width"),
+        ):
+            _divides(config, getattr(self, config) if config else vars(self), part, whole)
         if self.hidden_size // heads % 2 or cross["head_width"] % 4:
             raise ValueError(
                 "CogAgentConfig: rotary positions turn pairs: a head of the decoder has "
@@ -175,9 +163,11 @@ def _patches(name: str, config: Mapping[str, Any], field: str) -> int:
     return (size // patch) ** 2
 
 
-def _divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
-    if part < 1 or whole < 1 or whole % part:
-        raise ValueError(f"CogAgentConfig: {part_name} = {part} must divide {whole_name} = {whole}")
+def _divides(path: str, config: Mapping[str, Any], part: str, whole: str) -> None:
+    names = [f"{path}.{name}" if path else name for name in (part, whole)]
+    a, b = config[part], config[whole]
+    if a < 1 or b < 1 or b % a:
+        raise ValueError(f"CogAgentConfig: {names[0]} = {a} must divide {names[1]} = {b}")
 
 
 def _chosen(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -1,0 +1,105 @@
+"""Refuse forwards of a parallel model that bypass its own, or train the dp ranks apart."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from parallel_ext.io.safe_open import shown
+from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
+from parallel_ext.sharding._torch_private import tree_leaves
+
+
+class _RefuseBypass:
+    """A forward pre-hook of a part of a model: raises inside a forward that has bypassed ours."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseBypass:
+        """Watch the copy of the model; of the same model where a part alone is copied."""
+        return type(self)(memo.get(id(self.model), self.model))
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not getattr(self.model, STATE_NAME).forward_ran:
+            raise _bypass(self.model)
+
+
+class _RefuseApart(_RefuseBypass):
+    """A forward pre-hook of the decoder, which may be trained alone: as in the model's forward."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        state: ParallelState = getattr(self.model, STATE_NAME)
+        if module.training and torch.is_grad_enabled() and state.trains_apart:
+            refuse_training_apart(state)
+
+
+def watch_forward(model: nn.Module) -> None:
+    """Let calls of a model, or of its wrapper, raise for a forward that bypasses ours.
+
+    Before anything of them is computed, decoder layers and head raise unless ours has begun. The
+    embedding may be asked, as by a wrapper that adds noise: what it returns is replicated.
+    """
+    model.register_forward_pre_hook(_before_forward)
+    model.register_forward_hook(_after_forward)
+    model.register_forward_hook(_at_the_end, always_call=True)
+    if (own := model_of(model)) is model:
+        spec, refuse = getattr(own, STATE_NAME).spec, _RefuseBypass(own)
+        heads = [] if spec.head is None else [own.get_submodule(spec.head)]
+        for module in (*own.get_submodule(spec.layers), *heads):
+            module.register_forward_pre_hook(refuse)
+        if getattr(own, STATE_NAME).mesh.dp_size > 1:
+            own.get_submodule(spec.decoder).register_forward_pre_hook(_RefuseApart(own))
+
+
+def _replaced(model: nn.Module) -> bool:
+    """Return whether another forward than ours was put into the instance."""
+    return getattr(model.forward, "__func__", None) is not getattr(model, STATE_NAME).own_forward
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    model = model_of(module)
+    if _replaced(model):
+        getattr(model, STATE_NAME).forward_ran = False
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    model = model_of(module)
+    if not getattr(model, STATE_NAME).forward_ran:
+        raise _bypass(model)
+
+
+def _at_the_end(module: nn.Module, *_: Any) -> None:
+    getattr(model_of(module), STATE_NAME).forward_ran = True  # also after an error
+
+
+def _bypass(model: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"forward of this {type(model).__name__} was replaced by {shown(model.forward)}, which "
+        "does not call the one that px.parallelize has put there, but takes shards for full "
+        "tensors, as TRL's and Liger's fused losses do; undo that"
+    )
+
+
+def refuse_backward_apart(state: ParallelState, output: Any) -> None:
+    """Let a backward from what a forward returns be refused."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda grad: refuse_training_apart(state))
+
+
+def refuse_training_apart(state: ParallelState) -> NoReturn:
+    """Raise since nobody sums the gradients of the dp ranks, and say what does."""
+    if state.invariant is not None:
+        raise RuntimeError(
+            f"training at dp={state.mesh.dp_size} under px.Invariant needs px.train_leaves(model, "
+            "batch), or px.leaves for a loop of your own: it runs leaves of one batch; or "
+            "accelerate's Accelerator.prepare(model)"
+        )
+    raise RuntimeError(
+        f"training at dp={state.mesh.dp_size} needs px.data_parallel(model, mesh): nobody sums the "
+        "gradients of the dp ranks, so each would train a model of its own; "
+        "px.no_data_parallel(model) says that you do"
+    )

@@ -1,0 +1,58 @@
+"""Where the states of an optimizer lie: as their parameter, or as its rows or columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel_ext.sharding.layout import Box, TensorLayout
+
+ROWS, COLUMNS = -2, -1
+"""Dimensions of a matrix, or of the matrices of a stack."""
+
+_REDUCED = {"row_var": COLUMNS, "col_var": ROWS}  # states of Adafactor
+
+
+def is_reduced(key: str) -> bool:
+    """Return whether Adafactor's state of this name has one number for all of a dimension."""
+    return key in _REDUCED
+
+
+def layout_of_state(key: str, parameter: TensorLayout) -> TensorLayout:
+    """Return where a state of a parameter lies, by its name in the optimizer.
+
+    Example:
+        >>> layout_of_state("row_var", TensorLayout("weight", (5, 4))).shape
+        (5, 1)
+        >>> layout_of_state("exp_avg", TensorLayout("weight", (5, 4))).shape
+        (5, 4)
+    """
+    return reduced(parameter, _REDUCED[key]) if is_reduced(key) else parameter
+
+
+def is_sharded_along(layout: TensorLayout, dim: int) -> bool:
+    """Return whether some rank holds only a part of dimension ``dim``."""
+    return any(box[dim] != (0, layout.shape[dim]) for boxes in layout.held for box in boxes)
+
+
+def reduced(layout: TensorLayout, dim: int) -> TensorLayout:
+    """Return the layout of a tensor with one number for all of ``dim``, such as the mean over it.
+
+    On ranks that hold different parts of ``dim`` this number is replicated.
+
+    Example:
+        >>> layout = TensorLayout("weight", (5, 4), 0, ((((0, 3), (0, 4)),), (((3, 5), (0, 4)),)))
+        >>> reduced(layout, 1).local_shape(1), reduced(layout, 0).local_shape(1)
+        ((2, 1), (1, 4))
+    """
+    dim %= len(layout.shape)
+
+    def one_of(box: Box) -> Box:
+        return (*box[:dim], (0, 1), *box[dim + 1 :])
+
+    shape = (*layout.shape[:dim], 1, *layout.shape[dim + 1 :])
+    whole = TensorLayout(layout.name, shape)
+    held = tuple(tuple(dict.fromkeys(map(one_of, boxes))) for boxes in layout.held)
+    if all(box == whole.whole for boxes in held for box in boxes):
+        return whole
+    # What is sharded along two dimensions is so along the first, too: FSDP shards rows.
+    return replace(whole, dim=0 if dim == layout.dim else layout.dim, held=held)
