@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from parallel_ext.checkpoint.manifest import Manifest
 from parallel_ext.distributed.errors import CheckpointError
@@ -122,9 +121,7 @@ class WholeModel:
         vocabulary: names of those with a row for each id.
     """
 
-    def __init__(
-        self, model: nn.Module, layout: ModelLayout, vocabulary: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, layout: ModelLayout, vocabulary: Collection[str]) -> None:
         self.model, self.layout, self.vocabulary = model, layout, vocabulary
 
     def values(self, rank: int) -> dict[str, torch.Tensor]:
@@ -206,5 +203,5 @@ class OwnModule(WholeModel):
         yield from parameters_beside(self.model).items()
 
     def json_files(self, files: Sequence[PlannedFile]) -> dict[str, bytes]:
-        is_own = isinstance(self.model, PreTrainedModel)
-        return super().json_files(files) if is_own else self._inner.json_files(files)
+        of_transformers = hasattr(self.model, "can_generate")  # so that it has a configuration
+        return super().json_files(files) if of_transformers else self._inner.json_files(files)

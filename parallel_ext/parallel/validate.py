@@ -123,8 +123,8 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     if spec.head and not hasattr(model, spec.head) and not cls.endswith("ForCausalLM"):
         raise ValueError(
             f"parallelize: {cls} is not served: of {spec.model_type!r} the class with an output "
-            "head is, ...ForCausalLM, and of dense models the decoder alone, ...Model, and those that "
-            "classify sequences or tokens"
+            "head is, ...ForCausalLM, and of dense models the decoder alone, ...Model, and those "
+            "that classify sequences or tokens"
         )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if spec.attention:

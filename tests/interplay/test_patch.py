@@ -736,7 +736,8 @@ def _refused_at_its_optimizer() -> list[str]:
         model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
         expect(RuntimeError, optimizer, model)
         inside = torch.nn.ModuleList([_made("class"), torch.nn.Linear(2, 2)])
-        expect(RuntimeError, torch.nn.parallel.DistributedDataParallel, inside)
+        inside[1].bias.data.fill_(dist.get_rank())
+        expect(px.DisagreementError, torch.nn.parallel.DistributedDataParallel, inside)
         model, teacher = _made("class"), _made("class")
         teacher.model.embed_tokens.weight = model.model.embed_tokens.weight
         expect(RuntimeError, optimizer, model)
@@ -756,7 +757,7 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
         assert "lm_head.weight" in found[1]
         assert "or seed equally, on every rank" in found[1]
         assert "has a gradient, which would be lost; make the optimizer before" in found[2]
-        assert "DistributedDataParallel holds 1.weight, which belongs to no parallel" in found[3]
+        assert "1.bias must be equal on all ranks" in found[3]
         assert "SGD gets model.embed_tokens.weight, which two models hold" in found[4]
         assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[5]
 

@@ -169,11 +169,11 @@ def _files(folder: str) -> float:
     found = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/inner", dtype=torch.float64)
     inner = transformers.LlamaForCausalLM(reference.inner.config).double()
     read = Scores.from_pretrained(folder, inner=inner, dtype=torch.float64)
-    pairs = [
-        (read.state_dict(), reference.state_dict()),
-        (found.state_dict(), reference.inner.state_dict()),
-    ]
-    return max(difference(a[name], b[name]) for a, b in pairs for name in b)
+    return max(
+        difference(ours.state_dict()[name], tensor)
+        for ours, theirs in ((read, reference), (found, reference.inner))
+        for name, tensor in theirs.state_dict().items()
+    )
 
 
 def test_its_own_save_pretrained_writes_full_tensors(tmp_path: Path) -> None:
