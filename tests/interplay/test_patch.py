@@ -757,7 +757,7 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
         assert "lm_head.weight" in found[1]
         assert "or seed equally, on every rank" in found[1]
         assert "has a gradient, which would be lost; make the optimizer before" in found[2]
-        assert "1.bias must be equal on all ranks" in found[3]
+        assert "1.bias differs between ranks 0 and 1" in found[3]
         assert "SGD gets model.embed_tokens.weight, which two models hold" in found[4]
         assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[5]
 
