@@ -114,7 +114,10 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
         return str(path), manifest_of_step(path).save_id
     found = latest_save(root)
     if found is None:
-        raise CheckpointError(f"{root} holds no training checkpoint")
+        number, hint = root.name.removeprefix("step-"), ""
+        if number.isdecimal() and root.name == name_of_step(int(number)):
+            hint = f"; of a step give the root, {root.parent}, and step={int(number)}"
+        raise CheckpointError(f"{root} holds no training checkpoint{hint}")
     return str(found[0]), found[1]
 
 

@@ -232,13 +232,6 @@ def _wait(plain: Callable[..., Any], group: Any = None, *args: Any, **kwargs: An
     return plain(group, *args, **kwargs)
 
 
-def _end_job(plain: Callable[..., None], group: Any = None) -> None:
-    """Extend ``destroy_process_group`` to let ranks join the saves of the others before."""
-    if group in (None, dist.group.WORLD):
-        joining.end()
-    plain(group)
-
-
 @cache
 def _parallel(cls: type) -> type:
     """Return a class of trainers that trains parallel models."""
@@ -333,7 +326,6 @@ _EXTENDED: dict[Callable[..., Any], Callable[..., Any]] = {
     DistributedSampler.__init__: _start_sampler,
     dist.init_process_group: _start_job,
     dist.barrier: _wait,
-    dist.destroy_process_group: _end_job,
     Optimizer.__init__: trained_together.start_optimizer,
     Optimizer.add_param_group: trained_together.add_group,
     transformers.Trainer.__init__: _start_trainer,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.nn import utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from parallel_ext.interplay import ddp, gradients, optimizers, own_modules
+from parallel_ext.interplay import ddp, end_of_job, gradients, optimizers, own_modules
 from parallel_ext.interplay.accelerate import extend_accelerator
 from parallel_ext.interplay.dcp import extend_dcp
 from parallel_ext.interplay.flops import register_flops
@@ -24,6 +25,7 @@ _hooks: list[RemovableHandle] = []
 
 def serve() -> None:
     """Let functions of other packages know parallel models; further calls change nothing."""
+    extend(dist.destroy_process_group, end_of_job.destroy_process_group)
     extend(utils.clip_grad_norm_, gradients.clip_grad_norm_)
     extend(utils.clip_grad_value_, gradients.clip_grad_value_)
     extend(utils.get_total_norm, gradients.get_total_norm)

@@ -175,10 +175,16 @@ def get_peft_model(
     plain: Callable[..., Any], model: nn.Module, peft_config: peft.PeftConfig, *args: Any, **kw: Any
 ) -> Any:
     """Extend ``peft.get_peft_model``: refuse at once what is not LoRA on a parallel model."""
-    adopt_trained(model, "get_peft_model")
-    if parallel_state(model) is not None:
+    if _state_with(model, peft_config) is not None:
         refuse_unsupported(peft_config, "get_peft_model")
     return plain(model, peft_config, *args, **kw)
+
+
+def _state_with(model: nn.Module, *configs: peft.PeftConfig) -> ParallelState | None:
+    """Return the state of a model, which an adapter to be trained makes parallel under px.patch."""
+    if any(not config.inference_mode for config in configs):
+        adopt_trained(model, "an adapter")
+    return parallel_state(model)
 
 
 def start_model(
@@ -190,7 +196,7 @@ def start_model(
     **kwargs: Any,
 ) -> None:
     """Extend ``PeftModel.__init__``: refuse what is not LoRA on a parallel model."""
-    state = parallel_state(model)
+    state = _state_with(model, peft_config)
     if state is not None:
         refuse_unsupported(peft_config, "PeftModel")
     plain(self, model, peft_config, *args, **kwargs)
@@ -208,8 +214,8 @@ def start_tuner(
     **kwargs: Any,
 ) -> None:
     """Extend ``BaseTuner.__init__``: refuse what is not LoRA on a parallel model."""
-    if parallel_state(model) is not None:
-        configs = peft_config.values() if isinstance(peft_config, dict) else [peft_config]
+    configs = peft_config.values() if isinstance(peft_config, dict) else [peft_config]
+    if _state_with(model, *configs) is not None:
         for config in configs:
             refuse_unsupported(config, type(self).__name__)
     plain(self, model, peft_config, *args, **kwargs)

@@ -108,7 +108,13 @@ def adopt(model: object, place: str) -> None:
     copies = made_on_all(_copies_of(model), mesh, place)
     parallelize(model, mesh)
     for each in copies:
-        parallelize(each, mesh)
+        try:
+            parallelize(each, mesh)
+        except ValueError as error:
+            raise ValueError(
+                f"px.patch: {place} trains a {type(model).__name__}, of which there is a copy that "
+                f"cannot become parallel with it: {error}"
+            ) from error
         each.parallel_ext_remembered.original = model.parallel_ext_remembered.original
 
 
@@ -161,6 +167,7 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
 
 def _plain_models() -> list[nn.Module]:
     """Return all models of this process that :func:`adopt` would make parallel."""
+    gc.collect()  # what nobody holds any more
     kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
     models = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     inside = {id(part) for each in models if _has_decoder(each) for part in each.modules()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -90,7 +91,13 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output.loss = share_of_loss(output.loss, shared, state.mesh, _trained_over_dp(model, state))
     if trains_apart:  # an evaluation, unless somebody goes backward from it
         refuse_backward_apart(state, output)
-    return output if want_dict else output.to_tuple()
+    return output if want_dict else _as_tuple(output)
+
+
+def _as_tuple(output: Any) -> tuple[Any, ...]:
+    """Return an output as a tuple, with what says so in the place of logits that there are not."""
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return tuple(v for v in fields.values() if v is not None)
 
 
 def _wants_logits(model: nn.Module, state: ParallelState) -> bool:

@@ -15,7 +15,8 @@ class NoLogits:
     """The ``logits`` of a training forward with labels: none, and an error for whoever uses them.
 
     It is false, and equal to None. It stands beside the items of the output, which have no logits,
-    so that what goes through these (accelerate, PEFT, ``to_tuple``) does not meet it.
+    so that what goes through these (accelerate, PEFT) does not meet it. In a tuple it has their
+    place.
     """
 
     def __repr__(self) -> str:

@@ -32,6 +32,7 @@ from parallel_ext.parallel.validate import (
     check_plain,
     check_servable,
     check_unsharded,
+    check_unwrapped,
     spec_for,
 )
 from parallel_ext.parallel.watch_forward import watch_forward
@@ -107,6 +108,7 @@ def parallelize(
     def prepare() -> Plan:
         options.check()
         spec = spec_for(model)
+        check_unwrapped(model)
         check_names(model, spec)
         check_unsharded(model)
         check_plain(model, spec)

@@ -19,7 +19,7 @@ from parallel_ext.nn.vocab import refuse_options
 from parallel_ext.parallel.configuration import served
 from parallel_ext.parallel.plan import Plan
 from parallel_ext.parallel.state import ParallelState
-from parallel_ext.sharding._torch_private import input_hooks, output_hooks
+from parallel_ext.sharding._torch_private import input_hooks, is_compiled, output_hooks
 from parallel_ext.sharding.digests import content_digest
 
 _MODEL_ATTRIBUTES = (
@@ -165,6 +165,18 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
         )
 
 
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise if modules of the model are wrapped, which has renamed their parameters."""
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            what, instead = "was compiled by torch.compile", "compile the parallel model"
+        elif hasattr(module, "base_layer"):
+            what, instead = "has an adapter", "add adapters by peft.get_peft_model afterwards"
+        else:
+            continue
+        raise ValueError(f"parallelize: {path or 'the model'} {what} before; {instead}")
+
+
 def check_unsharded(model: nn.Module) -> None:
     """Raise if this package or transformers' own plan has sharded the model already."""
     if any(isinstance(module, ParallelState) for module in model.modules()):
@@ -192,9 +204,9 @@ def check_servable(model: nn.Module, mesh: Mesh, allow_different_dropout: bool) 
             )
     if "forward" in model.__dict__:
         raise ValueError(
-            "parallelize: forward was replaced on this instance, as accelerate's prepare and "
-            "Liger's fused loss do; parallelize the model before it is prepared, and pass Liger "
-            "fused_linear_cross_entropy=False"
+            "parallelize: forward was replaced on this instance, as torch.compile, accelerate's "
+            "prepare and Liger's fused loss do; do that to the parallel model (under px.patch once "
+            "it has an optimizer), and pass Liger fused_linear_cross_entropy=False"
         )
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if dropout and mesh.tp_size > 1 and not allow_different_dropout:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import pool
 from reference import quietly
 from reference_mixtral import Layout
@@ -188,6 +189,23 @@ def test_the_root_is_where_it_was_when_it_was_named(tmp_path: Path) -> None:
     assert pool(2).run(_go_elsewhere, tmp_path) == [Path("ckpts/step-00000001")] * 2
     assert px.verify_checkpoint(px.latest_checkpoint(tmp_path / "ckpts")) == 1
     assert not list((tmp_path / "ckpts").glob(".*"))
+
+
+def _end_while_it_saves(root: Path) -> None:
+    model, optimizer, *_ = build(Job(layout=Layout(1, 2, 1)))
+    gate = threading.Event()
+    with _slow_disk(gate):
+        px.save_checkpoint(root, 1, model, optimizer, asynchronous=True)
+        threading.Timer(0.3, gate.set).start()
+        dist.destroy_process_group()
+        assert px.verify_checkpoint(root / "step-00000001") == 1
+
+
+def test_the_end_of_the_job_waits_for_a_save(tmp_path: Path) -> None:
+    try:
+        pool(2).run(_end_while_it_saves, tmp_path)
+    finally:
+        pool(2).close()  # its groups are gone
 
 
 def _drifted(root: Path, job: Job, what: str) -> None:

@@ -376,6 +376,8 @@ def _refused(case: str, root: Path) -> None:
         save(root, 2, other, theirs)
     elif case == "nothing":
         load(root / "elsewhere", model)
+    elif case == "a step":
+        load(px.latest_checkpoint(root), model)
     elif case == "step of a load":
         load(root, model, step="1")  # which would be the step 10000000
     elif case == "no scheduler":
@@ -414,6 +416,7 @@ REFUSED = {
     "Muon": "Muon only supports 2D parameters",
     "Adafactor": "is no part of a state of the whole parameter",
     "nothing": "elsewhere holds no training checkpoint",
+    "a step": "of a step give the root, ",
     "step of a load": "step must be a whole number from 0 on, got '1'",
     "no scheduler": "was saved without the scheduler's state",
     "class": "the state of AdamW was saved, but the optimizer is SGD",

@@ -440,7 +440,16 @@ MADE = {
     "class": transformers.LlamaForCausalLM,
     "classifier": transformers.AutoModelForSequenceClassification.from_config,
     "adapter": transformers.AutoModelForSequenceClassification.from_config,
+    "PEFT's class": transformers.AutoModelForSequenceClassification.from_config,
+    "injected": transformers.LlamaForCausalLM,
     "copy": lambda config: copy.deepcopy(transformers.LlamaForCausalLM(config)),
+}
+
+
+ADDED = {
+    "adapter": lambda config, model: peft.get_peft_model(model, config),
+    "PEFT's class": lambda config, model: peft.PeftModel(model, config),
+    "injected": peft.inject_adapter_in_model,
 }
 
 
@@ -448,8 +457,8 @@ def _made(kind: str) -> Any:
     """Return a model that a script makes itself, from scratch."""
     torch.manual_seed(1)
     model = MADE[kind](Tiny().config()).double().train()
-    if kind == "adapter":
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    if kind in ADDED:
+        model = ADDED[kind](peft.LoraConfig(r=4, target_modules=["q_proj"]), model)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data.fill_(0.02)
@@ -469,7 +478,8 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
         optimizer = torch.optim.SGD(groups, lr=0.1)
         results = []
         for batch in _batches(3, tp):
-            labels = batch if kind in ("from_config", "class", "copy") else batch[:, 0] % 2
+            classifies = MADE[kind] == MADE["classifier"]
+            labels = batch[:, 0] % 2 if classifies else batch
             loss = model(input_ids=batch, labels=labels).loss
             results.append(_step(optimizer, loss, model.parameters(), 1.0))
         if tp is not None:  # each rank has its part
@@ -743,6 +753,12 @@ def _refused_at_its_optimizer() -> list[str]:
         expect(RuntimeError, optimizer, model)
         gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
         expect(ValueError, optimizer, transformers.GPT2LMHeadModel(gpt2))
+        compiled = _made("class")
+        compiled.model.layers[0] = torch.compile(compiled.model.layers[0])
+        expect(ValueError, optimizer, compiled)
+        model, hooked = _made("class"), _made("class")
+        hooked.lm_head.register_forward_hook(lambda *_: None)
+        expect(ValueError, optimizer, model)
         before = _made("class")
     finally:
         px.unpatch()
@@ -760,6 +776,8 @@ def test_what_cannot_become_parallel_is_named_at_its_optimizer() -> None:
         assert "1.bias differs between ranks 0 and 1" in found[3]
         assert "SGD gets model.embed_tokens.weight, which two models hold" in found[4]
         assert "no spec for model_type 'gpt2' (GPT2LMHeadModel)" in found[5]
+        assert "model.layers.0 was compiled by torch.compile before" in found[6]
+        assert "a LlamaForCausalLM, of which there is a copy that cannot become" in found[7]
 
 
 def _saved_on_rank_0(directory: str, tp: int, lora: bool) -> list[float]:
