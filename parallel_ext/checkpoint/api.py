@@ -55,8 +55,9 @@ def save_checkpoint(
         root: directory of all checkpoints of a job, the same place for all ranks.
         step: number of the training step. It must not be that of the last checkpoint there; an
             older save of the same step, of a run that was given up, is replaced.
-        model: a parallel model, or PEFT's around one, with one adapter. What is trained beside that
-            adapter is refused, since it would be lost.
+        model: a parallel model, or PEFT's around one, with one adapter; or a module of the user's
+            own that holds one, whose names are then those of its ``state_dict()``. What is trained
+            beside an adapter is refused, since it would be lost.
         optimizer: built from the model's parameters. What it keeps of one are plain tensors of its
             shape, and numbers in tensors; or it is :class:`parallel_ext.Adafactor`, or torch's own
             where no parameter is sharded.
