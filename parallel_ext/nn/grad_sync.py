@@ -243,8 +243,9 @@ class PartialGradients:
         for group, entries in sorted(groups.items()):
             _sum_and_add(entries, group)
         for group, parameters in sorted(self._averaged.items()):
-            _average(parameters.values(), group)
-        _average(self._beside, self._beside_group)
+            _average([p.grad for p in parameters.values() if p.grad is not None], group)
+        if trained := [parameter for parameter in self._beside if parameter.requires_grad]:
+            _average_used(trained, self._beside_group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -332,23 +333,31 @@ class UsedInParts:
             vars(module).pop(attribute, None)
 
 
-def _average(parameters: Iterable[nn.Parameter], group: Group | None) -> None:
-    """Average gradients over ``group``, in place; gradients that are equal on all ranks stay.
+def _average(gradients: list[torch.Tensor], group: Group) -> None:
+    """Average gradients over ``group``, in place; gradients that are equal on all ranks stay."""
+    if not gradients:
+        return
+    flat = ops.reduce_from_region(_flat(gradients), group) / group.size
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def _average_used(parameters: list[nn.Parameter], group: Group) -> None:
+    """Average the gradients of parameters, of which each rank may have used other ones.
 
     Of a parameter that no rank has used there is none afterwards either.
     """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if not parameters:
-        return
-    here = [parameter.grad is not None for parameter in parameters]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    anywhere = torch.tensor(here, dtype=torch.float32, device=parameters[0].device)
-    flat = ops.reduce_from_region(_flat([*gradients, anywhere]), group) / group.size
-    *means, anywhere = flat.split([each.numel() for each in (*gradients, anywhere)])
+    anywhere = gradients[0].new_ones(len(parameters))
+    here = [parameter.grad is not None for parameter in parameters]
+    if not all(here):
+        anywhere = anywhere.new_tensor(here)
+    _average([*gradients, anywhere], group)
     used = here if all(here) else (anywhere > 0).tolist()  # which waits for a GPU
-    for parameter, gradient, mean, is_used in zip(parameters, gradients, means, used, strict=True):
+    for parameter, gradient, is_used in zip(parameters, gradients, used, strict=True):
         if is_used:
-            parameter.grad = gradient.copy_(mean.view_as(gradient))
+            parameter.grad = gradient
 
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
