@@ -158,6 +158,23 @@ class WholeModel:
         pass
 
 
+def _below(prefix: str, layout: ModelLayout) -> ModelLayout:
+    """Return the layout of a model in a module where its names begin with ``prefix``."""
+
+    def at(name: str) -> str:
+        return f"{prefix}{name}"
+
+    return ModelLayout(
+        {at(name): replace(each, name=at(name)) for name, each in layout.tensors.items()},
+        {at(alias): at(name) for alias, name in layout.tied.items()},
+        {
+            at(name): tuple(replace(p, name=at(p.name), source=at(name)) for p in parts)
+            for name, parts in layout.parts.items()
+        },
+        frozenset(map(at, layout.buffers)),
+    )
+
+
 class OwnModule(WholeModel):
     """A module of a user's own: the parallel model in it, and what is beside that.
 
@@ -181,7 +198,7 @@ class OwnModule(WholeModel):
                 tied[name] = first
         beside = {n: TensorLayout(n, tuple(t.shape)) for n, t in self._beside.items()}
         parameters = parameters_beside(module)
-        layout = inner.layout.below(self._prefix)
+        layout = _below(self._prefix, inner.layout)
         super().__init__(
             module,
             replace(

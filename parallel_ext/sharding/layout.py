@@ -371,25 +371,6 @@ class ModelLayout(Mapping[str, TensorLayout]):
         tensors = {part.name: part.layout(self[part.source]) for part in parts}
         return replace(self, tensors=tensors, parts={})
 
-    def below(self, prefix: str) -> ModelLayout:
-        """Return the layout of the same model in a module where its names begin with ``prefix``."""
-        return replace(
-            self,
-            tensors={
-                f"{prefix}{name}": replace(at, name=f"{prefix}{name}")
-                for name, at in self.tensors.items()
-            },
-            tied={f"{prefix}{alias}": f"{prefix}{name}" for alias, name in self.tied.items()},
-            parts={
-                f"{prefix}{name}": tuple(
-                    replace(each, name=f"{prefix}{each.name}", source=f"{prefix}{name}")
-                    for each in parts
-                )
-                for name, parts in self.parts.items()
-            },
-            buffers=frozenset(f"{prefix}{name}" for name in self.buffers),
-        )
-
     @property
     def copy_size(self) -> int:
         """Return the number of consecutive ranks that hold one copy of every tensor."""
