@@ -166,7 +166,8 @@ def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
     gradients = [p.grad for p in parameters if id(p) not in owners and p.grad is not None]
     if not owners or len(owners) == len({id(p) for p in parameters}):
         return
-    norm = torch.nn.utils.get_total_norm(local_part(gradient) for gradient in gradients)
+    full = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
+    norm = torch.nn.utils.get_total_norm(full)
     require_equal(
         next(iter(owners.values())).mesh.control,
         f"{type(optimizer).__name__}.step",
