@@ -38,6 +38,7 @@ from parallel_ext.sharding._torch_private import scheduler_steps
 from parallel_ext.training.accelerate import LEFT_OUT, load_state, save_state, saves_apart
 from parallel_ext.training.accelerate_leaves import LeafSteps, end_leaves
 from parallel_ext.training.gradients import no_sync as px_no_sync
+from parallel_ext.training.weights import write_weights
 
 Plain = Callable[..., Any]
 
@@ -414,6 +415,5 @@ def save_model(
     if not is_parallel(model):
         plain(self, model, save_directory, max_shard_size, safe_serialization)
         return
-    self.unwrap_model(model).save_pretrained(
-        save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
-    )
+    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    write_weights(self.unwrap_model(model), save_directory, **options)

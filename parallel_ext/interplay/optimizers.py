@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal, world
-from parallel_ext.parallel.extending import called_by_this_package
+from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
@@ -54,6 +54,7 @@ _ANY = _Known(
 )
 _STEPS = 20  # of an optimizer that is tried
 _verdicts: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
+_with_gradients: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
 
 
 def refuse_without_gradients(
@@ -96,11 +97,12 @@ def refuse_on_shards(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     Raises:
         RuntimeError: it is, or nothing shows that it looks at single elements; or it is fused, and
             the model has ``px.Invariant``.
-        DisagreementError: at its first step ranks have other gradients beside the parallel model.
+        DisagreementError: ranks have other gradients of a parameter beside the parallel model,
+            when it has one for the first time.
     """
+    _refuse_unequal_beside(optimizer)
     if optimizer not in _verdicts:
         _refuse_fused(optimizer)
-        _refuse_unequal_beside(optimizer)
         _step_one_by_one(optimizer)
         _verdicts[optimizer] = _verdict(optimizer)
     if not (verdict := _verdicts[optimizer]):
@@ -160,21 +162,31 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the gradients of parameters beside a parallel model are equal on all ranks."""
-    owners = owners_in(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if id(p) not in owners and p.grad is not None]
-    if not owners or len(owners) == len({id(p) for p in parameters}):
+    """Raise unless the first gradients of parameters beside a parallel model are equal on ranks."""
+    seen = _with_gradients.setdefault(optimizer, set())
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    new = [p for p in parameters if p.grad is not None and id(p) not in seen]
+    if not new or is_called_by_this_package():
         return
-    full = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
-    norm = torch.nn.utils.get_total_norm(full)
+    seen.update(map(id, new))
+    owners = owners_in(optimizer)
+    gradients = [p.grad for p in new if id(p) not in owners]
+    if not owners or not gradients:
+        return
+    norm = torch.nn.utils.get_total_norm(map(_whole, gradients))
     require_equal(
         next(iter(owners.values())).mesh.control,
         f"{type(optimizer).__name__}.step",
         {"the norm of the gradients of parameters beside the parallel model": norm.item()},
         advice="give px.data_parallel the module that holds the model and them, which averages "
-        "them, or average them yourself",
+        "them, or average them yourself; tp ranks need the same inputs and random states",
     )
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    if hasattr(gradient, "full_tensor"):
+        return gradient.full_tensor()
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _step_one_by_one(optimizer: torch.optim.Optimizer) -> None:

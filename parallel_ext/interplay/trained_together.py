@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -11,11 +12,12 @@ from torch.optim import Optimizer
 
 from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.interplay.refusals import tensors_in
+from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.extending import is_called_by_this_package
-from parallel_ext.parallel.joining import arrive
+from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import (
     copies_of,
@@ -28,18 +30,20 @@ from parallel_ext.training.data_parallel import average_beside, data_parallel
 
 
 class _Ranks(NamedTuple):
-    """The mesh of one ``px.patch``, and its stage of ``px.data_parallel``."""
+    """The mesh of one ``px.patch``, its stage of ``px.data_parallel``, and what else is summed."""
 
     mesh: Mesh
     zero: int
+    sums: PartialGradients
 
 
 _in_force: list[_Ranks] = []  # one, or none
+_holders: WeakSet[nn.Module] = WeakSet()  # of parallel models, whose saves others join
 
 
 def start(mesh: Mesh, zero: int) -> None:
     """Let all that is trained from here on be trained by the dp ranks together."""
-    _in_force.append(_Ranks(mesh, zero))
+    _in_force.append(_Ranks(mesh, zero, PartialGradients()))
 
 
 def stop() -> None:
@@ -84,26 +88,41 @@ def _trained_together(optimizer: Optimizer, params: Iterable[Any]) -> Iterable[A
     params = [_exchanged(each, now) for each in params]
     tensors = list(tensors_in(params))
     owners = owners_of(tensors)
-    beside = [each for each in tensors if each.requires_grad and id(each) not in owners]
     models = list(dict.fromkeys(owned.model for owned in owners.values()))
-    with_them = models or parallel_models()
-    if beside and not with_them:
-        raise RuntimeError(
-            f"px.patch: {name} gets parameters of no parallel model, the first of shape "
-            f"{tuple(beside[0].shape)}, which each rank would train for itself; train a causal "
-            "language model of transformers, its decoder, or a classifier made of one, call "
-            "px.parallelize(model, mesh), or px.unpatch() to train it so"
-        )
     for model in models:
         train_together(model)
-    if beside:
-        named = {f"{each}, of shape {tuple(p.shape)}": p for each, p in enumerate(beside, 1)}
-        average_beside(named, with_them[0], name)
+    if beside := [each for each in tensors if id(each) not in owners]:
+        _train_beside(beside, models or parallel_models(), name)
     now = {
         key: owned.model.get_parameter(owned.name)  # data_parallel has replaced them
         for key, owned in owners.items()
     }
     return [_exchanged(each, now) for each in params]
+
+
+def _train_beside(parameters: list[torch.Tensor], models: list[nn.Module], name: str) -> None:
+    """Let the dp ranks train parameters together that every rank holds whole.
+
+    Args:
+        parameters: of no parallel model, frozen ones too, which may be trained later.
+        models: parallel ones, with which they are trained; there may be none yet.
+        name: of the optimizer.
+
+    Raises:
+        RuntimeError: they have nothing to do with a model that ``px.patch`` serves.
+        DisagreementError: ranks hold other values.
+    """
+    trained = [each for each in parameters if each.requires_grad]
+    if trained and not models and not adopting.plain_models():
+        raise RuntimeError(
+            f"px.patch: {name} gets parameters of no parallel model, the first of shape "
+            f"{tuple(trained[0].shape)}, which each rank would train for itself; train a causal "
+            "language model of transformers, its decoder, or a classifier made of one, call "
+            "px.parallelize(model, mesh), or px.unpatch() to train it so"
+        )
+    ranks = _in_force[0]
+    named = {f"{n}, of shape {tuple(p.shape)}": p for n, p in enumerate(parameters, 1)}
+    average_beside(named, ranks.mesh, state_of(models[0]).partials if models else ranks.sums, name)
 
 
 def train_together(model: nn.Module) -> None:
@@ -114,6 +133,7 @@ def train_together(model: nn.Module) -> None:
     Raises:
         DisagreementError: the dp ranks hold other weights.
     """
+    _remember_holders(model_of(model))
     if not _trains_apart(model):
         return
     arrive("data_parallel")
@@ -122,6 +142,14 @@ def train_together(model: nn.Module) -> None:
     for each in (model, *adopting.made_on_all(copies, mesh, "data_parallel")):
         check_replicas(each)
         data_parallel(each, mesh, _in_force[0].zero)
+
+
+def _remember_holders(model: nn.Module) -> None:
+    """Let ranks join the saves of a model of the script's own that holds a parallel one."""
+    for holder in adopting.holders_of(model):
+        if holder not in _holders:
+            _holders.add(holder)
+            remember(holder)
 
 
 def _trains_apart(model: nn.Module) -> bool:

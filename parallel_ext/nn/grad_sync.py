@@ -172,6 +172,9 @@ class PartialGradients:
         self._beside_group = group
 
     def _open_beside(self, parameter: nn.Parameter) -> None:
+        before, after = gradient_hooks(parameter)
+        if before or after != [self._open_beside]:
+            raise _has_hooks(f"a parameter beside the model, of shape {tuple(parameter.shape)},")
         # Last, as where the model opens it: ranks that use the model alone come in the same order.
         graph_task = running_backward()
         at_end_of_backward(lambda: self._current() or self._open(graph_task))
@@ -195,10 +198,7 @@ class PartialGradients:
         """
         for name, parameter in (each for of in self._averaged.values() for each in of.items()):
             if any(gradient_hooks(parameter)):
-                raise RuntimeError(
-                    f"{name} has gradient hooks, which would run before its gradient is averaged "
-                    "over the dp ranks; remove them, and use what backward leaves"
-                )
+                raise _has_hooks(name)
         if self._averaged or self._beside:
             self._open(running_backward())
 
@@ -275,6 +275,13 @@ class PartialGradients:
             yield
 
 
+def _has_hooks(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} has gradient hooks, which would run before its gradient is averaged over the dp "
+        "ranks; remove them, and use what backward leaves"
+    )
+
+
 def for_use(
     parameter: nn.Parameter, name: str, group: Group, partials: PartialGradients | None
 ) -> torch.Tensor:
@@ -337,6 +344,7 @@ def _average(gradients: list[torch.Tensor], group: Group) -> None:
     """Average gradients over ``group``, in place; gradients that are equal on all ranks stay."""
     if not gradients:
         return
+    gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     flat = ops.reduce_from_region(_flat(gradients), group) / group.size
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
@@ -349,7 +357,12 @@ def _average_used(parameters: list[nn.Parameter], group: Group) -> None:
     Of a parameter that no rank has used there is none afterwards either.
     """
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    anywhere = gradients[0].new_ones(len(parameters))
+    if any(gradient.is_sparse for gradient in gradients):
+        raise NotImplementedError(
+            "sparse gradients beside a parallel model are not averaged over the dp ranks; make the "
+            "embedding with sparse=False"
+        )
+    anywhere = torch.ones(len(parameters), device=gradients[0].device)
     here = [parameter.grad is not None for parameter in parameters]
     if not all(here):
         anywhere = anywhere.new_tensor(here)

@@ -148,7 +148,7 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     owners, numbers = owners_of(trained), {id(each): n for n, each in enumerate(trained)}
     found: dict[int, tuple[nn.Module, dict[int, str]]] = {}
     held: set[int] = set()
-    for model in _plain_models() if len(owners) < len(numbers) else ():
+    for model in plain_models() if len(owners) < len(numbers) else ():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if own := numbers.keys() & names.keys():
             found[min(numbers[each] for each in own)] = model, names
@@ -165,11 +165,9 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     return replaced
 
 
-def _plain_models() -> list[nn.Module]:
+def plain_models() -> list[nn.Module]:
     """Return all models of this process that :func:`adopt` would make parallel."""
-    gc.collect()  # what nobody holds any more
-    kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
-    models = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    models = _models_of_transformers()
     inside = {id(part) for each in models if _has_decoder(each) for part in each.modules()}
     return [
         each
@@ -178,12 +176,28 @@ def _plain_models() -> list[nn.Module]:
     ]
 
 
+def holders_of(model: nn.Module) -> list[nn.Module]:
+    """Return the models of a user's own, derived from transformers' class, that hold a model."""
+    holders = [
+        each
+        for each in _models_of_transformers()
+        if each is not model and any(part is model for part in each.modules())
+    ]
+    return sorted(holders, key=lambda each: type(each).__name__)
+
+
+def _models_of_transformers() -> list[nn.Module]:
+    gc.collect()  # what nobody holds any more
+    kinds = transformers.PreTrainedModel  # by the class: asking an object may run code of its own
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+
+
 def _copies_of(model: nn.Module) -> list[nn.Module]:
     """Return the plain models that have a model's weights, and no gradients."""
     weights = dict(model.named_parameters())
     return [
         each
-        for each in _plain_models()
+        for each in plain_models()
         if each is not model
         and type(each) is type(model)
         and (own := dict(each.named_parameters())).keys() == weights.keys()

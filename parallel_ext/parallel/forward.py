@@ -29,7 +29,11 @@ from parallel_ext.parallel.arguments import arguments_of, has_own_loss
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
-from parallel_ext.parallel.watch_forward import refuse_backward_apart, refuse_training_apart
+from parallel_ext.parallel.watch_forward import (
+    refuse_backward_apart,
+    refuse_training_apart,
+    trains_apart,
+)
 from parallel_ext.sharding._torch_private import disable_compiler, input_hooks
 
 _OF_THE_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", *LOSS_OPTIONS)
@@ -74,9 +78,9 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = None if labels is None else _loss_call(model, state, options, arguments)
     if state.agreement is not None:
         _compare_inputs(model, state, arguments, call)
-    trains_apart = torch.is_grad_enabled() and state.trains_apart
+    apart = torch.is_grad_enabled() and trains_apart(model)
     _refuse_what_fails(model, state, arguments, call)
-    if trains_apart and model.training:
+    if apart and model.training:
         refuse_training_apart(state)
     shared = inputs.get("labels") if classifies and state.mesh.dp_size > 1 else None
     if shared is not None:
@@ -89,7 +93,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = _with_loss(model, state, call, output, labels, arguments, options)
     elif shared is not None:
         output.loss = share_of_loss(output.loss, shared, state.mesh, _trained_over_dp(model, state))
-    if trains_apart:  # an evaluation, unless somebody goes backward from it
+    if apart:  # an evaluation, unless somebody goes backward from it
         refuse_backward_apart(state, output)
     return output if want_dict else _as_tuple(output)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ext import ops
 from parallel_ext.distributed.mesh import Mesh, check_mesh
 from parallel_ext.nn.fsdp_gradients import FSDPGradients
+from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.leaf_sums import LeafSums
 from parallel_ext.nn.moe import ExpertParallelExperts
 from parallel_ext.nn.sharded_module import ShardedModule
@@ -62,7 +63,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     Raises:
         TypeError: the model was not parallelized before, or no mesh was given.
         ValueError: another mesh, another stage, parameters with gradient hooks, or a model that is
-            data parallel already; on all ranks.
+            data parallel already, with nothing beside it; on all ranks.
         DisagreementError: ranks hold other parameters beside the model.
         RuntimeError: with several dp ranks, torch is older than 2.13.
         CollectiveTimeout: not all ranks called it.
@@ -83,7 +84,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: this model was parallelized with {state.mesh!r}")
         if zero not in (2, 3):
             raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
-        if state.zero is not None:
+        again = state.zero == zero and parameters_beside(model)  # new ones, perhaps
+        if state.zero is not None and not again:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
@@ -97,7 +99,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         return own, state
 
     own, state = mesh.control.run_on_all("data_parallel", prepare)
-    if mesh.dp_size > 1:
+    if mesh.dp_size > 1 and state.zero is None:
         plain_class = type(own)
         with called_by_this_package():
             _shard(own, state, zero)
@@ -111,28 +113,30 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         _keep_name(type(own), plain_class)
         own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
     state.zero = zero
-    average_beside(parameters_beside(model), own, "data_parallel")
+    average_beside(parameters_beside(model), mesh, state.partials, "data_parallel")
     return model
 
 
-def average_beside(parameters: dict[str, nn.Parameter], model: nn.Module, op_name: str) -> None:
+def average_beside(
+    parameters: dict[str, nn.Parameter], mesh: Mesh, sums: PartialGradients | None, op_name: str
+) -> None:
     """Let each backward end with the dp ranks' mean of the gradients of further parameters.
 
     Every rank calls it.
 
     Args:
         parameters: by name, of no parallel model, such as those of a head of the user's own.
-        model: a parallel model that is trained with them.
+        mesh: the ranks that hold them.
+        sums: of the parallel model that is trained with them, if there is one.
         op_name: the call, for errors.
 
     Raises:
         DisagreementError: ranks hold other values.
     """
-    state = state_of(model)
     if parameters:
-        check_equal_beside(parameters, state.mesh, op_name)
-    if parameters and state.mesh.dp_size > 1:
-        state.partials.average_beside(parameters.values(), state.mesh.dp)
+        check_equal_beside(parameters, mesh, op_name)
+    if parameters and mesh.dp_size > 1:
+        sums.average_beside(parameters.values(), mesh.dp)
 
 
 def no_data_parallel(model: M) -> M:

@@ -26,6 +26,7 @@ from parallel_ext.distributed.mesh import Mesh
 from parallel_ext.parallel.joining import call_together
 from parallel_ext.parallel.state import state_of
 from parallel_ext.training.accelerate import unwrapped
+from parallel_ext.training.weights import write_weights
 
 _FOLDER = "parallel_ext"  # of a trainer's checkpoint, where px.save_checkpoint writes
 _STATE = "trainer_state.json"  # transformers' name; written last
@@ -52,7 +53,7 @@ class TrainerFiles:
 
     def write_directory(self, output_dir: str | os.PathLike[str]) -> None:
         """Write the model, the tokenizer and the arguments to a directory; every rank calls it."""
-        self.model.save_pretrained(output_dir)
+        write_weights(self.model, output_dir)
         self._mesh.control.run_on_all("save_model", lambda: self._save_beside(output_dir))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
