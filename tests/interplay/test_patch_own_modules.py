@@ -57,11 +57,18 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
             called = nn.parallel.DistributedDataParallel(model)
         groups = [{"params": each.parameters()} for each in model.children()]
         taken = groups if how == "groups" else called.parameters()
+        if how == "frozen":  # for good, and the head for a step
+            model.decoder.requires_grad_(False)
+            model.head.bias.requires_grad_(False)
+        if how == "head":
+            model.decoder.requires_grad_(False)
+            taken = model.head.parameters()
         optimizer = torch.optim.AdamW(taken, lr=0.01, foreach=True)
         if how == "accelerate":
             called, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
         draws, found = torch.Generator().manual_seed(3), []
         for _ in range(3):
+            model.head.bias.requires_grad_(how != "frozen" or bool(found))
             ids = torch.randint(1, 101, (4, 7), generator=draws)[rank::size]
             loss = called(ids, torch.randint(3, (4,), generator=draws)[rank::size])
             loss.backward()
@@ -73,7 +80,7 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("how", ["plain", "groups", "DDP", "accelerate"])
+@pytest.mark.parametrize("how", ["plain", "groups", "DDP", "accelerate", "frozen", "head"])
 def test_a_loop_trains_it_as_in_one_process(tmp_path: Path, size: int, tp: int, how: str) -> None:
     Tiny().model().save_pretrained(tmp_path)
     expected = torch.tensor(pool(1).run(_train, str(tmp_path), None, how)[0])
@@ -104,7 +111,10 @@ def _answer(folder: str, tp: int | None, with_trainer: bool, lora: bool) -> list
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
-        model.save_pretrained(f"{folder}/out")
+        if tp is None or torch.distributed.get_rank() == 0:  # the other ranks join
+            model.save_pretrained(f"{folder}/out")
+        if tp is not None:
+            torch.distributed.barrier()
         return norms
 
 

@@ -161,6 +161,56 @@ def test_dp_ranks_may_use_other_parts_of_it() -> None:
         assert max(each) <= 1e-12
 
 
+def _later(mesh: px.Mesh, again: bool) -> str:
+    """What a step says whose head has its first gradients after the model's, or is another one."""
+    ours = split("decoder", mesh)[1]
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ids = torch.full((1, 3), 5 + mesh.rank)
+    ours.inner(input_ids=ids).last_hidden_state.sum().backward()
+    optimizer.step()
+    torch.manual_seed(3)
+    ours.head = nn.Linear(WIDTH, 3).double()
+    optimizer.add_param_group({"params": ours.head.parameters()})
+    if again:
+        px.data_parallel(ours, mesh)
+    ours(ids).pow(2).sum().backward()
+    return refusal(optimizer.step)
+
+
+def _later_gradients() -> list[str]:
+    mesh = Layout(2, 1, 1).mesh()
+    return [_later(mesh, again) for again in (False, True)]
+
+
+def test_gradients_that_come_later_must_be_equal_too() -> None:
+    for refused, served in pool(2).run(_later_gradients):
+        assert "SGD.step: the norm of the gradients of parameters beside" in refused
+        assert served == "nothing was raised"
+
+
+def _of_other_kinds() -> tuple[float, str, str]:
+    """Complex gradients are averaged; sparse ones, and hooks, are refused."""
+    mesh = Layout(2, 1, 1).mesh()
+    ours = split("decoder", mesh)[1]
+    phase = nn.Parameter(torch.tensor(1 + 1j, dtype=torch.complex128))
+    ours.table, ours.phase = nn.Embedding(9, 2, sparse=True, dtype=torch.float64), phase
+    with torch.no_grad():
+        ours.table.weight.fill_(1.0)
+    px.data_parallel(ours, mesh)
+    ((1 + mesh.dp_rank) * phase.abs()).backward()
+    error = abs(phase.grad.item() - 1.5 * (1 + 1j) / 2**0.5)
+    sparse = refusal(ours.table(torch.tensor([3])).sum().backward)
+    ours.head.weight.register_hook(lambda gradient: gradient)
+    return error, sparse, refusal(ours(torch.full((1, 3), 5)).sum().backward)
+
+
+def test_gradients_of_other_kinds() -> None:
+    for error, sparse, hooked in pool(2).run(_of_other_kinds):
+        assert error <= 1e-12
+        assert "make the embedding with sparse=False" in sparse
+        assert f"beside the model, of shape (3, {WIDTH}), has gradient hooks" in hooked
+
+
 def _files(folder: str) -> float:
     mesh = Layout(2, 2, 1).mesh()
     reference, ours = split("model", mesh)
