@@ -21,6 +21,7 @@ def save_pretrained(
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     state_dict: Mapping[str, torch.Tensor] | None = None,
+    *args: Any,
     **options: Any,
 ) -> None:
     """Extend ``PreTrainedModel.save_pretrained``: all ranks call it, and rank 0 writes all of it.
@@ -37,7 +38,7 @@ def save_pretrained(
             "px.full_state_dict(model) gathers"
         )
     if state_dict is not None or not is_parallel(self):
-        plain(self, save_directory, is_main_process, state_dict, **options)
+        plain(self, save_directory, is_main_process, state_dict, *args, **options)
         return
     mesh = state_of(self).mesh
 
@@ -46,7 +47,7 @@ def save_pretrained(
 
         def write() -> None:
             if mesh.rank == 0:
-                plain(self, save_directory, True, full, **options)
+                plain(self, save_directory, True, full, *args, **options)
 
         mesh.control.run_on_all(f"{type(self).__name__}.save_pretrained", write, patient=True)
 

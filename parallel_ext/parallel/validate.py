@@ -121,10 +121,12 @@ def check_names(model: nn.Module, spec: ModelSpec) -> None:
     """Raise one error that lists every name that the spec needs and the model lacks."""
     cls = type(model).__name__
     if spec.head and not hasattr(model, spec.head) and not cls.endswith("ForCausalLM"):
+        inner = next((path for path, each in model.named_modules() if is_decoder(each)), None)
         raise ValueError(
             f"parallelize: {cls} is not served: of {spec.model_type!r} the class with an output "
             "head is, ...ForCausalLM, and of dense models the decoder alone, ...Model, and those "
             "that classify sequences or tokens"
+            + (f"; px.parallelize(model.{inner}, mesh) takes the decoder in it" if inner else "")
         )
     of_model, of_config = _MODEL_ATTRIBUTES, _CONFIG_ATTRIBUTES
     if spec.attention:

@@ -578,11 +578,12 @@ def test_what_is_no_parallel_model_is_named() -> None:
         px.data_parallel(TINY.model(), None)
 
 
-@pytest.mark.parametrize("cls", [transformers.LlamaModel, transformers.LlamaForQuestionAnswering])
-def test_only_the_class_with_an_output_head_is_served(cls: type) -> None:
-    model = cls(TINY.model().config)
-    with pytest.raises(ValueError, match=f"{cls.__name__} is not served: .* ...ForCausalLM"):
+def test_a_class_with_another_head_is_told_of_its_decoder() -> None:
+    model = transformers.LlamaForQuestionAnswering(TINY.model().config)
+    words = "LlamaForQuestionAnswering is not served: .* px.parallelize.model.transformer, mesh"
+    with pytest.raises(ValueError, match=words):
         px.parallelize(model, px.init_mesh())
+    assert px.parallelize(model.transformer, px.init_mesh()) is model.transformer
 
 
 def test_an_option_of_save_pretrained_is_refused_without_its_tensors(tmp_path: Path) -> None:
