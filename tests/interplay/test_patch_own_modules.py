@@ -64,8 +64,9 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
             model.decoder.requires_grad_(False)
             taken = model.head.parameters()
         optimizer = torch.optim.AdamW(taken, lr=0.01, foreach=True)
-        if how == "accelerate":
-            called, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+        accelerator = accelerate.Accelerator(cpu=True) if how == "accelerate" else None
+        if accelerator is not None:
+            called, optimizer = accelerator.prepare(model, optimizer)
         draws, found = torch.Generator().manual_seed(3), []
         for _ in range(3):
             model.head.bias.requires_grad_(how != "frozen" or bool(found))
@@ -76,6 +77,8 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             found += [loss.item(), float(norm)]
+        if accelerator is not None:
+            accelerator.save_model(called, f"{directory}/{'plain' if tp is None else 'ours'}")
         return found
 
 
@@ -86,6 +89,9 @@ def test_a_loop_trains_it_as_in_one_process(tmp_path: Path, size: int, tp: int, 
     expected = torch.tensor(pool(1).run(_train, str(tmp_path), None, how)[0])
     found = torch.tensor(pool(size).run(_train, str(tmp_path), tp, how))
     torch.testing.assert_close(found.mean(0), expected, rtol=1e-6, atol=0)  # norms go by fp32
+    if how == "accelerate":
+        saved = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "plain"))
+        torch.testing.assert_close(*saved, rtol=1e-3, atol=1e-5)
 
 
 def _answer(folder: str, tp: int | None, with_trainer: bool, lora: bool) -> list[float]:
