@@ -25,7 +25,7 @@ from parallel_ext.checkpoint.manifest import (
 from parallel_ext.checkpoint.optimizer_state import restore
 from parallel_ext.checkpoint.scheduler_state import Scheduler
 from parallel_ext.checkpoint.source import Contents
-from parallel_ext.checkpoint.steps import latest_save, manifest_of_step, name_of_step
+from parallel_ext.checkpoint.steps import latest_save, manifest_of_step, name_of_step, step_of_name
 from parallel_ext.checkpoint.verify import read_small_files
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.distributed.mesh import Mesh
@@ -114,9 +114,9 @@ def _choose(root: Path, step: int | None, mesh: Mesh) -> tuple[str, str] | None:
         return str(path), manifest_of_step(path).save_id
     found = latest_save(root)
     if found is None:
-        number, hint = root.name.removeprefix("step-"), ""
-        if number.isdecimal() and root.name == name_of_step(int(number)):
-            hint = f"; of a step give the root, {root.parent}, and step={int(number)}"
+        number, hint = step_of_name(root.name), ""
+        if number is not None:
+            hint = f"; of a step give the root, {root.parent}, and step={number}"
         raise CheckpointError(f"{root} holds no training checkpoint{hint}")
     return str(found[0]), found[1]
 

@@ -108,7 +108,7 @@ def contents_of(model: nn.Module) -> Contents:
             )
         return contents
     own, state = model_of(model), state_of(model)
-    whole = WholeModel(own, state.layout, [f"{path}.weight" for path in state.spec.ends])
+    whole = WholeModel(own, state.layout, state.spec.vocabulary)
     return OwnModule(model, whole) if beside else whole
 
 

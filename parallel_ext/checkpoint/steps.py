@@ -42,6 +42,12 @@ def name_of_step(step: int) -> str:
     return f"step-{step:08}"
 
 
+def step_of_name(name: str) -> int | None:
+    """Return the step whose directory has a name; None if it is of none."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match and name_of_step(int(match[1])) == name else None
+
+
 def publish_step(temporary: Path, root: Path, manifest: Manifest) -> None:
     """Seal a directory whose files are durable, and give it its name; on one rank.
 
@@ -164,10 +170,9 @@ def complete_steps(root: Path) -> dict[int, Path]:
     """Return the directories under ``root`` that have a commit, by the number of their step."""
     steps = {}
     for path in root.iterdir() if root.is_dir() else ():
-        match = _STEP_NAME.fullmatch(path.name)
-        is_step = match and name_of_step(int(match[1])) == path.name
-        if is_step and os.path.lexists(path / COMMIT_NAME):
-            steps[int(match[1])] = path
+        step = step_of_name(path.name)
+        if step is not None and os.path.lexists(path / COMMIT_NAME):
+            steps[step] = path
     return steps
 
 

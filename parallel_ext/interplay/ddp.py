@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ext.interplay.trained_together import is_in_force, prepare_to_train
-from parallel_ext.parallel.state import own_state
+from parallel_ext.parallel.beside import parallel_parts
+from parallel_ext.parallel.state import state_of
 from parallel_ext.training.gradients import no_sync
 
 
@@ -31,7 +32,7 @@ def start_ddp(
             rank 0's.
     """
     prepare_to_train(module, "DistributedDataParallel")
-    states = [state for each in module.modules() if (state := own_state(each)) is not None]
+    states = [state_of(each) for each in parallel_parts(module).values()]
     if states and is_in_force():
         nn.Module.__init__(self)
         self.__class__, self.module = _passed_on(type(self)), module

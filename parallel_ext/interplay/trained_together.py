@@ -16,7 +16,7 @@ from parallel_ext.nn.grad_sync import PartialGradients
 from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting
 from parallel_ext.parallel.drift import check_replicas
-from parallel_ext.parallel.extending import is_called_by_this_package
+from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import (
@@ -66,7 +66,8 @@ def start_optimizer(
     """
     if not isinstance(params, torch.Tensor):
         params = _trained_together(self, params)
-    plain(self, params, defaults)
+    with called_by_this_package():  # it adds its groups by add_param_group
+        plain(self, params, defaults)
 
 
 def add_group(plain: Callable[..., None], self: Optimizer, param_group: Any) -> None:

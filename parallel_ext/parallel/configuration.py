@@ -155,9 +155,9 @@ def _auto_class(directory: HFDirectory) -> Any:
     for kind in ("SequenceClassification", "TokenClassification"):
         if str(name).endswith(f"For{kind}"):
             return getattr(transformers, f"AutoModelFor{kind}")
-    return (
-        transformers.AutoModel if str(name).endswith("Model") else transformers.AutoModelForCausalLM
-    )
+    if str(name).endswith("Model"):
+        return transformers.AutoModel
+    return transformers.AutoModelForCausalLM
 
 
 def _fields(content: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -76,7 +76,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
     check_mesh("data_parallel", mesh)
     mesh.control.barrier("data_parallel")
 
-    def prepare() -> tuple[nn.Module, ParallelState]:
+    def prepare() -> tuple[nn.Module, ParallelState, dict[str, nn.Parameter]]:
         if mesh.dp_size > 1:
             _check_torch()
         own, state = model_of(model), state_of(model)
@@ -84,21 +84,22 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
             raise ValueError(f"data_parallel: this model was parallelized with {state.mesh!r}")
         if zero not in (2, 3):
             raise ValueError(f"data_parallel: zero must be 2 or 3, got {zero!r}")
-        again = state.zero == zero and parameters_beside(model)  # new ones, perhaps
+        beside = parameters_beside(model)
+        again = state.zero == zero and beside  # new ones, perhaps
         if state.zero is not None and not again:
             raise ValueError(f"data_parallel: this model is already, with zero={state.zero}")
         if state.reduced_by_caller:
             raise ValueError("data_parallel: px.no_data_parallel was called on this model")
-        if state.invariant is not None and (beside := parameters_beside(model)):
+        if state.invariant is not None and beside:
             raise ValueError(
                 f"data_parallel: px.Invariant does not serve {next(iter(beside))} beside the model"
             )
         if mesh.dp_size > 1:
             for name, parameter in own.named_parameters():
                 refuse_gradient_hooks("data_parallel", name, parameter)
-        return own, state
+        return own, state, beside
 
-    own, state = mesh.control.run_on_all("data_parallel", prepare)
+    own, state, beside = mesh.control.run_on_all("data_parallel", prepare)
     if mesh.dp_size > 1 and state.zero is None:
         plain_class = type(own)
         with called_by_this_package():
@@ -113,7 +114,7 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         _keep_name(type(own), plain_class)
         own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
     state.zero = zero
-    average_beside(parameters_beside(model), mesh, state.partials, "data_parallel")
+    average_beside(beside, mesh, state.partials, "data_parallel")
     return model
 
 
