@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import peft
@@ -20,6 +21,7 @@ from torch import nn
 from versions import needs_trainer
 
 import parallel_ext as px
+from parallel_ext.interplay import trained_together
 
 LAYOUTS = pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 2)])
 
@@ -92,6 +94,22 @@ def test_a_loop_trains_it_as_in_one_process(tmp_path: Path, size: int, tp: int, 
     if how == "accelerate":
         saved = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "plain"))
         torch.testing.assert_close(*saved, rtol=1e-3, atol=1e-5)
+
+
+def _looks(directory: str) -> int:
+    """How often an optimizer with a group for each parameter looks at what it is given."""
+    with _patched(1):
+        model = Scores(directory)
+        groups = [{"params": parameter} for parameter in model.parameters()]
+        looked = mock.Mock(wraps=trained_together._trained_together)
+        with mock.patch.object(trained_together, "_trained_together", looked):
+            torch.optim.SGD(groups, lr=0.1)
+        return looked.call_count
+
+
+def test_an_optimizer_of_many_groups_looks_at_them_once(tmp_path: Path) -> None:
+    Tiny().model().save_pretrained(tmp_path)
+    assert pool(2).run(_looks, str(tmp_path)) == [1, 1]
 
 
 def _answer(folder: str, tp: int | None, with_trainer: bool, lora: bool) -> list[float]:
