@@ -21,22 +21,23 @@ from torch import nn
 from versions import needs_trainer
 
 import parallel_ext as px
-from parallel_ext.interplay import trained_together
+from parallel_ext.parallel import adopting
 
+CAUSAL = "head of a causal model"
 LAYOUTS = pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 2)])
 
 
 class Scores(nn.Module):
     """Scores three classes of a text by a decoder and a head."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, cls: Any = transformers.AutoModel) -> None:
         super().__init__()
-        self.decoder = transformers.AutoModel.from_pretrained(directory, dtype=torch.float64)
+        self.decoder = cls.from_pretrained(directory, dtype=torch.float64)
         torch.manual_seed(5)
         self.head = nn.Linear(self.decoder.config.hidden_size, 3, dtype=torch.float64)
 
     def forward(self, ids: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        hidden = self.decoder(input_ids=ids).last_hidden_state[:, -1]
+        hidden = self.decoder(input_ids=ids, output_hidden_states=True).hidden_states[-1][:, -1]
         return nn.functional.cross_entropy(self.head(hidden), classes)
 
 
@@ -54,7 +55,8 @@ def _patched(tp: int | None) -> Iterator[tuple[int, int]]:
 def _train(directory: str, tp: int | None, how: str) -> list[float]:
     """Losses and norms of a loop in one of the ways of scripts."""
     with _patched(tp) as (rank, size):
-        called = model = Scores(directory).train()
+        causal = [transformers.AutoModelForCausalLM] * (how == CAUSAL)
+        called = model = Scores(directory, *causal).train()
         if how == "DDP" and tp is not None:
             called = nn.parallel.DistributedDataParallel(model)
         groups = [{"params": each.parameters()} for each in model.children()]
@@ -62,7 +64,7 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
         if how == "frozen":  # for good, and the head for a step
             model.decoder.requires_grad_(False)
             model.head.bias.requires_grad_(False)
-        if how == "head":
+        if how.startswith("head"):
             model.decoder.requires_grad_(False)
             taken = model.head.parameters()
         optimizer = torch.optim.AdamW(taken, lr=0.01, foreach=True)
@@ -85,7 +87,7 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("how", ["plain", "groups", "DDP", "accelerate", "frozen", "head"])
+@pytest.mark.parametrize("how", ["plain", "groups", "DDP", "accelerate", "frozen", "head", CAUSAL])
 def test_a_loop_trains_it_as_in_one_process(tmp_path: Path, size: int, tp: int, how: str) -> None:
     Tiny().model().save_pretrained(tmp_path)
     expected = torch.tensor(pool(1).run(_train, str(tmp_path), None, how)[0])
@@ -101,8 +103,8 @@ def _looks(directory: str) -> int:
     with _patched(1):
         model = Scores(directory)
         groups = [{"params": parameter} for parameter in model.parameters()]
-        looked = mock.Mock(wraps=trained_together._trained_together)
-        with mock.patch.object(trained_together, "_trained_together", looked):
+        looked = mock.Mock(wraps=adopting.adopt_owners)
+        with mock.patch.object(adopting, "adopt_owners", looked):
             torch.optim.SGD(groups, lr=0.1)
         return looked.call_count
 

@@ -177,14 +177,28 @@ def _later(mesh: px.Mesh, again: bool) -> str:
     return refusal(optimizer.step)
 
 
+def _first_used_later(mesh: px.Mesh) -> str:
+    """What the second step says of a head that nobody averages, and the first has not used."""
+    ours = scores()
+    px.parallelize(ours.inner, mesh)
+    px.data_parallel(ours.inner, mesh)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ids = torch.full((1, 3), 5 + mesh.rank)
+    ours.inner(input_ids=ids).last_hidden_state.sum().backward()
+    optimizer.step()
+    ours(ids).pow(2).sum().backward()
+    return refusal(optimizer.step)
+
+
 def _later_gradients() -> list[str]:
     mesh = Layout(2, 1, 1).mesh()
-    return [_later(mesh, again) for again in (False, True)]
+    return [_first_used_later(mesh), *(_later(mesh, again) for again in (False, True))]
 
 
 def test_gradients_that_come_later_must_be_equal_too() -> None:
-    for refused, served in pool(2).run(_later_gradients):
-        assert "SGD.step: the norm of the gradients of parameters beside" in refused
+    for *refused, served in pool(2).run(_later_gradients):
+        for text in refused:
+            assert "SGD.step: the norm of the gradients of parameters beside" in text
         assert served == "nothing was raised"
 
 
