@@ -12,6 +12,7 @@ from parallel_ext.cli.options import existing, positive
 from parallel_ext.cli.saved import (
     ADAPTER,
     CHECKPOINT,
+    FILE,
     MODEL,
     NothingSavedError,
     kind_of,
@@ -21,6 +22,7 @@ from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.progress import progress_bar
 from parallel_ext.io.publish import Publication
 from parallel_ext.io.rewrite import Progress, check_new
+from parallel_ext.io.safetensors_reader import SafetensorsFile
 
 # These import torch's DCP, transformers and PEFT, which takes seconds, where they are needed.
 
@@ -95,7 +97,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report))
     else:
-        print(f"{options.out}: " + ", ".join(f"{name} {value}" for name, value in made.items()))
+        facts = {n: " and ".join(v) if isinstance(v, tuple) else v for n, v in made.items()}
+        print(f"{options.out}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     return 0
 
 
@@ -113,9 +116,22 @@ def _kind(source: Path) -> str:
         )
     if kind in _FORMATS:
         return kind
+    if kind == FILE and source.suffix == ".safetensors":
+        _check_swiss_army(source)
     if any(name == "latest" or name.endswith((".pt", ".safetensors")) for name in names):
         return _SWISS_ARMY
     raise CheckpointError(f"{source} is no {MODEL}, {CHECKPOINT}, {_DCP} or {_SWISS_ARMY}")
+
+
+def _check_swiss_army(source: Path) -> None:
+    from parallel_ext.lora.swiss_army_files import FACTOR
+
+    with SafetensorsFile(source) as file:
+        if not any(map(FACTOR.fullmatch, file.tensors)):
+            raise CheckpointError(
+                f"{source} is a safetensors file without an adapter of SwissArmyTransformer; of a "
+                f"{MODEL} or {CHECKPOINT} convert takes the folder"
+            )
 
 
 def _progress(source: Path, quiet: bool) -> AbstractContextManager[Progress]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from parallel_ext.cli.options import existing, positive, tolerance
 from parallel_ext.cli.saved import PATHS, Saved, open_saved
 from parallel_ext.cli.tables import print_table
+from parallel_ext.io.progress import progress_bar
+from parallel_ext.io.rewrite import Progress
 from parallel_ext.io.safetensors_reader import TensorEntry
 from parallel_ext.io.safetensors_writer import DTYPE_NAMES
 from parallel_ext.sharding.reshard import row_ranges
@@ -87,12 +88,18 @@ def _compare(first: Saved, second: Saved, quiet: bool) -> list[Difference]:
         Difference(name, math.inf, math.inf, f"only in {(first if name in ours else second).path}")
         for name in ours.keys() ^ theirs.keys()
     ]
-    for shown in tqdm([name for name in ours if name in theirs], unit="tensor", disable=quiet):
-        found.append(_of_tensor(shown, first, ours[shown], second, theirs[shown]))
+    both = [name for name in ours if name in theirs]
+    entries = first.entries
+    num_bytes = sum(entries[ours[n]].stop - entries[ours[n]].start for n in both)
+    with progress_bar("", num_bytes, 0, False if quiet else None) as done:
+        for shown in both:
+            found.append(_of_tensor(shown, first, ours[shown], second, theirs[shown], done))
     return found
 
 
-def _of_tensor(shown: str, first: Saved, name: str, second: Saved, other: str) -> Difference:
+def _of_tensor(
+    shown: str, first: Saved, name: str, second: Saved, other: str, done: Progress
+) -> Difference:
     """Compare one tensor in stripes of its elements, whatever its size."""
     sides = [(first.file_of[name], name), (second.file_of[other], other)]
     entries: list[TensorEntry] = [file.tensors[key] for file, key in sides]
@@ -110,6 +117,7 @@ def _of_tensor(shown: str, first: Saved, name: str, second: Saved, other: str) -
         apart = max(apart, gap.max().item() if gap.numel() else 0.0)
         known = a.abs().double().nan_to_num(0.0, 0.0)
         largest = max(largest, known.max().item() if known.numel() else 0.0)
+        done(parts[0].nbytes)
     dtypes = [DTYPE_NAMES[entry.dtype] for entry in entries]
     why = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} against {dtypes[1]}"
     return Difference(shown, apart, apart / largest if largest else math.inf if apart else 0.0, why)

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "adapter", type=existing, help="folder of the adapter, or its training checkpoint"
     )
     parser.add_argument("base", type=existing, help="folder of the model that it was trained on")
-    parser.add_argument("out", type=Path, help="folder of the merged model")
+    parser.add_argument("out", type=Path, help="a new folder, of the merged model")
 
 
 def run(options: argparse.Namespace) -> int:

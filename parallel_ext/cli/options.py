@@ -23,11 +23,14 @@ def positive(text: str) -> int:
     """Return the integer of at least 1 that an option gives.
 
     Raises:
-        ArgumentTypeError, ValueError: it is another, or none.
+        ArgumentTypeError: it is another, or none.
     """
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise ArgumentTypeError(f"{text} is not at least 1")
+        raise ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return number
 
 
@@ -35,9 +38,29 @@ def tolerance(text: str) -> float:
     """Return the finite number of at least 0 that an option gives.
 
     Raises:
-        ArgumentTypeError, ValueError: it is another, or none.
+        ArgumentTypeError: it is another, or none.
     """
-    number = float(text)
+    number = _number(text)
     if not (math.isfinite(number) and number >= 0):
-        raise ArgumentTypeError(f"{text} is not finite and at least 0")
+        raise ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
     return number
+
+
+def gigabytes(text: str) -> float:
+    """Return the finite number above 0 that an option gives.
+
+    Raises:
+        ArgumentTypeError: it is another, or none.
+    """
+    number = _number(text)
+    if not (math.isfinite(number) and number > 0):
+        raise ArgumentTypeError(f"expected a number of GB above 0, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    """Return a number; NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

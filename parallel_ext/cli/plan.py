@@ -7,11 +7,13 @@ import gc
 import json
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from parallel_ext.cli.options import positive
+from parallel_ext.cli.options import gigabytes, positive
+from parallel_ext.cli.saved import newest_step
 from parallel_ext.cli.tables import print_table
 from parallel_ext.distributed.errors import CheckpointError
 
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=_world, required=True, help="number of ranks")
     parser.add_argument("--tp", type=positive, help="only layouts with this tp")
     parser.add_argument("--ep", type=positive, help="only layouts with this ep")
+    parser.add_argument("--dp", type=positive, help="only layouts with this dp, world / tp")
     parser.add_argument("--rows", type=positive, default=1, help="of a dp rank's batch (1)")
     parser.add_argument("--tokens", type=positive, default=2048, help="of a row (2048)")
     parser.add_argument(
@@ -54,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="each tp rank keeps its own tokens between the sublayers",
     )
-    parser.add_argument("--memory", type=float, metavar="GB", help="of a rank; 1 if nothing fits")
+    parser.add_argument(
+        "--memory", type=gigabytes, metavar="GB", help="of a rank; 1 if nothing fits"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,11 +68,11 @@ def run(options: argparse.Namespace) -> int:
     import transformers
 
     from parallel_ext.lora import adapt_all_linears
-    from parallel_ext.parallel.estimate import Planner, Step
+    from parallel_ext.parallel.estimate import Step
 
     gc.freeze()  # else what was imported is looked through again and again
     transformers.utils.logging.set_verbosity_error()
-    planner = Planner.of(options.model)
+    planner = _planner(options.model)
     step = Step(
         rows=options.rows,
         tokens=options.tokens,
@@ -82,12 +87,30 @@ def run(options: argparse.Namespace) -> int:
     found, refused = _all(planner, step, options)
     limit = options.memory and options.memory * 1e9
     if options.json:
-        report = {"layouts": [asdict(one) for one in found], "refused": refused}
+        layouts = [asdict(one) for one in found]
+        if limit is not None:
+            layouts = [one | {"fits": one["peak"] <= limit} for one in layouts]
+        report = {"layouts": layouts, "refused": refused}
         print(json.dumps(report, indent=2))
     else:
         _print(found, refused, limit)
     fits = any(limit is None or one.peak <= limit for one in found)
     return 0 if fits else 1
+
+
+def _planner(model: str) -> Planner:
+    """Read the configuration of a model; of a root of training checkpoints, of its last step."""
+    from parallel_ext.parallel.estimate import Planner
+
+    path = Path(model)
+    try:
+        return Planner.of(str(newest_step(path)) if path.is_dir() else model)
+    except CheckpointError as error:
+        if path.exists() or not isinstance(error.__cause__, OSError):
+            raise
+        raise CheckpointError(
+            f"there is no directory or file {model}; as a name on the hub: {error}"
+        ) from error
 
 
 def _all(
@@ -96,15 +119,16 @@ def _all(
     """Return the layouts by their peaks, and why others are none."""
     found, refused = [], {}
     for tp, ep in planner.layouts(options.world):
-        if options.tp in (None, tp) and options.ep in (None, ep):
+        wanted = (options.tp, tp), (options.ep, ep), (options.dp, options.world // tp)
+        if all(asked in (None, side) for asked, side in wanted):
             try:
                 found.append(planner.estimate(options.world, tp, ep, step))
             except ValueError as error:
                 refused[f"tp={tp} ep={ep}"] = str(error)
     if not found and not refused:
         raise CheckpointError(
-            f"plan: --tp and --ep must divide --world {options.world}, and a model without experts "
-            "has ep=1"
+            f"plan: --tp, --ep and --dp must divide --world {options.world}, tp times dp is the "
+            "world, and a model without experts has ep=1"
         )
     return sorted(found, key=lambda one: one.peak), refused
 

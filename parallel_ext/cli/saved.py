@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +10,22 @@ from typing import Any
 
 from parallel_ext.checkpoint.manifest import COMMIT_NAME, RNG_NAME, STATE_FOLDER, read_manifest
 from parallel_ext.checkpoint.source import ADAPTER_NAME
-from parallel_ext.checkpoint.steps import complete_steps, latest_checkpoint
+from parallel_ext.checkpoint.steps import (
+    LATEST_NAME,
+    TEMPORARY_NAME,
+    complete_steps,
+    latest_checkpoint,
+)
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.hf_reader import ADAPTER_CONFIG_NAME, CONFIG_NAME, HFDirectory
 from parallel_ext.io.safetensors_reader import SafetensorsFile, TensorEntry
-from parallel_ext.io.schema import read_json
+from parallel_ext.io.schema import parse_json, read_json
 
 CHECKPOINT, MODEL, ADAPTER, FILE = "training checkpoint", "HuggingFace model", "adapter", "file"
 OPTIMIZER = "optimizer: "  # before the names of its tensors
 PATHS = "a model's or adapter's directory, a training checkpoint, or a safetensors file"
+_OF_MODEL = ("model_type", "architectures", "transformers_version", "vocab_size")
+_OF_ADAPTER = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
 
 
 class NothingSavedError(CheckpointError):
@@ -35,15 +42,26 @@ def kind_of(path: Path) -> str:
 
     Raises:
         NothingSavedError: there is nothing of the kind.
+        CheckpointError: it is a step of a training checkpoint that is not complete.
     """
     if (path / COMMIT_NAME).exists():
         return CHECKPOINT
+    if (path / STATE_FOLDER).exists():
+        raise CheckpointError(
+            f"{path} is a step of a training checkpoint, but not a complete one: it has no file "
+            f"{COMMIT_NAME}, which a save writes last; take another step"
+        )
     if (path / ADAPTER_CONFIG_NAME).exists():
         return ADAPTER
     if (path / CONFIG_NAME).exists():
         return MODEL
     if path.is_file():
         return FILE
+    of_root = (LATEST_NAME, "step-*", TEMPORARY_NAME.format(name="step-*", save_id="*"))
+    if any(any(path.glob(pattern)) for pattern in of_root):
+        raise NothingSavedError(
+            f"{path} has no complete step of a training checkpoint; take another root"
+        )
     raise NothingSavedError(
         f"{path} is no safetensors file, HuggingFace model, adapter or training checkpoint"
     )
@@ -86,27 +104,38 @@ def open_saved(path: Path) -> Iterator[Saved]:
 
     Raises:
         NothingSavedError: there is nothing of the kind.
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or a step that is not complete.
     """
     path = newest_step(path)
     kind = kind_of(path)
     with ExitStack() as files:
-        if kind == CHECKPOINT:
-            yield _checkpoint(path, files)
-        elif kind == ADAPTER:
-            file = files.enter_context(SafetensorsFile(path / ADAPTER_NAME))
-            config = read_json(path / ADAPTER_CONFIG_NAME)
-            known = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
-            facts = {name: config[name] for name in known if name in config}
-            yield Saved(kind, path, facts, dict.fromkeys(file.tensors, file))
-        elif kind == MODEL:
-            model = files.enter_context(HFDirectory(path))
-            known = ("model_type", "architectures", "transformers_version", "vocab_size")
-            facts = {name: model.config[name] for name in known if name in model.config}
-            yield Saved(kind, path, facts, model.file_of)
-        else:
-            file = files.enter_context(SafetensorsFile(path))
-            yield Saved(kind, path, dict(file.metadata), dict.fromkeys(file.tensors, file))
+        try:
+            saved = _opened(path, kind, files)
+        except CheckpointError as error:
+            names = [each.name for each in path.iterdir()] if path.is_dir() else [path.name]
+            if kind == CHECKPOINT or any(".safetensors" in name for name in names):
+                raise
+            why = f"{path} is no safetensors file; give {PATHS}" if kind == FILE else str(error)
+            raise NothingSavedError(why) from error
+        yield saved
+
+
+def _opened(path: Path, kind: str, files: ExitStack) -> Saved:
+    if kind == CHECKPOINT:
+        return _checkpoint(path, files)
+    if kind == ADAPTER:
+        file = files.enter_context(SafetensorsFile(path / ADAPTER_NAME))
+        facts = _facts(read_json(path / ADAPTER_CONFIG_NAME), _OF_ADAPTER)
+        return Saved(kind, path, facts, dict.fromkeys(file.tensors, file))
+    if kind == MODEL:
+        model = files.enter_context(HFDirectory(path))
+        return Saved(kind, path, _facts(model.config, _OF_MODEL), model.file_of)
+    file = files.enter_context(SafetensorsFile(path))
+    return Saved(kind, path, dict(file.metadata), dict.fromkeys(file.tensors, file))
+
+
+def _facts(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: config[name] for name in names if name in config}
 
 
 def _checkpoint(path: Path, files: ExitStack) -> Saved:
@@ -117,6 +146,9 @@ def _checkpoint(path: Path, files: ExitStack) -> Saved:
             file = files.enter_context(manifest.open(path, name))
             file_of |= dict.fromkeys(file.tensors, file)
     facts = {"step": manifest.step, "save": manifest.number, **manifest.saved_by}
+    if ADAPTER_CONFIG_NAME in manifest.files:
+        content = manifest.read(path, ADAPTER_CONFIG_NAME)
+        facts |= _facts(parse_json(content, path / ADAPTER_CONFIG_NAME), _OF_ADAPTER)
     if manifest.non_finite:
         facts["tensors with NaN or infinity"] = sorted(manifest.non_finite)
     return Saved(CHECKPOINT, path, facts, file_of)

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what was checked, and return 0, or what is wrong, and return 1.
 
     Raises:
-        NothingSavedError: there is nothing to check.
+        NothingSavedError: there is nothing that can be checked.
     """
     report: dict[str, Any] = {"path": str(options.path)}
     try:

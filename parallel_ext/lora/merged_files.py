@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from parallel_ext.checkpoint.source import ADAPTER_NAME
 from parallel_ext.distributed.errors import CheckpointError, first_few
 from parallel_ext.io.hf_reader import HFDirectory
 from parallel_ext.io.publish import Publication
-from parallel_ext.io.rewrite import Progress, copy_beside, nothing, rows_of, write_again
+from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, rows_of, write_again
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported
@@ -129,7 +128,7 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
     Args:
         adapter: folder of a LoRA adapter as PEFT saves it.
         base: folder of the model that it was trained on.
-        out: folder that is made, or replaced as a save does; not one of an adapter.
+        out: folder that is made.
         progress: called with the bytes of each piece that was written.
 
     Raises:
@@ -137,8 +136,8 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
             is written.
         OSError: a file cannot be read or written.
     """
-    if os.path.realpath(base) == os.path.realpath(out):
-        raise CheckpointError(f"{out} is the model itself; merge into another folder")
+    for source in (base, adapter):
+        check_new(out, source)
     with ExitStack() as files:
         own = _Adapter(adapter, files)
         model = files.enter_context(HFDirectory(base))

@@ -78,6 +78,9 @@ class Estimate:
             an adapter the latter two are of it alone.
         gathered: what ZeRO holds beside them in a step; 0 at dp = 1.
         activations: the most that is alive in a forward, on rank 0, which has the largest shards.
+        logits: the largest tile of logits that the loss holds at once; in ``activations`` where it
+            comes on top of them.
+        adapter: (largest, smallest) of a rank, in ``weights``; 0 without one.
         peak: of a step on that rank, all of the above included.
         model_on_disk, checkpoint_on_disk: of the job; the second has what is trained, and the
             optimizer's states.
@@ -94,6 +97,8 @@ class Estimate:
     optimizer: tuple[int, int]
     gathered: int
     activations: int
+    logits: int
+    adapter: tuple[int, int]
     peak: int
     model_on_disk: int
     checkpoint_on_disk: int
@@ -196,7 +201,9 @@ class Planner:
         weights = [held.nbytes(rank, sharded=True) for rank in ranks]
         adapter = True if step.adapt else None
         trained = [held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks]
-        forward, backward = _activations(parts, step, held, mesh.dp_size)
+        adapters = [held.nbytes(r, sharded=True, adapter=True) for r in ranks]
+        logits = _tile_of_logits(step, held)
+        forward, backward = _activations(parts, logits, step, held, mesh.dp_size)
         if mesh.dp_size > 1:
             zero = held.sent_by_zero(step.zero, step.adapt is not None, recorded.gathered_once)
             sent = sent.plus(zero, 1)
@@ -208,6 +215,8 @@ class Planner:
             optimizer=(states * max(trained), states * min(trained)),
             gathered=gathered,
             activations=forward,
+            logits=logits,
+            adapter=(max(adapters), min(adapters)),
             peak=weights[0] + states * trained[0] + gathered + max(forward, backward),
             model_on_disk=held.logical(adapter=False),
             checkpoint_on_disk=(1 + states) * held.logical(adapter=step.adapt is not None),
@@ -331,14 +340,20 @@ def _beside_partials(summed: list[Summed], wide: int) -> int:
     return most
 
 
-def _activations(parts: dict[str, int], step: Step, held: Held, dp: int) -> tuple[int, int]:
+def _tile_of_logits(step: Step, held: Held) -> int:
+    """Return the bytes of the logits that the fused loss holds at once on rank 0."""
+    dtype = step.dtype if step.autocast is None else step.autocast
+    most = _TILE if step.adapt is None else _TILE_OF_FROZEN  # adapters leave the head frozen
+    return min(step.rows * step.tokens, most) * held.vocab_rows * dtype.itemsize
+
+
+def _activations(
+    parts: dict[str, int], tile: int, step: Step, held: Held, dp: int
+) -> tuple[int, int]:
     """Return the largest number of bytes alive in forward, and in backward with gradients."""
     if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
         parts["end"] += held.nbytes(0, adapter=True)
     received = held.largest_layer() if dp > 1 and step.zero == 2 else 0  # not in backward
-    logits = step.dtype if step.autocast is None else step.autocast
-    most = _TILE if step.adapt is None else _TILE_OF_FROZEN  # adapters leave the head frozen
-    tile = min(step.rows * step.tokens, most) * held.vocab_rows * logits.itemsize
     forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + tile)
     return forward, max(parts.values()) - received
 

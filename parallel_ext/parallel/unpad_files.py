@@ -71,6 +71,11 @@ def unpad_files(
         padded = max(model.shapes[name][0] for name in vocabulary if name in model.shapes)
         ids = _ids_of_tokenizer(source)
         true = vocab_size or (configured if configured < padded else ids)
+        if vocab_size is not None and vocab_size >= padded:
+            raise CheckpointError(
+                f"{source}: nothing to drop: --vocab-size {vocab_size} is not below the {padded} "
+                "rows of the vocabulary; pass the true size, without padding"
+            )
         if true is None or true >= padded:
             raise CheckpointError(
                 f"{source}: nothing to drop: the vocabulary has {padded} rows, config.json says "

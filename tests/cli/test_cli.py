@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
 from parallel_ext.cli.main import main
+from parallel_ext.io import progress
 from parallel_ext.parallel.estimate import Planner, Step
 
 TINY = Tiny(dtype=torch.float32)
@@ -41,7 +42,9 @@ def _save(root: Path, tp: int, steps: int) -> None:
 def _save_adapter(folder: Path) -> None:
     model = px.parallelize(TINY.model(), mesh_of())
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], lora_alpha=6)
-    peft.get_peft_model(model, config).save_pretrained(folder)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(folder)
+    px.save_checkpoint(folder.with_name("steps of adapter"), 1, adapted)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,11 @@ def test_inspect_prints_layers_on_one_line(saved: Path, capsys: pytest.CaptureFi
 def test_inspect_knows_adapters_and_files(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = _json(capsys, 0, "inspect", saved / "adapter")
     assert (adapter["kind"], adapter["facts"]["r"]) == ("adapter", 3)
+    step = _json(capsys, 0, "inspect", saved / "steps of adapter")
+    assert (step["kind"], step["facts"]["step"]) == ("training checkpoint", 1)
+    for facts in (adapter["facts"], step["facts"]):
+        assert (facts["peft_type"], facts["r"], facts["lora_alpha"]) == ("LORA", 3, 6)
+        assert facts["target_modules"] == ["q_proj"]
     file = _json(capsys, 0, "inspect", saved / "adapter" / "adapter_model.safetensors")
     assert (file["kind"], file["tensors"]) == ("file", adapter["tensors"])
 
@@ -129,6 +137,47 @@ def test_verify_finds_a_model_that_is_cut_short(
     assert "truncated" in _json(capsys, 1, "verify", model)["wrong"]
 
 
+def test_a_step_without_commit_is_not_complete(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(saved / "two" / "checkpoints", tmp_path / "copy")
+    step = px.latest_checkpoint(root)
+    (step / "COMMIT").unlink()
+    assert "not a complete one" in _json(capsys, 1, "verify", step)["wrong"]
+    assert main(["inspect", str(step)]) == 2
+    assert "not a complete one" in capsys.readouterr().err
+    for left in ("LATEST", step.name, ".tmp-step-00000002-0"):
+        alone = tmp_path / f"root of {left}"
+        alone.mkdir()
+        (alone / left).mkdir()
+        for path in (root, alone):
+            assert main(["verify", str(path)]) == 2
+            assert f"{path} has no complete step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model/config.json", "config.json is no safetensors file; give a model's"),
+        ("checkpoints/LATEST", "LATEST is no safetensors file; give a model's"),
+        ("model", "there is neither model.safetensors nor"),
+        ("bin", "pytorch_model.bin is a pickle"),
+        ("adapter", "adapter_model.safetensors: no such file"),
+    ],
+)
+def test_what_holds_no_tensors_that_can_be_read_is_not_damaged(
+    name: str, message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved / "two" / "checkpoints", tmp_path / "checkpoints")
+    for folder in ("model", "bin"):
+        TINY.config().save_pretrained(tmp_path / folder)
+    (tmp_path / "bin" / "pytorch_model.bin").write_bytes(b"old")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert main(["verify", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_diff_compares_layouts_and_trainings(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +195,26 @@ def test_diff_compares_layouts_and_trainings(
     gap = (first.double() - second.double()).abs().max()
     assert norm["difference"] == gap.item()
     assert norm["relative"] == (gap / first.double().abs().max()).item()
+
+
+def test_diff_shows_progress_on_a_terminal_alone(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = [str(saved / "two" / "checkpoints")] * 2
+    assert main(["diff", *pair]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "_LONG_S", 0.0)
+    assert main(["diff", *pair]) == 0
+    assert "100%" in capsys.readouterr().err
+
+
+def test_diff_rtol_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    for rtol in ("x", "nan", "-1"):
+        with pytest.raises(SystemExit):
+            main(["diff", "/tmp", "/tmp", "--rtol", rtol])
+        expected = f"--rtol: expected a finite number of at least 0, got {rtol!r}"
+        assert expected in capsys.readouterr().err
 
 
 def test_diff_says_why_tensors_cannot_be_compared(
@@ -252,6 +321,38 @@ def test_plan_says_whether_a_layout_fits(
     ]
     assert main([*plan, "--memory", "0.000001"]) == 1
     assert " no" in capsys.readouterr().out
+    layouts = _json(capsys, 0, *plan)["layouts"]
+    assert not any("fits" in each for each in layouts)
+    between = str(sum(each["peak"] for each in layouts) / 2e9)
+    found = _json(capsys, 0, *plan, "--memory", between)["layouts"]
+    assert [(each["tp"], each["fits"]) for each in found] == [(2, True), (1, False)]
+
+
+def test_plan_keeps_the_layouts_of_a_dp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    TinyMixtral().config().save_pretrained(tmp_path)
+    plan = ["plan", tmp_path, "--world", 4, "--tokens", 16]
+    every, some = (_json(capsys, 0, *plan, *more)["layouts"] for more in ([], ["--dp", 2]))
+    assert some == [each for each in every if each["dp"] == 2]
+    assert 0 < len(some) < len(every)
+
+
+def test_plan_takes_the_last_step_of_a_root(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_root, of_model = (
+        _json(capsys, 0, "plan", saved / "two" / name, "--world", 2)
+        for name in ("checkpoints", "model")
+    )
+    assert of_root == of_model
+
+
+def test_plan_says_that_there_is_no_such_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["plan", "nowhere", "--world", "2"]) == 2
+    text = capsys.readouterr().err
+    assert "there is no directory or file nowhere; as a name on the hub: nowhere: " in text
 
 
 @pytest.mark.parametrize(
@@ -264,6 +365,8 @@ def test_plan_says_whether_a_layout_fits(
         ('{"model_type": "llama", "num_hidden_layers": -1}', [], "without layers"),
         ('{"model_type": "llama"}', ["--ep", "2"], "a model without experts has ep=1"),
         ('{"model_type": "llama"}', ["--tp", "3"], "must divide --world 4"),
+        ('{"model_type": "llama"}', ["--dp", "3"], "must divide --world 4"),
+        ('{"model_type": "llama"}', ["--tp", "2", "--dp", "4"], "tp times dp is the world"),
     ],
 )
 def test_plan_names_what_it_cannot_plan(
@@ -282,8 +385,17 @@ def test_plan_names_what_it_cannot_plan(
     ("options", "message"),
     [
         (["--world", "1000000000"], "--world: 1000000000 is more than the 1048576 ranks"),
-        (["--world", "0"], "--world: 0 is not at least 1"),
-        (["--world", "2", "--tokens", "0"], "--tokens: 0 is not at least 1"),
+        (["--world", "0"], "--world: expected a whole number of at least 1, got '0'"),
+        (["--world", "x"], "--world: expected a whole number of at least 1, got 'x'"),
+        (["--world", "2", "--tokens", "0"], "--tokens: expected a whole number of at least 1"),
+        (["--world", "2", "--tp", "1.5"], "--tp: expected a whole number of at least 1"),
+        *(
+            (
+                ["--world", "2", "--memory", gb],
+                f"--memory: expected a number of GB above 0, got {gb!r}",
+            )
+            for gb in ("-1", "0", "nan", "inf", "x")
+        ),
     ],
 )
 def test_plan_refuses_numbers_of_no_job_at_once(

@@ -108,6 +108,9 @@ def test_only_padding_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[s
     _pad(padded, TINY, 0.5, PADDED)
     convert = [padded, out, "--vocab-size", V]
     assert f"row {V} is not zero" in _refused(capsys, out, *convert)
+    for rows in (PADDED, 5000):
+        text = _refused(capsys, out, padded, out, "--vocab-size", rows)
+        assert f"--vocab-size {rows} is not below the {PADDED} rows" in text
     assert "there is none in the folder" in _refused(capsys, out, *convert, "--filled-padding")
     _tokenizer(padded, V + 1)
     assert f"has the id {V}" in _refused(capsys, out, *convert, "--filled-padding")
@@ -120,6 +123,25 @@ def test_only_padding_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is there already" in _refused(capsys, out, *convert, "--filled-padding")
     assert "nothing to drop" in _refused(capsys, out, out, tmp_path / "again")
     assert "or in it" in _refused(capsys, out, padded, padded / "inside")
+
+
+def test_what_was_shortened_is_printed_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _pad(tmp_path / "padded", TINY, 0.0, V)
+    assert main(["convert", str(tmp_path / "padded"), str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "shortened lm_head.weight and model.embed_tokens.weight, tensors 21" in text
+
+
+def test_a_file_of_a_model_is_no_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TINY.model().save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    text = _refused(capsys, out, tmp_path / "model" / "model.safetensors", out)
+    assert "model.safetensors is a safetensors file without an adapter of" in text
+    assert "convert takes the folder" in text
 
 
 def _save(root: Path, adapter: bool) -> None:

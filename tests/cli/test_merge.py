@@ -124,6 +124,17 @@ def test_training_checkpoints_merge_as_what_they_hold(tmp_path: Path) -> None:
     assert not (places[-1] / "COMMIT").exists()
 
 
+def test_a_step_of_checkpoints_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool(1).run(_steps, tmp_path)
+    step = px.latest_checkpoint(tmp_path / "base")
+    TINY.model().save_pretrained(tmp_path / "model")
+    text = _refused(capsys, tmp_path / "adapter", tmp_path / "model", step)
+    assert f"{step} is there already; choose a new folder" in text
+    assert px.verify_checkpoint(step) == 3
+
+
 def _refused(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:
     assert main(["merge", *map(str, paths)]) == 2
     return capsys.readouterr().err
@@ -138,7 +149,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     assert "does not support use_dora=True" in _refused(capsys, tmp_path / "dora", base, out)
     good = tmp_path / "good"
     _trained(TINY.model(), good)
-    assert "is the model itself" in _refused(capsys, good, base, base)
+    assert "itself, or in it; choose another" in _refused(capsys, good, base, base)
     other = tmp_path / "other"
     Tiny(dtype=torch.float32, inner=50).model().save_pretrained(other)
     assert "is for a tensor of" in _refused(capsys, good, other, out)
@@ -164,7 +175,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
     whole = tmp_path / "whole"
     _trained(Tiny(dtype=torch.float32, tied=True).model(), whole, modules_to_save=["embed_tokens"])
     assert "was trained whole" in _refused(capsys, whole, tied, out)
-    assert "holds an adapter" in _refused(capsys, good, base, good)
+    assert "good is there already" in _refused(capsys, good, base, good)
     biases = tmp_path / "biases"
     _trained(TINY.model(), biases, lora_bias=True, target_modules=["q_proj"])
     tensors = load_file(biases / "adapter_model.safetensors")
@@ -173,7 +184,8 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
         biases / "adapter_model.safetensors",
     )
     assert "self_attn.q_proj has bias alone" in _refused(capsys, biases, base, out)
-    assert "Not a directory" in _refused(capsys, good, base, base / "config.json" / "out")
+    assert "itself, or in it" in _refused(capsys, good, base, base / "config.json" / "out")
+    assert "Not a directory" in _refused(capsys, good, base, other / "config.json" / "out")
     config = json.loads((base / "config.json").read_text())
     quantized = tmp_path / "quantized"
     shutil.copytree(base, quantized)

@@ -108,6 +108,8 @@ def test_weights_and_optimizer_are_those_that_ranks_hold(
     assert estimate.weights == (max(weights), min(weights))
     assert estimate.optimizer == (max(states), min(states))
     assert estimate.gradients == (max(states) // 2, min(states) // 2)
+    assert estimate.adapter == (estimate.gradients if r else (0, 0))
+    assert estimate.logits == 6 * -(-37 // tp) * dtype.itemsize
 
 
 CASES = {
