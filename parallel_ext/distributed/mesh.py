@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ext import _C
 from parallel_ext.distributed.background import Background
 from parallel_ext.distributed.barrier import join_job
 from parallel_ext.distributed.control import ControlPlane, require_equal, world
@@ -148,6 +149,12 @@ class Mesh:
     def group_of_columns(self, inner: int) -> Group:
         """Return this rank's group of :meth:`columns`; every rank of the job calls it."""
         return self._made_once(self.columns(inner))
+
+    def broadcast(self, tensor: torch.Tensor, group: Group) -> None:
+        """Overwrite a tensor by that of the first rank of a group, each of whose ranks calls it."""
+        if group.size > 1:
+            with _C.ExchangeRange("broadcast", tensor.nbytes, group.size, group.name):
+                dist.broadcast(tensor, group=self.process_group(group), group_src=0)
 
     def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
         """Return the group of this rank when the tp ranks are partitioned as given.

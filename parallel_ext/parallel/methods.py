@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
@@ -79,8 +78,7 @@ def _random_numbers_of_first_rank(mesh: Mesh, generator: Any) -> Iterator[None]:
     """
     own = generator.get_rng_state()
     shared = own.clone()
-    group = mesh.process_group(mesh.tp_control)
-    dist.broadcast(shared, src=mesh.dp_rank * mesh.tp_size, group=group)
+    mesh.broadcast(shared, mesh.tp_control)
     generator.set_rng_state(shared)
     try:
         yield

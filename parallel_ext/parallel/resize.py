@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parallel_ext.distributed.control import require_equal
@@ -210,8 +209,7 @@ def _in_step(mesh: Mesh) -> Iterator[None]:
 
 def _from_first_rank(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     received = tensor.clone()
-    if mesh.world_size > 1:
-        dist.broadcast(received, src=0, group=mesh.process_group(mesh.control.group))
+    mesh.broadcast(received, mesh.control.group)
     return received
 
 

@@ -472,6 +472,25 @@ def test_a_model_from_files_trains_so_too(tmp_path: Path) -> None:
     assert max(pool(2).run(_loaded, str(tmp_path))) <= 1e-6
 
 
+def _unequal(how: str) -> None:
+    """Give the second tp rank another batch than the first."""
+    mesh = mesh_of()
+    model = parallel(Tiny().model(), mesh, sequence_parallel=True)
+    one = batch(101, tokens=9 - mesh.rank * (how == "tokens"))
+    if how == "ids":
+        one["input_ids"][0, 0] += mesh.rank
+    if how == "mode" and mesh.rank == 1:
+        model.eval()
+    model(**one)
+
+
+@pytest.mark.parametrize("how", ["ids", "tokens", "mode"])
+def test_unequal_batches_of_tp_ranks_raise_on_all_of_them(how: str) -> None:
+    here, there = pool(2).run_raising(_unequal, how)
+    assert here.text == there.text
+    assert "the tp ranks must be given the same batch, but they differ in" in here.text
+
+
 def _refused(case: str) -> None:
     options: dict[str, Any] = {"sequence_parallel": True}
     model: Any = Tiny().model()
