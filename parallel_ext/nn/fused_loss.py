@@ -152,8 +152,11 @@ def are_listened_to(modules: Iterable[nn.Module]) -> bool:
 
 def is_of_others(hook: Any) -> bool:
     """Return whether a hook is of others than this package, transformers and PEFT."""
-    package = (getattr(hook, "__module__", None) or "").partition(".")[0]  # builtins have None
-    return package not in ("parallel_ext", "transformers", "peft")
+    return _package_of(hook) not in ("parallel_ext", "transformers", "peft")
+
+
+def _package_of(hook: Any) -> str:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0]  # builtins have None
 
 
 def why_not_fused(head: nn.Module) -> str | None:
@@ -167,7 +170,7 @@ def why_not_fused(head: nn.Module) -> str | None:
     if has_global_hook():
         return "there is a hook on all modules"
     for module in head.modules():
-        if output_hooks(module):
+        if any(_package_of(hook) != "parallel_ext" for hook in output_hooks(module)):
             return f"the output head has a hook on a {type(module).__name__}"
         if "forward" in vars(module) and not is_compiled(module):
             return f"the forward of a {type(module).__name__} in the output head was replaced"

@@ -174,7 +174,7 @@ class PartialGradients:
     def _open_beside(self, parameter: nn.Parameter) -> None:
         before, after = gradient_hooks(parameter)
         if before or after != [self._open_beside]:
-            raise _has_hooks(f"a parameter beside the model, of shape {tuple(parameter.shape)},")
+            raise has_hooks(f"a parameter beside the model, of shape {tuple(parameter.shape)},")
         # Last, as where the model opens it: ranks that use the model alone come in the same order.
         graph_task = running_backward()
         at_end_of_backward(lambda: self._current() or self._open(graph_task))
@@ -198,7 +198,7 @@ class PartialGradients:
         """
         for name, parameter in (each for of in self._averaged.values() for each in of.items()):
             if any(gradient_hooks(parameter)):
-                raise _has_hooks(name)
+                raise has_hooks(name)
         if self._averaged or self._beside:
             self._open(running_backward())
 
@@ -264,9 +264,8 @@ class PartialGradients:
         """Return whether gradients of a backward under ``no_sync`` still wait for their sum."""
         if any(not entry.dropped() for entry in self._pending.values()):
             return True
-        averaged = (each.grad for of in self._averaged.values() for each in of.values())
-        averaged = chain(averaged, (each.grad for each in self._beside))
-        return self._unaveraged and any(grad is not None and grad.any() for grad in averaged)
+        averaged = chain(*(of.values() for of in self._averaged.values()), self._beside)
+        return self._unaveraged and any(p.grad is not None and p.grad.any() for p in averaged)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -275,7 +274,8 @@ class PartialGradients:
             yield
 
 
-def _has_hooks(name: str) -> RuntimeError:
+def has_hooks(name: str) -> RuntimeError:
+    """Return the refusal of a parameter whose gradient is averaged after its hooks would run."""
     return RuntimeError(
         f"{name} has gradient hooks, which would run before its gradient is averaged over the dp "
         "ranks; remove them, and use what backward leaves"

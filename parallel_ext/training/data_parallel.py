@@ -32,6 +32,7 @@ from parallel_ext.parallel.state import ParallelState, model_of, state_of
 from parallel_ext.sharding._torch_private import tree_leaves
 from parallel_ext.sharding.layout import TensorLayout
 from parallel_ext.sharding.named_shards import named_shards, to_shards
+from parallel_ext.training.called_alone import CalledAlone
 from parallel_ext.training.fsdp_collectives import exchange_by
 from parallel_ext.training.fsdp_parameters import FSDPParameters
 
@@ -112,7 +113,8 @@ def data_parallel(model: M, mesh: Mesh, zero: int = 2) -> M:
         own.set_requires_gradient_sync = _refuse_gradient_sync
         own.__deepcopy__ = _refuse_copy
         _keep_name(type(own), plain_class)
-        own.get_submodule(state.spec.ends[0]).register_forward_pre_hook(_refuse_sharded)
+        leaves = state.leaf_sums is not None
+        CalledAlone(own, state.spec.ends, state.spec.layers, mesh, leaves)
     state.zero = zero
     average_beside(beside, mesh, state.partials, "data_parallel")
     return model
@@ -303,16 +305,6 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
         "px.full_state_dict(model) gathers full tensors, and an average of weights can be kept of "
         "clones of this rank's shards, model.parameters()"
     )
-
-
-def _refuse_sharded(embedding: nn.Module, args: Any) -> None:
-    """Raise unless FSDP has gathered the embedding, before a forward of it."""
-    if any(hasattr(parameter, "to_local") for parameter in embedding.parameters()):
-        raise RuntimeError(
-            "the weights of the embedding are sharded over the dp ranks until model(...) is "
-            "called; after px.data_parallel call the model itself, not model.forward(...) or a "
-            "part of it such as model.model(...)"
-        )
 
 
 class _BeforeForward:

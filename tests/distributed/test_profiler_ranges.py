@@ -158,3 +158,22 @@ def test_a_group_of_torch_is_shown_by_the_name_that_it_has() -> None:
     for (shown,), alone in pool(2).run(_named, (3, 7)):
         assert shown == ("all_reduce", "default_pg", 84)
         assert alone == []
+
+
+def _of_the_embedding_alone() -> tuple[Shown, Shown, Shown]:
+    mesh = Layout(2, 2, 2).mesh()
+    model = parallel(TinyMixtral(layers=1, dtype=torch.float32).model(), mesh).eval()
+    ids = torch.full((2, 3), 5)
+    model.generation_config.do_sample = True
+    generated = _shown_in(lambda: model.generate(ids, max_new_tokens=1))
+    px.data_parallel(model, mesh)
+    embeds: list[torch.Tensor] = []
+    forward = _shown_in(lambda: embeds.append(model.get_input_embeddings()(ids)))
+    return generated, forward, _shown_in(lambda: embeds[0].sum().backward())
+
+
+def test_what_torch_exchanges_is_shown() -> None:
+    for generated, forward, backward in pool(4).run(_of_the_embedding_alone):
+        assert "broadcast" in {kind for kind, *_ in generated}  # the random state
+        assert ("all_gather", "dp/edp") in {(kind, group) for kind, group, _ in forward}
+        assert ("reduce_scatter", "dp/edp") in {(kind, group) for kind, group, _ in backward}

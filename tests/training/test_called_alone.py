@@ -1,0 +1,159 @@
+"""The embedding called by a user's own code, in front of a model at dp > 1, and its head behind."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import FLOOR, Tiny, difference, quietly, refusal
+from reference_mixtral import Layout, TinyMixtral
+from torch import nn
+
+import parallel_ext as px
+
+TINY = Tiny(bias=True)
+WIDTH = 8 * TINY.heads
+EXACT = FLOOR[torch.float64]
+
+
+class WithImages(nn.Module):
+    """A language model that is given the features of an image in front of a text."""
+
+    def __init__(self, model: nn.Module, calls_head: bool) -> None:
+        super().__init__()
+        self.model, self.calls_head = model, calls_head
+        torch.manual_seed(2)
+        self.projector = nn.Linear(5, WIDTH).to(model.dtype)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        embeds = self.model.get_input_embeddings()(ids)
+        embeds = torch.cat([self.projector(images), embeds], dim=1)
+        labels = torch.cat([ids.new_full(images.shape[:2], -100), ids], dim=1)
+        out = self.model(inputs_embeds=embeds, labels=labels, output_hidden_states=self.calls_head)
+        if not self.calls_head:
+            return out.loss
+        logits = self.model.get_output_embeddings()(out.hidden_states[-1])
+        return out.loss + 0.1 * logits.logsumexp(-1).mean()
+
+
+def pair(kind: str, mesh: px.Mesh, zero: int, **options: Any) -> tuple[WithImages, WithImages]:
+    """The module in one process, and the same around a parallel model."""
+    if kind == "mixtral":
+        plain = TinyMixtral(heads=TINY.heads, key_value_heads=3, vocab_size=101).model()
+    else:
+        plain = replace(TINY, tied=kind == "tied").model()
+    reference = WithImages(plain, calls_head=not options)
+    ours = copy.deepcopy(reference)
+    vars(ours.model).pop("_loss_function", None)  # that of one process, in fp64
+    with quietly():
+        px.parallelize(ours.model, mesh, **options)
+        px.data_parallel(ours, mesh, zero)
+    return reference, ours
+
+
+def batches(
+    reference: WithImages, ours: WithImages, mesh: px.Mesh, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of twelve rows in one process, and of this dp rank's share of them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 101, (12, 5), generator=generator)
+    images = torch.randn(12, 2, 5, generator=generator).double()
+    own = slice(*(12 * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1)))
+    return reference(ids, images), ours(ids[own], images[own])
+
+
+def _differences(ours: nn.Module, reference: nn.Module) -> float:
+    full = px.full_state_dict(ours, writer_only=False)
+    return max(difference(full[name], each) for name, each in reference.state_dict().items())
+
+
+def _trained(kind: str, layout: Layout, zero: int, how: str, **options: Any) -> float:
+    mesh = layout.mesh()
+    reference, ours = pair(kind, mesh, zero, **options)
+    if how == "frozen":
+        for module in (reference, ours):
+            module.model.requires_grad_(False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, ours)]
+    for step in range(3):
+        if how == "accumulated":
+            theirs, own = batches(reference, ours, mesh, 100 + step)
+            theirs.backward()
+            with px.no_sync(ours):
+                own.backward()
+        theirs, own = batches(reference, ours, mesh, step)
+        if how == "together":  # a forward has left gathered weights in the model
+            further = batches(reference, ours, mesh, 100 + step)
+            theirs, own = theirs + further[0], own + further[1]
+        theirs.backward()
+        own.backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, ours)]
+        assert difference(norms[1], norms[0]) <= EXACT
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return _differences(ours, reference)
+
+
+LAYOUTS = [(Layout(1, 2, 1), 2), (Layout(2, 1, 1), 2), (Layout(2, 2, 1), 3), (Layout(3, 1, 1), 3)]
+
+
+@pytest.mark.parametrize(("layout", "zero"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_embeddings_in_front_of_the_model(kind: str, layout: Layout, zero: int) -> None:
+    assert max(pool(layout.world).run(_trained, kind, layout, zero, "")) <= EXACT
+
+
+@pytest.mark.parametrize("how", ["frozen", "accumulated", "together"])
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_frozen_models_and_several_batches(kind: str, how: str) -> None:
+    assert max(pool(4).run(_trained, kind, Layout(2, 2, 1), 2, how)) <= EXACT
+
+
+def test_mixtures() -> None:
+    assert max(pool(4).run(_trained, "mixtral", Layout(2, 2, 2), 2, "")) <= EXACT
+
+
+def _with_own_tokens() -> float:
+    return _trained("untied", Layout(2, 2, 1), 2, "", sequence_parallel=True)
+
+
+def test_sequence_parallelism() -> None:
+    assert max(pool(4).run(_with_own_tokens)) <= EXACT
+
+
+def _refusals() -> dict[str, Any]:
+    mesh = Layout(2, 1, 1).mesh()
+    ours = pair("untied", mesh, 2)[1].model
+    ids = torch.full((1, 3), 5)
+    found = {
+        "part": refusal(lambda: ours.model(ids)),
+        "forward": refusal(lambda: ours.forward(ids)),
+    }
+    weight = ours.get_input_embeddings().weight
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    found["hooks"] = refusal(lambda: ours.get_input_embeddings()(ids))
+    handle.remove()
+    found["served"] = refusal(lambda: ours(ids, labels=ids).loss.backward())
+    invariant = TINY.model()
+    del invariant._loss_function
+    with quietly():
+        px.parallelize(invariant, mesh, invariant=px.Invariant(blocks=3, leaves=2))
+    px.data_parallel(invariant, mesh)
+    found["invariant"] = refusal(lambda: invariant.get_input_embeddings()(ids))
+    return found
+
+
+def test_what_is_refused() -> None:
+    for found in pool(2).run(_refusals):
+        for each in ("part", "forward"):
+            assert "call the model itself, not model.forward(...) or a part of it" in found[each]
+        assert (
+            "a weight, of a module called outside of the model, has gradient hooks"
+            in found["hooks"]
+        )
+        assert found["served"] == "nothing was raised"
+        assert "px.Invariant with several dp ranks does not serve a call" in found["invariant"]
