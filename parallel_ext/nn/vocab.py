@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
     Attributes:
         keeps: says of ids how many of their tokens each rank is to be given the rows of, so that
             those of others are NaN in what is returned; None, or None of some ids, for all rows.
+        tied_heads: outside of the model that it belongs to.
     """
 
     keeps: Callable[[torch.Tensor], list[int] | None] | None = None
@@ -89,6 +91,7 @@ class VocabParallelEmbedding(_RowsOfVocabulary):
         self.padding_idx = padding_idx
         self.weight = weight
         self.partials, self.tied = partials, tied
+        self.tied_heads: list[TiedHead] = []
 
     @classmethod
     def from_plain(
@@ -312,12 +315,42 @@ class VocabParallelHead(_RowsOfVocabulary):
         call = current_loss_call()
         if call is not None and call.fused:
             return call.hand_over(self, hidden)
-        rows = self.sizes[self.group.rank]
-        logits = ops.column_linear(
-            hidden,
-            self.weight,
-            self.bias,
-            row_stride=-(-rows // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE,
-            group=self.group,
-        )
-        return self.leave(logits)
+        return self.leave(_own_logits(hidden, self.weight, self.bias, self.group))
+
+
+class TiedHead(nn.Module):
+    """An output layer outside of a parallel model, tied to the embedding of that model.
+
+    It has no weight of its own, so that optimizers and files have one. Called with replicated
+    hidden states [..., H] it returns the replicated logits [..., V].
+
+    Args:
+        embedding: of the parallel model, which remembers the head.
+        bias: [V], which every rank holds whole, or None.
+
+    Attributes:
+        weight: [R, H], that of the embedding: the rows of this rank.
+    """
+
+    def __init__(self, embedding: VocabParallelEmbedding, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        vars(self)["tied_to"] = embedding  # no part of this module
+        embedding.tied_heads.append(self)
+        self.bias = bias
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tied_to.weight if name == "weight" else super().__getattr__(name)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        embedding = self.tied_to
+        own = _own_logits(input, self.weight, None, embedding.group)
+        logits = ops.gather_from_region(own, embedding.sizes, embedding.group)
+        return logits if self.bias is None else logits + self.bias
+
+
+def _own_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group
+) -> torch.Tensor:
+    """Return the logits [..., R] of this rank's rows, for replicated hidden states [..., H]."""
+    row_stride = -(-len(weight) // _LOGITS_ROW_MULTIPLE) * _LOGITS_ROW_MULTIPLE
+    return ops.column_linear(hidden, weight, bias, row_stride=row_stride, group=group)

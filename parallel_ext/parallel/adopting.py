@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.parallel.holders import children_in_process
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
@@ -48,7 +49,12 @@ def stop() -> None:
 
 
 def is_causal(cls: type) -> bool:
-    """Return whether a class is one of causal language models, or derived from one."""
+    """Return whether a class is one of causal language models, or derived from one.
+
+    Those of images, such as ``Gemma3ForConditionalGeneration``, only hold a decoder of text.
+    """
+    if cls.__name__.endswith("ForConditionalGeneration"):
+        return False
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return any(base.__name__ in names for base in cls.__mro__) or cls.__name__.endswith(
         "ForCausalLM"
@@ -128,14 +134,15 @@ def made_on_all(copies: list[nn.Module], mesh: Mesh, place: str) -> list[nn.Modu
 
 
 def adopt_trained(module: object, place: str) -> None:
-    """Make the model parallel that a module is, or those that it holds to be trained; see adopt."""
+    """Make the model parallel that a module to be trained is, or those that it holds; see adopt."""
     for each in list(_adoptable(module)) if isinstance(module, nn.Module) else []:
-        if each is module or any(parameter.requires_grad for parameter in each.parameters()):
-            adopt(each, place)
+        adopt(each, place)
 
 
 def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Parameter]:
     """Make the models parallel to which trained ones of some parameters belong.
+
+    So become frozen ones in one module with those, as where only a head on them is trained.
 
     Args:
         tensors: parameters that an optimizer is given; in one order on all ranks.
@@ -146,23 +153,45 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     """
     trained = [tensor for tensor in tensors if tensor.requires_grad] if _adoptions else []
     owners, numbers = owners_of(trained), {id(each): n for n, each in enumerate(trained)}
-    found: dict[int, tuple[nn.Module, dict[int, str]]] = {}
+    found: dict[tuple[int, int], tuple[nn.Module, dict[int, str]]] = {}
     held: set[int] = set()
     for model in plain_models() if len(owners) < len(numbers) else ():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if own := numbers.keys() & names.keys():
-            found[min(numbers[each] for each in own)] = model, names
+            found[min(numbers[each] for each in own), 0] = model, names
             if shared := held & own:
                 raise RuntimeError(
                     f"px.patch: {place} gets {names[shared.pop()]}, which two models hold, a "
                     f"{type(model).__name__} and another; give each a parameter of its own"
                 )
             held |= own
+        elif (place_beside := _place_beside(model, numbers)) is not None:
+            found[place_beside] = model, names
     replaced: dict[int, nn.Parameter] = {}
     for _, (model, names) in sorted(found.items()):
         adopt(model, place)
         replaced |= {key: model.get_parameter(name) for key, name in names.items()}
     return replaced
+
+
+def _place_beside(model: nn.Module, numbers: dict[int, int]) -> tuple[int, int] | None:
+    """Return where a model stands among those with none of some parameters, by which ranks sort.
+
+    Args:
+        model: a plain one.
+        numbers: ``id`` of a parameter -> which it is.
+
+    Returns:
+        The first parameter in the outermost module that holds ``model``, and the place of ``model``
+        in that module; None if it has none of them.
+    """
+    holders = {id(child): holder for holder, _, child in children_in_process()}
+    top = model
+    while (holder := holders.pop(id(top), None)) is not None:  # a module may hold itself
+        top = holder
+    beside = [numbers[id(each)] for each in top.parameters() if id(each) in numbers]
+    place = next(n for n, each in enumerate(top.modules()) if each is model)
+    return (min(beside), place) if beside else None
 
 
 def plain_models() -> list[nn.Module]:

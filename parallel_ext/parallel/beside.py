@@ -9,6 +9,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import require_equal
 from parallel_ext.distributed.mesh import Mesh
+from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.parallel.state import own_state
 from parallel_ext.sharding.digests import content_digest
 from parallel_ext.sharding.named_shards import persistent_buffers
@@ -17,6 +18,11 @@ from parallel_ext.sharding.named_shards import persistent_buffers
 def parallel_parts(module: nn.Module) -> dict[str, nn.Module]:
     """Map the path of each parallel model in a module to it; that of the module itself is empty."""
     return {path: each for path, each in module.named_modules() if own_state(each) is not None}
+
+
+def is_around(module: nn.Module) -> bool:
+    """Return whether a module is one of a user's own around a parallel model; PEFT's is not."""
+    return next(iter(parallel_parts(module)), "") not in ("", "base_model.model")
 
 
 def parameters_beside(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -48,3 +54,13 @@ def check_equal_beside(parameters: dict[str, nn.Parameter], mesh: Mesh, op_name:
         noun="the parameter beside the model ",
         advice="call torch.manual_seed with one seed on all ranks before it is made",
     )
+
+
+def tied_beside(module: nn.Module) -> dict[str, str]:
+    """Map names of weights of heads beside parallel models to those they are tied to."""
+    paths = {id(each): path for path, each in module.named_modules()}
+    return {
+        f"{path}.weight": f"{paths[id(each.tied_to)]}.weight"
+        for path, each in module.named_modules()
+        if isinstance(each, TiedHead) and id(each.tied_to) in paths
+    }

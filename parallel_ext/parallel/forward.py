@@ -53,6 +53,8 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: ParallelState = getattr(model, STATE_NAME)
     # Options of the loss are kept from the class, whose attention may know one by their name.
     options = {name: kwargs.pop(name) for name in _OF_THE_LOSS if name in kwargs}
+    if state.counts_share and options.get("num_items_in_batch") is not None:
+        options["num_items_in_batch"] = options["num_items_in_batch"] * state.mesh.dp_size
     balance_mask = kwargs.pop("balance_mask", None)
     inputs = arguments_of(model, "forward", args, kwargs)
     arguments = inputs | options | {"balance_mask": balance_mask}

@@ -18,6 +18,7 @@ from parallel_ext.parallel.beside import (
     parallel_parts,
     parameters_beside,
     tensors_beside,
+    tied_beside,
 )
 from parallel_ext.parallel.configuration import build_on_meta, configurations
 from parallel_ext.parallel.options import check_options, check_text, dtype_of, local_directory
@@ -187,4 +188,5 @@ def full_state_dict(model: nn.Module, writer_only: bool = True) -> dict[str, tor
         full |= {without_wrappers(f"{path}.{n}" if path else n): t for n, t in gathered.items()}
     if mesh.rank == 0 or not writer_only:
         full |= {n: tensor.detach().cpu().clone() for n, tensor in tensors_beside(model)}
+        full |= {name: full[first] for name, first in tied_beside(model).items()}
     return full

@@ -20,6 +20,7 @@ from parallel_ext.models._transformers_private import (
     prefill,
 )
 from parallel_ext.nn.fused_loss import LossCall, running
+from parallel_ext.parallel.beside import is_around
 from parallel_ext.parallel.state import ParallelState, model_of, state_of
 
 _INSTEAD = "; use model.generate(), which gathers the logits"
@@ -79,7 +80,7 @@ def generate(
             ``generation_config``; nothing is ignored.
         ValueError: the model is in training mode, or the logits of a row that is drawn from are NaN
             or infinite.
-        TypeError: the model is not parallel.
+        TypeError: the model is no parallel causal model, but perhaps a module around one.
         DisagreementError: the tp ranks' arguments differ.
 
     Example:
@@ -90,6 +91,12 @@ def generate(
         given = sorted(name for name, value in kwargs.items() if value is not None)
         mode = "train" if parallel.training else "eval"
         state.agreement.check("px.generate", {"seed": seed, "arguments": given}, mode)
+    if state.spec.head is None or is_around(model):
+        raise TypeError(
+            f"px.generate draws from the output head of a parallel causal model, and a "
+            f"{type(model).__name__} is none; call its own generate(), or give the causal model in "
+            "it to px.generate"
+        )
     if parallel.training:
         raise ValueError("px.generate: the model is in training mode; call model.eval() first")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

@@ -19,6 +19,7 @@ from parallel_ext.parallel import methods
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import forward
+from parallel_ext.parallel.holders import heads_tied_to, tie_again
 from parallel_ext.parallel.invariant import check_invariant, replace_in_blocks
 from parallel_ext.parallel.plan import Invariant, Options, Plan, layout_of
 from parallel_ext.parallel.replace import enter_and_leave, replace_modules
@@ -125,7 +126,10 @@ def parallelize(
     with _without_input_hooks(model):
         plan = mesh.control.run_on_all("parallelize", prepare)
         check_equal(model, plan)
+        has_own_head = plan.spec.head is not None or invariant is not None
+        tied = [] if has_own_head else heads_tied_to(model, plan.spec.embedding)
         carry_out(model, plan)
+        tie_again(tied, model, plan.spec.embedding)
     _warn_of_uneven_vocabulary(plan)
     return model
 

@@ -63,6 +63,8 @@ class ParallelState(nn.Module):
         leaf_sums: sums what FSDP shards over the leaves under ``px.Invariant``; else None.
         fsdp_gradients: what FSDP holds back under ``no_sync``; None without FSDP.
         generates: whether ``generate`` is running.
+        counts_share: whether ``num_items_in_batch`` is divided by the number of dp ranks, for a
+            module around the model that computes losses of its own.
         replicas_over_dp: what of the parameters the dp ranks compare next.
         own_forward: the function that stands for the class's forward in the instance.
         forward_ran: whether ``own_forward`` has begun in this call; False only where another
@@ -100,7 +102,7 @@ class ParallelState(nn.Module):
         self.fsdp_sharded: frozenset[str] = frozenset()
         self.leaf_sums: LeafSums | None = None
         self.fsdp_gradients: FSDPGradients | None = None
-        self.generates = False
+        self.generates = self.counts_share = False
         ranks = range(mesh.tp_rank, mesh.world_size, mesh.tp_size)
         self.replicas_over_dp = ReplicaCycle(tuple(ranks), mesh.world_size)
         self.own_forward: Callable[..., Any] | None = None

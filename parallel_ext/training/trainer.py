@@ -15,6 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 
 from parallel_ext.nn.temporarily import temporarily
+from parallel_ext.parallel.beside import is_around
 from parallel_ext.parallel.extending import run_extensions
 from parallel_ext.parallel.forward import wants_balance
 from parallel_ext.parallel.joining import arrive, remember
@@ -73,13 +74,23 @@ class TrainerMixin(TrainerFiles):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Compute the loss, times dp where it is of a rank's logits; the model's is the job's."""
+        """Compute the loss, times dp where it is of a rank's logits; the model's is the job's.
+
+        A module around the model may divide by ``num_items_in_batch``, or take a mean. For the mean
+        of the dp ranks' losses to be that of one process it is given that number over dp.
+        """
         of_rank = self._mesh.dp_size > 1 and self._computes_losses
         if of_rank and num_items_in_batch is None:
             # In an evaluation it would be divided by the labels of this rank, and not of the batch.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
             self.current_gradient_accumulation_steps = 1
-        with temporarily(self.args, average_tokens_across_devices=of_rank):
+        around = not of_rank and is_around(self.model)
+        if around and num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch / self._mesh.dp_size
+        with (
+            temporarily(self.args, average_tokens_across_devices=of_rank),
+            temporarily(state_of(model), counts_share=around),
+        ):
             return super().compute_loss(
                 model,
                 inputs,

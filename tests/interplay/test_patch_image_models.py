@@ -1,0 +1,218 @@
+"""LLaVA under ``px.patch``: a class of transformers around a decoder that becomes parallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers
+from interplay_accelerate import processes
+from ranks import pool
+from reference import Tiny
+from reference_images import image_batch, tiny_model
+from safetensors.torch import load_file
+from torch import nn
+from versions import needs_trainer
+
+import parallel_ext as px
+from parallel_ext.parallel.state import is_parallel
+
+ROWS, STEPS = 8, 2
+KINDS = ["llava", "gemma3", "frozen llava"]
+LAYOUTS = pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 2)])
+
+
+class Projected(nn.Module):
+    """A causal model behind a projector, whose loss it computes, or the module, by the count."""
+
+    def __init__(self, directory: str, own_loss: bool) -> None:
+        super().__init__()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        torch.manual_seed(6)
+        self.projector = nn.Linear(3 * 8 * 8, self.model.config.hidden_size)
+        self.own_loss = own_loss
+
+    def forward(
+        self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        embeds = self.model.get_input_embeddings()(input_ids)
+        embeds = embeds + self.projector(pixel_values.flatten(1).float())[:, None]
+        if not self.own_loss:
+            return self.model(inputs_embeds=embeds, labels=labels, **kwargs)
+        logits = self.model(inputs_embeds=embeds).logits[:, :-1].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return {"loss": total / kwargs["num_items_in_batch"]}
+
+
+def _model(directory: str, kind: str) -> nn.Module:
+    if kind in ("model's loss", "own loss"):
+        return Projected(directory, own_loss=kind == "own loss")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(directory)
+    if kind == "frozen llava":  # but for its projector, as in the first stage of its training
+        model.requires_grad_(False).model.multi_modal_projector.requires_grad_(True)
+    return model
+
+
+def _trained(directory: str, folder: str, tp: int | None, kind: str, how: str) -> list[Any]:
+    """Norms, and whether the decoder became parallel; trained weights are written to a file."""
+    with processes():
+        mesh = None if tp is None else px.patch(tp=tp)
+        try:
+            model = _model(directory, kind).train()
+            ranks = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp_size)
+            norms = (_by_trainer if how == "trainer" else _by_loop)(model, folder, ranks, kind, how)
+            return [*norms, is_parallel(model)]
+        finally:
+            px.unpatch()
+
+
+def _by_loop(
+    model: nn.Module, folder: str, ranks: tuple[int, int], kind: str, how: str
+) -> list[float]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    if how == "prepared":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    norms = []
+    for step in range(STEPS):
+        batch = {
+            name: each[ranks[0] :: ranks[1]] for name, each in image_batch(ROWS, kind, step).items()
+        }
+        batch["pixel_values"] = batch["pixel_values"].float()
+        model(**batch).loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return norms
+
+
+def _by_trainer(
+    model: nn.Module, folder: str, ranks: tuple[int, int], kind: str, how: str
+) -> list[float]:
+    batch = image_batch(ROWS * STEPS, kind, answers=True)
+    batch["pixel_values"] = batch["pixel_values"].float()
+    arguments = transformers.TrainingArguments(
+        folder,
+        per_device_train_batch_size=ROWS // 2 // ranks[1],
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        max_grad_norm=1e9,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    rows = [{name: each[row] for name, each in batch.items()} for row in range(ROWS * STEPS)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(folder)
+    return [e[k] for e in trainer.state.log_history if "loss" in e for k in ("grad_norm", "loss")]
+
+
+def _compare(tmp_path: Path, size: int, tp: int, kind: str, how: str) -> None:
+    model = tiny_model("gemma3" if kind == "gemma3" else "llava").float()
+    if kind in ("model's loss", "own loss"):
+        model = transformers.LlamaForCausalLM(model.config.text_config)
+    model.save_pretrained(tmp_path / "model")
+    files = [tmp_path / "plain", tmp_path / "ours"]
+    directory = str(tmp_path / "model")
+    ((*expected, _),) = pool(1).run(_trained, directory, str(files[0]), None, kind, how)
+    for *found, became_parallel in pool(size).run(
+        _trained, directory, str(files[1]), tp, kind, how
+    ):
+        assert became_parallel
+        assert found == pytest.approx(expected, rel=1e-3)  # as Trainer logs them
+    plain, ours = (load_file(each / "model.safetensors") for each in files)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("how", ["loop", "prepared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_trains_it_as_in_one_process(
+    tmp_path: Path, size: int, tp: int, kind: str, how: str
+) -> None:
+    _compare(tmp_path, size, tp, kind, how)
+
+
+@needs_trainer
+@LAYOUTS
+@pytest.mark.parametrize(
+    "kind", ["llava", "tied llava", "frozen llava", "model's loss", "own loss"]
+)
+def test_a_trainer_trains_it_by_the_labels_that_count(
+    tmp_path: Path, size: int, tp: int, kind: str
+) -> None:
+    _compare(tmp_path, size, tp, kind, "trainer")
+
+
+class Towers(nn.Module):
+    """Two frozen decoders, and what is trained on them."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.towers = nn.ModuleList(transformers.LlamaModel(Tiny().config()) for _ in range(2))
+        self.head = nn.Linear(self.towers[0].config.hidden_size, 3)
+        self.towers.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return sum(self.head(each(input_ids=ids).last_hidden_state) for each in self.towers)
+
+
+def _towers(tp: int | None) -> list[Any]:
+    with processes():
+        if tp is not None:
+            px.patch(tp=tp)
+        try:
+            model, helper = Towers(), Towers(seed=8).towers[0]
+            optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+            model(torch.arange(8).view(2, 4)).square().mean().backward()
+            optimizer.step()
+            of_decoders = [is_parallel(each) for each in (*model.towers, helper)]
+            return [*of_decoders, model.head.weight.detach()]
+        finally:
+            px.unpatch()
+
+
+def test_frozen_decoders_become_parallel_with_what_is_trained_on_them() -> None:
+    ((*_, expected),) = pool(1).run(_towers, None)
+    for *of_decoders, found in pool(2).run(_towers, 2):
+        assert of_decoders == [True, True, False]
+        torch.testing.assert_close(found, expected)
+
+
+def _adapted(directory: str, size: int) -> list[float]:
+    """Norms of LoRA on the decoder, with a projector that is trained whole."""
+    with processes():
+        mesh = px.patch(tp=2)
+        try:
+            model = _model(directory, "llava").train()
+            config = peft.LoraConfig(
+                target_modules=r".*language_model.*(q_proj|down_proj)",
+                modules_to_save=["multi_modal_projector"],
+            )
+            model = peft.get_peft_model(model, config)
+            assert is_parallel(model)
+            ranks = mesh.dp_rank, mesh.dp_size
+            return _by_loop(model, f"{directory}/{size}", ranks, "llava", "loop")
+        finally:
+            px.unpatch()
+
+
+def test_lora_on_its_decoder(tmp_path: Path) -> None:
+    tiny_model("llava").float().save_pretrained(tmp_path)
+    two, four = (pool(size).run(_adapted, str(tmp_path), size)[0] for size in (2, 4))
+    assert two == pytest.approx(four, rel=1e-4)
+    files = [load_file(tmp_path / f"{n}/adapter_model.safetensors") for n in (2, 4)]
+    torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
+    assert any("multi_modal_projector" in name for name in files[0])

@@ -1,0 +1,175 @@
+"""Models of images and text, around a decoder that is parallel: LLaVA, Gemma 3, and others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+from reference import difference, refusal
+from reference_images import DECODERS, decoder_of, image_batch, tiny_model
+from reference_mixtral import Layout
+from torch import nn
+
+import parallel_ext as px
+
+STEPS = 2
+LAYOUTS = [Layout(1, 2, 1), Layout(2, 1, 1), Layout(2, 2, 1)]
+
+
+def _pair(kind: str, mesh: px.Mesh, **options: Any) -> tuple[Any, Any]:
+    """The model of one process, and the same with a parallel decoder."""
+    reference = tiny_model(kind)
+    ours = copy.deepcopy(reference)
+    decoder = decoder_of(ours)
+    assert type(decoder).__name__ == DECODERS[kind]
+    px.parallelize(decoder, mesh)
+    px.data_parallel(ours, mesh, **options)
+    return reference, ours
+
+
+def _losses(kind: str, models: tuple[Any, Any], mesh: px.Mesh, step: int) -> list[torch.Tensor]:
+    batch = image_batch(4, kind, step)
+    own = slice(*(4 * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1)))
+    rows = zip(models, (slice(None), own), strict=True)
+    return [model(**{n: each[of] for n, each in batch.items()}).loss for model, of in rows]
+
+
+def _trained(kind: str, layout: Layout, zero: int) -> tuple[float, float]:
+    """The largest differences of the losses, and of the weights after some steps."""
+    mesh = layout.mesh()
+    models = reference, ours = _pair(kind, mesh, zero=zero)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    before = {name: each.clone() for name, each in reference.state_dict().items()}
+    of_losses = 0.0
+    for step in range(STEPS):
+        losses = _losses(kind, models, mesh, step)
+        mean = losses[1].detach().clone()
+        torch.distributed.all_reduce(mean)
+        of_losses = max(of_losses, difference(mean / mesh.world_size, losses[0]))
+        for loss, model, optimizer in zip(losses, models, optimizers, strict=True):
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = reference.state_dict()
+    assert sum(not torch.equal(expected[n], each) for n, each in before.items()) > len(before) / 2
+    full = px.full_state_dict(ours, writer_only=False)
+    assert full.keys() == expected.keys()
+    # Not relative: the biases of keys begin as zeros, and have no gradient but rounding.
+    return of_losses, max((full[n] - each).abs().max().item() for n, each in expected.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_it_trains_as_in_one_process(kind: str, layout: Layout) -> None:
+    for of_losses, of_weights in pool(layout.world).run(_trained, kind, layout, 2):
+        assert of_losses <= 1e-6  # transformers' losses, and norms of Gemma, go by fp32
+        assert of_weights <= 1e-7
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_zero_3(kind: str) -> None:
+    for differences in pool(4).run(_trained, kind, Layout(2, 2, 1), 3):
+        assert max(differences) <= 1e-6
+
+
+def _files(folder: str, kind: str) -> float:
+    """What transformers reads of what is saved, and a training that goes on at another layout."""
+    mesh = Layout(2, 2, 1).mesh()
+    models = reference, ours = _pair(kind, mesh)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in (0, 1):
+        for loss, optimizer in zip(_losses(kind, models, mesh, step), optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            saved = px.save_checkpoint(folder, 1, ours, optimizers[1])
+            ours.save_pretrained(f"{folder}/out")
+            for directory in (saved, f"{folder}/out"):
+                read = type(reference).from_pretrained(directory, dtype=torch.float64).state_dict()
+                for name, each in reference.state_dict().items():
+                    assert (read[name] - each).abs().max() <= 1e-7, name
+            mesh = Layout(1, 4, 1).mesh()
+            models = reference, ours = reference, _pair(kind, mesh)[1]
+            with torch.no_grad():
+                for parameter in ours.parameters():
+                    parameter.zero_()
+            optimizers[1] = torch.optim.AdamW(ours.parameters(), lr=0.01)
+            assert px.load_checkpoint(folder, ours, optimizers[1]).step == 1
+    full = px.full_state_dict(ours, writer_only=False)
+    expected = reference.state_dict()
+    return max((full[n] - each).abs().max().item() for n, each in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_its_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    assert max(pool(4).run(_files, str(tmp_path), kind)) <= 1e-6
+
+
+def _generated(kind: str, layout: Layout) -> bool:
+    reference, ours = _pair(kind, layout.mesh())
+    batch = image_batch(2, kind)
+    del batch["labels"]
+    tokens = [
+        model.eval().generate(**batch, max_new_tokens=6, do_sample=False)
+        for model in (reference, ours)
+    ]
+    return torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_it_generates_the_tokens_of_one_process(kind: str, layout: Layout) -> None:
+    assert all(pool(2).run(_generated, kind, layout))
+
+
+def _generated_by_px() -> list[str]:
+    _, ours = _pair("llava", Layout(1, 2, 1).mesh())
+    ids = image_batch(2)["input_ids"]
+    return [refusal(lambda m=m: px.generate(m.eval(), ids)) for m in (ours, decoder_of(ours))]
+
+
+def test_px_generate_is_refused_by_name() -> None:
+    for texts in pool(2).run(_generated_by_px):
+        assert all("draws from the output head of a parallel causal model" in t for t in texts)
+
+
+class Tied(nn.Module):
+    """A decoder with a head of the user's own that is tied to its embedding, and has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder_of(tiny_model("llava"))
+        self.head = nn.Linear(64, 101).double()
+        self.head.weight = self.decoder.get_input_embeddings().weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decoder(ids).last_hidden_state)
+
+
+def _own_head(layout: Layout) -> tuple[float, str]:
+    mesh = layout.mesh()
+    models = reference, ours = Tied(), Tied()
+    px.parallelize(ours.decoder, mesh)
+    px.data_parallel(ours, mesh)
+    ids = torch.arange(12).view(2, 6)
+    for model in models:
+        model(ids).logsumexp(-1).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full, expected = px.full_state_dict(ours, writer_only=False), reference.state_dict()
+    assert full.keys() == expected.keys()
+    worst = max((full[n] - each).abs().max().item() for n, each in expected.items())
+    again = nn.Parameter(torch.zeros(101, 64).double())
+    return worst, refusal(lambda: setattr(ours.head, "weight", again))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_head_of_ones_own_stays_tied(layout: Layout) -> None:
+    for error, replaced in pool(layout.world).run(_own_head, layout):
+        assert error <= 1e-7
+        assert "weight" in replaced

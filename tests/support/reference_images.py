@@ -1,0 +1,111 @@
+"""Small models of images and text, whose classes in transformers hold a decoder of text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+IMAGE = 100
+"""The token in whose places the features of an image come."""
+
+_TEXT = {
+    "vocab_size": IMAGE + 1,
+    "hidden_size": 64,
+    "intermediate_size": 97,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+}
+_PLACES = {"internvl": 1, "smolvlm": 1, "idefics3": 1}  # of an image, where not 4
+
+DECODERS = {
+    "llava": "LlamaModel",
+    "tied llava": "Qwen2Model",
+    "vipllava": "LlamaModel",
+    "paligemma": "GemmaModel",
+    "gemma3": "Gemma3TextModel",
+    "mistral3": "MistralModel",
+    "internvl": "Qwen2Model",
+    "smolvlm": "LlamaModel",
+    "idefics3": "LlamaModel",
+}
+"""Class of the decoder of each kind. Those of Gemma, Mistral, InternVL have tied heads."""
+
+
+def _config(kind: str) -> Any:
+    t, clip = transformers, transformers.CLIPVisionConfig(**_VISION, projection_dim=16)
+    llama, token = t.LlamaConfig(**_TEXT), {"image_token_index": IMAGE, "image_token_id": IMAGE}
+    llava = {"vision_config": clip, **token, "image_seq_length": 4}
+    if kind == "llava":
+        return t.LlavaConfig(text_config=llama, vision_feature_layer=-1, **llava)
+    if kind == "tied llava":
+        text = t.Qwen2Config(**_TEXT, tie_word_embeddings=True)
+        options = {"text_config": text, "tie_word_embeddings": True, "vision_feature_layer": -1}
+        return t.LlavaConfig(**options, **llava)
+    if kind == "vipllava":
+        return t.VipLlavaConfig(text_config=llama, vision_feature_layers=[-1, -2], **llava)
+    siglip, gemma = t.SiglipVisionConfig(**_VISION), {**_TEXT, "head_dim": 16}
+    if kind == "paligemma":
+        text, sizes = t.GemmaConfig(**gemma), {"projection_dim": 64}
+        return t.PaliGemmaConfig(vision_config=siglip, text_config=text, **sizes, **token)
+    if kind == "gemma3":
+        text, sizes = t.Gemma3TextConfig(**gemma, sliding_window=8), {"mm_tokens_per_image": 4}
+        return t.Gemma3Config(vision_config=siglip, text_config=text, **sizes, **token)
+    if kind == "mistral3":
+        vision, text = t.PixtralVisionConfig(**_VISION, head_dim=8), t.MistralConfig(**_TEXT)
+        sizes = {"spatial_merge_size": 1, "vision_feature_layer": -1}
+        return t.Mistral3Config(vision_config=vision, text_config=text, **sizes, **token)
+    if kind == "internvl":
+        sides = {"image_size": [8, 8], "patch_size": [4, 4]}
+        vision, text = t.InternVLVisionConfig(**{**_VISION, **sides}), t.Qwen2Config(**_TEXT)
+        sizes = {"image_seq_length": 1, "vision_feature_layer": -1}
+        return t.InternVLConfig(vision_config=vision, text_config=text, **sizes, **token)
+    of = {"smolvlm": t.SmolVLMConfig, "idefics3": t.Idefics3Config}[kind]
+    return of(vision_config=_VISION, text_config=llama, scale_factor=2, pad_token_id=0, **token)
+
+
+def tiny_model(kind: str) -> PreTrainedModel:
+    """The single-process model in fp64, the same on every rank."""
+    config = _config(kind)
+    torch.manual_seed(4)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    return model.double().train()
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Its decoder of text."""
+    return getattr(model.model, "language_model", None) or model.model.text_model
+
+
+def image_batch(
+    rows: int, kind: str = "llava", seed: int = 5, answers: bool = False
+) -> dict[str, torch.Tensor]:
+    """Images with texts; with ``answers`` another number of labels counts in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    places = _PLACES.get(kind, 4)
+    ids = torch.randint(3, IMAGE, (rows, 5 + places), generator=generator)
+    ids[:, 1 : 1 + places] = IMAGE
+    pixels = torch.randn(rows, 3, 8, 8, generator=generator).double()
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    if answers:
+        for row in range(rows):
+            labels[row, : 5 + row % 3] = -100
+    batch = {"input_ids": ids, "pixel_values": pixels, "labels": labels}
+    if kind in ("smolvlm", "idefics3"):
+        batch["pixel_values"] = pixels[:, None]  # of each image in a row
+    if kind == "mistral3":
+        batch["image_sizes"] = torch.full((rows, 2), 8)
+    if kind == "gemma3":
+        batch["token_type_ids"] = (ids == IMAGE).long()
+    if kind == "paligemma":  # what is answered
+        batch["token_type_ids"] = (torch.arange(5 + places) > 5).long().repeat(rows, 1)
+    return batch
