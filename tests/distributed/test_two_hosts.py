@@ -242,15 +242,19 @@ def _seconds(error: Raised) -> float:
 
 
 def _until_it_fails(what: str, ready: Path, directory: Path) -> None:
-    mesh = px.init_mesh(tp=2, timeout=TIMEOUT_S)
-    model = parallel(Tiny().model(), mesh, agreement=what != "training without agreement")
+    sides = {"data parallelism": {"dp": 2}, "expert parallelism": {"ep": 2}}.get(what, {"tp": 2})
+    mesh = px.init_mesh(**sides, timeout=TIMEOUT_S)
+    tiny = TinyMixtral(vocab_size=101) if "ep" in sides else Tiny()
+    model = parallel(tiny.model(), mesh, agreement=what != "training without agreement")
+    if mesh.dp_size > 1:
+        px.data_parallel(model, mesh, zero=3)
     Path(f"{ready}-{mesh.rank}").touch()
     while True:
         with _timed():
             if what == "saving":
                 model.save_pretrained(directory / "out")
             else:
-                model(**batch(Tiny().vocab_size)).loss.backward()
+                model(**batch(tiny.vocab_size)).loss.backward()
 
 
 LOSSES = {
@@ -263,13 +267,17 @@ LOSSES = {
 OFTEN = {
     ("a cut cable", "training without agreement"),
     ("a cut cable", "saving"),
+    ("a cut cable", "data parallelism"),
+    ("a cut cable", "expert parallelism"),
     ("a killed host", "training"),
     ("the host of the store without power", "training"),
 }
+WAYS = ["training", "training without agreement", "saving"]
+WAYS += ["data parallelism", "expert parallelism"]
 EVERY = [
     pytest.param(loss, what, marks=[] if (loss, what) in OFTEN else [pytest.mark.slow])
     for loss in LOSSES
-    for what in ("training", "training without agreement", "saving")
+    for what in WAYS
 ]
 
 
