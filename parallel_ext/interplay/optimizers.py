@@ -12,6 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import require_equal, world
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
+from parallel_ext.parallel.holders import modules_around
 from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
@@ -171,16 +172,27 @@ def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
     seen.update(map(id, new))
     owners = owners_in(optimizer)
     gradients = [p.grad for p in new if id(p) not in owners]
-    if not owners or not gradients:
+    models = [owned.model for owned in owners.values()] or _models_beside(new)
+    if not models or not gradients:
         return
     norm = torch.nn.utils.get_total_norm(map(_whole, gradients))
     require_equal(
-        next(iter(owners.values())).mesh.control,
+        state_of(models[0]).mesh.control,
         f"{type(optimizer).__name__}.step",
         {"the norm of the gradients of parameters beside the parallel model": norm.item()},
         advice="give px.data_parallel the module that holds the model and them, which averages "
         "them, or average them yourself; tp ranks need the same inputs and random states",
     )
+
+
+def _models_beside(parameters: list[torch.Tensor]) -> list[nn.Module]:
+    """Return the parallel models in modules that also hold some parameters of no parallel model."""
+    ids = {id(parameter) for parameter in parameters}
+    return [
+        model
+        for model in parallel_models()
+        if any(id(p) in ids for each in modules_around(model) for p in each.parameters())
+    ]
 
 
 def _whole(gradient: torch.Tensor) -> torch.Tensor:

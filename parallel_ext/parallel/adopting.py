@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.parallel.holders import children_in_process
+from parallel_ext.parallel.holders import modules_around
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
@@ -182,16 +182,15 @@ def _place_beside(model: nn.Module, numbers: dict[int, int]) -> tuple[int, int] 
         numbers: ``id`` of a parameter -> which it is.
 
     Returns:
-        The first parameter in the outermost module that holds ``model``, and the place of ``model``
-        in that module; None if it has none of them.
+        The first parameter in a module that holds ``model``, and the place of ``model`` there; None
+        if no such module has one.
     """
-    holders = {id(child): holder for holder, _, child in children_in_process()}
-    top = model
-    while (holder := holders.pop(id(top), None)) is not None:  # a module may hold itself
-        top = holder
-    beside = [numbers[id(each)] for each in top.parameters() if id(each) in numbers]
-    place = next(n for n, each in enumerate(top.modules()) if each is model)
-    return (min(beside), place) if beside else None
+    places = []
+    for holder in modules_around(model):
+        beside = [numbers[id(each)] for each in holder.parameters() if id(each) in numbers]
+        place = next(n for n, each in enumerate(holder.modules()) if each is model)
+        places += [(min(beside), place)] if beside else []
+    return min(places, default=None)
 
 
 def plain_models() -> list[nn.Module]:

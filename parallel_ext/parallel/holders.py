@@ -24,6 +24,17 @@ def children_in_process() -> Iterator[tuple[nn.Module, str, nn.Module]]:
                     yield each, name, child
 
 
+def modules_around(module: nn.Module) -> list[nn.Module]:
+    """Return the modules of this process that hold a module, in others or not."""
+    holders: dict[int, list[nn.Module]] = {}
+    for holder, _, child in children_in_process():
+        holders.setdefault(id(child), []).append(holder)
+    around = [module]
+    for each in around:  # which grows in the loop, by each once
+        around += holders.pop(id(each), [])
+    return around[1:]
+
+
 def heads_tied_to(model: nn.Module, embedding: str) -> list[tuple[nn.Module, str]]:
     """Return the plain output layers outside of a decoder that have its embedding's weight.
 

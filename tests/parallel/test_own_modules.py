@@ -190,16 +190,27 @@ def _first_used_later(mesh: px.Mesh) -> str:
     return refusal(optimizer.step)
 
 
+def _stepped_alone(mesh: px.Mesh, averages: bool) -> str:
+    """What the optimizer of the head alone says."""
+    ours = scores()
+    px.parallelize(ours.inner, mesh)
+    px.data_parallel(ours if averages else ours.inner, mesh)
+    holder = nn.ModuleDict({"system": ours})
+    ours(torch.full((1, 3), 5 + mesh.rank)).pow(2).sum().backward()
+    return refusal(torch.optim.SGD(holder["system"].head.parameters()).step)
+
+
 def _later_gradients() -> list[str]:
     mesh = Layout(2, 1, 1).mesh()
-    return [_first_used_later(mesh), *(_later(mesh, again) for again in (False, True))]
+    later = [_first_used_later(mesh), _later(mesh, again=False), _stepped_alone(mesh, False)]
+    return [*later, _later(mesh, again=True), _stepped_alone(mesh, True)]
 
 
 def test_gradients_that_come_later_must_be_equal_too() -> None:
-    for *refused, served in pool(2).run(_later_gradients):
+    for *refused, again, averaged in pool(2).run(_later_gradients):
         for text in refused:
             assert "SGD.step: the norm of the gradients of parameters beside" in text
-        assert served == "nothing was raised"
+        assert again == averaged == "nothing was raised"
 
 
 def _of_other_kinds() -> tuple[float, str, str]:
