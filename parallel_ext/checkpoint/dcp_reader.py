@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Iterator
@@ -29,10 +30,19 @@ _KNOWN = {
 }
 
 
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of an enumeration, which some releases of Python 3.11 pickle by getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"an attribute of {kind!r} is not of a DCP's metadata")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """An unpickler of the metadata of a DCP, and of nothing that could run."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         known = name in _KNOWN.get(module, ())
         if module == "torch" and name != "Size":
             known = isinstance(getattr(torch, name, None), torch.dtype)
