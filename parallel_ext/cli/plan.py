@@ -151,7 +151,9 @@ def _print(found: list[Estimate], refused: dict[str, str], limit: float | None) 
         ]
         print_table(["tp", "ep", "dp", *(f"over {name}" for name in groups)], sent)
         model, checkpoint = found[0].model_on_disk, found[0].checkpoint_on_disk
+        written = _shown(found[0].written)
         print(f"\non disk: model {decimal(model)}, training checkpoint {decimal(checkpoint)}")
+        print(f"of the checkpoint a rank writes {written}")
     for layout, why in refused.items():
         print(f"{layout}: {why.removeprefix('parallelize: ')}")
 

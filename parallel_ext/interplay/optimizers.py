@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ext.distributed.control import require_equal, world
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
-from parallel_ext.parallel.holders import modules_around
+from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.owners import Owned, owners_in
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, parallel_models, state_of
 from parallel_ext.sharding.layout import TensorLayout
@@ -187,11 +187,11 @@ def _refuse_unequal_beside(optimizer: torch.optim.Optimizer) -> None:
 
 def _models_beside(parameters: list[torch.Tensor]) -> list[nn.Module]:
     """Return the parallel models in modules that also hold some parameters of no parallel model."""
-    ids = {id(parameter) for parameter in parameters}
+    ids, holders = {id(parameter) for parameter in parameters}, Holders()
     return [
         model
         for model in parallel_models()
-        if any(id(p) in ids for each in modules_around(model) for p in each.parameters())
+        if any(id(p) in ids for each in holders.around(model) for p in each.parameters())
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
+import transformers
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from parallel_ext.nn.stale_parameters import newest
 from parallel_ext.parallel import adopting
 from parallel_ext.parallel.drift import check_replicas
 from parallel_ext.parallel.extending import called_by_this_package, is_called_by_this_package
+from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive, remember
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.state import (
@@ -147,7 +149,9 @@ def train_together(model: nn.Module) -> None:
 
 def _remember_holders(model: nn.Module) -> None:
     """Let ranks join the saves of a model of the script's own that holds a parallel one."""
-    for holder in adopting.holders_of(model):
+    kinds = transformers.PreTrainedModel
+    around = [each for each in Holders().around(model) if isinstance(each, kinds)]
+    for holder in sorted(around, key=lambda each: type(each).__name__):
         if holder not in _holders:
             _holders.add(holder)
             remember(holder)

@@ -63,8 +63,7 @@ def plan_files(
 
     Args:
         tensors: all tensors of the files.
-        writers: number of ranks that write; each tensor goes to the one with the fewest bytes, the
-            largest tensor first.
+        writers: number of ranks that write.
         max_shard_size: bytes that the tensors of a file may take, ``MAX_FILE_BYTES`` when None; a
             larger tensor is alone in its.
         single, several: names of the one file, or by number of each and of all.
@@ -73,12 +72,8 @@ def plan_files(
         The files, ordered by writer. Within a writer's files the tensors are in the given order,
         those of wider dtypes first, so that all are aligned.
     """
-    loads = [(0, rank) for rank in range(writers)]  # a heap: the first has the fewest bytes
-    writer_of: dict[str, int] = {}
-    for spec in sorted(tensors, key=lambda spec: -spec.num_bytes):
-        load, writer = loads[0]
-        writer_of[spec.name] = writer
-        heapreplace(loads, (load + spec.num_bytes, writer))
+    ranks = share_out([spec.num_bytes for spec in tensors], writers)
+    writer_of = {spec.name: rank for spec, rank in zip(tensors, ranks, strict=True)}
     files: list[PlannedFile] = []
     room = 0
     for spec in sorted(tensors, key=lambda spec: (writer_of[spec.name], -spec.dtype.itemsize)):
@@ -90,6 +85,21 @@ def plan_files(
     for number, file in enumerate(files, start=1):
         file.name = single if len(files) == 1 else several.format(number, len(files))
     return files
+
+
+def share_out(sizes: Sequence[int], writers: int) -> list[int]:
+    """Return which rank writes each tensor: the one with the fewest bytes, largest tensors first.
+
+    Args:
+        sizes: bytes of each tensor.
+        writers: number of ranks that write.
+    """
+    loads = [(0, rank) for rank in range(writers)]  # a heap: the first has the fewest bytes
+    ranks = [0] * len(sizes)
+    for which in sorted(range(len(sizes)), key=lambda which: -sizes[which]):
+        load, ranks[which] = loads[0]
+        heapreplace(loads, (load + sizes[which], ranks[which]))
+    return ranks
 
 
 def plan_turns(

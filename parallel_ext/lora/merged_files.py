@@ -22,6 +22,11 @@ from parallel_ext.io.rewrite import Progress, check_new, copy_beside, nothing, r
 from parallel_ext.io.safetensors_reader import SafetensorsFile
 from parallel_ext.io.safetensors_writer import TensorSpec
 from parallel_ext.lora.config import LoraConfig, refuse_unsupported
+from parallel_ext.models import SPECS
+from parallel_ext.parallel.configuration import build_on_meta, configurations
+from parallel_ext.parallel.plan import layout_of
+from parallel_ext.parallel.validate import spec_for
+from parallel_ext.sharding.layout import ModelLayout, Part
 
 _PREFIX = "base_model.model."
 _FACTORS = {  # ends of names in an adapter's file -> what they are of which parameter
@@ -61,6 +66,7 @@ class _Adapter:
             raise CheckpointError(str(error)) from error
         self.file = files.enter_context(SafetensorsFile(folder / ADAPTER_NAME))
         self.factors: dict[str, dict[str, str]] = {}
+        self.experts: dict[str, tuple[Part, int, dict[str, str]]] = {}
         self.whole: dict[str, str] = {}
         for name in self.file.tensors:
             inner = name.removeprefix(_PREFIX)
@@ -72,10 +78,31 @@ class _Adapter:
             else:
                 self.whole[inner.replace(".base_layer.", ".")] = name
 
-    def _scale(self, module: str, r: int) -> float:
-        """Return what the product of the factors of a module is multiplied by, as PEFT has it."""
+    @property
+    def changed(self) -> set[str]:
+        """Names of the tensors to which something is added."""
+        return {*self.factors, *self.experts}
+
+    def find_experts(self, layout: ModelLayout) -> None:
+        """Find the tensors in files of the experts that factors belong to.
+
+        PEFT names the adapters on the tensors of experts by their module alone, one of them as if
+        it were on a module inside. The sizes tell them apart.
+        """
+        for target, factors in list(self.factors.items()):
+            module = target.removesuffix(".weight").removesuffix(".base_layer")
+            shapes = {kind: self.file.tensors[name].shape for kind, name in factors.items()}
+            features = (shapes["b"][0], shapes["a"][1]) if shapes.keys() == {"a", "b"} else None
+            for name in layout:
+                if name.rpartition(".")[0] == module and layout[name].shape[1:] == features:
+                    self.factors.pop(target)
+                    for part in layout.parts_of(name):
+                        self.experts[part.name] = part, layout[name].shape[0], factors
+
+    def _scale(self, target: str, r: int) -> float:
+        """Return what the product of the factors of a target is multiplied by, as PEFT has it."""
         pattern = self.config.alpha_pattern or {}
-        alpha = pattern.get(get_pattern_key(pattern.keys(), module), self.config.lora_alpha)
+        alpha = pattern.get(get_pattern_key(pattern.keys(), target), self.config.lora_alpha)
         return alpha / (math.sqrt(r) if self.config.use_rslora else r)
 
     def rows_added(
@@ -91,30 +118,46 @@ class _Adapter:
         Raises:
             CheckpointError: a factor is missing, or does not fit the tensor.
         """
-        module = target.rpartition(".")[0]
-        found = {kind: self.file.read(name).to(wide) for kind, name in self.factors[target].items()}
-        beside = self.factors.get(f"{module}.weight", {})
-        if target.endswith(".bias") and "a" in beside:
-            rank = self.file.tensors[beside["a"]].shape[0]
-            values = found["bias"] * self._scale(module, rank)
-            left, right = values.unsqueeze(1), torch.ones(1, 1, dtype=wide)
-            expected: tuple[int, ...] = (len(values),)
-        elif found.keys() in ({"a", "b"}, {"embedding a", "embedding b"}):
-            of_embedding = "embedding a" in found
-            left = found["embedding a"].T if of_embedding else found["b"]
-            right = found["embedding b"].T if of_embedding else found["a"]
-            right = right * self._scale(module, len(right))
-            expected = (len(left), right.size(1))
-        else:
-            raise CheckpointError(
-                f"{self.file.path}: the adapter of {module} has {' and '.join(found)} alone"
-            )
+        of_expert = target in self.experts
+        left, right = (self._of_expert if of_expert else self._of_module)(target, wide)
+        expected = (len(left), right.size(1))[: 1 if target.endswith(".bias") else 2]
         if shape != expected or left.size(1) != right.size(0):
             raise CheckpointError(
                 f"{self.file.path}: the adapter of {target} is for a tensor of {expected}, but the "
                 f"model's is {shape}"
             )
         return lambda start, stop: (left[start:stop] @ right).view(stop - start, *shape[1:])
+
+    def _of_module(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two factors whose product is added to a tensor of a module; a bias is a column."""
+        module = target.rpartition(".")[0]
+        found = {kind: self.file.read(name).to(wide) for kind, name in self.factors[target].items()}
+        beside = self.factors.get(f"{module}.weight", {})
+        if target.endswith(".bias") and "a" in beside:
+            rank = self.file.tensors[beside["a"]].shape[0]
+            one = torch.ones(1, 1, dtype=wide)
+            return found["bias"].unsqueeze(1) * self._scale(module, rank), one
+        if found.keys() == {"a", "b"}:
+            return found["b"], found["a"] * self._scale(module, len(found["a"]))
+        if found.keys() == {"embedding a", "embedding b"}:
+            right = found["embedding b"].T
+            return found["embedding a"].T, right * self._scale(module, len(right))
+        raise CheckpointError(
+            f"{self.file.path}: the adapter of {module} has {' and '.join(found)} alone"
+        )
+
+    def _of_expert(self, target: str, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same for a tensor of one expert.
+
+        As in PEFT the factors of all experts lie in two matrices: A [r * E, in] has the rows of one
+        expert side by side, B [out, r * E] the columns of one r side by side.
+        """
+        part, num_experts, names = self.experts[target]
+        (expert, _), (start, stop), _ = part.box
+        a, b = (self.file.read(names[kind]).to(wide) for kind in "ab")
+        right = a.view(num_experts, -1, a.size(1))[expert]
+        left = b[start:stop].view(stop - start, -1, num_experts)[..., expert]
+        return left, right * self._scale(part.source, len(right))
 
 
 def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothing) -> Merged:
@@ -148,19 +191,22 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
         )
-        replaced = own.whole.keys() - own.factors.keys()
-        return Merged(len(model.shapes), len(own.factors), len(replaced), num_bytes)
+        replaced, merged = own.whole.keys() - own.changed, len(own.changed)
+        return Merged(len(model.shapes), merged, len(replaced), num_bytes)
 
 
 def _check(own: _Adapter, model: HFDirectory) -> None:
     """Raise unless all that an adapter changes is in the model, and can be changed."""
     if "quantization_config" in model.config:
         raise CheckpointError(f"{model.path} is quantized; merge into the model that it was before")
-    missing = sorted({*own.factors, *own.whole} - model.shapes.keys())
+    if own.factors.keys() - model.shapes.keys() and model.config.get("model_type") in SPECS:
+        plain = build_on_meta(model, configurations(model, None)[0], None)
+        own.find_experts(layout_of(plain, spec_for(plain), tp_size=1))
+    missing = sorted({*own.changed, *own.whole} - model.shapes.keys())
     if missing:
         raise CheckpointError(
             f"{own.file.path}: {model.path} has no {first_few(missing)}, which the adapter "
-            "changes. It is of another model, or on experts or on tied weights: merge it with PEFT"
+            "changes. It is of another model, or on tied weights: merge it with PEFT"
         )
     for name, there in own.whole.items():
         shape = own.file.tensors[there].shape
@@ -175,8 +221,8 @@ def _check(own: _Adapter, model: HFDirectory) -> None:
                 f"{own.file.path}: {name} was trained whole, but {model.path} has one tensor for "
                 "embedding and head, and would have both changed; untie them first"
             )
-    for name, factors in own.factors.items():
-        if "embedding a" in factors and _ties(model):
+    for name in own.changed:
+        if "embedding a" in own.factors.get(name, ()) and _ties(model):
             raise CheckpointError(
                 f"{own.file.path}: {model.path} has one tensor for embedding and head, and merging "
                 f"into {name} would change both; untie them first"
@@ -198,7 +244,7 @@ def _rows(own: _Adapter, spec: TensorSpec, file: SafetensorsFile) -> Iterator[to
     """Compute the rows of a tensor, some at a time."""
     there, name = (own.file, own.whole[spec.name]) if spec.name in own.whole else (file, spec.name)
     wide = torch.promote_types(spec.dtype, torch.float32)
-    added = own.rows_added(spec.name, spec.shape, wide) if spec.name in own.factors else None
+    added = own.rows_added(spec.name, spec.shape, wide) if spec.name in own.changed else None
     start = 0
     for rows in rows_of(there, name, spec.shape):
         if added is not None:

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from parallel_ext.distributed.mesh import Mesh
-from parallel_ext.parallel.holders import modules_around
+from parallel_ext.parallel.holders import Holders
 from parallel_ext.parallel.joining import arrive
 from parallel_ext.parallel.owners import owners_of
 from parallel_ext.parallel.parallelize import parallelize
@@ -155,7 +155,8 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     owners, numbers = owners_of(trained), {id(each): n for n, each in enumerate(trained)}
     found: dict[tuple[int, int], tuple[nn.Module, dict[int, str]]] = {}
     held: set[int] = set()
-    for model in plain_models() if len(owners) < len(numbers) else ():
+    holders = Holders() if len(owners) < len(numbers) else None
+    for model in plain_models() if holders is not None else ():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if own := numbers.keys() & names.keys():
             found[min(numbers[each] for each in own), 0] = model, names
@@ -165,8 +166,13 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
                     f"{type(model).__name__} and another; give each a parameter of its own"
                 )
             held |= own
-        elif (place_beside := _place_beside(model, numbers)) is not None:
-            found[place_beside] = model, names
+        elif (beside := _place_beside(model, holders.around(model), numbers)) is not None:
+            if beside in found:
+                raise RuntimeError(
+                    f"px.patch: {place} gets a parameter of two modules, each around a model, a "
+                    f"{type(model).__name__} and another; hold both models in one module"
+                )
+            found[beside] = model, names
     replaced: dict[int, nn.Parameter] = {}
     for _, (model, names) in sorted(found.items()):
         adopt(model, place)
@@ -174,19 +180,22 @@ def adopt_owners(tensors: Iterable[torch.Tensor], place: str) -> dict[int, nn.Pa
     return replaced
 
 
-def _place_beside(model: nn.Module, numbers: dict[int, int]) -> tuple[int, int] | None:
+def _place_beside(
+    model: nn.Module, around: list[nn.Module], numbers: dict[int, int]
+) -> tuple[int, int] | None:
     """Return where a model stands among those with none of some parameters, by which ranks sort.
 
     Args:
         model: a plain one.
+        around: the modules that hold it.
         numbers: ``id`` of a parameter -> which it is.
 
     Returns:
-        The first parameter in a module that holds ``model``, and the place of ``model`` there; None
-        if no such module has one.
+        The first parameter in a module around the model, and the place of the model there; None if
+        no such module has one.
     """
     places = []
-    for holder in modules_around(model):
+    for holder in around:
         beside = [numbers[id(each)] for each in holder.parameters() if id(each) in numbers]
         place = next(n for n, each in enumerate(holder.modules()) if each is model)
         places += [(min(beside), place)] if beside else []
@@ -202,16 +211,6 @@ def plain_models() -> list[nn.Module]:
         for each in models
         if may_adopt(each) and (_has_decoder(each) or id(each) not in inside)
     ]
-
-
-def holders_of(model: nn.Module) -> list[nn.Module]:
-    """Return the models of a user's own, derived from transformers' class, that hold a model."""
-    holders = [
-        each
-        for each in _models_of_transformers()
-        if each is not model and any(part is model for part in each.modules())
-    ]
-    return sorted(holders, key=lambda each: type(each).__name__)
 
 
 def _models_of_transformers() -> list[nn.Module]:

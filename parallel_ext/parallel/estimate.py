@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from parallel_ext import ops
 from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
+from parallel_ext.io.stream import share_out
 from parallel_ext.models import learn
 from parallel_ext.nn import grad_sync
 from parallel_ext.ops import ALONE, Group
@@ -84,6 +85,7 @@ class Estimate:
         peak: of a step on that rank, all of the above included.
         model_on_disk, checkpoint_on_disk: of the job; the second has what is trained, and the
             optimizer's states.
+        written: (largest, smallest) of what a rank writes of the checkpoint: whole tensors.
         sent: what rank 0 sends in a step, by group (``tp``, ``ep``, ``dp``, and ``edp``, the ranks
             with the same experts), kind of collective, and ``"collectives"`` or ``"bytes"``: the
             numbers of ``_C.collective_counts`` on a GPU, and the collectives of ZeRO.
@@ -102,6 +104,7 @@ class Estimate:
     peak: int
     model_on_disk: int
     checkpoint_on_disk: int
+    written: tuple[int, int]
     sent: dict[str, dict[str, dict[str, int]]]
 
 
@@ -198,6 +201,7 @@ class Planner:
         if step.adapt is not None:
             held.add_adapter(model)
         states, ranks = STATES[step.optimizer], held.extremes()
+        saved = tuple(held.in_files(adapter=step.adapt is not None))
         weights = [held.nbytes(rank, sharded=True) for rank in ranks]
         adapter = True if step.adapt else None
         trained = [held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks]
@@ -218,8 +222,9 @@ class Planner:
             logits=logits,
             adapter=(max(adapters), min(adapters)),
             peak=weights[0] + states * trained[0] + gathered + max(forward, backward),
-            model_on_disk=held.logical(adapter=False),
-            checkpoint_on_disk=(1 + states) * held.logical(adapter=step.adapt is not None),
+            model_on_disk=sum(held.in_files(adapter=False)),
+            checkpoint_on_disk=(1 + states) * sum(saved),
+            written=_written(saved, states, world, alone=step.adapt is not None),
             sent=sent.by_group(),
         )
 
@@ -285,6 +290,24 @@ class Planner:
             yield
         finally:
             self._plain.set_submodule(self._spec.layers, self._layers)
+
+
+@lru_cache(maxsize=1)  # for all layouts of a plan
+def _written(saved: tuple[int, ...], states: int, world: int, *, alone: bool) -> tuple[int, int]:
+    """Return the most and the fewest bytes of a checkpoint that a rank writes.
+
+    Args:
+        saved: bytes of each tensor of the model, or of the adapter.
+        states: that the optimizer keeps for each of them, as large.
+        world: ranks, which write; of these as many as there are tensors write any.
+        alone: whether rank 0 writes all of ``saved``, but for the states.
+    """
+    writers = min(world, max(1, states) * len(saved))
+    written = [0] * writers
+    for sizes, ranks in ((saved, 1 if alone else writers), (saved * states, writers)):
+        for nbytes, rank in zip(sizes, share_out(sizes, ranks), strict=True):
+            written[rank] += nbytes
+    return max(written), 0 if world > writers else min(written)
 
 
 def _runs_on_any(mesh: _PlannedMesh, *needed: bool) -> tuple[bool, ...]:

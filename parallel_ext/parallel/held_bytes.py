@@ -29,6 +29,7 @@ class _Kind:
         adapter: whether it belongs to an adapter, which ZeRO does not divide.
         expert: whether it belongs to the experts of a mixture, which ZeRO gathers apart.
         idle: whether no step gives it a gradient.
+        in_files: how many elements each of the tensors has that files hold of it.
     """
 
     layout: TensorLayout
@@ -37,6 +38,7 @@ class _Kind:
     adapter: bool
     expert: bool
     idle: bool
+    in_files: tuple[int, ...]
 
     def nbytes(self, rank: int, replicas_of: int | None) -> int:
         """Return the bytes on a rank; ZeRO divides them over the replicas of so many ranks."""
@@ -95,14 +97,23 @@ class Held:
         )
         for name, tensor in layout.tensors.items():
             if name not in layout.buffers:
-                self._add(name, tensor, itemsize, adapter=False)
+                parts = tuple(part.layout(tensor).numel for part in layout.parts_of(name))
+                self._add(name, tensor, itemsize, parts, adapter=False)
         self.vocab_rows = layout[f"{spec.embedding}.weight"].local_shape(0)[0]
 
-    def _add(self, name: str, tensor: TensorLayout, itemsize: int, *, adapter: bool) -> None:
+    def _add(
+        self,
+        name: str,
+        tensor: TensorLayout,
+        itemsize: int,
+        parts: tuple[int, ...],
+        *,
+        adapter: bool,
+    ) -> None:
         expert = name.startswith(self._experts)
         copy_size = self._ep if expert else self._tp
         idle = name in self._idle
-        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter, expert, idle)
+        kind = _Kind(replace(tensor, name=""), copy_size, itemsize, adapter, expert, idle, parts)
         layer = self._layer.match(name)
         of = self._of_layer.setdefault(layer[0], Counter()) if layer else self._root
         of[kind] += 1
@@ -129,7 +140,7 @@ class Held:
         """Add the factors of an adapted model with the layers of the layout, before all else."""
         for name, parameter, layout in named_shards(model):
             if parameter.requires_grad:
-                self._add(name, layout, parameter.itemsize, adapter=True)
+                self._add(name, layout, parameter.itemsize, (layout.numel,), adapter=True)
 
     def extremes(self) -> list[int]:
         """Return the ranks among which those with the most and the fewest bytes are."""
@@ -170,14 +181,15 @@ class Held:
         """Return the bytes of the layers on rank 0 that no step runs, not divided."""
         return sum(self._sum(self._of_layer[name], 0, False, False) for name in self._skipped)
 
-    def logical(self, *, adapter: bool) -> int:
-        """Return the bytes of the adapter, or of the model without it, in one process."""
-        return sum(
-            number * kind.itemsize * kind.layout.numel
+    def in_files(self, *, adapter: bool) -> list[int]:
+        """Return the bytes of each tensor in files of the adapter, or of the model without it."""
+        return [
+            kind.itemsize * numel
             for counter in (self._root, self._layers)
             for kind, number in counter.items()
             if kind.adapter is adapter
-        )
+            for numel in kind.in_files * number
+        ]
 
     def sent_by_zero(self, zero: int, adapted: bool, once: Collection[str]) -> Traffic:
         """Return what ZeRO sends in a step on rank 0.

@@ -11,11 +11,12 @@ from parallel_ext.nn.vocab import TiedHead
 from parallel_ext.sharding._torch_private import own_modules
 
 
-def children_in_process() -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _children_in_process() -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yield each module of this process that another one holds: the holder, its name, and itself.
 
     A module need not know of what holds it.
     """
+    gc.collect()  # what nobody holds any more
     for each in gc.get_objects():
         # By the class, since asking an object may run code of its own.
         if issubclass(type(each), nn.Module) and "_modules" in vars(each):
@@ -24,15 +25,26 @@ def children_in_process() -> Iterator[tuple[nn.Module, str, nn.Module]]:
                     yield each, name, child
 
 
-def modules_around(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of this process that hold a module, in others or not."""
-    holders: dict[int, list[nn.Module]] = {}
-    for holder, _, child in children_in_process():
-        holders.setdefault(id(child), []).append(holder)
-    around = [module]
-    for each in around:  # which grows in the loop, by each once
-        around += holders.pop(id(each), [])
-    return around[1:]
+class Holders:
+    """Which modules of this process hold which, when it was made.
+
+    Garbage is collected first: it is found on all ranks or on none.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[nn.Module]] = {}
+        for holder, _, child in _children_in_process():
+            self._of.setdefault(id(child), []).append(holder)
+
+    def around(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules that hold a module, in others or not, in no certain order."""
+        around: dict[int, nn.Module] = {}
+        for each in (queue := [module]):  # which grows in the loop
+            for holder in self._of.get(id(each), ()):
+                if id(holder) not in around:
+                    around[id(holder)] = holder
+                    queue.append(holder)
+        return list(around.values())
 
 
 def heads_tied_to(model: nn.Module, embedding: str) -> list[tuple[nn.Module, str]]:
@@ -48,7 +60,7 @@ def heads_tied_to(model: nn.Module, embedding: str) -> list[tuple[nn.Module, str
     weight = model.get_submodule(embedding).weight
     return [
         (holder, name)
-        for holder, name, child in children_in_process()
+        for holder, name, child in _children_in_process()
         if type(child) is nn.Linear and child.weight is weight
     ]
 

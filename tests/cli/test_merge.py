@@ -42,7 +42,9 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-CASES: dict[str, tuple[Tiny, dict[str, Any]]] = {
+ON_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+MIXTRAL = TinyMixtral(dtype=torch.float32)
+CASES: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
     "linears": (TINY, {}),
     "bf16": (Tiny(dtype=torch.bfloat16), {}),
     "patterns, rslora": (
@@ -51,6 +53,9 @@ CASES: dict[str, tuple[Tiny, dict[str, Any]]] = {
     ),
     "biases": (TINY, {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]}),
     "embedding": (TINY, {"target_modules": ["embed_tokens", "o_proj"]}),
+    "experts": (MIXTRAL, {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS}),
+    "one tensor of experts": (MIXTRAL, {"target_parameters": ["experts.down_proj"]}),
+    "experts in bf16": (TinyMixtral(dtype=torch.bfloat16), {"use_rslora": True, **ON_EXPERTS}),
     "whole head and norm": (TINY, {"modules_to_save": ["lm_head", "norm"]}),
 }
 
@@ -65,7 +70,9 @@ def test_the_merged_model_is_that_of_peft(
     tiny.model().save_pretrained(base, max_shard_size=size)
     (base / "tokenizer.json").write_text("{}")
     (base / "pytorch_model.bin").write_bytes(b"old")
-    expected = _trained(tiny.model(), adapter, **changes).merge_and_unload().state_dict()
+    by_peft = _trained(tiny.model(), adapter, **changes).merge_and_unload()
+    by_peft.save_pretrained(tmp_path / "expected")
+    expected = _tensors(tmp_path / "expected")
     assert main(["merge", str(adapter), str(base), str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = _tensors(out)
@@ -161,11 +168,11 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
         half / "adapter_model.safetensors",
     )
     assert "self_attn.q_proj has a alone" in _refused(capsys, half, base, out)
-    mixtral, experts = tmp_path / "mixtral", tmp_path / "experts"
-    tiny = TinyMixtral(dtype=torch.float32)
-    tiny.model().save_pretrained(mixtral)
-    _trained(tiny.model(), experts, target_modules=[], target_parameters=["experts.down_proj"])
-    assert "or on experts" in _refused(capsys, experts, mixtral, out)
+    mixtral = tmp_path / "mixtral"
+    TinyMixtral(dtype=torch.float32).model().save_pretrained(mixtral)
+    fewer = TinyMixtral(dtype=torch.float32, inner=5).model()
+    _trained(fewer, tmp_path / "experts", **ON_EXPERTS)
+    assert "has no model.layers" in _refused(capsys, tmp_path / "experts", mixtral, out)
     tied = tmp_path / "tied"
     Tiny(dtype=torch.float32, tied=True).model().save_pretrained(tied)
     _trained(TINY.model(), tmp_path / "head", target_modules=["lm_head"])

@@ -6,10 +6,12 @@ import copy
 import json
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from step_memory import parsed
 from test_thousand_ranks import CONFIGS as LARGE_CONFIGS
 
 import parallel_ext as px
+from parallel_ext.io.stream import PlannedFile, TensorStream
 from parallel_ext.nn import grad_sync
 from parallel_ext.parallel.estimate import STATES, Planner, Step
 
@@ -110,6 +113,46 @@ def test_weights_and_optimizer_are_those_that_ranks_hold(
     assert estimate.gradients == (max(states) // 2, min(states) // 2)
     assert estimate.adapter == (estimate.gradients if r else (0, 0))
     assert estimate.logits == 6 * -(-37 // tp) * dtype.itemsize
+
+
+def _written(root: str, kind: str, tp: int, ep: int, step: Step) -> Counter[int]:
+    """Bytes of tensors by the rank that writes them."""
+    model, _ = config_as_planned(CONFIGS[kind](), tp, ep, step)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    written, plain = Counter[int](), TensorStream.write
+
+    def write(stream: TensorStream, files: list[PlannedFile], *args: Any, **options: Any) -> None:
+        for file in files:
+            written[file.writer] += file.num_bytes
+        plain(stream, files, *args, **options)
+
+    with mock.patch.object(TensorStream, "write", write):
+        px.save_checkpoint(root, 1, model, optimizer)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "tp", "ep", "r"),
+    [("tied", 3, 1, 1, None), ("mixtral", 4, 2, 4, None), ("llama", 2, 2, 1, 3)],
+)
+def test_a_checkpoint_is_written_in_the_planned_shares(
+    tmp_path: Path, kind: str, world: int, tp: int, ep: int, r: int | None
+) -> None:
+    step = Step(dtype=torch.float32, tokens=6, adapt=adapter(r))
+    written = pool(world).run(_written, str(tmp_path), kind, tp, ep, step)[0]
+    estimate = Planner(CONFIGS[kind]()).estimate(world, tp, ep, step)
+    assert sum(written.values()) == estimate.checkpoint_on_disk
+    assert estimate.written == (max(written.values()), min(written.values()))
+
+
+def test_of_many_ranks_most_write_nothing_of_a_checkpoint() -> None:
+    step = Step(tokens=6)
+    estimate = Planner(CONFIGS["llama"]()).estimate(200, 4, 1, step)
+    largest = LLAMA["vocab_size"] * LLAMA["hidden_size"] * step.dtype.itemsize
+    assert estimate.written == (2 * largest, 0)  # one of the model, and one of the optimizer
 
 
 CASES = {
