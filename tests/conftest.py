@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,17 @@ if importlib.util.find_spec("hypothesis"):  # which `make test-gpu` does without
     # Two busy cores make no promises about time, and a test leaves no files in the checkout.
     settings.register_profile("parallel_ext", deadline=None, database=None)
     settings.load_profile("parallel_ext")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()  # by their test
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % mark.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
 def test_training_goes_on_as_in_one_process(before: Job, after: Job, tmp_path: Path) -> None:
     pool(before.layout.world).run(_save_after_two_steps, before, tmp_path)

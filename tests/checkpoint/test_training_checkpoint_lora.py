@@ -161,6 +161,7 @@ CHANGES: list[tuple[str, tuple[Layout, int | None], tuple[Layout, int | None]]] 
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize(("kind", "before", "after"), CHANGES, ids=str)
 def test_training_goes_on_as_if_it_had_never_stopped(

@@ -488,6 +488,7 @@ def _train_made(kind: str, tp: int | None) -> list[list[float]]:
         return results
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])
 def test_a_model_from_scratch_equals_one_process(kind: str, size: int, tp: int) -> None:
@@ -657,6 +658,7 @@ def _averaged(source: str, how: str, tp: int | None) -> dict[str, torch.Tensor]:
         return average.state_dict() if tp is None else px.full_state_dict(average)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", ["AveragedModel", "copy", "frozen copy"])
 @pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)])

@@ -135,6 +135,7 @@ def _compare(tmp_path: Path, size: int, tp: int, kind: str, how: str) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @LAYOUTS
 @pytest.mark.parametrize("how", ["loop", "prepared"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,6 +145,7 @@ def test_a_loop_trains_it_as_in_one_process(
     _compare(tmp_path, size, tp, kind, how)
 
 
+@pytest.mark.one_in(2)
 @needs_trainer
 @LAYOUTS
 @pytest.mark.parametrize(

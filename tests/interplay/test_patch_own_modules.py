@@ -86,6 +86,7 @@ def _train(directory: str, tp: int | None, how: str) -> list[float]:
         return found
 
 
+@pytest.mark.one_in(2)
 @LAYOUTS
 @pytest.mark.parametrize("how", ["plain", "groups", "DDP", "accelerate", "frozen", "head", CAUSAL])
 def test_a_loop_trains_it_as_in_one_process(tmp_path: Path, size: int, tp: int, how: str) -> None:

@@ -95,6 +95,7 @@ def _break(model: Any, what: str) -> None:
             module.scaling["default"] *= 1 + 1e-2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "changes",

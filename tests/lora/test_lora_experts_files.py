@@ -133,6 +133,7 @@ def _changed(name: str, value: torch.Tensor) -> torch.Tensor:
     return 1.5 * value if "lm_head" in name or "norm" in name else value
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("whole", [[], ["lm_head", "norm"]], ids=["adapted", "trained whole"])
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize(

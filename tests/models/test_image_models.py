@@ -63,6 +63,7 @@ def _trained(kind: str, layout: Layout, zero: int) -> tuple[float, float]:
     return of_losses, max((full[n] - each).abs().max().item() for n, each in expected.items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", DECODERS)
 def test_it_trains_as_in_one_process(kind: str, layout: Layout) -> None:

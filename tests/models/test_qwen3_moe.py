@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_single_process(case: str) -> None:
     tiny, layout, zero = CASES[case]

@@ -257,6 +257,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_threads(mutants, mutation):
     broken = mutants[mutation]

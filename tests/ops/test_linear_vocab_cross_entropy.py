@@ -76,6 +76,7 @@ def _errors_of_one_option(
     return errors
 
 
+@pytest.mark.one_in(5)
 @BOTH_PATHS
 @ALL_SIZES
 @EACH_OPTION

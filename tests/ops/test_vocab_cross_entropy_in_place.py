@@ -39,6 +39,7 @@ def _gradients(
     return found
 
 
+@pytest.mark.one_in(5)
 @BOTH_PATHS
 @ALL_SIZES
 @pytest.mark.parametrize("name", ALONE)

@@ -78,6 +78,7 @@ def _held(kind: str, tp: int, ep: int, step: Step) -> tuple[int, int]:
     return bytes_held(model, optimizer)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "tp", "ep", "dp", "zero"),
     [
@@ -224,6 +225,7 @@ def test_own_tokens_save_a_mixture_what_was_planned(ep: int, checkpointing: bool
     assert planned[0] - planned[1] == pytest.approx(saved, rel=0.01)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("r", [None, 4])

@@ -33,6 +33,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_saved_mixtral_is_that_of_the_hub(layout: Layout, tied: bool, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
 EVERY = [layout for world in (1, 2, 3, 4) for layout in layouts_of(world)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_experts", [8, 5])
 @pytest.mark.parametrize("layout", EVERY, ids=str)
 def test_training_equals_the_single_process(layout: Layout, num_experts: int) -> None:

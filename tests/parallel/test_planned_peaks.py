@@ -51,6 +51,7 @@ def _step(r: int | None = None, **options: Any) -> Step:
     return Step(rows=ROWS, tokens=TOKENS, adapt=adapter(r), **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "autocast"])
 @pytest.mark.parametrize(
     ("kind", "tp", "ep", "dp", "zero", "r", "checkpointing"),

@@ -57,6 +57,7 @@ def _assert_sends_what_was_planned(
     assert found[0] == planned(_config(kind), tp * dp, tp, ep, step)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "tp", "ep", "dp", "zero", "r"),
     [
@@ -113,6 +114,7 @@ def test_a_step_under_autocast_sends_what_was_planned(
     _assert_sends_what_was_planned(kind, tp, ep, dp, r, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "tp", "ep", "dp", "checkpointing", "r"),
     [

@@ -81,6 +81,7 @@ def _there_and_back(source: str, target: str) -> dict[str, float]:
 LARGE = [(32000, 3, False), (49153, 2, True), (65535, 1, False), (65535, 4, False)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("vocab_size", "tp", "tied"),
     [
