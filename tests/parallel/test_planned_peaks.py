@@ -30,20 +30,17 @@ def _config(kind: str) -> transformers.PreTrainedConfig:
     return config
 
 
-def _measured(kind: str, tp: int, ep: int, step: Step) -> tuple[int, int, int]:
-    """Bytes of this rank's weights, the peak of a step, and what its forward leaves."""
+def _measured(kind: str, tp: int, ep: int, step: Step) -> tuple[int, int]:
+    """Bytes of this rank's weights, and the peak of a step, without an optimizer."""
     model, mesh = config_as_planned(_config(kind), tp, ep, step)
     ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % 509
     batch = {"input_ids": ids, "labels": ids}
     # Under FSDP the peak of one step in some is 5 % higher than that of the others.
-    memory = min(
-        (
-            px.profile_step(model, batch, warmup=1, show=False).ranks[0].memory
-            for _ in range(3 if mesh.dp_size > 1 else 1)
-        ),
-        key=lambda each: each.peak,
-    )
-    return bytes_held(model)[0], memory.peak, memory.activations
+    peaks = [
+        px.profile_step(model, batch, warmup=1, show=False).ranks[0].memory.peak
+        for _ in range(3 if mesh.dp_size > 1 else 1)
+    ]
+    return bytes_held(model)[0], min(peaks)
 
 
 def _step(r: int | None = None, **options: Any) -> Step:
@@ -64,6 +61,7 @@ def _step(r: int | None = None, **options: Any) -> Step:
         ("llama", 1, 1, 1, 2, 8, False),
         ("llama", 2, 1, 1, 2, 8, True),
         ("mixtral", 1, 1, 1, 2, None, False),
+        ("mixtral", 2, 1, 1, 2, None, False),
         ("mixtral", 2, 2, 1, 2, None, True),
         ("mixtral", 1, 2, 2, 2, None, False),
     ],
@@ -81,10 +79,8 @@ def test_the_peak_of_a_step_is_the_planned_one(
     step = _step(r, zero=zero, checkpointing=checkpointing, autocast=autocast)
     found = pool(tp * dp).run(_measured, kind, tp, ep, step)
     estimate = Planner(_config(kind)).estimate(tp * dp, tp, ep, step)
-    weights, peak, left = found[0]
-    print(
-        f"{estimate.peak / peak:.3f} of {peak} bytes, {estimate.activations / left:.3f} of {left}"
-    )
+    weights, peak = found[0]
+    print(f"{estimate.peak / peak:.3f} of {peak} bytes")
     assert estimate.weights[0] == weights
     assert estimate.peak == pytest.approx(peak, rel=0.05)
 
