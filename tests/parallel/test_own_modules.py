@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from ranks import pool
 from reference import FLOOR, Tiny, difference, quietly, refusal
 from reference_mixtral import Layout, TinyMixtral
+from reference_training import difference_trained, full_difference
 from torch import nn
 
 import parallel_ext as px
@@ -82,35 +84,17 @@ def losses(
     return whole, nn.functional.cross_entropy(ours(ids[own]), classes[own])
 
 
-def _differences(ours: Scores, reference: Scores) -> float:
-    full = px.full_state_dict(ours, writer_only=False)
-    assert full.keys() == reference.state_dict().keys()
-    return max(difference(full[name], each) for name, each in reference.state_dict().items())
-
-
 def _trained(kind: str, layout: Layout, zero: int, how: str, **options: Any) -> float:
     mesh = layout.mesh()
     reference, ours = split(kind, mesh, zero, **options)
     if how == "frozen":
         for model in (reference, ours):
             model.inner.requires_grad_(False)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, ours)]
-    for step in range(3):
-        if how == "accumulated":
-            theirs, own = losses(reference, ours, mesh, 100 + step)
-            theirs.backward()
-            with px.no_sync(ours):
-                own.backward()
-        theirs, own = losses(reference, ours, mesh, step)
-        theirs.backward()
-        own.backward()
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, ours)]
-        assert difference(norms[1], norms[0]) <= (EXACT if kind in EXACTLY else 1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    within = EXACT if kind in EXACTLY else 1e-5
+    of_batch = partial(losses, reference, ours, mesh)
+    found = difference_trained(reference, ours, of_batch, how == "accumulated", within)
     assert ours.unused.weight.grad is None
-    return _differences(ours, reference)
+    return found
 
 
 EXACTLY = ["decoder", "model"]  # the norms of others go by fp32
@@ -309,7 +293,7 @@ def _resumed(folder: str, kind: str) -> float:
             read = Scores.from_pretrained(at, inner=inner, dtype=torch.float64).state_dict()
             expected = reference.state_dict()
             assert max(difference(read[name], expected[name]) for name in expected) <= EXACT
-    return _differences(ours, reference)
+    return full_difference(ours, reference)
 
 
 @pytest.mark.parametrize("kind", EXACTLY)

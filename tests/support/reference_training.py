@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import peft
 import torch
 import torch.distributed as dist
-from reference import Tiny, batch, parallel
+from reference import FLOOR, Tiny, batch, difference, parallel
 from reference_lora import ALL, DOWN, GATE_UP, config
 from reference_mixtral import Layout, TinyMixtral
 from torch import nn
@@ -156,3 +157,44 @@ def train(model: Any, optimizer: Any, scheduler: Any, mesh: px.Mesh, steps: rang
         whole = batch(model.config.vocab_size, rows=4, tokens=6, seed=step)
         own = {name: value[mesh.dp_rank :: mesh.dp_size] for name, value in whole.items()}
         one_step(model, optimizer, scheduler, own)
+
+
+def full_difference(ours: nn.Module, reference: nn.Module) -> float:
+    """The largest difference between what files hold of two models."""
+    full, expected = px.full_state_dict(ours, writer_only=False), reference.state_dict()
+    assert full.keys() == expected.keys()
+    return max(difference(full[name], each) for name, each in expected.items())
+
+
+def difference_trained(
+    reference: nn.Module,
+    ours: nn.Module,
+    losses: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    accumulate: bool = False,
+    norms_within: float = FLOOR[torch.float64],
+) -> float:
+    """The same of two models after three steps.
+
+    Args:
+        reference: of one process.
+        ours: around a parallel model.
+        losses: of both models, for the batch of a number.
+        accumulate: whether a step has two batches.
+        norms_within: how far apart the norms of the gradients may be.
+    """
+    models = (reference, ours)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    for step in range(3):
+        if accumulate:
+            theirs, own = losses(100 + step)
+            theirs.backward()
+            with px.no_sync(ours):
+                own.backward()
+        for loss in losses(step):
+            loss.backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in models]
+        assert difference(norms[1], norms[0]) <= norms_within
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_difference(ours, reference)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import pool
-from reference import FLOOR, Tiny, difference, quietly, refusal
+from reference import FLOOR, Tiny, quietly, refusal
 from reference_mixtral import Layout, TinyMixtral
+from reference_training import difference_trained
 from torch import nn
 
 import parallel_ext as px
@@ -66,36 +67,21 @@ def batches(
     return reference(ids, images), ours(ids[own], images[own])
 
 
-def _differences(ours: nn.Module, reference: nn.Module) -> float:
-    full = px.full_state_dict(ours, writer_only=False)
-    return max(difference(full[name], each) for name, each in reference.state_dict().items())
-
-
 def _trained(kind: str, layout: Layout, zero: int, how: str, **options: Any) -> float:
     mesh = layout.mesh()
     reference, ours = pair(kind, mesh, zero, **options)
     if how == "frozen":
         for module in (reference, ours):
             module.model.requires_grad_(False)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, ours)]
-    for step in range(3):
-        if how == "accumulated":
-            theirs, own = batches(reference, ours, mesh, 100 + step)
-            theirs.backward()
-            with px.no_sync(ours):
-                own.backward()
-        theirs, own = batches(reference, ours, mesh, step)
+
+    def losses(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        theirs, own = batches(reference, ours, mesh, number)
         if how == "together":  # a forward has left gathered weights in the model
-            further = batches(reference, ours, mesh, 100 + step)
+            further = batches(reference, ours, mesh, 100 + number)
             theirs, own = theirs + further[0], own + further[1]
-        theirs.backward()
-        own.backward()
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, ours)]
-        assert difference(norms[1], norms[0]) <= EXACT
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return _differences(ours, reference)
+        return theirs, own
+
+    return difference_trained(reference, ours, losses, how == "accumulated")
 
 
 LAYOUTS = [(Layout(1, 2, 1), 2), (Layout(2, 1, 1), 2), (Layout(2, 2, 1), 3), (Layout(3, 1, 1), 3)]
