@@ -15,7 +15,7 @@ import torch
 import transformers
 from interplay_accelerate import processes
 from ranks import pool
-from reference import Tiny
+from reference import Tiny, refusal
 from safetensors.torch import load_file
 from torch import nn
 from versions import needs_trainer
@@ -113,6 +113,22 @@ def _looks(directory: str) -> int:
 def test_an_optimizer_of_many_groups_looks_at_them_once(tmp_path: Path) -> None:
     Tiny().model().save_pretrained(tmp_path)
     assert pool(2).run(_looks, str(tmp_path)) == [1, 1]
+
+
+def _one_head_for_two(directory: str) -> str:
+    with _patched(2):
+        one, other = Scores(directory), Scores(directory)
+        other.head = one.head
+        for each in (one, other):
+            each.decoder.requires_grad_(False)
+        return refusal(lambda: torch.optim.SGD(one.head.parameters(), lr=0.1))
+
+
+def test_one_head_on_two_decoders_is_refused(tmp_path: Path) -> None:
+    """Their order differs from rank to rank."""
+    Tiny().model().save_pretrained(tmp_path)
+    for found in pool(2).run(_one_head_for_two, str(tmp_path)):
+        assert "a parameter of two modules, each around a model, a LlamaModel and another" in found
 
 
 def _answer(folder: str, tp: int | None, with_trainer: bool, lora: bool) -> list[float]:
