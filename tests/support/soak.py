@@ -266,7 +266,7 @@ class Round:
 
 
 def soak(seed: int, faults: int, steps: int, seconds: float = float("inf")) -> Report:
-    """Run attempts until there were so many faults and steps, or so many seconds are over.
+    """Run attempts until there were so many faults and steps, or one and the seconds are over.
 
     Stops at the first problem.
     """
@@ -274,7 +274,8 @@ def soak(seed: int, faults: int, steps: int, seconds: float = float("inf")) -> R
 
     def goes_on() -> bool:
         wanted = report.faults.total() < faults or report.steps < steps
-        return wanted and time.monotonic() < end and not report.problems
+        late = time.monotonic() >= end and report.faults.total() > 0
+        return wanted and not late and not report.problems
 
     while goes_on():
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
