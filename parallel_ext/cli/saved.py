@@ -33,24 +33,29 @@ class NothingSavedError(CheckpointError):
 
 
 def newest_step(path: Path) -> Path:
-    """Return the newest complete step of a root of training checkpoints; else the path itself."""
-    return latest_checkpoint(path) if path.is_dir() and complete_steps(path) else path
-
-
-def kind_of(path: Path) -> str:
-    """Return what is saved at a path, one of the kinds of :class:`Saved`.
+    """Return the newest complete step of a root of training checkpoints; else the path itself.
 
     Raises:
-        NothingSavedError: there is nothing of the kind.
         CheckpointError: it is a step of a training checkpoint that is not complete.
     """
-    if (path / COMMIT_NAME).exists():
-        return CHECKPOINT
-    if (path / STATE_FOLDER).exists():
+    if path.is_dir() and complete_steps(path):
+        return latest_checkpoint(path)
+    if (path / STATE_FOLDER).exists() and not (path / COMMIT_NAME).exists():
         raise CheckpointError(
             f"{path} is a step of a training checkpoint, but not a complete one: it has no file "
             f"{COMMIT_NAME}, which a save writes last; take another step"
         )
+    return path
+
+
+def kind_of(path: Path) -> str:
+    """Return what is saved at a path of :func:`newest_step`, one of the kinds of :class:`Saved`.
+
+    Raises:
+        NothingSavedError: there is nothing of the kind.
+    """
+    if (path / COMMIT_NAME).exists():
+        return CHECKPOINT
     if (path / ADAPTER_CONFIG_NAME).exists():
         return ADAPTER
     if (path / CONFIG_NAME).exists():

@@ -140,6 +140,9 @@ def test_a_step_of_checkpoints_is_not_replaced(
     text = _refused(capsys, tmp_path / "adapter", tmp_path / "model", step)
     assert f"{step} is there already; choose a new folder" in text
     assert px.verify_checkpoint(step) == 3
+    (step / "COMMIT").unlink()
+    for adapter, base in ((tmp_path / "adapter", step), (step, tmp_path / "model")):
+        assert "not a complete one" in _refused(capsys, adapter, base, tmp_path / "out")
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *paths: Path) -> str:
