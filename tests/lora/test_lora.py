@@ -131,6 +131,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("option", OPTIONS)

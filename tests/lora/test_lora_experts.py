@@ -68,6 +68,7 @@ def _check(directory: Path, tiny: TinyMixtral, layout: Layout, *args: Any) -> No
         assert error <= 1e-9, f"{name} differs by {error:.1e}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "layout",
     [

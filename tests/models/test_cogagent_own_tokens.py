@@ -56,6 +56,7 @@ def test_training_equals_the_single_process(rows: list[list[Row]], tp: int) -> N
     assert_within(pool(tp).run(_parity, rows, Layout(1, tp, 1), 2))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("ranks", OF_RANKS)
 def test_data_parallel_training_equals_the_single_process(ranks: str, zero: int) -> None:

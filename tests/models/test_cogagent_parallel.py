@@ -109,6 +109,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ranks", "zero", "tp"), EVERY)
 def test_data_parallel_training_equals_the_single_process(ranks: str, zero: int, tp: int) -> None:
     layout = Layout(2, tp, 1)

@@ -38,6 +38,7 @@ def _measured(tp: int, step: Step) -> tuple[int, int, dict[str, int], int]:
     return *held, sent, profile.ranks[0].memory.peak
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("tp", "dp", "zero", "r", "checkpointing", "dtype", "own"),
     [

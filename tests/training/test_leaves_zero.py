@@ -62,6 +62,7 @@ WAYS_OF_EXPERTS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @sweep(WAYS_OF_EXPERTS, [(4, (1, 2), 2), (3, (1, 3), 3), (4, (2, 2), 3)], often=[(3, (1, 3), 3)])
 def test_ways_to_train_experts_have_the_bits_of_one_process(
     case: str, layouts: Sequence[Layout]
@@ -102,6 +103,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @sweep(WAYS, [(3, 1, 2), (4, 2, 3)], often=[(4, 2, 3)])
 def test_ways_to_train_have_the_bits_of_one_process(case: str, layouts: Sequence[Layout]) -> None:
     check_layouts("odd", case, layouts)
