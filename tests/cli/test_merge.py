@@ -13,7 +13,7 @@ import torch
 import transformers
 from ranks import pool
 from reference import Tiny
-from reference_mixtral import TinyMixtral
+from reference_mixtral import TinyMixtral, TinyQwen3Moe
 from safetensors.torch import load_file, save_file
 
 import parallel_ext as px
@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Tiny | TinyMixtral, dict[str, Any]]] = {
     "biases": (TINY, {"lora_bias": True, "target_modules": ["q_proj", "k_proj"]}),
     "embedding": (TINY, {"target_modules": ["embed_tokens", "o_proj"]}),
     "experts": (MIXTRAL, {"alpha_pattern": {"experts.down_proj": 3}, **ON_EXPERTS}),
+    "experts of Qwen3": (TinyQwen3Moe(dtype=torch.float32), ON_EXPERTS),
     "one tensor of experts": (MIXTRAL, {"target_parameters": ["experts.down_proj"]}),
     "experts in bf16": (TinyMixtral(dtype=torch.bfloat16), {"use_rslora": True, **ON_EXPERTS}),
     "whole head and norm": (TINY, {"modules_to_save": ["lm_head", "norm"]}),
