@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.utils.other import get_pattern_key
@@ -67,6 +69,8 @@ class _Adapter:
         self.file = files.enter_context(SafetensorsFile(folder / ADAPTER_NAME))
         self.factors: dict[str, dict[str, str]] = {}
         self.experts: dict[str, tuple[Part, int, dict[str, str]]] = {}
+        self.changed = ChainMap[str, Any](self.factors, self.experts)  # by name, what gets a sum
+        self._read = lru_cache(maxsize=4)(self.file.read)  # the factors of a layer's experts
         self.whole: dict[str, str] = {}
         for name in self.file.tensors:
             inner = name.removeprefix(_PREFIX)
@@ -77,11 +81,6 @@ class _Adapter:
                     break
             else:
                 self.whole[inner.replace(".base_layer.", ".")] = name
-
-    @property
-    def changed(self) -> set[str]:
-        """Names of the tensors to which something is added."""
-        return {*self.factors, *self.experts}
 
     def find_experts(self, layout: ModelLayout) -> None:
         """Find the tensors in files of the experts that factors belong to.
@@ -154,9 +153,9 @@ class _Adapter:
         """
         part, num_experts, names = self.experts[target]
         (expert, _), (start, stop), _ = part.box
-        a, b = (self.file.read(names[kind]).to(wide) for kind in "ab")
-        right = a.view(num_experts, -1, a.size(1))[expert]
-        left = b[start:stop].view(stop - start, -1, num_experts)[..., expert]
+        a, b = (self._read(names[kind]) for kind in "ab")
+        right = a.view(num_experts, -1, a.size(1))[expert].to(wide)
+        left = b[start:stop].view(stop - start, -1, num_experts)[..., expert].to(wide)
         return left, right * self._scale(part.source, len(right))
 
 
@@ -191,7 +190,7 @@ def merge_files(adapter: Path, base: Path, out: Path, progress: Progress = nothi
         num_bytes = sum(
             math.prod(model.shapes[name]) * model.dtypes[name].itemsize for name in model.shapes
         )
-        replaced, merged = own.whole.keys() - own.changed, len(own.changed)
+        replaced, merged = own.whole.keys() - own.changed.keys(), len(own.changed)
         return Merged(len(model.shapes), merged, len(replaced), num_bytes)
 
 

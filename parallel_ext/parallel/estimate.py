@@ -201,7 +201,8 @@ class Planner:
         if step.adapt is not None:
             held.add_adapter(model)
         states, ranks = STATES[step.optimizer], held.extremes()
-        saved = tuple(held.in_files(adapter=step.adapt is not None))
+        of_model = tuple(held.in_files(adapter=False))
+        saved = of_model if step.adapt is None else tuple(held.in_files(adapter=True))
         weights = [held.nbytes(rank, sharded=True) for rank in ranks]
         adapter = True if step.adapt else None
         trained = [held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks]
@@ -222,7 +223,7 @@ class Planner:
             logits=logits,
             adapter=(max(adapters), min(adapters)),
             peak=weights[0] + states * trained[0] + gathered + max(forward, backward),
-            model_on_disk=sum(held.in_files(adapter=False)),
+            model_on_disk=sum(of_model),
             checkpoint_on_disk=(1 + states) * sum(saved),
             written=_written(saved, states, world, alone=step.adapt is not None),
             sent=sent.by_group(),

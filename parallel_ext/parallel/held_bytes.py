@@ -14,7 +14,7 @@ from torch import nn
 from parallel_ext.models.spec import ModelSpec
 from parallel_ext.models.sublayers import MixtureNames
 from parallel_ext.parallel.traffic import Traffic
-from parallel_ext.sharding.layout import ModelLayout, TensorLayout
+from parallel_ext.sharding.layout import ModelLayout, TensorLayout, box_shape
 from parallel_ext.sharding.named_shards import named_shards
 
 
@@ -97,7 +97,7 @@ class Held:
         )
         for name, tensor in layout.tensors.items():
             if name not in layout.buffers:
-                parts = tuple(part.layout(tensor).numel for part in layout.parts_of(name))
+                parts = tuple(math.prod(box_shape(part.box)) for part in layout.parts_of(name))
                 self._add(name, tensor, itemsize, parts, adapter=False)
         self.vocab_rows = layout[f"{spec.embedding}.weight"].local_shape(0)[0]
 

@@ -173,7 +173,7 @@ def difference_trained(
     accumulate: bool = False,
     norms_within: float = FLOOR[torch.float64],
 ) -> float:
-    """The same of two models after three steps.
+    """The largest difference between what files hold of two models after three steps.
 
     Args:
         reference: of one process.
