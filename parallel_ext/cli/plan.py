@@ -89,12 +89,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         layouts = [asdict(one) for one in found]
         if limit is not None:
-            layouts = [one | {"fits": one["peak"] <= limit} for one in layouts]
+            layouts = [one | {"fits": one["peak"][0] <= limit} for one in layouts]
         report = {"layouts": layouts, "refused": refused}
         print(json.dumps(report, indent=2))
     else:
         _print(found, refused, limit)
-    fits = any(limit is None or one.peak <= limit for one in found)
+    fits = any(limit is None or one.peak[0] <= limit for one in found)
     return 0 if fits else 1
 
 
@@ -130,25 +130,21 @@ def _all(
             f"plan: --tp, --ep and --dp must divide --world {options.world}, tp times dp is the "
             "world, and a model without experts has ep=1"
         )
-    return sorted(found, key=lambda one: one.peak), refused
+    return sorted(found, key=lambda one: one.peak[0]), refused
 
 
 def _print(found: list[Estimate], refused: dict[str, str], limit: float | None) -> None:
     fits = [] if limit is None else ["fits"]
     rows = []
     for one in found:
-        sizes = [getattr(one, name) for name in _COLUMNS]
-        shown = [_shown(size if isinstance(size, tuple) else (size, size)) for size in sizes]
-        mark = [] if limit is None else ["yes" if one.peak <= limit else "no"]
+        shown = [_shown(getattr(one, name)) for name in _COLUMNS]
+        mark = [] if limit is None else ["yes" if one.peak[0] <= limit else "no"]
         rows.append([one.tp, one.ep, one.dp, *shown, *mark])
     if found:
         print_table(["tp", "ep", "dp", *_COLUMNS, *fits], rows)
-        print("\nwhat rank 0 sends in a step, in collectives of its group:")
-        groups = [name for name in _GROUPS if any(name in one.sent for one in found)]
-        sent = [
-            [one.tp, one.ep, one.dp, *(_sent(one.sent.get(name, {})) for name in groups)]
-            for one in found
-        ]
+        print("\nwhat a rank sends in a step, in collectives of its group:")
+        groups = [name for name in _GROUPS if any(name in one.sent[0] for one in found)]
+        sent = [[one.tp, one.ep, one.dp, *(_sent(one, name) for name in groups)] for one in found]
         print_table(["tp", "ep", "dp", *(f"over {name}" for name in groups)], sent)
         model, checkpoint = found[0].model_on_disk, found[0].checkpoint_on_disk
         written = _shown(found[0].written)
@@ -166,12 +162,13 @@ def _shown(of_ranks: tuple[int, int]) -> str:
     return largest if largest == smallest else f"{smallest} to {largest}"
 
 
-def _sent(kinds: dict[str, dict[str, int]]) -> str:
-    """Return the bytes and the number of the collectives of a group."""
-    nbytes, number = (
-        sum(kind[what] for kind in kinds.values()) for what in ("bytes", "collectives")
+def _sent(one: Estimate, group: str) -> str:
+    """Return the bytes that ranks send to a group, and in how many collectives rank 0 does."""
+    nbytes, numbers = (
+        [sum(kind[what] for kind in sent.get(group, {}).values()) for sent in one.sent]
+        for what in ("bytes", "collectives")
     )
-    return f"{decimal(nbytes)} in {number}" if number else "-"
+    return f"{_shown((max(nbytes), min(nbytes)))} in {numbers[0]}" if numbers[0] else "-"
 
 
 def _world(text: str) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,22 +18,21 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from parallel_ext import ops
-from parallel_ext.distributed.control import ControlPlane
 from parallel_ext.distributed.errors import CheckpointError
 from parallel_ext.io.stream import share_out
 from parallel_ext.models import learn
 from parallel_ext.nn import grad_sync
-from parallel_ext.ops import ALONE, Group
 from parallel_ext.parallel.check_sequence import check_sequence_parallel
 from parallel_ext.parallel.held_bytes import Held
 from parallel_ext.parallel.meta_step import KnownOps, Recorded, Summed, run_step
 from parallel_ext.parallel.parallelize import carry_out
 from parallel_ext.parallel.plan import Options, Plan, layout_of
+from parallel_ext.parallel.planned_mesh import PlannedMesh
 from parallel_ext.parallel.replace import names_of_parts
 from parallel_ext.parallel.state import state_of
 from parallel_ext.parallel.traffic import Traffic
 from parallel_ext.parallel.validate import check_mixture, check_servable, spec_for
-from parallel_ext.sharding.layout import ModelLayout
+from parallel_ext.sharding.layout import ModelLayout, split
 
 STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 """Numbers that an optimizer keeps for each parameter, in the parameter's dtype."""
@@ -40,6 +40,8 @@ STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 _FEW = 3  # layers that are run where all are equal; what the middle one adds, each adds
 _TILE, _TILE_OF_FROZEN = 8192, 4096  # tokens whose logits the fused loss holds at once on a GPU
 _AGREEMENT = 32  # bytes by which tp ranks compare the inputs of a forward
+
+_Sent = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,19 @@ class Estimate:
         tp, ep, dp: its sides.
         weights, gradients, optimizer: (largest, smallest) of a rank between two steps, exact. With
             an adapter the latter two are of it alone.
-        gathered: what ZeRO holds beside them in a step; 0 at dp = 1.
-        activations: the most that is alive in a forward, on rank 0, which has the largest shards.
+        gathered: what ZeRO holds beside them in a step; 0 at dp = 1. This and what follows, but for
+            the files: (largest, smallest) of a rank.
+        activations: the most that is alive in a forward.
         logits: the largest tile of logits that the loss holds at once; in ``activations`` where it
             comes on top of them.
-        adapter: (largest, smallest) of a rank, in ``weights``; 0 without one.
-        peak: of a step on that rank, all of the above included.
+        adapter: in ``weights``; 0 without one.
+        peak: of a step, all of the above included.
         model_on_disk, checkpoint_on_disk: of the job; the second has what is trained, and the
             optimizer's states.
         written: (largest, smallest) of what a rank writes of the checkpoint: whole tensors.
-        sent: what rank 0 sends in a step, by group (``tp``, ``ep``, ``dp``, and ``edp``, the ranks
-            with the same experts), kind of collective, and ``"collectives"`` or ``"bytes"``: the
-            numbers of ``_C.collective_counts`` on a GPU, and the collectives of ZeRO.
+        sent: what rank 0 and the last rank send in a step, by group (``tp``, ``ep``, ``dp``, and
+            ``edp``, the ranks with the same experts), kind of collective, and ``"collectives"`` or
+            ``"bytes"``: the numbers of ``_C.collective_counts`` on a GPU, and those of ZeRO.
     """
 
     tp: int
@@ -97,38 +100,71 @@ class Estimate:
     weights: tuple[int, int]
     gradients: tuple[int, int]
     optimizer: tuple[int, int]
-    gathered: int
-    activations: int
-    logits: int
+    gathered: tuple[int, int]
+    activations: tuple[int, int]
+    logits: tuple[int, int]
     adapter: tuple[int, int]
-    peak: int
+    peak: tuple[int, int]
     model_on_disk: int
     checkpoint_on_disk: int
     written: tuple[int, int]
-    sent: dict[str, dict[str, dict[str, int]]]
+    sent: tuple[_Sent, _Sent]
 
 
-class _PlannedMesh:
-    """Rank 0 of a mesh that nobody has started: groups have a size, and communicate nothing."""
+@dataclass(frozen=True)
+class _OfRank:
+    """What a step on a rank adds to an :class:`Estimate`.
 
-    def __init__(self, world: int, tp: int, ep: int) -> None:
-        self.tp_size, self.ep_size, self.world_size = tp, ep, world
-        self.dp_size, self.edp_size = world // tp, world // ep
-        self.rank = self.tp_rank = self.ep_rank = self.dp_rank = self.edp_rank = 0
-        self.device = torch.device("meta")
-        self.control = ControlPlane(timeout=1, op_name="plan")  # of this process alone
-        self.tp, self.ep = _group("tp", tp), _group("ep", ep)
-        self.dp, self.edp = _group("dp", self.dp_size), _group("edp", self.edp_size)
-        if tp == world and ep == 1:  # the same ranks are one group
-            self.edp = self.tp
+    Attributes:
+        beside: the most bytes that there are beside weights and optimizer.
+    """
 
-    def tp_subgroup(self, partition: Sequence[Sequence[int]]) -> Group:
-        """Return the group that rank 0 has in a partition of the tp ranks."""
-        return _group("tp", len(next(ranks for ranks in partition if 0 in ranks)))
+    gathered: int
+    activations: int
+    logits: int
+    beside: int
+    sent: _Sent
 
 
-def _group(name: str, size: int) -> Group:
-    return Group(name, size, 0) if size > 1 else ALONE
+@dataclass(frozen=True)
+class _Run:
+    """A step that was run on a rank.
+
+    Attributes:
+        mesh: the rank's.
+        parts: the most bytes alive in each part of the step.
+        sent: without what ZeRO sends.
+        recorded: the marks, with fewer layers than the model has.
+    """
+
+    mesh: PlannedMesh
+    parts: dict[str, int]
+    sent: Traffic
+    recorded: Recorded
+
+    def of_rank(self, held: Held, step: Step) -> _OfRank:
+        """Add what ZeRO, an adapter and the loss take and send."""
+        rank, parts, sent = self.mesh.rank, self.parts.copy(), self.sent
+        # Adapters leave the head frozen.
+        tile = min(step.rows * step.tokens, _TILE if step.adapt is None else _TILE_OF_FROZEN)
+        logits = tile * held.vocab_rows(rank) * (step.autocast or step.dtype).itemsize
+        gathered = received = 0
+        if self.mesh.dp_size > 1:
+            adapted, layer = step.adapt is not None, held.largest_layer(rank)
+            zero = held.sent_by_zero(rank, step.zero, adapted, self.recorded.gathered_once)
+            sent = sent.plus(zero, 1)
+            if adapted:  # one flat sum of gradients, which stay whole
+                parts["end"] += held.nbytes(rank, adapter=True)
+            # Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of
+            # the layers and of one layer; both receive one layer in a buffer.
+            if step.zero == 2:
+                received = layer  # not in backward
+                gathered = held.nbytes(rank, adapter=False) - held.skipped(rank) + layer
+            else:
+                gathered = held.nbytes(rank, layers=False, adapter=False) + 2 * layer
+        forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + logits)
+        beside = gathered + max(forward, max(parts.values()) - received)
+        return _OfRank(gathered, forward, logits, beside, sent.by_group())
 
 
 class Planner:
@@ -183,56 +219,57 @@ class Planner:
         Raises:
             ValueError: the model cannot be sharded so.
         """
-        mesh, total = _PlannedMesh(world, tp, ep), len(self._layers)
+        total = len(self._layers)
         few = _FEW if self._equal_layers else total
         with self._only(few):  # all that is decided below is the same for all layers
+            mesh = PlannedMesh(world, tp, ep)
             check_servable(self._plain, mesh, allow_different_dropout=True)
             check_mixture(self._plain, self._spec, mesh, agreement=True)
             if step.sequence_parallel:
                 check_sequence_parallel(self._plain, self._spec)
             layout = layout_of(self._plain, self._spec, tp, ep)
-            model = self._parallel(mesh, layout, step)
-        parts, sent, recorded = self._run(model, step, mesh, total - few)
-        itemsize = step.dtype.itemsize
+            meshes = [PlannedMesh(world, tp, ep, rank) for rank in _unlike(layout, mesh, step)]
+            models = [self._parallel(each, layout, step) for each in meshes]
+        runs = [self._run(*each, step, total - few) for each in zip(models, meshes, strict=True)]
         held = Held(
-            *(self._spec, layout, tp, ep, world, itemsize, total - few),
-            *(recorded.idle, recorded.skipped),
+            *(self._spec, layout, tp, ep, world, step.dtype.itemsize, total - few),
+            *(runs[0].recorded.idle, runs[0].recorded.skipped),
         )
         if step.adapt is not None:
-            held.add_adapter(model)
+            held.add_adapter(models[0])
         states, ranks = STATES[step.optimizer], held.extremes()
         of_model = tuple(held.in_files(adapter=False))
         saved = of_model if step.adapt is None else tuple(held.in_files(adapter=True))
-        weights = [held.nbytes(rank, sharded=True) for rank in ranks]
         adapter = True if step.adapt else None
-        trained = [held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks]
-        adapters = [held.nbytes(r, sharded=True, adapter=True) for r in ranks]
-        logits = _tile_of_logits(step, held)
-        forward, backward = _activations(parts, logits, step, held, mesh.dp_size)
-        if mesh.dp_size > 1:
-            zero = held.sent_by_zero(step.zero, step.adapt is not None, recorded.gathered_once)
-            sent = sent.plus(zero, 1)
-        gathered = _gathered(held, step) if mesh.dp_size > 1 else 0
+        weights = {r: held.nbytes(r, sharded=True) for r in ranks}
+        trained = {r: held.nbytes(r, sharded=True, adapter=adapter, trained=True) for r in ranks}
+        of_runs = [each.of_rank(held, step) for each in runs]
+        peaks = [
+            weights[rank] + states * trained[rank] + one.beside
+            for mesh, one in zip(meshes, of_runs, strict=True)
+            # ZeRO gives the first ranks with a shard the largest parts, the last ones the smallest.
+            for rank in (mesh.rank % held.period, mesh.rank % held.period + world - held.period)
+        ]
         return Estimate(
             *(tp, ep, mesh.dp_size),
-            weights=(max(weights), min(weights)),
-            gradients=(max(trained), min(trained)),
-            optimizer=(states * max(trained), states * min(trained)),
-            gathered=gathered,
-            activations=forward,
-            logits=logits,
-            adapter=(max(adapters), min(adapters)),
-            peak=weights[0] + states * trained[0] + gathered + max(forward, backward),
+            weights=_range(weights.values()),
+            gradients=_range(trained.values()),
+            optimizer=_range(states * each for each in trained.values()),
+            gathered=_range(one.gathered for one in of_runs),
+            activations=_range(one.activations for one in of_runs),
+            logits=_range(one.logits for one in of_runs),
+            adapter=_range(held.nbytes(r, sharded=True, adapter=True) for r in ranks),
+            peak=_range(peaks),
             model_on_disk=sum(of_model),
             checkpoint_on_disk=(1 + states) * sum(saved),
             written=_written(saved, states, world, alone=step.adapt is not None),
-            sent=sent.by_group(),
+            sent=(of_runs[0].sent, of_runs[-1].sent),
         )
 
     def _run(
-        self, model: transformers.PreTrainedModel, step: Step, mesh: _PlannedMesh, further: int
-    ) -> tuple[dict[str, int], Traffic, Recorded]:
-        """Return peaks of a step's parts with further layers, what it sends, and the marks."""
+        self, model: transformers.PreTrainedModel, mesh: PlannedMesh, step: Step, further: int
+    ) -> _Run:
+        """Run a step on a rank, and add what further layers take."""
         recorded = run_step(
             *(model, self._spec.layers, step.rows, step.tokens, step.checkpointing),
             *(step.autocast, self._known),
@@ -258,10 +295,10 @@ class Planner:
         parts["end"] = max(parts["end"], parts.pop("summing", 0))
         if mesh.tp_size > 1:
             sent.send("tp", "all_gather", _AGREEMENT)
-        return parts, sent, recorded
+        return _Run(mesh, parts, sent, recorded)
 
     def _parallel(
-        self, mesh: _PlannedMesh, layout: ModelLayout, step: Step
+        self, mesh: PlannedMesh, layout: ModelLayout, step: Step
     ) -> transformers.PreTrainedModel:
         """Return a copy of the model, parallel and perhaps adapted, on meta."""
         # No step changes the configurations, whose copies would take longer than the modules'.
@@ -293,6 +330,37 @@ class Planner:
             self._plain.set_submodule(self._spec.layers, self._layers)
 
 
+def _range(of_ranks: Iterable[int]) -> tuple[int, int]:
+    """Return the largest and the smallest number."""
+    numbers = list(of_ranks)
+    return max(numbers), min(numbers)
+
+
+def _unlike(layout: ModelLayout, mesh: PlannedMesh, step: Step) -> list[int]:
+    """Return the ranks of which one holds the most, and one the least: rank 0, and the last one.
+
+    Where these are alike rank 0 alone, and of others those that hold more or less of anything.
+    """
+    period = math.lcm(mesh.tp_size, mesh.ep_size)
+    tensors = {replace(tensor, name="") for tensor in layout.tensors.values()}
+    tokens = [stop - start for start, stop in split(step.tokens, mesh.tp_size)]
+
+    def sizes(rank: int) -> tuple[int, ...]:
+        return (
+            *(math.prod(each.local_shape(rank)) for each in tensors),
+            tokens[rank % mesh.tp_size],
+        )
+
+    with_sizes = {sizes(rank): rank for rank in range(period)}
+    most, least = sizes(0), sizes(period - 1)
+    others = [
+        rank
+        for each, rank in with_sizes.items()
+        if not all(a >= b >= c for a, b, c in zip(most, each, least, strict=True))
+    ]
+    return [0] if len(with_sizes) == 1 else [0, *others, mesh.world_size - 1]
+
+
 @lru_cache(maxsize=1)  # for all layouts of a plan
 def _written(saved: tuple[int, ...], states: int, world: int, *, alone: bool) -> tuple[int, int]:
     """Return the most and the fewest bytes of a checkpoint that a rank writes.
@@ -311,7 +379,7 @@ def _written(saved: tuple[int, ...], states: int, world: int, *, alone: bool) ->
     return max(written), 0 if world > writers else min(written)
 
 
-def _runs_on_any(mesh: _PlannedMesh, *needed: bool) -> tuple[bool, ...]:
+def _runs_on_any(mesh: PlannedMesh, *needed: bool) -> tuple[bool, ...]:
     """Stand for what the dp ranks agree on before they skip modules."""
     own = torch.empty(len(needed), device="meta")
     ops.gather_from_region(own, [len(needed)] * mesh.dp_size, mesh.dp)
@@ -362,33 +430,3 @@ def _beside_partials(summed: list[Summed], wide: int) -> int:
             if stop == summed[which].numel:  # in the place of the partial gradient
                 begun = 0
     return most
-
-
-def _tile_of_logits(step: Step, held: Held) -> int:
-    """Return the bytes of the logits that the fused loss holds at once on rank 0."""
-    dtype = step.dtype if step.autocast is None else step.autocast
-    most = _TILE if step.adapt is None else _TILE_OF_FROZEN  # adapters leave the head frozen
-    return min(step.rows * step.tokens, most) * held.vocab_rows * dtype.itemsize
-
-
-def _activations(
-    parts: dict[str, int], tile: int, step: Step, held: Held, dp: int
-) -> tuple[int, int]:
-    """Return the largest number of bytes alive in forward, and in backward with gradients."""
-    if dp > 1 and step.adapt is not None:  # one flat sum of gradients, which stay whole
-        parts["end"] += held.nbytes(0, adapter=True)
-    received = held.largest_layer() if dp > 1 and step.zero == 2 else 0  # not in backward
-    forward = max(parts.pop("start"), parts.pop("forward"), parts.pop("kept") + tile)
-    return forward, max(parts.values()) - received
-
-
-def _gathered(held: Held, step: Step) -> int:
-    """Return the bytes of what ZeRO gathers, on rank 0, beside its own shards.
-
-    Stage 2 keeps all weights gathered from forward to backward, stage 3 those outside of the layers
-    and of one layer; both receive one layer in a buffer.
-    """
-    layer = held.largest_layer()
-    if step.zero == 2:
-        return held.nbytes(0, adapter=False) - held.skipped() + layer
-    return held.nbytes(0, layers=False, adapter=False) + 2 * layer

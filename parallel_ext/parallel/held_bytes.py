@@ -49,9 +49,9 @@ class _Kind:
             rows = min(at_once, max(0, rows - place * at_once))
         return self.itemsize * rows * math.prod(others)
 
-    def padded_numel(self, replicas: int) -> int:
-        """Return the elements of a replica's part on rank 0, padded to that of the first one."""
-        rows, *others = self.layout.local_shape(0)
+    def padded_numel(self, rank: int, replicas: int) -> int:
+        """Return the elements of a rank's part, padded to that of the first of its replicas."""
+        rows, *others = self.layout.local_shape(rank)
         return -(-rows // replicas) * math.prod(others)
 
 
@@ -67,7 +67,7 @@ class Held:
         skipped: prefixes of layers that no step runs.
 
     Attributes:
-        vocab_rows: of the vocabulary, on rank 0.
+        period: number of ranks after which those with the same shards follow in the same order.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Held:
         skipped: Collection[str] = (),
     ) -> None:
         self._spec, self._tp, self._ep, self._world = spec, tp, ep, world
+        self.period = math.lcm(tp, ep)
         self._experts = tuple(
             f"{path}.{sublayer.experts}."
             for path, sublayer in spec.sublayers(layout).items()
@@ -99,7 +100,7 @@ class Held:
             if name not in layout.buffers:
                 parts = tuple(math.prod(box_shape(part.box)) for part in layout.parts_of(name))
                 self._add(name, tensor, itemsize, parts, adapter=False)
-        self.vocab_rows = layout[f"{spec.embedding}.weight"].local_shape(0)[0]
+        self._vocabulary = layout[f"{spec.embedding}.weight"]
 
     def _add(
         self,
@@ -142,10 +143,13 @@ class Held:
             if parameter.requires_grad:
                 self._add(name, layout, parameter.itemsize, (layout.numel,), adapter=True)
 
+    def vocab_rows(self, rank: int) -> int:
+        """Return how many rows of the vocabulary a rank has."""
+        return self._vocabulary.local_shape(rank)[0]
+
     def extremes(self) -> list[int]:
         """Return the ranks among which those with the most and the fewest bytes are."""
-        inner = max(self._tp, self._ep)
-        return [*range(inner), *range(self._world - inner, self._world)]
+        return [*range(self.period), *range(self._world - self.period, self._world)]
 
     def nbytes(
         self,
@@ -173,13 +177,13 @@ class Held:
             ]
         return sum(self._sum(counter, rank, sharded, adapter) for counter in counters)
 
-    def largest_layer(self) -> int:
-        """Return the bytes of the largest layer on rank 0, not divided, without an adapter."""
-        return max(self._sum(layer, 0, False, False) for layer in self._of_layer.values())
+    def largest_layer(self, rank: int) -> int:
+        """Return the bytes of a rank's largest layer, not divided, without an adapter."""
+        return max(self._sum(layer, rank, False, False) for layer in self._of_layer.values())
 
-    def skipped(self) -> int:
-        """Return the bytes of the layers on rank 0 that no step runs, not divided."""
-        return sum(self._sum(self._of_layer[name], 0, False, False) for name in self._skipped)
+    def skipped(self, rank: int) -> int:
+        """Return the bytes of a rank's layers that no step runs, not divided."""
+        return sum(self._sum(self._of_layer[name], rank, False, False) for name in self._skipped)
 
     def in_files(self, *, adapter: bool) -> list[int]:
         """Return the bytes of each tensor in files of the adapter, or of the model without it."""
@@ -191,14 +195,15 @@ class Held:
             for numel in kind.in_files * number
         ]
 
-    def sent_by_zero(self, zero: int, adapted: bool, once: Collection[str]) -> Traffic:
-        """Return what ZeRO sends in a step on rank 0.
+    def sent_by_zero(self, rank: int, zero: int, adapted: bool, once: Collection[str]) -> Traffic:
+        """Return what ZeRO sends in a step of a rank.
 
         Each layer, its experts, and the rest of the model are gathered by one collective, in stage
         3 once more for backward, and their gradients are scattered by one, in fp32 or wider. An
         adapter has all of its gradients summed, in one flat tensor.
 
         Args:
+            rank: of the job.
             zero: the stage, 2 or 3.
             adapted: whether only an adapter is trained.
             once: prefixes of layers that no backward needs.
@@ -220,11 +225,11 @@ class Held:
                     for kind, count in parts.items()
                     if kind.expert is expert
                     and not kind.adapter
-                    and math.prod(kind.layout.local_shape(0))
+                    and math.prod(kind.layout.local_shape(rank))
                 ]
                 if copies == 1 or not kinds:
                     continue
-                numel = [(kind, count * kind.padded_numel(copies)) for kind, count in kinds]
+                numel = [(kind, count * kind.padded_numel(rank, copies)) for kind, count in kinds]
                 nbytes = sum(each * kind.itemsize for kind, each in numel)
                 sent.send(group, "zero_all_gather", nbytes, times * gathers)
                 wide = [each * max(4, kind.itemsize) for kind, each in numel if not kind.idle]
@@ -234,7 +239,7 @@ class Held:
         for group, expert in (("dp", False), ("edp", True)):
             counts = (self._root + self._layers).items()
             flat = sum(
-                count * math.prod(kind.layout.local_shape(0)) * max(4, kind.itemsize)
+                count * math.prod(kind.layout.local_shape(rank)) * max(4, kind.itemsize)
                 for kind, count in counts
                 if kind.adapter and kind.expert is expert
             )

@@ -187,10 +187,11 @@ def _made(op: KnownOp, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _key(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device.type)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_key, value))
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return tuple([_key(each) for each in value])
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.is_meta)
     return value
 
 
@@ -227,7 +228,7 @@ def run_step(
     autocast: torch.dtype | None,
     known: KnownOps,
 ) -> Recorded:
-    """Run forward and backward of a parallel model on meta, as rank 0.
+    """Run forward and backward of a parallel model on meta, as the rank of its mesh.
 
     Args:
         model: with every parameter on meta.
@@ -248,7 +249,8 @@ def run_step(
     """
     for module in model.modules():
         if isinstance(module, ExpertParallelExperts):
-            module._route = partial(_balanced_route, module, rows, tokens)
+            first = state_of(model).mesh.rank - module.group.rank
+            module._route = partial(_balanced_route, module, first, rows, tokens)
         for hook in input_hooks(module) if autocast is not None else ():
             if isinstance(hook, CopyInput):  # which cannot see that there is autocast on meta
                 hook.together = False
@@ -346,6 +348,7 @@ def _watch_sums(model: nn.Module, live: _Live) -> None:
 
 def _balanced_route(
     experts: ExpertParallelExperts,
+    first_rank: int,
     num_rows: int,
     num_tokens: int,
     tokens: torch.Tensor,
@@ -364,24 +367,30 @@ def _balanced_route(
     batch = (num_rows, num_tokens)
     if experts.divided is None:  # else each tp rank has a part of each row
         batch = (1, num_rows * num_tokens)
-    counts = _balanced_counts(batch, choices.size(1), experts.tp.size, sides, row_bytes)
+    counts = _balanced_counts(batch, choices.size(1), experts.tp.size, first_rank, sides, row_bytes)
     return route, ops.ExchangePlan.of([list(one) for one in counts], list(sides), rank)
 
 
 @lru_cache(maxsize=64)
 def _balanced_counts(
-    batch: tuple[int, int], top_k: int, tp: int, sides: Sequence[int], row_bytes: int
+    batch: tuple[int, int],
+    top_k: int,
+    tp: int,
+    first_rank: int,
+    sides: Sequence[int],
+    row_bytes: int,
 ) -> list[list[int]]:
     """Return what each ep rank sends where, if a job's choices go to the experts in turn.
 
     Args:
         batch: rows, and tokens of each, of which every tp rank has a range.
-        top_k, tp, sides, row_bytes: choices of a token, tp ranks, experts of each ep rank, and the
-            bytes of a token.
+        top_k, tp: choices of a token, and tp ranks.
+        first_rank: of the ranks that exchange tokens.
+        sides, row_bytes: experts of each of these ranks, and the bytes of a token.
     """
     sent, (rows, tokens) = [], batch
     for rank in range(len(sides)):
-        dp_rank, tp_rank = divmod(rank, tp)
+        dp_rank, tp_rank = divmod(first_rank + rank, tp)
         every = torch.arange(dp_rank * rows * tokens, (dp_rank + 1) * rows * tokens)
         own = every.view(batch)[:, slice(*split(tokens, tp)[tp_rank])].reshape(-1, 1)
         in_turn = (own * top_k + torch.arange(top_k)) % sum(sides)

@@ -98,17 +98,21 @@ def counted(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str,
     return dict(counts)
 
 
-def planned(config: transformers.PreTrainedConfig, world: int, tp: int, ep: int, step: Step) -> Any:
-    """The numbers of the planner under the names of those that are counted."""
-    sent = Planner(config).estimate(world, tp, ep, step).sent
-    counts = Counter[str]()
-    for kinds in sent.values():
-        for name, numbers in kinds.items():
-            counts[name] += numbers["collectives"]
-            counts[f"{name}_bytes"] += numbers["bytes"]
-    if tp > 1:  # on the CPU the statistics of the loss have the range of a rank's ids beside them
-        counts["all_gather_bytes"] += 2 * 4
-    return {name: number for name, number in counts.items() if number}
+def planned(
+    config: transformers.PreTrainedConfig, world: int, tp: int, ep: int, step: Step
+) -> list[dict[str, int]]:
+    """What the first and the last rank send, under the names of what is counted."""
+    planned = []
+    for sent in Planner(config).estimate(world, tp, ep, step).sent:
+        counts = Counter[str]()
+        for kinds in sent.values():
+            for name, numbers in kinds.items():
+                counts[name] += numbers["collectives"]
+                counts[f"{name}_bytes"] += numbers["bytes"]
+        if tp > 1:  # on the CPU the statistics of the loss have the range of a rank's ids as well
+            counts["all_gather_bytes"] += 2 * 4
+        planned.append({name: number for name, number in counts.items() if number})
+    return planned
 
 
 def assert_few_layers_tell_of_many(

@@ -54,7 +54,7 @@ def _assert_sends_what_was_planned(
     options = {"dtype": torch.float32, "adapt": adapter(r), **options}
     step = Step(rows=ROWS, tokens=TOKENS, **options)
     found = pool(tp * dp).run(_counted, kind, tp, ep, step)
-    assert found[0] == planned(_config(kind), tp * dp, tp, ep, step)
+    assert [found[0], found[-1]] == planned(_config(kind), tp * dp, tp, ep, step)
 
 
 @pytest.mark.one_in(2)
@@ -67,7 +67,7 @@ def _assert_sends_what_was_planned(
         ("llama", 1, 1, 3, 2, None),
         ("llama", 2, 1, 2, 3, None),
         ("llama", 2, 1, 2, 2, 3),
-        ("tied llama", 3, 1, 1, 2, None),
+        ("tied llama", 3, 1, 1, 2, None),  # ranks with unequal shards
         ("tied llama", 2, 1, 2, 3, None),
         ("mixtral", 2, 1, 1, 2, None),
         ("mixtral", 2, 2, 1, 2, 3),
