@@ -31,6 +31,7 @@ from parallel_ext.parallel.no_logits import NoLogits
 from parallel_ext.parallel.state import STATE_NAME, ParallelState
 from parallel_ext.parallel.watch_forward import (
     refuse_backward_apart,
+    refuse_other_ties,
     refuse_training_apart,
     trains_apart,
 )
@@ -64,6 +65,7 @@ def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if want_dict is None:
         want_dict = model.config.return_dict
     state.forward_ran = True
+    refuse_other_ties(model)
     has_labels = arguments.get("labels") is not None
     counts = has_labels and options.get("num_items_in_batch") is None
     if state.in_leaf and not state.leaf_is_batch and counts and not classifies:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from parallel_ext.io.safe_open import shown
+from parallel_ext.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from parallel_ext.parallel.state import STATE_NAME, ParallelState, model_of
 from parallel_ext.sharding._torch_private import tree_leaves
 
@@ -86,6 +87,29 @@ def _bypass(model: nn.Module) -> RuntimeError:
         "does not call the one that px.parallelize has put there, but takes shards for full "
         "tensors, as TRL's and Liger's fused losses do; undo that"
     )
+
+
+def refuse_other_ties(model: nn.Module) -> None:
+    """Raise where a model that is trained ties its weights otherwise than when it became parallel.
+
+    Its files and its optimizer's states would be those of another model.
+    """
+    spec = getattr(model, STATE_NAME).spec
+    if spec.head is None or not model.training or not torch.is_grad_enabled():
+        return
+    embedding, head = (model.get_submodule(path) for path in (spec.embedding, spec.head))
+    if not isinstance(embedding, VocabParallelEmbedding) or not isinstance(head, VocabParallelHead):
+        return  # an adapter stands there, of which the weight below is frozen
+    if head.tied and head.weight is not embedding.weight:
+        raise RuntimeError(
+            f"{spec.head}.weight was tied to {spec.embedding}.weight when the model was made "
+            "parallel, but is a parameter of its own now; call model.tie_weights()"
+        )
+    if not head.tied and head.weight is embedding.weight:
+        raise RuntimeError(
+            f"{spec.head}.weight was tied to {spec.embedding}.weight after the model was made "
+            "parallel; tie weights before px.parallelize"
+        )
 
 
 def refuse_backward_apart(state: ParallelState, output: Any) -> None:

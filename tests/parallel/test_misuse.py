@@ -590,3 +590,18 @@ def test_an_option_of_save_pretrained_is_refused_without_its_tensors(tmp_path: P
     model = px.parallelize(Tiny(dtype=torch.float32).model(), px.init_mesh())
     with pytest.raises(TypeError, match="does not take tensors=; leave it out: it gathers"):
         model.save_pretrained(tmp_path, tensors=model.state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_tied_otherwise_later_are_refused_in_training(tied: bool) -> None:
+    model = px.parallelize(Tiny(tied=tied, dtype=torch.float32).model(), px.init_mesh()).train()
+    one, weight = batch(TINY.vocab_size), model.lm_head.weight
+    model(**one)
+    other = torch.nn.Parameter(weight.detach().clone()) if tied else model.model.embed_tokens.weight
+    model.lm_head.weight = other
+    hint = "call model.tie_weights" if tied else "tie weights before px.parallelize"
+    with pytest.raises(RuntimeError, match=hint):
+        model(**one)
+    model.eval()(**one)
+    model.lm_head.weight = weight
+    model.train()(**one)
