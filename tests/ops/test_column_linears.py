@@ -15,7 +15,6 @@ from reference_ops import (
     TOLERANCE,
     assert_refused,
     assert_within,
-    counted,
     doubles,
     on_ranks,
     own_range,
@@ -114,7 +113,7 @@ def _compared(
 @pytest.mark.parametrize("size", [1, 2])
 @ALL_DTYPES
 def test_the_bits_are_those_of_separate_layers(dtype: torch.dtype, size: int) -> None:
-    for features in (*FEATURES, (640, 257, 257)):
+    for features in ((13, 7, 7), (3, 0, 5), (640, 257, 257)):
         for found in on_ranks(size, _compared, features, dtype, 193, 130):
             assert all(found.values()), [name for name, same in found.items() if not same]
 
@@ -258,18 +257,6 @@ def test_a_group_of_one_sums_nothing() -> None:
     assert events.count(PRODUCT) == 6
 
 
-def _sent(group: Group) -> list[dict[str, int]]:
-    input, weights, _ = _tensors((3,), 4, (4, 2, 2), torch.float32)
-    input.requires_grad_()
-    outputs, forward = counted(lambda: column_linears(input, weights, group=group))
-    _, backward = counted(torch.cat(outputs, -1).sum().backward)
-    return [forward, {kind: backward[kind] for kind in ("all_reduce", "all_reduce_bytes")}]
-
-
-def test_the_layers_share_one_sum() -> None:
-    assert on_ranks(2, _sent) == [[{}, {"all_reduce": 1, "all_reduce_bytes": 3 * 4 * 4}]] * 2
-
-
 def _unused(group: Group) -> bool:
     """A weight whose product nothing reads has no gradient, and changes no other one."""
     input, weights, _ = _tensors((3,), 4, (4, 2), FP64)
@@ -309,32 +296,6 @@ def test_an_output_may_be_changed_in_place() -> None:
     twice = _with_gradients(doubled, *tensors, [torch.ones(3, n) for n in (5, 2)])
     once = _with_gradients(column_linears, *tensors, twos)
     assert all(torch.equal(twice[n], once[n]) for n in once if not n.startswith("output"))
-
-
-def test_a_second_derivative_is_refused_by_name() -> None:
-    input, weights, _ = _tensors((3,), 4, (4, 2), FP64)
-    input.requires_grad_()
-    output = column_linears(input, weights)[0].square().sum()
-    with pytest.raises(NotImplementedError, match="column_linears: second derivatives"):
-        torch.autograd.grad(output, input, create_graph=True)
-
-
-def _compiled(group: Group) -> bool:
-    input, weights, biases = _tensors((2, 3), 7, (5, 2), FP64)
-    grads = [torch.randn(2, 3, n, dtype=FP64) for n in (5, 2)]
-    results = []
-    for layers in (
-        _together(group),
-        torch.compile(_together(group), fullgraph=True, backend="aot_eager"),
-    ):
-        results.append(_with_gradients(layers, input, weights, biases, grads))
-    torch._dynamo.reset()
-    eager, from_graph = results
-    return all(torch.equal(from_graph[name], value) for name, value in eager.items())
-
-
-def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
-    assert on_ranks(2, _compiled) == [True] * 2
 
 
 REFUSALS = {

@@ -81,12 +81,9 @@ def test_the_bits_do_not_depend_on_the_threads():
     assert len(found) == 1
 
 
-def test_it_passes_gradcheck_and_refuses_a_second_derivative():
+def test_it_passes_gradcheck():
     tensors = [tensor.requires_grad_() for tensor in _inputs(4, 3, FP64)]
     assert torch.autograd.gradcheck(moe_gated_silu, tensors)
-    output = moe_gated_silu(*tensors)
-    with pytest.raises(NotImplementedError, match="moe_gated_silu: second derivatives"):
-        torch.autograd.grad(output.pow(2).sum(), tensors, create_graph=True)
 
 
 REFUSALS = {

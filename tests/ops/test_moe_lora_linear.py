@@ -155,12 +155,6 @@ def test_the_comparison_notices_factors_of_another_expert():
     assert dict(zip(NAMES, errors, strict=True))["output"] > NOTICED
 
 
-def test_a_second_derivative_is_refused():
-    leaves = [t.detach().requires_grad_() for t in _tensors([2], 2, FP64, FP64)]
-    with pytest.raises(NotImplementedError, match="moe_lora_linear: second derivatives"):
-        torch.autograd.grad(moe_lora_linear(*leaves, [2]).sum(), leaves, create_graph=True)
-
-
 def _refused(
     rows: tuple, weight: tuple, a: tuple, b: tuple, dtype_of_a: torch.dtype = torch.float32
 ) -> None:

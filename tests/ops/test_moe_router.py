@@ -196,13 +196,10 @@ def test_the_bits_do_not_depend_on_the_threads(tokens, num_experts):
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_it_passes_gradcheck_and_refuses_a_second_derivative(normalized):
+def test_it_passes_gradcheck(normalized):
     torch.manual_seed(0)
     logits = torch.randn(5, 7, dtype=FP64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: moe_router(x, 3, normalized)[0], logits)
-    weights = moe_router(logits, 3, normalized)[0]
-    with pytest.raises(NotImplementedError, match="moe_router: second derivatives"):
-        torch.autograd.grad(weights.pow(2).sum(), logits, create_graph=True)
 
 
 ONES = torch.ones
