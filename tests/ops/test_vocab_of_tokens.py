@@ -59,11 +59,9 @@ def _embedded(group: Group, tokens: int, dtype: torch.dtype, padding: int) -> di
 
 @BOTH_PATHS
 @ALL_SIZES
-@pytest.mark.parametrize("tokens", [0, 1, 3, 10])
-def test_rows_and_their_gradients_are_those_of_one_process(
-    tokens: int, size: int, aten: bool
-) -> None:
-    assert_within(on_ranks(size, _embedded, tokens, FP64, 2, aten=aten))
+def test_rows_and_their_gradients_are_those_of_one_process(size: int, aten: bool) -> None:
+    for tokens in (0, 1, 10):
+        assert_within(on_ranks(size, _embedded, tokens, FP64, 2, aten=aten))
 
 
 @BOTH_PATHS
@@ -180,7 +178,7 @@ def _headed(
 
 @BOTH_PATHS
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize(("size", "tokens"), [(2, 5), (3, 5), (4, 3)])
+@pytest.mark.parametrize(("size", "tokens"), [(2, 5), (4, 3)])
 @pytest.mark.parametrize(
     "options",
     [{"reduction": "sum"}, {"reduction": "mean", "softcap": 1.5}, {"reduction": "none"}],
@@ -214,11 +212,9 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_the_all_reduce(trained:
         assert "all_reduce" not in {**forward, **backward}
 
 
-@pytest.mark.parametrize("broken", ["swapped shards"])
-def test_the_comparison_notices(broken: str) -> None:
-    assert worst(on_ranks(2, _headed, 6, True, {"reduction": "sum"}))[0] <= TOLERANCE[FP64]
-    error = worst(on_ranks(2, _headed, 6, True, {"reduction": "sum"}, broken))[0]
-    assert error >= NOTICED
+def test_the_comparison_notices_swapped_tokens() -> None:
+    errors = on_ranks(2, _headed, 6, True, {"reduction": "sum"}, "swapped shards")
+    assert worst(errors)[0] >= NOTICED
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
