@@ -279,25 +279,9 @@ REFUSALS = {
         lambda group: column_linear(ones(()), ones(4, 5), group=group),
         "ValueError: column_linear: input of shape [] does not fit",
     ),
-    "weight of three dimensions": (
-        lambda group: row_linear(ones(2, 3), ones(4, 3, 1), group=group),
-        "ValueError: row_linear: expected 2 dimensions in weight, got shape [4, 3, 1]",
-    ),
     "bias length": (
         lambda group: row_linear(ones(2, 3), ones(4, 3), ones(3), group=group),
         "ValueError: row_linear: bias of shape [3] does not fit the local weight of shape [4, 3]",
-    ),
-    "weight dtype": (
-        lambda group: column_linear(ones(2, 3), ones(4, 3, dtype=FP64), group=group),
-        "TypeError: column_linear: weight is Double but input is Float; cast one of them",
-    ),
-    "bias dtype": (
-        lambda group: row_linear(ones(2, 3), ones(4, 3), ones(4, dtype=FP64), group=group),
-        "TypeError: row_linear: bias is Double but weight is Float; cast one of them",
-    ),
-    "integer input": (
-        lambda group: column_linear(ones(2, 3, dtype=torch.int64), ones(4, 3), group=group),
-        "TypeError: column_linear: input must be floating point, got Long",
     ),
     "row_stride": (
         lambda group: column_linear(ones(2, 3), ones(4, 3), row_stride=3, group=group),

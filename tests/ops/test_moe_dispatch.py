@@ -307,12 +307,6 @@ REFUSALS = {
         lambda group: _combined(group, origins=torch.full((6,), 5)),
         "IndexError: moe_combine: origins has 5 at",
     ),
-    "whole numbers": (
-        lambda group: moe_dispatch(
-            torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2), ROUTE, PLAN, group
-        ),
-        "TypeError: moe_dispatch: input must be floating point, got Long",
-    ),
 }
 
 

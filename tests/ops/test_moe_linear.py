@@ -80,10 +80,6 @@ REFUSALS = {
         lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 5), [1, 2]),
         "ValueError: moe_linear: rows of shape [3, 2] do not fit weights of shape [2, 4, 5]",
     ),
-    "weights of another type": (
-        lambda group: moe_linear(torch.ones(3, 2), torch.ones(2, 4, 2, dtype=FP64), [1, 2]),
-        "TypeError: moe_linear: weight is Double but rows is Float; cast one of them",
-    ),
 }
 
 

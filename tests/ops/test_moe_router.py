@@ -207,18 +207,6 @@ INTERNAL = torch.ops.parallel_ext
 IDS = torch.tensor([[0, 2], [1, 0]])
 
 REFUSALS = {
-    "no logits": (
-        lambda group: moe_router(None, 1),
-        "TypeError: moe_router: logits must be a tensor, got None",
-    ),
-    "integers": (
-        lambda group: moe_router(IDS, 1),
-        "TypeError: moe_router: logits must be floating point, got Long",
-    ),
-    "a batch of rows": (
-        lambda group: moe_router(ONES(2, 3, 4), 1),
-        "ValueError: moe_router: expected 2 dimensions in logits, got shape [2, 3, 4]",
-    ),
     "more choices than experts": (
         lambda group: moe_router(ONES(2, 3), 4),
         "ValueError: moe_router: top_k must be in [1, 3] for logits of 3 experts, got 4",
@@ -226,10 +214,6 @@ REFUSALS = {
     "no choice": (
         lambda group: moe_router(ONES(2, 3), 0),
         "ValueError: moe_router: top_k must be in [1, 3] for logits of 3 experts, got 0",
-    ),
-    "ids in fp32": (
-        lambda group: moe_router(ONES(2, 3), 2, expert_ids=ONES(2, 2)),
-        "TypeError: moe_router: expert_ids must be int64 (Long), got Float",
     ),
     "ids of other tokens": (
         lambda group: moe_router(ONES(3, 3), 2, expert_ids=IDS),

@@ -250,22 +250,6 @@ REFUSALS = {
         "ValueError: moe_take_tokens: input of shape [3, 2] and weights of shape [4, 1] are not "
         "of the same",
     ),
-    "an input of three dimensions": (
-        _take(3, [2, 1], input=torch.ones(1, 3, 2)),
-        "ValueError: moe_take_tokens: expected 2 dimensions in input, got shape [1, 3, 2]",
-    ),
-    "weights of one dimension": (
-        _take(3, [2, 1], weights=torch.ones(3)),
-        "ValueError: moe_take_tokens: expected 2 dimensions in weights, got shape [3]",
-    ),
-    "an input of integers": (
-        _take(3, [2, 1], input=torch.ones(3, 2, dtype=torch.int64)),
-        "TypeError: moe_take_tokens: input must be floating point, got Long",
-    ),
-    "weights of integers": (
-        _take(3, [2, 1], weights=torch.ones(3, 1, dtype=torch.int64)),
-        "TypeError: moe_take_tokens: weights must be floating point, got Long",
-    ),
 }
 
 

@@ -6,10 +6,12 @@ Internal backward ops are called as anybody can call them, through ``torch.ops``
 from __future__ import annotations
 
 import inspect
+import re
 import time
 
 import pytest
 import torch
+from test_every_op import IN_GRAPHS_OF_OTHERS, REGISTERED, opcheck_samples
 
 from parallel_ext import ops
 from parallel_ext.ops import ExchangePlan, Group, moe_route_plan
@@ -204,21 +206,7 @@ REFUSALS = {
         "ValueError: linear_vocab_cross_entropy: expected_rows must have the shape [4, 3], got "
         "[1, 3]",
     ),
-    # What is no dense tensor of this device.
-    "a sparse tensor": (
-        lambda: ops.reduce_from_region(ONES(2, 2).to_sparse(), ops.ALONE),
-        "TypeError: reduce_from_region: partial must be a dense tensor, got one with the layout "
-        "Sparse",
-    ),
-    "a sparse weight": (
-        lambda: ops.column_linear(ONES(1, 2), ONES(3, 2).to_sparse_csr()),
-        "TypeError: column_linear: weight must be a dense tensor, got one with the layout "
-        "SparseCsr",
-    ),
-    "a sparse table": (
-        lambda: ops.vocab_embedding(INTS, ONES(5, 2, requires_grad=True).to_sparse(), 5, 0),
-        "TypeError: vocab_embedding: weight must be a dense tensor",
-    ),
+    # What is no tensor.
     "no weight": (
         lambda: ops.row_linear(ONES(1, 2), None),
         "TypeError: row_linear: weight must be a tensor, got None",
@@ -235,19 +223,13 @@ REFUSALS = {
         lambda: ops.vocab_cross_entropy(ONES(4, 5), None, 5, (0, 5)),
         "TypeError: vocab_cross_entropy: labels must be a tensor, got None",
     ),
+    "no logits": (
+        lambda: ops.moe_router(None, 1),
+        "TypeError: moe_router: logits must be a tensor, got None",
+    ),
     "no weights of choices": (
         lambda: ops.moe_gated_silu(ONES(2, 4), None),
         "TypeError: moe_gated_silu: weights must be a tensor, got None",
-    ),
-    "a weight on meta": (
-        lambda: ops.column_linear(ONES(1, 2), ONES(3, 2, device="meta", requires_grad=True)),
-        "ValueError: column_linear: weight is on meta but input is on cpu; move one of them",
-    ),
-    "a head on meta": (
-        lambda: ops.linear_vocab_cross_entropy(
-            ONES(4, 3), ONES(5, 3, device="meta"), INTS, 5, (0, 5)
-        ),
-        "ValueError: head_weight is on meta but input is on cpu; move one of them",
     ),
     "no reduction": (
         lambda: ops.vocab_cross_entropy(
@@ -481,6 +463,37 @@ def test_arguments_are_refused_in_words_and_at_once(case):
     assert type(raised.value).__name__ == error
     assert text in str(raised.value)
     assert time.process_time() - before < 2
+
+
+PUBLIC = [name for name in REGISTERED if not IN_GRAPHS_OF_OTHERS.fullmatch(name)]
+
+
+def _others(value: torch.Tensor, is_first: bool, any_type: bool) -> dict[str, torch.Tensor]:
+    """What a tensor may not be, by words of the error."""
+    others = {"dense tensor": value.to_sparse()}
+    if not any_type:
+        is_float = value.is_floating_point()
+        others["floating point|Long"] = value.long() if is_float else value.int()
+    return others if is_first else {**others, "on meta": value.to("meta")}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_tensor_of_another_kind_is_refused_by_name(name):
+    """Of another layout, type or device; another number of dimensions may also be taken."""
+    op, by = getattr(INTERNAL, name), f"^({name.removesuffix('_of_tokens')}|gather_tokens).*: "
+    for sample in opcheck_samples(ops.ALONE)[name]:
+        sample = [each.detach() if isinstance(each, torch.Tensor) else each for each in sample]
+        tensors = [place for place, each in enumerate(sample) if isinstance(each, torch.Tensor)]
+        for place in tensors:
+            before, value, behind = sample[:place], sample[place], sample[place + 1 :]
+            others = _others(value, place == tensors[0], name == "gather_from_region")
+            for words, other in others.items():
+                with pytest.raises((TypeError, ValueError), match=f"{by}.*({words})"):
+                    op(*before, other, *behind)
+            try:
+                op(*before, value.unsqueeze(0), *behind)
+            except ValueError as error:
+                assert re.match(f"{by}.*(dimensions|shape)", str(error))  # noqa: PT017 (or it is taken)
 
 
 OPS = [name for name in ops.__all__ if name.islower()]

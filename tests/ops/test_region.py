@@ -214,14 +214,6 @@ def test_outputs_may_be_changed_in_place(size):
 
 
 REFUSALS = {
-    "reduce of integers": (
-        lambda group: reduce_from_region(torch.ones(2, dtype=torch.int64), group),
-        "TypeError: reduce_from_region: partial must be floating point, got Long",
-    ),
-    "copy of integers": (
-        lambda group: copy_to_region(torch.ones(2, dtype=torch.int32), group),
-        "TypeError: copy_to_region: input must be floating point, got Int",
-    ),
     "gather of another width": (
         lambda group: gather_from_region(torch.ones(2, 4), [3, 3], group),
         "ValueError: must hold 3 columns, got shape [2, 4]",

@@ -250,10 +250,6 @@ REFUSALS = {
     "top_p above 1": (_refusal(top_p=1.5), "ValueError: top_p must be in [0, 1], got 1.5"),
     "NaN for min_p": (_refusal(min_p=NAN), "ValueError: min_p must be in [0, 1], got nan"),
     "gathered logits": (_gathered, "ValueError: logits hold 5 of the vocabulary"),
-    "integers": (
-        lambda group: vocab_argmax(torch.zeros(2, 5).long(), 5, (0, 5), group=group),
-        "TypeError: vocab_argmax: logits must be floating point",
-    ),
 }
 
 
