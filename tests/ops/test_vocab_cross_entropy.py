@@ -13,7 +13,6 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_within,
-    aten_path,
     data_bytes,
     grad_outputs,
     on_ranks,
@@ -288,16 +287,3 @@ def test_the_sum_over_more_tokens_than_one_thread_takes_has_the_same_bits(reduct
             _bits_with_threads(count, seed, (40_000, 2), FP64, reduction) for count in (1, 2)
         )
         assert one == two, f"seed {seed}"
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_the_loss_may_be_changed_in_place(reduction, aten):
-    """HuggingFace models add to it."""
-    logits, labels = torch.randn(3, 4, dtype=FP64, requires_grad=True), torch.tensor([0, 3, 1])
-    with aten_path(aten):
-        loss = vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction=reduction))
-        loss += 5
-        loss.sum().backward()
-    expected = functional.cross_entropy(logits, labels, reduction=reduction).sum()
-    assert relative_error(logits.grad, *torch.autograd.grad(expected, logits)) <= TOLERANCE[FP64]

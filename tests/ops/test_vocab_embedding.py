@@ -18,7 +18,6 @@ from reference_ops import (
     grad_outputs,
     on_ranks,
     own_range,
-    relative_error,
     share_of,
     threads,
     with_gradients,
@@ -164,27 +163,6 @@ def _gradcheck(group: Group) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_embedding_passes_gradcheck(size, aten):
     on_ranks(size, _gradcheck, aten=aten)
-
-
-def _output_changed_in_place(group: Group) -> dict[str, float]:
-    """Models scale embeddings in place."""
-    ids, (start, stop) = torch.tensor([0, 3, 3]), own_range(5, group)
-    table, grad = torch.randn(5, HIDDEN, dtype=FP64), torch.randn(3, HIDDEN, dtype=FP64)
-    expected = with_gradients(lambda table: 2 * functional.embedding(ids, table), [table], grad)
-    output, grad_rows = with_gradients(
-        lambda rows: vocab_embedding(ids, rows, 5, start, group=group).mul_(2),
-        [table[start:stop]],
-        grad,
-    )
-    return {
-        "output": relative_error(output, expected[0]),
-        "weight": relative_error(grad_rows, expected[1], slice(start, stop)),
-    }
-
-
-@BOTH_PATHS
-def test_the_output_may_be_changed_in_place(aten):
-    assert worst(on_ranks(2, _output_changed_in_place, aten=aten))[0] <= TOLERANCE[FP64]
 
 
 def _lookup(
