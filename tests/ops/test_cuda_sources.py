@@ -60,7 +60,7 @@ def _of_one_type(name: str, folder: Path) -> Path:
     return copy
 
 
-def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST) -> str:
+def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST, to: str = "-cubin") -> str:
     """What nvcc says against a source; nothing where it makes an object of it without spills.
 
     Registers that a kernel spills to memory slow it down. In fp64 nobody trains.
@@ -69,7 +69,7 @@ def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST) -> str:
     macros.parent.mkdir(parents=True)
     macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
     command = [
-        *(_nvcc(), "-c", source, "-o", folder / "object.o", STANDARD, "-O3"),
+        *(_nvcc(), to, source, "-o", folder / "object", STANDARD, "-O3"),
         *cpp_extension.COMMON_NVCC_FLAGS,
         *(f"-gencode={gpu}", "-Xptxas", "-v"),
         # A call of a host function by the device, for one, is only a warning otherwise.
@@ -97,7 +97,7 @@ def test_kernels_compile_without_a_gpu_and_with_a_torch_for_the_cpu(name, tmp_pa
 @pytest.mark.parametrize("gpu", [OLDEST, *OTHERS])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_of_all_types_compile_for_all_gpus(name, gpu, tmp_path):
-    assert _nvcc_errors(CSRC / name, tmp_path, gpu) == ""
+    assert _nvcc_errors(CSRC / name, tmp_path, gpu, "-c") == ""
 
 
 @needs_nvcc
