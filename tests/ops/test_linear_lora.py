@@ -13,7 +13,6 @@ from reference_ops import (
     MUTATIONS,
     NOTICED,
     TOLERANCE,
-    assert_refused,
     assert_within,
     aten_path,
     doubles,
@@ -27,7 +26,6 @@ from reference_ops import (
     with_gradients,
     worst,
 )
-from torch import ones
 from torch.nn import functional
 
 from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, gather_from_region, lora_linear
@@ -370,52 +368,3 @@ def test_autocast_computes_in_the_lower_precision_and_keeps_fp32_gradients():
     for tensor, wanted in zip(tensors, truth[1:], strict=True):
         assert tensor.grad.dtype == torch.float32
         assert relative_error(tensor.grad, wanted) <= 2 * TOLERANCE[torch.bfloat16]
-
-
-def _dropped(group: Group, dropout: Dropout) -> torch.Tensor:
-    return lora_linear(ones(2, 3), ones(4, 3), ones(2, 3), ones(4, 2), dropout=dropout, group=group)
-
-
-REFUSALS = {
-    "input of another width": (
-        lambda group: lora_linear(ones(2, 3), ones(4, 5), ones(2, 5), ones(4, 2), group=group),
-        "ValueError: lora_linear: input of shape [2, 3] does not fit the local weight of shape "
-        "[4, 5]",
-    ),
-    "A of the whole layer on a shard": (
-        lambda group: lora_linear(ones(2, 3), ones(4, 3), ones(2, 6), ones(4, 2), group=group),
-        "ValueError: lora_linear: lora_a of shape [2, 6] does not fit the local weight of shape "
-        "[4, 3]; its last dimension must be 3",
-    ),
-    "B of the whole layer on a shard": (
-        lambda group: lora_linear(ones(2, 3), ones(4, 3), ones(2, 3), ones(8, 2), group=group),
-        "ValueError: lora_linear: lora_b of shape [8, 2] does not fit lora_a of shape [2, 3] and "
-        "the local weight of shape [4, 3]; it must be [4, 2]",
-    ),
-    "dropout above 1": (
-        lambda group: _dropped(group, Dropout(1.5, 1, 1)),
-        "ValueError: lora_linear: dropout must be in [0, 1], got 1.5",
-    ),
-    "dropout that is no number": (
-        lambda group: _dropped(group, Dropout(float("nan"), 1, 1)),
-        "ValueError: lora_linear: dropout must be in [0, 1], got nan",
-    ),
-    "step too large for its word": (
-        lambda group: _dropped(group, Dropout(0.5, 1, 2**32)),
-        "ValueError: lora_linear: step 4294967296 of dropout_counter is outside [0, 2^32)",
-    ),
-    "tokens that leave their word": (
-        lambda group: _dropped(group, Dropout(0.5, 1, 1, 2**32 - 1)),
-        "ValueError: lora_linear: the tokens from 4294967295 of dropout_counter on, 2 of them, "
-        "leave [0, 2^32)",
-    ),
-    "negative feature": (
-        lambda group: _dropped(group, Dropout(0.5, 1, 1, 0, -1)),
-        "ValueError: lora_linear: feature -1 of dropout_counter is negative",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case):
-    assert_refused(__name__, case)

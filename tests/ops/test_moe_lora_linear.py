@@ -8,7 +8,6 @@ from reference_ops import (
     ALL_DTYPES,
     NOTICED,
     TOLERANCE,
-    assert_refused,
     grad_outputs,
     relative_error,
 )
@@ -153,33 +152,6 @@ def test_the_comparison_notices_factors_of_another_expert():
     expected = _expected(tensors, counts, grad)
     errors = map(relative_error, _ours(swapped, counts, grad), expected)
     assert dict(zip(NAMES, errors, strict=True))["output"] > NOTICED
-
-
-def _refused(*shapes: tuple[int, ...]) -> None:
-    moe_lora_linear(*map(torch.ones, shapes), [1, 2])
-
-
-REFUSALS = {
-    "another number of experts": (
-        lambda group: _refused((3, 2), (2, 4, 2), (3, 1, 2), (3, 4, 1)),
-        "ValueError: moe_lora_linear: lora_a of shape [3, 1, 2] does not fit weights of shape [2, "
-        "4, 2]; it must be [2, r, 2]",
-    ),
-    "another rank": (
-        lambda group: _refused((3, 2), (2, 4, 2), (2, 5, 2), (2, 4, 3)),
-        "ValueError: moe_lora_linear: lora_b of shape [2, 4, 3] does not fit lora_a of shape [2, "
-        "5, 2] and weights of shape [2, 4, 2]; it must be [2, 4, 5]",
-    ),
-    "counts that do not add up": (
-        lambda group: _refused((4, 2), (2, 4, 2), (2, 5, 2), (2, 4, 5)),
-        "ValueError: moe_lora_linear: the counts [1, 2] add up to 3, but there are 4 rows",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case):
-    assert_refused(__name__, case)
 
 
 def test_autocast_multiplies_in_the_lower_precision_and_keeps_fp32_gradients() -> None:

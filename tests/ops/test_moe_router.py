@@ -12,7 +12,6 @@ from reference_ops import (
     ALL_DTYPES,
     BOTH_PATHS,
     TOLERANCE,
-    assert_refused,
     aten_path,
     data_bytes,
     grad_outputs,
@@ -200,45 +199,3 @@ def test_it_passes_gradcheck(normalized):
     torch.manual_seed(0)
     logits = torch.randn(5, 7, dtype=FP64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: moe_router(x, 3, normalized)[0], logits)
-
-
-ONES = torch.ones
-INTERNAL = torch.ops.parallel_ext
-IDS = torch.tensor([[0, 2], [1, 0]])
-
-REFUSALS = {
-    "more choices than experts": (
-        lambda group: moe_router(ONES(2, 3), 4),
-        "ValueError: moe_router: top_k must be in [1, 3] for logits of 3 experts, got 4",
-    ),
-    "no choice": (
-        lambda group: moe_router(ONES(2, 3), 0),
-        "ValueError: moe_router: top_k must be in [1, 3] for logits of 3 experts, got 0",
-    ),
-    "ids of other tokens": (
-        lambda group: moe_router(ONES(3, 3), 2, expert_ids=IDS),
-        "ValueError: moe_router: expert_ids must have the shape [3, 2], got [2, 2]",
-    ),
-    "an expert that is not there": (
-        lambda group: moe_router(ONES(2, 2), 2, expert_ids=IDS),
-        "IndexError: moe_router: choice 1 of token 0 is expert 2, outside of [0, 2)",
-    ),
-    "gradients of other tokens": (
-        lambda group: INTERNAL.moe_router_backward(ONES(3, 2), ONES(2, 3), IDS, True),
-        "ValueError: moe_router_backward: grad_weights must have the shape [2, 2], got [3, 2]",
-    ),
-    "gradients of another dtype": (
-        lambda group: INTERNAL.moe_router_backward(ONES(2, 2).double(), ONES(2, 3), IDS, True),
-        "TypeError: moe_router_backward: grad_weights must be Float for logits in Float, got "
-        "Double",
-    ),
-    "gradients for an expert that is not there": (
-        lambda group: INTERNAL.moe_router_backward(ONES(2, 2), ONES(2, 2), IDS, True),
-        "IndexError: moe_router_backward: choice 1 of token 0 is expert 2, outside of [0, 2)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case):
-    assert_refused(__name__, case)

@@ -11,7 +11,6 @@ import torch
 from reference_ops import (
     ALL_SIZES,
     NOTICED,
-    assert_refused,
     assert_within,
     counted,
     data_bytes,
@@ -216,43 +215,3 @@ def _under_autocast(group: Group) -> None:
 
 def test_autocast_changes_no_dtype():
     on_ranks(2, _under_autocast)
-
-
-# Errors.
-
-
-def _take(tokens: int, sizes: list[int], **other: Any) -> Callable[[Group], Any]:
-    input = other.get("input", torch.ones(tokens, 2))
-    return lambda group: moe_take_tokens(
-        input, other.get("weights", torch.ones(tokens, 1)), sizes, group
-    )
-
-
-REFUSALS = {
-    "sizes of another group": (
-        _take(3, [1, 1, 1]),
-        "ValueError: moe_take_tokens: 3 sizes were given for a group of 2 ranks",
-    ),
-    "sizes that do not add up": (
-        _take(4, [2, 1]),
-        "ValueError: moe_take_tokens: the sizes [2, 1] add up to 3, but there are 4 tokens",
-    ),
-    "a negative size": (
-        _take(3, [4, -1]),
-        "ValueError: moe_take_tokens: sizes [4, -1] has a negative number",
-    ),
-    "a rank outside of the group": (
-        lambda group: _take(3, [2, 1])(group._replace(rank=2)),
-        "ValueError: moe_take_tokens: rank 2 is not in [0, 2)",
-    ),
-    "weights of other tokens": (
-        _take(3, [2, 1], weights=torch.ones(4, 1)),
-        "ValueError: moe_take_tokens: input of shape [3, 2] and weights of shape [4, 1] are not "
-        "of the same",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case):
-    assert_refused(__name__, case)
