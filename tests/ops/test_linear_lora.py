@@ -167,7 +167,7 @@ def test_layer_with_dropout_equals_the_whole_one_over_several_stretches_of_rows(
 
 
 @KINDS
-@pytest.mark.parametrize("p", [0.0, 1e-6, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.0, 1e-6, 1.0])
 def test_dropout_at_the_ends_of_its_range(kind, p):
     dropout = DROPOUT._replace(p=p)
     assert_within(on_ranks(2, _errors, kind, (7, 5, 2), FP64, FP64, dropout))
@@ -192,10 +192,9 @@ def test_layer_is_as_accurate_as_its_base(kind, dtype, factors, dropout):
 
 
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])
-@pytest.mark.parametrize("size", [1e-6, 1e-4])
-def test_gradients_in_fp16_do_not_underflow_nor_sums_overflow(size, dropout):
+def test_gradients_in_fp16_do_not_underflow_nor_sums_overflow(dropout):
     tensors = _tensors((40,), (512, 30, 4), torch.float16, torch.float32)
-    tensors[3] *= size
+    tensors[3] *= 1e-6
     grad = (torch.randn(40, 30) * 1e-2).half()
     expected = with_gradients(lambda *t: _plain(*t, dropout), doubles(tensors), grad.double())
     actual = with_gradients(lambda *t: lora_linear(*t, scale=SCALE, dropout=dropout), tensors, grad)

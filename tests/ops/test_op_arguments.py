@@ -84,6 +84,28 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "moe_dispatch": [
         (
+            "ValueError: input of shape [5, 3], weights of shape [4, 2] and rows_of_choices of "
+            "shape [4, 2] are not of the same tokens and choices",
+            {"input": ONES(5, 3)},
+        ),
+        (
+            "IndexError: rows_of_choices has 8 at 0, outside of [0, 8)",
+            {"rows_of_choices": torch.full((4, 2), 8)},
+        ),
+        (
+            "IndexError: tokens has -1 at 0, outside of [0, 4)",
+            {"tokens": torch.full((8,), -1)},
+        ),
+        ("ValueError: 2 numbers in send are not one for each of the 5 experts", {"send": [8, 8]}),
+        (
+            "ValueError: the counts to send are of 9 choices, but rows_of_choices has the shape",
+            {"send": [2, 2, 1, 1, 3, 8], "receive": [2, 2, 1, 1, 3, 8]},
+        ),
+        (
+            "ValueError: send [4, -1, 1, 1, 3, 8] has a negative number",
+            {"send": [4, -1, 1, 1, 3, 8]},
+        ),
+        (
             "ValueError: rank 0 sends itself 7 rows for 8 choices",
             {"send": [2, 1, 1, 1, 3, 7], "receive": [2, 1, 1, 1, 3, 7]},
         ),
@@ -111,6 +133,7 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "ValueError: rank 0 sends itself [2, 1, 1, 1, 3] in 8 rows, but receives",
             {"receive": [1, 2, 1, 1, 3, 8]},
         ),
+        ("ValueError: 4 rows, but the counts say 8", {"rows": ONES(4, 3)}),
     ],
     "moe_combine_backward": [("IndexError: tokens has 2 at", {"grad_output": ONES(1, 3)})],
     "moe_gated_silu": [
