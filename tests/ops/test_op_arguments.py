@@ -99,7 +99,7 @@ CHANGES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("ValueError: 2 numbers in send are not one for each of the 5 experts", {"send": [8, 8]}),
         (
             "ValueError: the counts to send are of 9 choices, but rows_of_choices has the shape",
-            {"send": [2, 2, 1, 1, 3, 8], "receive": [2, 2, 1, 1, 3, 8]},
+            {"send": [2, 2, 1, 1, 3, 9], "receive": [2, 2, 1, 1, 3, 9]},
         ),
         (
             "ValueError: send [4, -1, 1, 1, 3, 8] has a negative number",
