@@ -22,7 +22,6 @@ import parallel_ext as px
 # Heads of 8 features in fp32 and bf16, of which each of two ranks holds one or more.
 KINDS = {
     "fp32": Tiny(dtype=torch.float32, heads=4, key_value_heads=2, inner=145),
-    "bf16": Tiny(dtype=torch.bfloat16, heads=4, key_value_heads=2, inner=145),
     "bf16, tied": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=2, inner=96, tied=True),
     "biases": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
     "large": Tiny(
@@ -72,7 +71,7 @@ def _train(tiny: Tiny, device: torch.device, invariant: bool = True) -> BITS:
         return log, digests(model, optimizer), px.digest(model) if invariant else None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bf16, tied", "biases", "large"])
 def test_two_ranks_have_the_bits_of_one_process(kind: str, device: torch.device) -> None:
     (whole,) = pool(1).run(_train, KINDS[kind], device)
     assert_bits(pool(2).run(_train, KINDS[kind], device), whole)
@@ -96,8 +95,9 @@ def _train_leaves(kind: str, tp: int, device: torch.device) -> tuple[list[str], 
         return losses, px.digest(model)
 
 
-@pytest.mark.parametrize("tp", [2, 1], ids=["tp 2", "dp 2"])
-@pytest.mark.parametrize("kind", ["odd", "bf16", "mixtral", "bf16 mixtral", "balanced qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "tp"), [("odd", 1), ("bf16", 2), ("bf16 mixtral", 1), ("balanced qwen3_moe", 2)]
+)
 def test_leaves_of_two_ranks_have_the_bits_of_one_process(
     kind: str, tp: int, device: torch.device
 ) -> None:

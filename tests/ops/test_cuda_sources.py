@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import setuptools
 import torch
 from cuda_threads import CSRC, ROOT, STANDARD, TORCH_INCLUDE, of_type
+from reference_ops import ALL_DTYPES
 from torch.utils import cpp_extension
 
 from parallel_ext import _C
@@ -40,9 +42,25 @@ needs_nvcc = pytest.mark.skipif(
 
 
 OLDEST, *OTHERS = (f"arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a", "100"))
+INSTANCE = re.compile(r"^PARALLEL_EXT_INSTANTIATE\((.+)\);?\n", re.MULTILINE)
 
 
-def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST) -> str:
+def _of_one_type(name: str, folder: Path) -> Path:
+    """A copy of a source whose kernels are made for bf16 alone, which takes the most registers.
+
+    Or for fp32, where sums are all that they see. The tests of each file make the other types of
+    its kernels for a CPU.
+    """
+    text = (CSRC / name).read_text()
+    found = INSTANCE.findall(text)
+    kept = "c10::BFloat16" if "c10::BFloat16" in found else "float"
+    assert kept in found or not found
+    copy = folder / Path(name).name
+    copy.write_text(INSTANCE.sub(lambda each: each[0] if each[1] == kept else "", text))
+    return copy
+
+
+def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST, to: str = "-cubin") -> str:
     """What nvcc says against a source; nothing where it makes an object of it without spills.
 
     Registers that a kernel spills to memory slow it down. In fp64 nobody trains.
@@ -51,7 +69,7 @@ def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST) -> str:
     macros.parent.mkdir(parents=True)
     macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
     command = [
-        *(_nvcc(), "-c", source, "-o", folder / "object.o", STANDARD, "-O3"),
+        *(_nvcc(), to, source, "-o", folder / "object", STANDARD, "-O3"),
         *cpp_extension.COMMON_NVCC_FLAGS,
         *(f"-gencode={gpu}", "-Xptxas", "-v"),
         # A call of a host function by the device, for one, is only a warning otherwise.
@@ -69,27 +87,25 @@ def _nvcc_errors(source: Path, folder: Path, gpu: str = OLDEST) -> str:
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "gpu", [OLDEST, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)]
-)
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_without_a_gpu_and_with_a_torch_for_the_cpu(name, gpu, tmp_path):
-    assert _nvcc_errors(CSRC / name, tmp_path, gpu) == ""
+def test_kernels_compile_without_a_gpu_and_with_a_torch_for_the_cpu(name, tmp_path):
+    assert _nvcc_errors(_of_one_type(name, tmp_path), tmp_path) == ""
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ("return nowhere;", 'identifier "nowhere" is undefined'),
-        ("return on_host();", "calling a __host__ function"),
-    ],
-)
-def test_an_error_in_a_kernel_is_noticed(body, error, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [OLDEST, *OTHERS])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_all_types_compile_for_all_gpus(name, gpu, tmp_path):
+    assert _nvcc_errors(CSRC / name, tmp_path, gpu, "-c") == ""
+
+
+@needs_nvcc
+def test_an_error_in_a_kernel_is_noticed(tmp_path):
     broken = tmp_path / "broken.cu"
-    kernel = f"__global__ void broken(int* x) {{ *x = [] {{ {body} }}(); }}"
+    kernel = "__global__ void broken(int* x) { *x = on_host(); }"
     broken.write_text(f"int on_host() {{ return *new int(1); }}\n{kernel}\n")
-    assert error in _nvcc_errors(broken, tmp_path)
+    assert "calling a __host__ function" in _nvcc_errors(broken, tmp_path)
 
 
 @needs_nvcc
@@ -103,8 +119,7 @@ def test_a_kernel_that_spills_is_noticed(tmp_path):
         "  for (int i = 0; i < 64; ++i) y[i * blockDim.x + threadIdx.x] = kept[63 - i] / kept[i];\n"
         "}\n"
     )
-    assert "greedy" in _nvcc_errors(broken, tmp_path)
-    assert "spills" in _nvcc_errors(broken, tmp_path / "again")
+    assert re.search("greedy.* spills", _nvcc_errors(broken, tmp_path))
 
 
 LIGHT = re.compile(
@@ -124,12 +139,8 @@ def _heavy_includes(name: str) -> list[str]:
     return heavy
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_include_nothing_heavy(name):
-    assert _heavy_includes(name) == []
-
-
-def test_heavy_includes_are_noticed():
+def test_kernels_include_nothing_heavy():
+    assert [heavy for name in KERNELS for heavy in _heavy_includes(name)] == []
     assert "linear/dropout.h: <ATen/core/Tensor.h>" in _heavy_includes("linear/dropout.cpp")
     c10d = "<torch/csrc/distributed/c10d/GroupRegistry.hpp>"
     assert f"comm/known_groups.cpp: {c10d}" in _heavy_includes("comm/known_groups.cpp")
@@ -223,15 +234,13 @@ def _wrong_elements(
     return int((wrong | (target != expected)).sum())
 
 
-@pytest.mark.parametrize("add", [False, True], ids=["drop", "drop_and_add"])
-@pytest.mark.parametrize("feature", [0, 1, 37, 127, 128, 1000])
-@pytest.mark.parametrize("dtype", [FP64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_threads_of_any_grid_make_what_the_cpu_makes(kernels, dtype, feature, add):
-    dropout = DROPOUT._replace(feature=feature)
-    for size in (1, 16, 128, 129, 300):
-        for threads in GRIDS:
-            wrong = _wrong_elements(kernels, dtype, size, dropout, threads, add)
-            assert wrong == 0, f"{size} features, {threads} threads"
+@ALL_DTYPES
+def test_threads_of_any_grid_make_what_the_cpu_makes(kernels, dtype):
+    features, sizes, adds = (0, 37, 127, 128, 1000), (1, 16, 129, 300), (False, True)
+    for feature, size, threads, add in product(features, sizes, GRIDS, adds):
+        dropout = DROPOUT._replace(feature=feature)
+        wrong = _wrong_elements(kernels, dtype, size, dropout, threads, add)
+        assert wrong == 0, f"feature {feature} of {size}, {threads} threads, add {add}"
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 1.0])
@@ -240,20 +249,14 @@ def test_threads_keep_and_drop_everything_as_the_cpu_does(kernels, p):
 
 
 MUTATIONS = {
-    "another lane": ("{{first, token", "{{first ^ 1, token"),
     "one lane for all": ("lane + j)", "lane)"),
-    "a run that is not scaled": ("widen(run[k][j]) * wide_factor", "widen(run[k][j])"),
-    "another token": ("part.token +", "part.token + 1 +"),
-    "the other half of a word": ("s % 2);", "1 - s % 2);"),
     "another word": ("bits[j].word[s / 2]", "bits[j].word[3 - s / 2]"),
     "neighbours that are not neighbours": ("column + s * kMaskLanes", "column + s * kMaskRun"),
     "a part that starts with its block": ("lane - part.inside(), {}", "lane, {}"),
     "a row too few": ("row < part.rows", "row < part.rows - 1"),
-    "work done twice": ("x += thread.num_x", "x += thread.num_x / 2"),
 }
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_threads(mutants, mutation):
     broken = mutants[mutation]

@@ -7,15 +7,14 @@ import pytest
 import torch
 from philox import kept, philox, scale
 from reference_ops import (
+    ALL_DTYPES,
     ALL_SIZES,
     BOTH_PATHS,
     MUTATIONS,
     NOTICED,
     TOLERANCE,
-    assert_refused,
     assert_within,
     aten_path,
-    counted_both_ways,
     doubles,
     grad_outputs,
     on_ranks,
@@ -27,7 +26,6 @@ from reference_ops import (
     with_gradients,
     worst,
 )
-from torch import ones
 from torch.nn import functional
 
 from parallel_ext.ops import ALONE, Dropout, Group, copy_to_region, gather_from_region, lora_linear
@@ -139,9 +137,9 @@ def _errors(
 
 @ALL_SIZES
 @KINDS
-@pytest.mark.parametrize("rank", [1, 5, 20], ids="rank {}".format)
-def test_layer_equals_the_whole_one_whatever_the_rank_and_the_cut(kind, rank, size):
-    assert_within(on_ranks(size, _errors, kind, (7, 13, rank)))
+def test_layer_equals_the_whole_one_whatever_the_rank_and_the_cut(kind, size):
+    for rank in (1, 20):
+        assert_within(on_ranks(size, _errors, kind, (7, 13, rank)))
 
 
 @KINDS
@@ -150,7 +148,7 @@ def test_layer_equals_the_whole_one_when_ranks_hold_no_feature(kind, features):
     assert_within(on_ranks(3, _errors, kind, features))
 
 
-@ALL_SIZES
+@pytest.mark.parametrize("size", [1, 3])
 @KINDS
 @BOTH_PATHS
 def test_layer_with_dropout_equals_the_whole_one(kind, aten, size):
@@ -169,7 +167,7 @@ def test_layer_with_dropout_equals_the_whole_one_over_several_stretches_of_rows(
 
 
 @KINDS
-@pytest.mark.parametrize("p", [0.0, 1e-6, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.0, 1e-6, 1.0])
 def test_dropout_at_the_ends_of_its_range(kind, p):
     dropout = DROPOUT._replace(p=p)
     assert_within(on_ranks(2, _errors, kind, (7, 5, 2), FP64, FP64, dropout))
@@ -194,10 +192,9 @@ def test_layer_is_as_accurate_as_its_base(kind, dtype, factors, dropout):
 
 
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["no dropout", "dropout"])
-@pytest.mark.parametrize("size", [1e-6, 1e-4])
-def test_gradients_in_fp16_do_not_underflow_nor_sums_overflow(size, dropout):
+def test_gradients_in_fp16_do_not_underflow_nor_sums_overflow(dropout):
     tensors = _tensors((40,), (512, 30, 4), torch.float16, torch.float32)
-    tensors[3] *= size
+    tensors[3] *= 1e-6
     grad = (torch.randn(40, 30) * 1e-2).half()
     expected = with_gradients(lambda *t: _plain(*t, dropout), doubles(tensors), grad.double())
     actual = with_gradients(lambda *t: lora_linear(*t, scale=SCALE, dropout=dropout), tensors, grad)
@@ -254,17 +251,16 @@ def test_the_generator_is_philox():
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("feature", [0, 1, 37, 127, 128, 1000])
-@pytest.mark.parametrize("dtype", [FP64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_mask_is_a_function_of_token_and_feature_alone(dtype, feature, aten):
-    dropout = DROPOUT._replace(feature=feature)
-    with aten_path(aten):
-        mask = _mask(9, 300, dropout, dtype)
-    expected = kept(9, 300, *dropout)
-    assert torch.equal(mask != 0, expected)
-    assert torch.allclose(
-        mask[expected].double(), torch.tensor(scale(dropout.p), dtype=FP64), rtol=4e-3
-    )
+@ALL_DTYPES
+def test_the_mask_is_a_function_of_token_and_feature_alone(dtype, aten):
+    for feature in (0, 1, 37, 127, 128, 1000):
+        dropout = DROPOUT._replace(feature=feature)
+        with aten_path(aten):
+            mask = _mask(9, 300, dropout, dtype)
+        expected = kept(9, 300, *dropout)
+        assert torch.equal(mask != 0, expected), feature
+        factor = torch.tensor(scale(dropout.p), dtype=FP64)
+        assert torch.allclose(mask[expected].double(), factor, rtol=4e-3)
 
 
 def test_the_mask_drops_as_many_as_it_should_and_changes_with_every_part_of_its_counter():
@@ -360,23 +356,6 @@ def test_only_the_input_and_the_small_product_are_kept_for_backward(dropout):
     assert len(kept) == 5
 
 
-def _bytes_sent(group: Group, kind: str) -> list[dict[str, int]]:
-    """The collectives of a forward and a backward."""
-    start, stop = own_range(8, group)
-    own = stop - start
-    x, w, a, b, bias = _tensors((3,), (own, 5, 2) if kind == "row" else (8, own, 2), FP64, FP64)
-    summed_over = group if kind == "row" else ALONE
-    return counted_both_ways(
-        lambda: lora_linear(x, w, a.requires_grad_(), b, bias, group=summed_over)
-    )
-
-
-def test_the_adapter_adds_no_collective_to_that_of_the_base():
-    one_sum = {"all_reduce": 1, "all_reduce_bytes": 3 * 5 * 8, "in_shared_memory": 1}
-    assert on_ranks(2, _bytes_sent, "row") == [[one_sum, {}]] * 2
-    assert on_ranks(2, _bytes_sent, "column") == [[{}, {}]] * 2
-
-
 def test_autocast_computes_in_the_lower_precision_and_keeps_fp32_gradients():
     tensors = [t.requires_grad_() for t in _tensors((3,), (8, 5, 2), torch.float32, torch.float32)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -388,64 +367,3 @@ def test_autocast_computes_in_the_lower_precision_and_keeps_fp32_gradients():
     for tensor, wanted in zip(tensors, truth[1:], strict=True):
         assert tensor.grad.dtype == torch.float32
         assert relative_error(tensor.grad, wanted) <= 2 * TOLERANCE[torch.bfloat16]
-
-
-def _dropped(group: Group, dropout: Dropout) -> torch.Tensor:
-    return lora_linear(ones(2, 3), ones(4, 3), ones(2, 3), ones(4, 2), dropout=dropout, group=group)
-
-
-REFUSALS = {
-    "input of another width": (
-        lambda group: lora_linear(ones(2, 3), ones(4, 5), ones(2, 5), ones(4, 2), group=group),
-        "ValueError: lora_linear: input of shape [2, 3] does not fit the local weight of shape "
-        "[4, 5]",
-    ),
-    "A of the whole layer on a shard": (
-        lambda group: lora_linear(ones(2, 3), ones(4, 3), ones(2, 6), ones(4, 2), group=group),
-        "ValueError: lora_linear: lora_a of shape [2, 6] does not fit the local weight of shape "
-        "[4, 3]; its last dimension must be 3",
-    ),
-    "B of the whole layer on a shard": (
-        lambda group: lora_linear(ones(2, 3), ones(4, 3), ones(2, 3), ones(8, 2), group=group),
-        "ValueError: lora_linear: lora_b of shape [8, 2] does not fit lora_a of shape [2, 3] and "
-        "the local weight of shape [4, 3]; it must be [4, 2]",
-    ),
-    "factors of two dtypes": (
-        lambda group: lora_linear(
-            ones(2, 3), ones(4, 3), ones(2, 3), ones(4, 2, dtype=FP64), group=group
-        ),
-        "TypeError: lora_linear: lora_b is Double but lora_a is Float; cast one of them",
-    ),
-    "dropout above 1": (
-        lambda group: _dropped(group, Dropout(1.5, 1, 1)),
-        "ValueError: lora_linear: dropout must be in [0, 1], got 1.5",
-    ),
-    "dropout that is no number": (
-        lambda group: _dropped(group, Dropout(float("nan"), 1, 1)),
-        "ValueError: lora_linear: dropout must be in [0, 1], got nan",
-    ),
-    "step too large for its word": (
-        lambda group: _dropped(group, Dropout(0.5, 1, 2**32)),
-        "ValueError: lora_linear: step 4294967296 of dropout_counter is outside [0, 2^32)",
-    ),
-    "tokens that leave their word": (
-        lambda group: _dropped(group, Dropout(0.5, 1, 1, 2**32 - 1)),
-        "ValueError: lora_linear: the tokens from 4294967295 of dropout_counter on, 2 of them, "
-        "leave [0, 2^32)",
-    ),
-    "negative feature": (
-        lambda group: _dropped(group, Dropout(0.5, 1, 1, 0, -1)),
-        "ValueError: lora_linear: feature -1 of dropout_counter is negative",
-    ),
-    "integer factor": (
-        lambda group: lora_linear(
-            ones(2, 3), ones(4, 3), ones(2, 3, dtype=torch.int64), ones(4, 2), group=group
-        ),
-        "TypeError: lora_linear: lora_a must be floating point, got Long",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case):
-    assert_refused(__name__, case)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loss import (
-    ALONE,
     FP64,
     IGNORED,
     INF,
     NAN,
+    OPTIONS_ON_RANKS,
     RANDOM_OPTIONS,
     TRAINED,
     labels_of,
@@ -24,13 +26,10 @@ from reference_loss import (
 )
 from reference_memory import allocated
 from reference_ops import (
-    ALL_SIZES,
     BOTH_PATHS,
     NOTICED,
-    TOLERANCE,
     assert_all_raise,
     assert_within,
-    aten_path,
     counted_both_ways,
     on_ranks,
     own_range,
@@ -42,14 +41,12 @@ from torch.nn import functional
 
 from parallel_ext import release_workspaces
 from parallel_ext.ops import (
+    ALONE,
     Group,
     LossOptions,
     linear_vocab_cross_entropy,
     linear_vocab_cross_entropy_statistics,
 )
-
-EACH_OPTION = pytest.mark.parametrize("name", ALONE)
-EACH_TRAINED = pytest.mark.parametrize("trained", TRAINED)
 
 
 def _operands(
@@ -76,14 +73,11 @@ def _errors_of_one_option(
     return errors
 
 
-@pytest.mark.one_in(5)
-@BOTH_PATHS
-@ALL_SIZES
-@EACH_OPTION
+@OPTIONS_ON_RANKS
 def test_each_option_equals_unsharded_for_a_trained_and_a_frozen_head(name, size, aten):
-    """Also where a rank's shard is empty: 1 on 2, 5 on 4."""
+    """Also where a rank's shard is empty: 1 on 2."""
     for trained in ("trained", "frozen"):
-        results = on_ranks(size, _errors_of_one_option, name, [1, 5, 10, 65], trained, aten=aten)
+        results = on_ranks(size, _errors_of_one_option, name, [1, 5, 65], trained, aten=aten)
         assert_within(results)
 
 
@@ -108,12 +102,16 @@ def _errors_of_tiles(
     ("num_tokens", "vocab_size", "option", "aten"),
     [
         *((300, 20001, "all", False), (2100, 70, "all", False)),
-        # As on a GPU; without a cap a frozen head has expected rows.
-        *((4200, 7, "all", True), (4200, 7, "label_smoothing", True)),
+        (4200, 7, "label_smoothing", True),  # as on a GPU: a frozen head has expected rows
     ],
 )
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@EACH_TRAINED
+@pytest.mark.parametrize(
+    ("trained", "reduction"),
+    [
+        *(("trained", "mean"), ("trained", "none"), ("frozen", "none")),
+        *(("only the bias trained", "none"), ("only the head trained", "mean")),
+    ],
+)
 def test_tiles_of_ids_or_tokens_equal_unsharded(
     trained, reduction, num_tokens, vocab_size, option, aten
 ):
@@ -187,8 +185,9 @@ def _errors_of_dtype(
     return {key: (value, limit[key.split()[-1]]) for key, value in ours.items()}
 
 
-@pytest.mark.parametrize("num_tokens", [600, 1300])  # a tile, and two
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize(  # a tile, and two
+    ("reduction", "num_tokens"), [("none", 600), ("mean", 1300)]
+)
 @pytest.mark.parametrize("trained", ["trained", "frozen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_error_of_each_dtype_is_at_most_twice_that_of_one_process(
@@ -203,8 +202,7 @@ def test_error_of_each_dtype_is_at_most_twice_that_of_one_process(
 @pytest.mark.parametrize(  # the head's gradient in bf16, and in fp32
     ("num_tokens", "hidden"),
     [
-        *((40, hidden) for hidden in (1, 33, 512, 1030)),
-        *((1100, hidden) for hidden in (1, 33, 1030)),
+        *((40, 1), (40, 33), (40, 1030), (1100, 33)),
     ],
 )
 def test_error_of_bf16_is_as_small_for_hidden_states_of_any_size(num_tokens, hidden):
@@ -214,57 +212,34 @@ def test_error_of_bf16_is_as_small_for_hidden_states_of_any_size(num_tokens, hid
             assert ours <= max(2 * single, 2e-4), (case, ours, single)
 
 
-def _hostile(case: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input, head, bias, labels of ten ids, of which rank 0 of two holds five."""
-    input, head, bias = _operands(6, 3, 10)
-    labels = torch.tensor([0, 4, 5, 9, IGNORED, 7])
-    if case == "NaN in a token":
-        input[1, 0] = NAN
-    elif case == "inf in a token":
-        input[1, 0] = INF
-    elif case == "NaN in a row":
-        head[7, 1] = NAN
-        labels[4] = 0  # of an ignored token torch gives NaN, we 0
-    elif case == "a masked id":
-        bias[3] = -INF
-    elif case == "a masked shard":
-        bias[5:] = -INF
-        labels[labels >= 5] = 2
-    elif case == "logits of a thousand":
-        input *= 1000
-    elif case == "logits of minus a thousand":
-        head, bias = head * 0, bias - 1000
-    else:
-        assert case == "all ignored"
-        labels[:] = IGNORED
-    return input, head, bias, labels
+HOSTILE: dict[str, Callable[..., Any]] = {
+    "NaN in a token": lambda x, head, bias, labels: x[1, 0].fill_(NAN),
+    "inf in a token": lambda x, head, bias, labels: x[1, 0].fill_(INF),
+    # Of an ignored token torch gives NaN, we 0.
+    "NaN in a row": lambda x, head, bias, labels: (head[7, 1].fill_(NAN), labels[4].fill_(0)),
+    "a masked id": lambda x, head, bias, labels: bias[3].fill_(-INF),
+    "a masked shard": lambda x, head, bias, labels: (bias[5:].fill_(-INF), labels.clamp_(max=2)),
+    "logits of a thousand": lambda x, head, bias, labels: x.mul_(1000),
+    "logits of minus a thousand": lambda x, head, bias, labels: (head.zero_(), bias.sub_(1000)),
+    "all ignored": lambda x, head, bias, labels: labels.fill_(IGNORED),
+}
 
 
-HOSTILE = [
-    "NaN in a token",
-    "inf in a token",
-    "NaN in a row",
-    "a masked id",
-    "a masked shard",
-    "logits of a thousand",
-    "logits of minus a thousand",
-    "all ignored",
-]
-
-
-def _errors_of_hostile(group: Group, case: str, trained: str, reduction: str) -> dict[str, float]:
-    *operands, labels = _hostile(case)
-    return linear_errors(group, tuple(operands), labels, {"reduction": reduction}, trained)
+def _errors_of_hostile(group: Group, case: str) -> dict[str, float]:
+    """Of ten ids, of which rank 0 of two holds five."""
+    errors = {}
+    for trained, reduction in product(("trained", "frozen"), ("none", "sum", "mean")):
+        operands, labels = _operands(6, 3, 10), torch.tensor([0, 4, 5, 9, IGNORED, 7])
+        HOSTILE[case](*operands, labels)
+        found = linear_errors(group, operands, labels, {"reduction": reduction}, trained)
+        errors.update({f"{trained}, {reduction}: {name}": each for name, each in found.items()})
+    return errors
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("trained", ["trained", "frozen"])
 @pytest.mark.parametrize("case", HOSTILE)
-def test_nan_and_infinities_give_what_torch_gives(case, trained, aten):
-    for reduction in ("none", "sum", "mean"):
-        results = on_ranks(2, _errors_of_hostile, case, trained, reduction, aten=aten)
-        error, where = worst(results)
-        assert error <= TOLERANCE[FP64], (reduction, where)
+def test_nan_and_infinities_give_what_torch_gives(case, aten):
+    assert_within(on_ranks(2, _errors_of_hostile, case, aten=aten))
 
 
 def _gradcheck(group: Group, name: str, reduction: str) -> None:
@@ -287,10 +262,9 @@ def _gradcheck(group: Group, name: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@EACH_OPTION
-def test_each_option_passes_gradcheck(name, size):
+def test_all_options_pass_gradcheck(size):
     for reduction in ("none", "sum", "mean"):
-        on_ranks(size, _gradcheck, name, reduction)
+        on_ranks(size, _gradcheck, "all", reduction)
 
 
 def _loss(group: Group, trained: bool, **options: Any) -> torch.Tensor:
@@ -338,23 +312,11 @@ def test_the_loss_has_the_same_bits_on_every_rank():
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_second_derivative_is_refused(trained):
-    def second(group: Group) -> None:
-        _loss(group, trained).backward(create_graph=True)
-
-    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
-        on_ranks(1, second)
-
-
-@pytest.mark.parametrize("trained", [True, False])
 def test_a_backward_without_retained_graph_runs_once(trained):
-    def twice(group: Group) -> None:
-        loss = _loss(group, trained)
-        loss.backward()
-        loss.backward()
-
+    loss = _loss(ALONE, trained)
+    loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
-        on_ranks(1, twice)
+        loss.backward()
 
 
 def _allocated_mib(num_tokens: int, trained: bool, dtype: torch.dtype) -> float:
@@ -409,35 +371,6 @@ def test_a_kept_loss_keeps_no_gradient_whatever_a_backward_came_through():
     assert _held_by_kept_losses(True) < _held_by_kept_losses(False) + 4
 
 
-@BOTH_PATHS
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_a_compiled_head_and_loss_equal_eager(reduction, trained, aten):
-    labels = torch.tensor([4, IGNORED, 0, 2])
-    input, head, bias = _operands(4, 3, 5)
-    input.requires_grad_(), head.requires_grad_(trained)
-
-    def model(input: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        return 3 * linear_vocab_cross_entropy(
-            input.tanh(),
-            head,
-            labels,
-            5,
-            (0, 5),
-            bias=bias,
-            options=LossOptions(reduction=reduction),
-        )
-
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    results = []
-    with aten_path(aten):
-        for function in (model, compiled):
-            loss = function(input, head)
-            wanted = [input, head] if trained else [input]
-            results.append((loss, *torch.autograd.grad(loss.sum(), wanted)))
-    assert all(map(torch.equal, *results))
-
-
 def test_autocast_multiplies_in_the_lower_precision_and_keeps_fp32_gradients():
     input, head, _ = _operands(40, 16, 30, torch.float32, bias=False)
     labels = torch.arange(40) % 30
@@ -471,7 +404,6 @@ def _misused(group: Group, changed: dict[str, Any]) -> torch.Tensor:
     [
         ({"labels": torch.tensor([1, 10])}, "IndexError", "label 10 at position 1 is outside the"),
         ({"labels": torch.tensor([1])}, "ValueError", "labels of shape [1] do not fit the 2 tok"),
-        ({"labels": torch.tensor([1, 2]).int()}, "TypeError", "labels must be int64 (Long), got"),
         (
             {"head_weight": torch.zeros(10, 3)},
             "ValueError",
@@ -480,16 +412,6 @@ def _misused(group: Group, changed: dict[str, Any]) -> torch.Tensor:
         ({"vocab_range": (0, 11)}, "ValueError", "the shard [0, 11) is not inside [0, 10)"),
         ({"vocab_range": (0, 5)}, "ValueError", "shards begin and end at [0, 5, 0, 5], which is"),
         ({"input": torch.zeros(2, 4)}, "ValueError", "does not fit the local head_weight of shape"),
-        (
-            {"input": torch.zeros(2, 1, 3)},
-            "ValueError",
-            "expected 2 dimensions in input, got shape",
-        ),
-        (
-            {"input": torch.zeros(2, 3).half()},
-            "TypeError",
-            "head_weight is Float but input is Half",
-        ),
         ({"bias": torch.zeros(3)}, "ValueError", "bias of shape [3] does not fit the local head_w"),
         (
             {"weight": torch.ones(5)},

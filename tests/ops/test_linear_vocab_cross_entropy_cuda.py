@@ -105,24 +105,15 @@ def test_kernels_make_what_torch_makes(kernels, dtype):
 
 
 MUTATIONS = {
-    "a pack forgotten": ("i < whole; i += thread.num_x", "i < whole; i += 2 * thread.num_x"),
     "no rest": ("i < count; i += thread.num_x", "i < whole; i += thread.num_x"),
-    "1 multiplies": ("if (factor == 1) return;", "if (factor == 0) return;"),
-    "another token's factor": ("row * head.num_tokens + token]", "row * head.num_tokens]"),
     "zeros multiplied": ("probability != 0 || of_column != 0 || of_label != 0", "true"),
     "only the label's": ("probability != 0 || of_column != 0 ||", ""),
-    "no column": ("value[j] -= of_column * number", "value[j] -= 0 * number"),
-    "a row too early": ("head.labels[token] - head.vocab_start", "head.labels[token]"),
     "another rank's row": ("0 <= row && row < head.num_rows", "row < head.num_rows"),
     "a row too many": ("row < head.num_rows", "row <= head.num_rows"),
-    "no scale": ("of_label * head.scale", "of_label"),
-    "another column": ("head.head + row * head.hidden_size + column", "head.head + column"),
-    "unaligned numbers": ("with_size<scalar_t>(address(numbers)", "with_size<scalar_t>(0"),
     "unaligned packs": ("address(head.expected_rows) | address(head.head) |", "0 |"),
 }
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_kernels(mutants, mutation):
     assert next(_failures(mutants[mutation], FP64), None) is not None

@@ -186,36 +186,19 @@ def test_a_row_that_is_not_there_fails_a_check_and_is_not_read(kernels, row):
 
 
 MUTATIONS = {
-    "another row": ("in[from * columns + column];\n  });", "in[row * columns + column];\n  });"),
     "another order": ("picks.most + j]", "picks.most + picks.most - 1 - j]"),
-    "nothing is something": ("if (from == picks.num_in) continue;", ""),
     "the gradient of the other half": ("store(gradients.gate,", "store(gradients.up,"),
-    "a part of a sum forgotten": ("half > 0", "half > 1"),
     "work forgotten": ("column += kBlockThreads", "column += 2 * kBlockThreads"),
     "an expert that is used": ("counts[expert] == 0", "counts[expert] >= 0"),
     "ids below zero": ("return 0 <= id && id", "return id"),
-    "an expert too many": ("id < num_experts; }", "id <= num_experts; }"),
-    "a thread counts itself twice": ("other < thread; ++other", "other <= thread; ++other"),
-    "another thread counts": ("is_last &= tile[other] != id", "is_last &= tile[other] == id"),
-    "earlier tiles forgotten": ("? counts[id] + before : 0", "? before : 0"),
-    "a tile that is not there yet": ("= id;\n      __syncthreads();", "= id;"),
     "a tile that is gone": ("__syncthreads();  // before the next tile", "// before the next tile"),
     "counts that are no zeros": ("counts[expert] = 0;", ""),
-    "a sum with the thread's own": ("return {sum - own, all}", "return {sum, all}"),
-    "sums of too few": ("step *= 2", "step *= 4"),
     "earlier chunks forgotten": ("count + sums.before", "sums.before"),
-    "earlier experts forgotten": ("+= placed + sums.before", "+= sums.before"),
-    "starts that are not there yet": (
-        "__syncthreads();\n    const int64_t end",
-        "const int64_t end",
-    ),
     "sources of no id": ("if (i >= placed) sources[i] = 0;", ""),
-    "slots of no id": (": 0;\n      if (has_slot)", ": 1;\n      if (has_slot)"),
     "a chunk too few": ("(size + chunk_size - 1) / chunk_size", "size / chunk_size"),
 }
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_kernels(mutants, mutation):
     assert _failures(mutants[mutation], FP64) != []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from reference_ops import (
     ALL_DTYPES,
+    ALL_SIZES,
     BOTH_PATHS,
     assert_refused,
     aten_path,
@@ -101,11 +102,10 @@ def _brought(group: Group, kind: str, experts: int, dtype: torch.dtype, row_byte
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("experts", [5, 8])
+@ALL_SIZES
 @pytest.mark.parametrize("kind", ID_KINDS)
-def test_rows_reach_their_experts_and_return(kind, experts, size, aten):
-    on_ranks(size, _brought, kind, experts, torch.float32, 4096, aten=aten)
+def test_rows_reach_their_experts_and_return(kind, size, aten):
+    on_ranks(size, _brought, kind, 5, torch.float32, 4096, aten=aten)
 
 
 @BOTH_PATHS
@@ -210,8 +210,6 @@ def test_dispatch_and_combine_pass_gradcheck():
         torch.rand(3, 2, dtype=FP64, requires_grad=True),
     ]
     assert torch.autograd.gradcheck(layer, tensors)
-    with pytest.raises(NotImplementedError, match="moe_combine: second derivatives"):
-        torch.autograd.grad(layer(*tensors).pow(2).sum(), tensors, create_graph=True)
 
 
 @pytest.mark.parametrize("frozen", ["tokens", "weights"])
@@ -237,51 +235,19 @@ ROUTE = moe_route_plan(torch.tensor([[0, 2], [1, 2], [0, 3]]), [2, 2], 0, 0)
 PLAN = ExchangePlan([2, 1, 2, 1, 3, 3], [2, 1, 3, 2, 1, 3], [2, 2])
 
 
-def _dispatched(group: Group, tokens: int = 3, route: RoutePlan = ROUTE, **numbers: Any) -> Any:
+def _dispatched(group: Group, **numbers: Any) -> Any:
     plan = PLAN._replace(**numbers)
-    return moe_dispatch(torch.ones(tokens, 2), torch.ones(tokens, 2), route, plan, group)
+    return moe_dispatch(torch.ones(3, 2), torch.ones(3, 2), ROUTE, plan, group)
 
 
-def _combined(group: Group, rows: int = 6, origins: torch.Tensor | None = None) -> Any:
-    origins = torch.arange(6) if origins is None else origins
-    return moe_combine(torch.ones(rows, 2), origins, ROUTE, PLAN, group)
+def _combined(group: Group, origins: torch.Tensor) -> Any:
+    return moe_combine(torch.ones(6, 2), origins, ROUTE, PLAN, group)
 
 
 REFUSALS = {
-    "tokens of another plan": (
-        lambda group: _dispatched(group, tokens=4),
-        "ValueError: moe_dispatch: input of shape [4, 2], weights of shape [4, 2] and "
-        "rows_of_choices of shape [3, 2] are not of the same tokens and choices",
-    ),
-    "a row that no rank gets": (
-        lambda group: _dispatched(
-            group, route=ROUTE._replace(rows_of_choices=torch.full((3, 2), 6))
-        ),
-        "IndexError: moe_dispatch: rows_of_choices has 6 at 0, outside of [0, 6)",
-    ),
-    "a token that is none": (
-        lambda group: _dispatched(group, route=ROUTE._replace(tokens=torch.full((6,), -1))),
-        "IndexError: moe_dispatch: tokens has -1 at 0, outside of [0, 3)",
-    ),
-    "counts of other experts": (
-        lambda group: _dispatched(group, send=[2, 1, 3, 3]),
-        "ValueError: moe_dispatch: 4 numbers in send are not one for each of the 4 experts and 2 "
-        "ranks",
-    ),
-    "counts of other choices": (
-        lambda group: _dispatched(
-            group, send=[2, 2, 2, 1, 3, 3] if group.rank else [2, 1, 2, 2, 3, 3]
-        ),
-        "ValueError: moe_dispatch: the counts to send are of 7 choices, but rows_of_choices has "
-        "the shape",
-    ),
     "experts of another group": (
         lambda group: _dispatched(group, experts_per_rank=[4]),
         "ValueError: moe_dispatch: experts_per_rank [4] and rank",
-    ),
-    "a negative count": (
-        lambda group: _dispatched(group, send=[4, -1, 2, 1, 3, 3]),
-        "ValueError: moe_dispatch: send [4, -1, 2, 1, 3, 3] has a negative number",
     ),
     "more rows than choices": (
         lambda group: _dispatched(
@@ -292,10 +258,6 @@ REFUSALS = {
     "rows to itself that do not come": (
         lambda group: _dispatched(group, receive=[1, 2, 3, 1, 2, 3]),
         "ValueError: sends itself [2, 1] in 3 rows, but receives [1, 2] in 3",
-    ),
-    "rows that the counts do not say": (
-        lambda group: _combined(group, rows=4),
-        "ValueError: moe_combine: 4 rows, but the counts say 6",
     ),
     "origins of other rows": (
         lambda group: _combined(group, origins=torch.arange(1, 7)),
@@ -308,12 +270,6 @@ REFUSALS = {
     "origins of the other rank": (
         lambda group: _combined(group, origins=torch.full((6,), 5)),
         "IndexError: moe_combine: origins has 5 at",
-    ),
-    "whole numbers": (
-        lambda group: moe_dispatch(
-            torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2), ROUTE, PLAN, group
-        ),
-        "TypeError: moe_dispatch: input must be floating point, got Long",
     ),
 }
 

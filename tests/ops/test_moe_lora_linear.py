@@ -8,7 +8,6 @@ from reference_ops import (
     ALL_DTYPES,
     NOTICED,
     TOLERANCE,
-    assert_refused,
     grad_outputs,
     relative_error,
 )
@@ -153,46 +152,6 @@ def test_the_comparison_notices_factors_of_another_expert():
     expected = _expected(tensors, counts, grad)
     errors = map(relative_error, _ours(swapped, counts, grad), expected)
     assert dict(zip(NAMES, errors, strict=True))["output"] > NOTICED
-
-
-def test_a_second_derivative_is_refused():
-    leaves = [t.detach().requires_grad_() for t in _tensors([2], 2, FP64, FP64)]
-    with pytest.raises(NotImplementedError, match="moe_lora_linear: second derivatives"):
-        torch.autograd.grad(moe_lora_linear(*leaves, [2]).sum(), leaves, create_graph=True)
-
-
-def _refused(
-    rows: tuple, weight: tuple, a: tuple, b: tuple, dtype_of_a: torch.dtype = torch.float32
-) -> None:
-    ones = torch.ones(a, dtype=dtype_of_a)
-    moe_lora_linear(torch.ones(rows), torch.ones(weight), ones, torch.ones(b), [1, 2])
-
-
-REFUSALS = {
-    "another number of experts": (
-        lambda group: _refused((3, 2), (2, 4, 2), (3, 1, 2), (3, 4, 1)),
-        "ValueError: moe_lora_linear: lora_a of shape [3, 1, 2] does not fit weights of shape [2, "
-        "4, 2]; it must be [2, r, 2]",
-    ),
-    "another rank": (
-        lambda group: _refused((3, 2), (2, 4, 2), (2, 5, 2), (2, 4, 3)),
-        "ValueError: moe_lora_linear: lora_b of shape [2, 4, 3] does not fit lora_a of shape [2, "
-        "5, 2] and weights of shape [2, 4, 2]; it must be [2, 4, 5]",
-    ),
-    "factors of two types": (
-        lambda group: _refused((3, 2), (2, 4, 2), (2, 5, 2), (2, 4, 5), FP64),
-        "TypeError: moe_lora_linear: lora_b is Float but lora_a is Double; cast one of them",
-    ),
-    "counts that do not add up": (
-        lambda group: _refused((4, 2), (2, 4, 2), (2, 5, 2), (2, 4, 5)),
-        "ValueError: moe_lora_linear: the counts [1, 2] add up to 3, but there are 4 rows",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_every_rank_refuses(case):
-    assert_refused(__name__, case)
 
 
 def test_autocast_multiplies_in_the_lower_precision_and_keeps_fp32_gradients() -> None:

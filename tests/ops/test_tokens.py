@@ -27,12 +27,20 @@ from reference_ops import (
 )
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from parallel_ext import _C
 from parallel_ext.ops import ALONE, Group, gather_tokens, sum_tokens, take_tokens
 from parallel_ext.sharding.layout import split
 from parallel_ext.training.step_events import sort_events
 
 FP64 = torch.float64
-TOKENS = [0, 1, 3, 10]
+# How many tokens each rank has.
+SHARES: dict[str, Callable[[int], list[int]]] = {
+    "balanced": lambda ranks: [stop - start for start, stop in split(10, ranks)],
+    "the last has most": lambda ranks: [1 + 2 * rank for rank in range(ranks)],
+    "the first has none": lambda ranks: [0] + [2] * (ranks - 1),
+    "one token": lambda ranks: [1] + [0] * (ranks - 1),
+    "no tokens": lambda ranks: [0] * ranks,
+}
 
 
 def _inputs(tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -48,10 +56,18 @@ def _inputs(tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def _errors(group: Group, tokens: int, dtype: torch.dtype) -> dict[str, float]:
+def _errors(group: Group, shares: str, dtype: torch.dtype, shared: bool = True) -> dict[str, float]:
     """Of all three ops and their gradients, from what one process would compute."""
-    sizes, (start, stop) = sizes_of(tokens, group), split(tokens, group.size)[group.rank]
-    own, errors = (..., slice(start, stop), slice(None)), {}
+    _C.set_shared_memory(shared)
+    try:
+        return _errors_of_shares(group, SHARES[shares](group.size), dtype)
+    finally:
+        _C.set_shared_memory(True)
+
+
+def _errors_of_shares(group: Group, sizes: list[int], dtype: torch.dtype) -> dict[str, float]:
+    tokens, start = sum(sizes), sum(sizes[: group.rank])
+    own, errors = (..., slice(start, start + sizes[group.rank]), slice(None)), {}
     times = group.rank + 1
     total = sum(range(1, group.size + 1))
     for name, full in _inputs(tokens, dtype).items():
@@ -81,15 +97,23 @@ def _errors(group: Group, tokens: int, dtype: torch.dtype) -> dict[str, float]:
 
 @BOTH_PATHS
 @ALL_SIZES
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_outputs_and_gradients_are_those_of_one_process(tokens: int, size: int, aten: bool) -> None:
-    assert_within(on_ranks(size, _errors, tokens, FP64, aten=aten))
+def test_outputs_and_gradients_are_those_of_one_process(size: int, aten: bool) -> None:
+    for shares in ("balanced", "the first has none"):
+        assert_within(on_ranks(size, _errors, shares, FP64, aten=aten))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shares", SHARES)
+def test_shares_of_any_sizes_travel_with_and_without_shared_memory(
+    shares: str, shared: bool
+) -> None:
+    assert_within(on_ranks(3, _errors, shares, FP64, shared))
 
 
 @BOTH_PATHS
 @ALL_DTYPES
 def test_dtypes_err_by_their_rounding(dtype: torch.dtype, aten: bool) -> None:
-    assert_within(on_ranks(3, _errors, 10, dtype, aten=aten), TOLERANCE[dtype])
+    assert_within(on_ranks(3, _errors, "balanced", dtype, aten=aten), TOLERANCE[dtype])
 
 
 def _large(group: Group) -> dict[str, float]:
@@ -184,10 +208,6 @@ def test_a_sum_takes_no_more_memory_than_what_it_sums(size: int) -> None:
 
 
 REFUSALS = {
-    "integers": (
-        lambda group: take_tokens(torch.ones(2, 4, 3, dtype=torch.int64), [2, 2], group),
-        "TypeError: take_tokens: input must be floating point",
-    ),
     "other tokens": (
         lambda group: sum_tokens(torch.ones(2, 5, 3), [2, 2], group),
         "ValueError: sum_tokens: partial must hold 4 tokens in its dimension before the last, got "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_loss import FP64, IGNORED, INF, NAN, labels_of, special_logits
+from reference_loss import FP64, IGNORED, NAN, labels_of, special_logits
 from reference_ops import (
     ALL_DTYPES,
     ALL_SIZES,
@@ -13,13 +13,11 @@ from reference_ops import (
     NOTICED,
     TOLERANCE,
     assert_within,
-    aten_path,
     data_bytes,
     grad_outputs,
     on_ranks,
     own_range,
     relative_error,
-    share_of,
     threads,
     wide_type,
     with_gradients,
@@ -109,18 +107,15 @@ def _errors_of_random_logits(
 
 @BOTH_PATHS
 @ALL_SIZES
-@pytest.mark.parametrize("vocab_size", [1, 5, 101, 65535])
+@pytest.mark.parametrize("vocab_size", [1, 101])
 def test_loss_and_gradient_equal_unsharded_when_vocab_not_divisible(vocab_size, size, aten):
     assert_within(on_ranks(size, _errors_of_random_logits, vocab_size, FP64, aten=aten))
 
 
 @BOTH_PATHS
 @ALL_DTYPES
-@pytest.mark.parametrize("vocab_size", [101, 65535])
-def test_loss_is_fp32_and_the_gradient_as_accurate_as_its_dtype(vocab_size, dtype, aten):
-    assert_within(
-        on_ranks(2, _errors_of_random_logits, vocab_size, dtype, aten=aten), TOLERANCE[dtype]
-    )
+def test_loss_is_fp32_and_the_gradient_as_accurate_as_its_dtype(dtype, aten):
+    assert_within(on_ranks(2, _errors_of_random_logits, 65535, dtype, aten=aten), TOLERANCE[dtype])
 
 
 def test_the_comparison_notices_a_broken_loss():
@@ -135,7 +130,7 @@ def _errors_of_shifted_logits(group: Group, dtype: torch.dtype, shift: float) ->
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("shift", [0.0, 100.0, -1000.0, 1000.0, 1e30])
+@pytest.mark.parametrize("shift", [-1000.0, 1e30])
 def test_accuracy_does_not_depend_on_a_shift_of_the_logits(shift, aten):
     """As torch's: the softmax subtracts the maximum first. At 1e30 all logits are equal."""
     dtype = torch.float32
@@ -153,17 +148,10 @@ def _errors_of_ignored_tokens(group: Group, ignore_index: int) -> dict[str, floa
 
 
 @BOTH_PATHS
-@ALL_SIZES
 @pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 9])
-def test_ignored_tokens_are_as_in_torch(ignore_index, size, aten):
+def test_ignored_tokens_are_as_in_torch(ignore_index, aten):
     """Also inside the vocabulary, just past it, and when nothing is left to average."""
-    assert_within(on_ranks(size, _errors_of_ignored_tokens, ignore_index, aten=aten))
-
-
-def test_nothing_but_ignored_tokens_gives_nan_as_mean_and_zero_as_sum():
-    logits, labels = torch.randn(3, 4), torch.full((3,), IGNORED)
-    assert vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction="mean")).isnan()
-    assert vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction="sum")) == 0
+    assert_within(on_ranks(3, _errors_of_ignored_tokens, ignore_index, aten=aten))
 
 
 def _errors_of_special_logits(group: Group, dtype: torch.dtype) -> dict[str, float]:
@@ -176,8 +164,9 @@ def _errors_of_special_logits(group: Group, dtype: torch.dtype) -> dict[str, flo
 
 
 @BOTH_PATHS
-@ALL_SIZES
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(FP64, 1), (torch.float32, 2), (torch.bfloat16, 2), (FP64, 3)]
+)
 def test_nan_and_infinite_logits_give_what_torch_gives(dtype, size, aten):
     assert_within(on_ranks(size, _errors_of_special_logits, dtype, aten=aten), TOLERANCE[dtype])
 
@@ -225,10 +214,9 @@ def _errors_of_layouts(group: Group, vocab_size: int) -> dict[str, float]:
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("vocab_size", [1, 9])
-def test_logits_of_any_memory_layout_and_no_tokens_at_all(vocab_size, size, aten):
-    assert_within(on_ranks(size, _errors_of_layouts, vocab_size, aten=aten))
+def test_logits_of_any_memory_layout_and_no_tokens_at_all(vocab_size, aten):
+    assert_within(on_ranks(2, _errors_of_layouts, vocab_size, aten=aten))
 
 
 def _loss_of_rows_apart(
@@ -252,21 +240,19 @@ def _loss_of_rows_apart(
 
 @BOTH_PATHS
 @ALL_DTYPES
-@pytest.mark.parametrize("filling", [NAN, INF])
-def test_what_lies_between_the_rows_is_never_read(filling, dtype, aten):
+def test_what_lies_between_the_rows_is_never_read(dtype, aten):
     plain = on_ranks(2, _loss_of_rows_apart, 131, 0, 0.0, dtype, aten=aten)
-    apart = on_ranks(2, _loss_of_rows_apart, 131, 5, filling, dtype, aten=aten)
+    apart = on_ranks(2, _loss_of_rows_apart, 131, 5, NAN, dtype, aten=aten)
     assert [bits for bits, _ in apart] == [bits for bits, _ in plain]
     assert [strides for _, strides in apart] == [(66 + 5, 1), (65 + 5, 1)]
 
 
 @BOTH_PATHS
 @ALL_DTYPES
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_loss_has_the_same_bits_on_every_rank(size, dtype, aten):
-    results = on_ranks(size, _loss_of_rows_apart, 1001, 0, 0.0, dtype, aten=aten)
+def test_the_loss_has_the_same_bits_on_every_rank(dtype, aten):
+    results = on_ranks(3, _loss_of_rows_apart, 1001, 0, 0.0, dtype, aten=aten)
     assert len({bits[0] for bits, _ in results}) == 1
-    assert len({bits[1] for bits, _ in results}) == size
+    assert len({bits[1] for bits, _ in results}) == 3
 
 
 def _bits_with_threads(
@@ -301,40 +287,3 @@ def test_the_sum_over_more_tokens_than_one_thread_takes_has_the_same_bits(reduct
             _bits_with_threads(count, seed, (40_000, 2), FP64, reduction) for count in (1, 2)
         )
         assert one == two, f"seed {seed}"
-
-
-def _gradcheck(group: Group, reduction: str) -> None:
-    """Replicated logits of which each rank takes its columns."""
-    labels = torch.tensor([4, IGNORED, 0, 2])
-    logits = torch.randn(4, 5, dtype=FP64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda logits: vocab_cross_entropy(
-            share_of(logits, 1, group),
-            labels,
-            5,
-            own_range(5, group),
-            options=LossOptions(reduction=reduction),
-            group=group,
-        ),
-        [logits],
-    )
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_cross_entropy_passes_gradcheck(reduction, size, aten):
-    on_ranks(size, _gradcheck, reduction, aten=aten)
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_the_loss_may_be_changed_in_place(reduction, aten):
-    """HuggingFace models add to it."""
-    logits, labels = torch.randn(3, 4, dtype=FP64, requires_grad=True), torch.tensor([0, 3, 1])
-    with aten_path(aten):
-        loss = vocab_cross_entropy(logits, labels, 4, (0, 4), LossOptions(reduction=reduction))
-        loss += 5
-        loss.sum().backward()
-    expected = functional.cross_entropy(logits, labels, reduction=reduction).sum()
-    assert relative_error(logits.grad, *torch.autograd.grad(expected, logits)) <= TOLERANCE[FP64]

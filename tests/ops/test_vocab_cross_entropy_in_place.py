@@ -6,20 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from reference_loss import ALONE, labels_of, options_named
+from reference_loss import OPTIONS_ON_RANKS, labels_of, options_named
 from reference_memory import allocated
-from reference_ops import ALL_SIZES, BOTH_PATHS, aten_path, on_ranks, own_range
+from reference_ops import BOTH_PATHS, TOLERANCE, aten_path, on_ranks, own_range
 
 from parallel_ext import release_workspaces
 from parallel_ext.ops import Group, LossOptions, vocab_cross_entropy
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+def _are_equal(group: Group, name: str) -> dict[str, bool]:
+    return {
+        f"{dtype}, V={vocab_size}": torch.equal(*_gradients(group, name, vocab_size, dtype, stride))
+        for dtype in TOLERANCE
+        for vocab_size, stride in ((1, 0), (5, 0), (65, 3), (9001, 0))
+    }
 
 
 def _gradients(
-    group: Group, vocab_size: int, dtype: torch.dtype, options: dict[str, Any], stride: int
+    group: Group, name: str, vocab_size: int, dtype: torch.dtype, stride: int
 ) -> list[torch.Tensor]:
     """Of the factor that makes the logits, without and with ``consume_logits``."""
+    options = {**options_named(name, vocab_size), "reduction": "none"}
     labels, (start, stop) = labels_of(vocab_size), own_range(vocab_size, group)
     values = 3 * torch.randn(len(labels), vocab_size + stride)[:, start : stop + stride]
     found = []
@@ -39,16 +46,10 @@ def _gradients(
     return found
 
 
-@pytest.mark.one_in(5)
-@BOTH_PATHS
-@ALL_SIZES
-@pytest.mark.parametrize("name", ALONE)
+@OPTIONS_ON_RANKS
 def test_each_option_has_the_same_bits_as_the_form_that_keeps_its_logits(name, size, aten):
-    for dtype in DTYPES:
-        for vocab_size, stride in ((1, 0), (5, 0), (65, 3), (9001, 0)):
-            options = {**options_named(name, vocab_size), "reduction": "none"}
-            results = on_ranks(size, _gradients, vocab_size, dtype, options, stride, aten=aten)
-            assert all(torch.equal(*pair) for pair in results), (dtype, vocab_size)
+    for found in on_ranks(size, _are_equal, name, aten=aten):
+        assert all(found.values()), found
 
 
 def _logits_and_loss(**options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,24 +12,19 @@ from reference_memory import allocated
 from reference_ops import (
     BOTH_PATHS,
     TOLERANCE,
-    assert_all_raise,
     assert_refused,
-    assert_within,
     aten_path,
     data_bytes,
-    grad_outputs,
     on_ranks,
     own_range,
     relative_error,
     with_gradients,
 )
-from torch.nn import functional
 
 from parallel_ext import _C, release_workspaces
 from parallel_ext.ops import (
     Group,
     LossOptions,
-    column_linear,
     vocab_cross_entropy,
     vocab_cross_entropy_statistics,
 )
@@ -47,7 +42,6 @@ def _loss(
     group: Group,
     labels: list[int],
     logits: torch.Tensor | None = None,
-    label_dtype: torch.dtype = torch.int64,
     reduction: str = "mean",
     vocab_range: tuple[int, int] | None = None,
     **options: Any,
@@ -55,7 +49,7 @@ def _loss(
     """The loss over the ids [0, 10), of which each of two ranks holds five."""
     return vocab_cross_entropy(
         torch.zeros(len(labels), 5) if logits is None else logits,
-        torch.tensor(labels, dtype=label_dtype),
+        torch.tensor(labels),
         10,
         own_range(10, group) if vocab_range is None else vocab_range,
         options=LossOptions(reduction=reduction, **options),
@@ -122,18 +116,6 @@ REFUSALS = {
         "ValueError: vocab_cross_entropy: labels of shape [2] do not fit the 3 tokens; one label "
         "for each is expected",
     ),
-    "logits of three dimensions": (
-        lambda group: _loss(group, [0, 1], torch.zeros(1, 2, 5)),
-        "ValueError: vocab_cross_entropy: expected 2 dimensions in logits, got shape [1, 2, 5]",
-    ),
-    "integer logits": (
-        lambda group: _loss(group, [0], torch.zeros(1, 5, dtype=torch.int64)),
-        "TypeError: vocab_cross_entropy: logits must be floating point, got Long",
-    ),
-    "labels of another dtype": (
-        lambda group: _loss(group, [0], label_dtype=torch.int32),
-        "TypeError: vocab_cross_entropy: labels must be int64 (Long), got Int",
-    ),
     "unknown reduction": (
         lambda group: _loss(group, [0], reduction="average"),
         "ValueError: vocab_cross_entropy: reduction must be 'none', 'sum' or 'mean', got 'average'",
@@ -165,13 +147,6 @@ REFUSALS = {
         "whole 10 on every rank",
         weight=torch.ones(5),
     ),
-    "weight of two dimensions": _refused_options(
-        "weight of shape [1, 10] does not fit the vocabulary of 10", weight=torch.ones(1, 10)
-    ),
-    "integer weight": (
-        lambda group: _loss(group, [0], weight=torch.ones(10, dtype=torch.int64)),
-        "TypeError: vocab_cross_entropy: weight must be floating point, got Long",
-    ),
     "negative weight": _refused_options(
         "weight -1 of id 3 is not a finite number >= 0",
         weight=torch.ones(10).index_fill(0, torch.tensor([3]), -1.0),
@@ -191,99 +166,6 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_every_rank_refuses(case, aten):
     assert_refused(__name__, case, aten)
-
-
-def _smoothed(group: Group) -> dict[str, float]:
-    labels = torch.tensor([0, 7, 3, 4, 1, 6])
-    logits = torch.randn(6, 8, dtype=FP64) * 1000
-    own = own_range(8, group)
-    expected = with_gradients(
-        lambda logits: functional.cross_entropy(logits, labels, label_smoothing=0.1),
-        [logits],
-        torch.ones(()),
-    )
-    actual = with_gradients(
-        lambda columns: vocab_cross_entropy(
-            columns, labels, 8, own, LossOptions(label_smoothing=0.1), group=group
-        ),
-        [logits[:, slice(*own)]],
-        torch.ones(()),
-    )
-    return {
-        "loss": relative_error(actual[0], expected[0]),
-        "gradient": relative_error(actual[1], expected[1], (..., slice(*own))),
-        "bits": float(data_bytes(actual[0])[0]),
-    }
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("size", [2, 4])
-def test_label_smoothing_is_over_the_whole_vocabulary(size, aten):
-    """NVIDIA/Megatron-LM #7452 row 1, #7464: the mean over a shard, and log(0) of large logits."""
-    results = on_ranks(size, _smoothed, aten=aten)
-    assert len({result.pop("bits") for result in results}) == 1
-    assert_within(results)
-
-
-def _gathered(group: Group) -> torch.Tensor:
-    """As a model with labels and gather_output would."""
-    logits = torch.randn(2, 10)
-    return vocab_cross_entropy(logits, torch.tensor([1, 9]), 10, own_range(10, group), group=group)
-
-
-@BOTH_PATHS
-def test_gathered_logits_are_refused_rather_than_log_of_the_ranks_too_much(aten):
-    """NVIDIA/Megatron-LM #7452 row 2."""
-    assert_all_raise(
-        _gathered,
-        error="ValueError",
-        text="pass this rank's shard, neither gathered nor padded",
-        aten=aten,
-    )
-
-
-def _weight_gradient(group: Group, layout: str) -> dict[str, float]:
-    labels = labels_of(10)
-    grad = grad_outputs((len(labels),), FP64)[layout]
-    hidden = torch.randn(len(labels), 4, dtype=FP64)
-    head = torch.randn(10, 4, dtype=FP64)
-    start, stop = own_range(10, group)
-    expected = with_gradients(
-        lambda hidden, head: functional.cross_entropy(hidden @ head.T, labels, reduction="none"),
-        [hidden, head],
-        grad,
-    )
-    actual = with_gradients(
-        lambda hidden, head: vocab_cross_entropy(
-            # transposed, as logits of a head that is kept [H, V] come
-            column_linear(hidden, head, group=group).T.contiguous().T,
-            labels,
-            10,
-            (start, stop),
-            options=LossOptions(reduction="none"),
-            group=group,
-        ),
-        [hidden, head[start:stop]],
-        grad,
-    )
-    return {
-        "loss": relative_error(actual[0], expected[0]),
-        "hidden": relative_error(actual[1], expected[1]),
-        "head": relative_error(actual[2], expected[2], slice(start, stop)),
-    }
-
-
-@BOTH_PATHS
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("layout", ["contiguous", "stride 0", "non-contiguous"])
-def test_each_token_has_its_own_gradient_also_of_the_head(layout, size, aten):
-    """Unlike in these bugs of others.
-
-    NVIDIA/TransformerEngine #2139: the first token's for all. ROCm/TransformerEngine #623: stride 0
-    read out of bounds. NVIDIA/TransformerEngine #2734: transposed logits. linkedin/Liger-Kernel
-    #1298: a wrong gradient of the head without a reduction.
-    """
-    assert_within(on_ranks(size, _weight_gradient, layout, aten=aten))
 
 
 @BOTH_PATHS
@@ -309,13 +191,6 @@ def test_nothing_is_written_to_and_backward_may_run_again(dtype, aten):
     assert first[0].data_ptr() != second[0].data_ptr()
     assert [data_bytes(tensor) for tensor in seen] == before
     assert [tensor._version for tensor in seen] == [0, 0, 0]
-
-
-def test_a_second_derivative_is_refused_by_name():
-    logits = torch.randn(2, 3, requires_grad=True)
-    loss = vocab_cross_entropy(logits, torch.tensor([0, 1]), 3, (0, 3), LossOptions(z_loss=0.1))
-    with pytest.raises(NotImplementedError, match="second derivatives are not implemented"):
-        torch.autograd.grad(loss, logits, create_graph=True)
 
 
 @BOTH_PATHS

@@ -15,7 +15,6 @@ from reference_ops import (
     on_ranks,
     own_range,
     relative_error,
-    with_gradients,
     worst,
 )
 
@@ -113,28 +112,3 @@ def _large(group: Group, vocab_size: int) -> dict[str, float]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_large_tables_whose_results_are_held(size):
     assert_within(on_ranks(size, _large, 4801), TOLERANCE[torch.float32])
-
-
-def _compiled(group: Group, vocab_size: int) -> list[bool]:
-    start, stop = own_range(vocab_size, group)
-    table = torch.randn(vocab_size, HIDDEN, dtype=FP64)
-
-    def model(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return 2 * vocab_embedding(ids, rows, vocab_size, start, padding_idx=0, group=group).tanh()
-
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    equal = []
-    for ids in (torch.tensor([[0, vocab_size - 1, 0]]), torch.tensor([0] * 5), torch.tensor(0)):
-        grad = torch.randn(*ids.shape, HIDDEN, dtype=FP64)
-        results = [
-            with_gradients(lambda rows, f=f, ids=ids: f(ids, rows), [table[start:stop]], grad)
-            for f in (model, compiled)
-        ]
-        equal += map(torch.equal, *results)
-    return equal
-
-
-@pytest.mark.parametrize("vocab_size", [1, 5])
-def test_a_compiled_embedding_equals_eager_on_two_ranks(vocab_size):
-    for equal in on_ranks(2, _compiled, vocab_size):
-        assert all(equal)

@@ -235,33 +235,23 @@ def test_kernels_make_what_aten_makes(kernels, dtype):
 
 MUTATIONS = {
     "a token forgotten": ("token += step", "token += 2 * step"),
-    "a sum of half": ("half > 0; half /= 2", "half > 1; half /= 2"),
     "no barrier": ("    __syncthreads();\n    if", "    if"),
     "no NaN of weights": ("if (weight == 0) weight", "if (weight < 0) weight"),
-    "ignored tokens counted": ("ignored(token) ? 0.0 : 1.0", "ignored(token) ? 1.0 : 1.0"),
     "a NaN that is passed": ("max > stats.max || max != max", "max > stats.max"),
     "0 * NaN": ("nothing ? 0 : std::exp(step)", "std::exp(step)"),
     "no common base": ("own * raised", "0 * raised"),
-    "a moment that is not raised": ("(nothing ? 0 : step * sum)", "0"),
     "the highest id": ("id < stats.id ? id", "id > stats.id ? id"),
     "inf - inf": ("(stats.max == kInfinity ? 0 : log_sum)", "log_sum"),
-    "no smoothing": ("share * smooth", "0 * smooth"),
-    "a loss of ignored tokens": ("if (ignored) of_label = 0;", ""),
     "z of ignored tokens": ("loss.z_loss > 0 && !ignored", "loss.z_loss > 0"),
     "another divisor": (
         "total(scratch, LossTotals::kWeight)",
         "total(scratch, LossTotals::kClasses)",
     ),
-    "no z": ("if (loss.z_loss > 0) sum +=", "if (loss.z_loss < 0) sum +="),
     "another token's gradient": ("token * grad.stride", "0 * grad.stride"),
     "not all classes": ("column * classes", "column"),
-    "half a square": ("2 * loss.z_loss", "loss.z_loss"),
-    "no gradient of the log-sum-exp": ("probability += of(grads.log_sum_exp)", "probability += 0"),
-    "no entropy": ("probability += entropy * normal(2)", "probability += 0"),
 }
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_kernels(mutants, mutation):
     assert next(_failures(mutants[mutation], FP64), None) is not None

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cuda_threads import (
-    Mutant,
-    call,
-    of_type,
-    placed,
-)
+from cuda_threads import Mutant, call, of_type, placed
 from reference_loss import IGNORED, special_logits
 from reference_ops import ALL_DTYPES, TOLERANCE, aten_path, relative_error
 
@@ -312,42 +307,26 @@ def test_rows_may_lie_more_than_2_to_the_31_numbers_apart(kernels):
 
 
 MUTATIONS = {
-    "numbers before the packs forgotten": ("column < head;", "column < 0;"),
     "numbers behind the packs forgotten": ("tail + thread; column < columns", "tail; column < 0"),
-    "packs forgotten": ("column += ahead * step", "column += 2 * ahead * step"),
-    "the first pack twice": ("first = column + i * step", "first = column"),
     "the next pack too late": ("row + later)", "row + own)"),
-    "only what every loss has": ("plain = rows.count ==", "plain = rows.count >="),
     "no id of a NaN": ("if (rows.id >= 0) part.id = column + i;", ""),
-    "a part of a record forgotten": ("half > 0", "half > 1"),
     "no barrier between the halves": ("__syncthreads();\n      if", "if"),
-    "a token forgotten": ("first += step", "first += 2 * step"),
     "another shard's rows": (
         "token * shard.stride;\n      for_row",
         "token * shard.size;\n      for_row",
     ),
-    "a base that stays": ("  part.sum *= factor;\n", ""),
     "a maximum that does not rise the base": ("(other.max > other.base)", "(false)"),
-    "the highest id": ("other.id < part.id", "other.id > part.id"),
     "the last of equal numbers": (
         "z[i] == max ? column + i",
         "z[size - 1 - i] == max ? column + i",
     ),
-    "no NaN": ("      part.found_nan = true;\n", ""),
     "0 log 0": ("x == kLowest<wide_t> ? 0 : exponential[i] * x", "exponential[i] * x"),
-    "another column's weight": ("nullptr ? 1 : weight[column + i]", "nullptr ? 1 : weight[column]"),
-    "the label of another column": ("i == label ?", "i + 1 == label ?"),
-    "another gradient's weight": ("factor.column * weight[i]", "factor.column * weight[0]"),
-    "no slope": ("(1 - t) * (1 + t)", "1 + 0 * t"),
-    "no scale": ("grad[i] *= scale;", "grad[i] *= 1;"),
     "a row of zeros that is not": ("&& entropy == 0;", "&& entropy == 1;"),
     "packs that lie otherwise": ("from_logits | from_stride", "0 * (from_logits | from_stride)"),
     "an empty shard's id": ("shard.size == 0 ? kLastId", "shard.size < 0 ? kLastId"),
-    "no entropy": ("p_log_p * factor.entropy", "p_log_p"),
 }
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_notices_broken_kernels(mutants, mutation):
     assert next(_failures(mutants[mutation], FP64), None) is not None

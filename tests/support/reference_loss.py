@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from reference_ops import MUTATIONS, own_range, relative_error
@@ -46,6 +47,14 @@ ALONE: dict[str, dict[str, Any]] = {
         "logit_scale": 1.7,
     },
 }
+
+
+# All options at once on any ranks and both paths, and each of them alone somewhere.
+OPTIONS_ON_RANKS = pytest.mark.parametrize(
+    ("name", "size", "aten"),
+    [("all", size, aten) for size in (1, 2, 3, 4) for aten in (False, True)]
+    + [(name, 3, number % 2 == 1) for number, name in enumerate(ALONE) if name != "all"],
+)
 
 
 def options_named(name: str, vocab_size: int) -> dict[str, Any]:
