@@ -25,7 +25,7 @@ from reference import (
     mesh_of,
     parallel,
 )
-from reference_mixtral import TinyMixtral, TinyQwen3Moe
+from reference_mixtral import TinyMixtral
 from test_specs import OfSpec, in_fp64
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -82,13 +82,10 @@ def _has_bits_of_before(model: nn.Module, data: dict[str, Any]) -> bool:
 
 # A small model, and how many ops there are in a step; no layer is computed by itself.
 MODELS: dict[str, tuple[Any, int]] = {
-    "llama": (Tiny(), 4),
     "llama with biases": (Tiny(bias=True), 4),
     "llama, one key-value head": (Tiny(key_value_heads=1), 4),
     "mixtral": (TinyMixtral(), 2),
-    "qwen2": (OfSpec("qwen2"), 4),
     "qwen3": (OfSpec("qwen3", key_value_heads=1), 4),
-    "qwen3 mixture": (TinyQwen3Moe(), 3),
     "qwen2 mixture": (OfSpec("qwen2_moe"), 4),
     "olmo2": (OfSpec("olmo2"), 4),
     "joined": (OfSpec("phi3"), 4),
@@ -116,8 +113,8 @@ def test_gradients_are_those_of_one_process_and_have_the_bits_of_before(name: st
         assert same
 
 
-@pytest.mark.parametrize("name", ["llama, one key-value head", "qwen2 mixture"])
-def test_so_they_are_on_three_ranks(name: str) -> None:
+def test_so_they_are_on_three_ranks() -> None:
+    name = "qwen2 mixture"
     for differences, calls, same in pool(3).run(_model, name):
         assert_within([differences])
         assert calls[TOGETHER] == MODELS[name][1]
@@ -171,7 +168,7 @@ def _in_dtype(dtype: torch.dtype) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bits_are_those_of_before_in_any_dtype(dtype: torch.dtype) -> None:
     for same in pool(2).run(_in_dtype, dtype):
         assert all(same.values()), same
@@ -193,10 +190,9 @@ def test_checkpointing_computes_them_together_where_there_is_a_graph(reentrant: 
 
 
 def _compiled() -> tuple[dict[str, float], Counter[str]]:
-    reference = Tiny().model()
+    reference = Tiny(layers=1).model()
     model, data = parallel(reference, mesh_of()), batch(101)
-    for layer in model.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+    model.model.layers[0].compile(fullgraph=True, backend="aot_eager")
     found = gradient_differences(reference, model, data), _of_step(model, data)
     torch._dynamo.reset()
     return found
@@ -205,7 +201,7 @@ def _compiled() -> tuple[dict[str, float], Counter[str]]:
 def test_compiled_layers_compute_them_together_without_a_graph_break() -> None:
     for differences, calls in pool(2).run(_compiled):
         assert_within([differences])
-        assert (calls[TOGETHER], calls[BACKWARD], calls[ALONE], calls[COPY]) == (4, 4, 0, 0)
+        assert (calls[TOGETHER], calls[BACKWARD], calls[ALONE], calls[COPY]) == (2, 2, 0, 0)
 
 
 # What keeps layers as they were: changes of the first MLP, of which each is computed by itself.
@@ -418,12 +414,11 @@ def test_a_layer_that_reads_something_else_computes_that(name: str) -> None:
 
 
 def _compiled_with_reader() -> dict[str, float]:
-    reference, data = Tiny().model(), batch(101)
+    reference, data = Tiny(layers=1).model(), batch(101)
     model = parallel(reference, mesh_of())
     for each in (reference, model):
         _changes_in_place(each)
-    for layer in model.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+    model.model.layers[0].compile(fullgraph=True, backend="aot_eager")
     try:
         return gradient_differences(reference, model, data)
     finally:
@@ -432,8 +427,7 @@ def _compiled_with_reader() -> dict[str, float]:
 
 def test_so_does_a_compiled_one() -> None:
     """The compiler does not say how often a tensor was changed in place."""
-    for differences in pool(2).run(_compiled_with_reader):
-        assert_within([differences])
+    assert_within(pool(2).run(_compiled_with_reader))
 
 
 # What a forward that raises leaves behind.

@@ -23,7 +23,6 @@ MODELS = {
     "Llama, tied": (Tiny(heads=4, key_value_heads=1, tied=True), Layout(1, 3, 1)),
     "five ids on three ranks": (Tiny(vocab_size=5), Layout(1, 3, 1)),
     "Mixtral": (TinyMixtral(), Layout(1, 2, 2)),
-    "Mixtral, uneven": (TinyMixtral(), Layout(1, 3, 1)),
     "Qwen3-MoE": (TinyQwen3Moe(), Layout(1, 2, 1)),
 }
 
@@ -89,7 +88,7 @@ def _sampled(options: dict[str, Any]) -> list[list]:
 
 @pytest.mark.parametrize("options", SAMPLING)
 def test_sampled_tokens_are_those_of_one_rank(options: str) -> None:
-    results = [pair for size in (2, 3) for pair in pool(size).run(_sampled, SAMPLING[options])]
+    results = pool(3).run(_sampled, SAMPLING[options])
     for by_all, alone in results:
         assert by_all == alone == results[0][1]
 

@@ -37,6 +37,8 @@ from parallel_ext.nn import blocks
 from parallel_ext.nn.blocks import BlockRowLinear, FixedSilu
 from parallel_ext.parallel.invariant import check_invariant
 
+STEPS = 3
+
 
 class ByErf(Tiny):
     """With GELU as it is defined."""
@@ -58,19 +60,12 @@ KINDS = {
     "large vocabulary": Tiny(dtype=torch.float32, vocab_size=4099, layers=1),
     "biases": Tiny(dtype=torch.float32, heads=8, key_value_heads=2, bias=True),
     "bf16 biases": Tiny(dtype=torch.bfloat16, heads=8, key_value_heads=1, bias=True),
-    "qwen2": OfSpec("qwen2", dtype=torch.float32),
     "qwen3": OfSpec("qwen3", dtype=torch.float32, heads=8, key_value_heads=2),
-    "bf16 qwen3": OfSpec("qwen3", dtype=torch.bfloat16),
-    "gemma": OfSpec("gemma", dtype=torch.float32),
     "bf16 gemma": OfSpec("gemma", dtype=torch.bfloat16, tied=True, heads=8, key_value_heads=1),
-    "gemma2": OfSpec("gemma2", dtype=torch.float32, tied=True),
-    "gemma3": OfSpec("gemma3_text", dtype=torch.float32, tied=True),
     "bf16 gemma3": OfSpec("gemma3_text", dtype=torch.bfloat16, heads=8, key_value_heads=2),
-    "olmo2": OfSpec("olmo2", dtype=torch.float32, heads=8, key_value_heads=8),
     "bf16 olmo3": OfSpec("olmo3", dtype=torch.bfloat16, heads=9, key_value_heads=9),
     "bf16 gemma2": OfSpec("gemma2", dtype=torch.bfloat16, heads=8, key_value_heads=2),
     "phi3": OfSpec("phi3", dtype=torch.float32),
-    "bf16 phi3": OfSpec("phi3", dtype=torch.bfloat16, heads=5, key_value_heads=5),
 }
 
 
@@ -86,7 +81,7 @@ def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
         model.gradient_checkpointing_enable({"use_reentrant": how.startswith("reentrant")})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     log = []
-    for step in range(4):
+    for step in range(STEPS):
         loss = model(**batch(tiny.vocab_size, 2, tokens, seed=step)).loss
         loss.backward()
         if how == "accumulation" and step % 2 == 0:
@@ -95,17 +90,17 @@ def _train(tiny: Tiny | OfSpec, how: str = "", tokens: int = 19) -> BITS:
         norm = clip(model.parameters(), 0.5) if clip else px.clip_grad_norm_(model, 0.5)
         optimizer.step()
         log.append((loss.item().hex(), norm.item().hex()))
-        if step < 3:
+        if step < STEPS - 1:
             optimizer.zero_grad()
     return log, digests(model, optimizer), px.digest(model) if invariant else None
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tp_has_the_bits_of_one_process(kind: str) -> None:
+    """On 3 and 4 ranks; those below are on 2."""
     tiny = KINDS[kind]
     (whole,) = pool(1).run(_train, tiny)
-    for tp in (2, 3) if tiny.key_value_heads == 3 else (2, 3, 4):
+    for tp in (3,) if tiny.key_value_heads == 3 else (3, 4):
         assert_bits(pool(tp).run(_train, tiny), whole)
 
 
@@ -115,7 +110,7 @@ def test_ways_to_train_have_the_same_bits(how: str) -> None:
     assert_bits(pool(2).run(_train, KINDS["odd"], how), whole)
 
 
-@pytest.mark.parametrize("kind", ["odd", "bf16", "tied", "biases", "qwen3", "gemma"])
+@pytest.mark.parametrize("kind", ["bf16", "tied", "biases", "bf16 gemma"])
 def test_the_path_of_a_gpu_has_the_same_bits_on_any_tp(kind: str) -> None:
     """Of 32 tokens: torch's activations on a CPU have other bits at the end of other sizes."""
     (whole,) = pool(1).run(_train, KINDS[kind], "the path of a GPU", 16)
@@ -231,9 +226,7 @@ def _bytes_of_a_step(blocks: int) -> tuple[int, int]:
     return counts["all_gather_bytes"], tokens * 8 * tiny.heads * 4
 
 
-@pytest.mark.parametrize(
-    ("tp", "blocks", "nodes"), [(2, 8, 1), (3, 8, 2), (4, 8, 1), (2, 12, 2), (3, 12, 1), (4, 12, 2)]
-)
+@pytest.mark.parametrize(("tp", "blocks", "nodes"), [(3, 8, 2), (4, 8, 1), (4, 12, 2)])
 def test_a_step_exchanges_so_many_nodes(tp: int, blocks: int, nodes: int) -> None:
     """Of each sum the complete nodes that one rank has, all ranks as many as the one with most.
 
@@ -261,7 +254,6 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
     return (ours / theirs - 1).abs().item(), shard_differences(model, gradients_of(reference), True)
 
 
-@pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize(
     "tiny",
     [
@@ -270,8 +262,8 @@ def _differences(tiny: Tiny | OfSpec) -> tuple[float, dict[str, float]]:
         *(OfSpec("olmo2", heads=5, key_value_heads=5), OfSpec("phi3"), ByErf()),
     ],
 )
-def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec, tp: int) -> None:
-    for loss, gradients in pool(tp).run(_differences, tiny):
+def test_gradients_are_those_of_the_plain_model(tiny: Tiny | OfSpec) -> None:
+    for loss, gradients in pool(3).run(_differences, tiny):
         assert loss < FLOOR[torch.float64]
         assert worst(gradients) < (FLOOR[torch.float64], "")
 
@@ -290,13 +282,13 @@ def test_inference_mode_computes_what_no_grad_does() -> None:
 
 
 def _resume(tiny: Tiny, root: Path, saves: bool) -> BITS | None:
-    """Two steps and a checkpoint; or that loaded, and two more."""
+    """Two steps and a checkpoint; or that loaded, and one more."""
     model = px.parallelize(tiny.model(), mesh_of(), invariant=px.Invariant(8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if not saves:
         px.load_checkpoint(root, model, optimizer)
     log = []
-    for step in (0, 1) if saves else (2, 3):
+    for step in (0, 1) if saves else (2,):
         optimizer.zero_grad()
         loss = model(**batch(tiny.vocab_size, 2, 19, seed=step)).loss
         loss.backward()

@@ -279,9 +279,8 @@ def _adapter(layout: Layout) -> tuple[float, str]:
     return worst(adapter_differences(TINY, layout, r=3, target_modules=targets))
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
-def test_adapters_on_attention_and_head_train_as_in_peft(layout: Layout) -> None:
-    assert_within(pool(layout.world).run(_adapter, layout), 1e-5)
+def test_adapters_on_attention_and_head_train_as_in_peft() -> None:
+    assert_within(pool(4).run(_adapter, Layout(2, 2, 4)), 1e-5)
 
 
 def test_a_router_whose_forward_was_replaced_is_refused() -> None:

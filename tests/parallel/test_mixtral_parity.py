@@ -21,14 +21,12 @@ from reference import (
     worst,
 )
 from reference_mixtral import (
-    SKEWS,
     Layout,
     TinyMixtral,
     accumulated_differences,
     batches,
     choosing_again,
     errors_in,
-    layouts_of,
     own_batch,
     parity,
     spread,
@@ -46,27 +44,35 @@ def _check(tiny: TinyMixtral, layout: Layout, zero: int = 2) -> None:
     for differences in pool(layout.world).run(parity, tiny, layout, zero, timeout_s=60):
         if tiny.top_k == 1:  # the weight of a single choice is 1, whatever the router says
             differences = {n: d for n, d in differences.items() if "gate.weight.grad" not in n}
-        error, name = worst(differences)
-        assert error <= FLOOR[tiny.dtype], f"{name} differs by {error:.1e}"
+        assert_within([differences])
 
 
-EVERY = [layout for world in (1, 2, 3, 4) for layout in layouts_of(world)]
+SPREADS = [
+    *(Layout(1, 1, 1), Layout(1, 2, 1), Layout(1, 3, 1), Layout(1, 3, 3), Layout(3, 1, 1)),
+    *(Layout(2, 2, 1), Layout(4, 1, 2), Layout(1, 4, 2)),
+]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("num_experts", [8, 5])
-@pytest.mark.parametrize("layout", EVERY, ids=str)
-def test_training_equals_the_single_process(layout: Layout, num_experts: int) -> None:
-    _check(TinyMixtral(num_experts=num_experts), layout)
+@pytest.mark.parametrize("layout", SPREADS, ids=str)
+def test_training_equals_the_single_process(layout: Layout) -> None:
+    _check(TinyMixtral(num_experts=5), layout)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 1, 1), Layout(2, 2, 4)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 2, 4)], ids=str)
 def test_zero_3_trains_alike(layout: Layout) -> None:
     _check(TinyMixtral(num_experts=5, tied=True), layout, zero=3)
 
 
-@pytest.mark.parametrize("skew", SKEWS[1:])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("skew", "layout"),
+    [
+        ("zipf", Layout(2, 2, 4)),
+        ("one expert takes all", Layout(2, 1, 2)),
+        ("an idle expert", Layout(1, 2, 2)),
+        ("an idle rank", Layout(2, 2, 4)),
+    ],
+    ids=str,
+)
 def test_training_equals_the_single_process_when_routing_is(skew: str, layout: Layout) -> None:
     _check(TinyMixtral(num_experts=5, skew=skew), layout)
 
@@ -78,7 +84,6 @@ CASES = {
     "one expert": (TinyMixtral(num_experts=1, top_k=1), Layout(2, 1, 1)),
     "tied weights": (TinyMixtral(tied=True), Layout(2, 1, 2)),
     "replicated key-value heads": (TinyMixtral(key_value_heads=1), Layout(2, 2, 2)),
-    "replicated key-value heads, one batch": (TinyMixtral(key_value_heads=1), Layout(1, 4, 2)),
     "a vocabulary smaller than tp": (TinyMixtral(vocab_size=3), Layout(1, 4, 4)),
 }
 
@@ -88,7 +93,7 @@ def test_training_equals_the_single_process_with(case: str) -> None:
     _check(*CASES[case])
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
 def test_the_balance_loss_is_that_of_the_whole_batch(layout: Layout) -> None:
     _check(TinyMixtral(balance=True, skew="zipf"), layout)
 
@@ -129,8 +134,9 @@ def _in_buckets(layout: Layout, size: int) -> tuple[dict[str, float], int, int]:
     return differences, sums, sum(-(-each // size) for each in numel.values())
 
 
-@pytest.mark.parametrize("size", [97, 1000, 10**6])
-@pytest.mark.parametrize("layout", [Layout(1, 2, 1), Layout(1, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "size"), [(Layout(1, 4, 2), 97), (Layout(1, 2, 1), 10**6)], ids=str
+)
 def test_gradients_of_replicated_experts_are_summed_in_buckets(layout: Layout, size: int) -> None:
     for differences, sums, buckets in pool(layout.world).run(_in_buckets, layout, size):
         assert_within([differences])
@@ -157,12 +163,18 @@ def _frozen(layout: Layout, frozen: str) -> tuple[dict[str, float], list[str]]:
     return shard_differences(model, truth, True), with_gradient
 
 
-@pytest.mark.parametrize("frozen", ["gate.weight", "experts", "embed_tokens", "self_attn"])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(1, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("frozen", "layout"),
+    [
+        *(("gate.weight", Layout(2, 1, 2)), ("gate.weight", Layout(1, 2, 1))),
+        *(("experts", Layout(1, 2, 2)), ("experts", Layout(1, 2, 1))),
+        *(("embed_tokens", Layout(2, 1, 2)), ("self_attn", Layout(1, 2, 2))),
+    ],
+    ids=str,
+)
 def test_a_frozen_part_gets_no_gradient_and_changes_no_other(frozen: str, layout: Layout) -> None:
     for differences, with_gradient in pool(layout.world).run(_frozen, layout, frozen):
-        error, name = worst(differences)
-        assert error <= 1e-10, name
+        assert_within([differences])
         assert with_gradient
         assert not [name for name in with_gradient if frozen in name]
 
@@ -180,9 +192,14 @@ def _checkpointed(
     return worst(shard_differences(model, gradients_of(reference), True)), counts
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "zero", "reentrant"),
+    [
+        *((Layout(2, 1, 2), 2, False), (Layout(2, 1, 2), 3, True)),
+        *((Layout(1, 2, 1), 2, True), (Layout(2, 2, 4), 3, False)),
+    ],
+    ids=str,
+)
 def test_gradient_checkpointing_keeps_the_gradients(
     layout: Layout, zero: int, reentrant: bool
 ) -> None:
@@ -199,7 +216,7 @@ def _as_on_a_gpu(layout: Layout) -> tuple[dict[str, float], float]:
         return parity(TinyMixtral(num_experts=5, skew="an idle expert"), layout), error
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(1, 2, 1)], ids=str)
 def test_no_host_plans_what_one_rank_of_a_gpu_has_alone(layout: Layout) -> None:
     for differences, checkpointed in pool(layout.world).run(_as_on_a_gpu, layout):
         assert worst(differences) < (FLOOR[torch.float64], "")
@@ -292,7 +309,7 @@ def _accumulated(layout: Layout) -> dict[str, float]:
     return accumulated_differences(*spread(tiny, layout), tiny, False)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 1), Layout(2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 2, 1)], ids=str)
 def test_no_sync_accumulates_over_micro_batches(layout: Layout) -> None:
     assert_within(pool(layout.world).run(_accumulated, layout))
 
@@ -336,8 +353,6 @@ def _without(broken: str, layout: Layout) -> float:
             experts.replicas = ops.ALONE
         elif broken == "slices of the tokens":
             experts.tp = ops.ALONE
-        elif broken == "order of the experts":
-            experts.down_proj.data.copy_(experts.down_proj.data.flip(0))
     return worst(gradient_differences(reference, model, *own_batch(tiny, mesh)))[0]
 
 
@@ -353,12 +368,9 @@ def test_parity_notices_a_wrong(broken: str, layout: Layout) -> None:
     assert max(pool(2).run(_without, broken, layout)) > 1e-3
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 4)], ids=str)
-def test_fp32_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
-    assert_at_most_twice(
-        pool(layout.world).run(errors_in, TinyMixtral(), layout, torch.float32),
-        FLOOR[torch.float32],
-    )
+def test_fp32_errs_at_most_twice_as_much_as_one_process() -> None:
+    found = pool(4).run(errors_in, TinyMixtral(), Layout(2, 2, 4), torch.float32)
+    assert_at_most_twice(found, FLOOR[torch.float32])
 
 
 def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
@@ -377,7 +389,7 @@ def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]
     return errors
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 1), Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
 def test_autocast_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
     assert_at_most_twice(pool(layout.world).run(_under_autocast, layout), FLOOR[torch.bfloat16])
 
@@ -406,8 +418,8 @@ def _counts(layout: Layout, layers: int) -> tuple[dict[str, int], dict[str, int]
     return counted_both_ways(lambda: model(**batches(TinyMixtral(), 1)[0]).loss)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_a_layer_takes_the_collectives_of_the_table(layers: int) -> None:
+def test_a_layer_takes_the_collectives_of_the_table() -> None:
+    layers = 3
     for forward, backward in pool(2).run(_counts, Layout(1, 2, 2), layers):
         assert forward["all_gather"] == 2 + layers  # counts
         assert forward["swap"] == 1 + 3 * layers  # the embedding, experts, the tokens' slices

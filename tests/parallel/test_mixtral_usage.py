@@ -97,9 +97,13 @@ def _adapter(layout: Layout, trained: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "trained", ["the adapter", "experts", "the head", "an adapter that was frozen"]
+    ("layout", "trained"),
+    [
+        *((LAYOUT, "experts"), (LAYOUT, "an adapter that was frozen")),
+        *((Layout(2, 2, 4), "the adapter"), (Layout(2, 2, 4), "the head")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", [LAYOUT, Layout(2, 2, 4)], ids=str)
 def test_adapters_on_the_attention(layout: Layout, trained: str) -> None:
     # the factors are fp32, in PEFT's default as well
     assert_within(pool(layout.world).run(_adapter, layout, trained), 1e-5)

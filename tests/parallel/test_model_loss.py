@@ -60,8 +60,7 @@ def _check(tp: int, *args: Any) -> None:
     assert_within(pool(tp).run(_parity, *args))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("name", EACH_OPTION)
+@pytest.mark.parametrize(("name", "tp"), [("all", 1), *((name, 3) for name in EACH_OPTION)])
 def test_options_of_a_call_equal_those_on_whole_logits(name: str, tp: int) -> None:
     _check(tp, batch(101), EACH_OPTION[name], {}, True)
 

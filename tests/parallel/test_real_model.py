@@ -17,7 +17,6 @@ from reference import difference, exact, gradients_of, mesh_of, shard_difference
 from safetensors.torch import load_file
 
 import parallel_ext as px
-from parallel_ext.sharding.named_shards import named_shards
 
 SOURCE = os.environ.get("SMOLLM2", "")
 
@@ -38,7 +37,7 @@ def _plain() -> transformers.PreTrainedModel:
 
 def _gradients() -> dict[str, Any]:
     """Errors against fp64 of the parallel and of the plain model, both in fp32."""
-    one = _text(48)
+    one = _text(24)
     model = px.from_pretrained(SOURCE, mesh_of()).train()
     loss = model(**one).loss
     loss.backward()
@@ -94,19 +93,3 @@ def test_greedy_tokens_and_saved_tensors_are_those_of_the_source(tmp_path: Path)
     assert saved.keys() == source.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in source.items())
     assert saved["model.embed_tokens.weight"].shape == (49153, 576)
-
-
-def _rotary() -> tuple[bool, bool]:
-    model = px.from_pretrained(SOURCE, mesh_of(), dtype=torch.bfloat16)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(SOURCE, dtype=torch.bfloat16)
-    buffers = [torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True)]
-    same_config = model.config.to_diff_dict() == plain.config.to_diff_dict()
-    same = model.generation_config.to_dict() == plain.generation_config.to_dict()
-    dtypes = {p.dtype for _, p, _ in named_shards(model)}
-    return all(buffers), same and same_config and dtypes == {torch.bfloat16}
-
-
-def test_buffers_and_configurations_are_those_of_huggingface() -> None:
-    for buffers, configurations in pool(2).run(_rotary, timeout_s=300):
-        assert buffers
-        assert configurations

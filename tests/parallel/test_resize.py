@@ -35,13 +35,9 @@ TINY = Tiny(layers=1)  # 101 rows of 72: their covariance is positive definite
 TIED = replace(TINY, tied=True)
 TRAINED = {
     # the model, its mesh, whether the head has a bias, the sizes, the optimizer that goes on
-    "tp=1": (TINY, Layout(1, 1, 1), False, [131, 67], "AdamW"),
-    "tp=2": (TINY, Layout(1, 2, 1), True, [131, 67], ""),
     "tp=2, AdamW": (TINY, Layout(1, 2, 1), True, [131, 67], "AdamW"),
     "tp=3, SGD": (TINY, Layout(1, 3, 1), False, [131, 2, 67], "SGD"),
     "tied, tp=1": (TIED, Layout(1, 1, 1), False, [131, 67], ""),
-    "tied, tp=2": (TIED, Layout(1, 2, 1), False, [131, 67], "SGD"),
-    "tied, tp=3": (TIED, Layout(1, 3, 1), True, [131, 67], ""),
     "tied, tp=3, AdamW": (TIED, Layout(1, 3, 1), True, [131, 2, 67], "AdamW"),
     "Mixtral, tp=2, ep=2": (
         *(TinyMixtral(num_experts=3, layers=1), Layout(1, 2, 2)),
@@ -101,11 +97,9 @@ def _in_bits(tiny: Tiny, layout: Layout, bias: bool, steps: list[dict[str, Any]]
 
 
 IN_BITS = {
-    "tp=2": (TINY, Layout(1, 2, 1), False),
     "tp=3, bias": (TINY, Layout(1, 3, 1), True),
     "dp=2, tp=2, bias, bf16": (replace(TINY, dtype=torch.bfloat16), Layout(2, 2, 1), True),
     "tied, tp=4, bias": (TIED, Layout(1, 4, 1), True),
-    "tied, dp=2": (TIED, Layout(2, 1, 1), False),
 }
 
 

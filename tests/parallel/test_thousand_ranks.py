@@ -78,9 +78,8 @@ def _kinds(layouts: Iterable[TensorLayout]) -> set[TensorLayout]:
 
 
 @CASES
-@pytest.mark.parametrize("dp", [16, 128])
-def test_every_element_has_one_owner(name: str, dp: int) -> None:
-    world = TP * dp
+def test_every_element_has_one_owner(name: str) -> None:
+    world = TP * 128
     with_zero = _with_zero(_layout(_model(name), EP[name]), EP[name], world)
     for layout in _kinds(with_zero.tensors.values()):
         boxes = [box for rank in range(world) for box in layout.primary_boxes(rank)]
@@ -194,17 +193,18 @@ class _Cost:
 
 
 def _cost(function: Callable[[], Any]) -> _Cost:
-    """Of one call: CPU time, the least of three, and the most memory that Python held."""
-    seconds = []
+    """Of one call: CPU time, in up to three tries below a second, and the most memory held."""
     for _ in range(3):
         start = time.process_time()
         function()
-        seconds.append(time.process_time() - start)
+        seconds = time.process_time() - start
+        if seconds < 1:
+            break
     tracemalloc.start()
     function()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return _Cost(min(seconds), peak / 1e6)
+    return _Cost(seconds, peak / 1e6)
 
 
 @pytest.mark.parametrize("name", ["Mixtral-8x7B", "Llama-405B"])
