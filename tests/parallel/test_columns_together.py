@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -207,38 +206,26 @@ def test_compiled_layers_compute_them_together_without_a_graph_break() -> None:
 # What keeps layers as they were: changes of the first MLP, of which each is computed by itself.
 
 
-def _hook(model: nn.Module) -> None:
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, output: output)
-
-
-def _pre_hook(model: nn.Module) -> None:
-    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda module, args: args)
-
-
-def _backward_hook(model: nn.Module) -> None:
-    model.model.layers[0].mlp.up_proj.register_full_backward_hook(lambda module, grads, _: grads)
-
-
-def _other_forward(model: nn.Module) -> None:
-    layer = model.model.layers[0].mlp.gate_proj
-    layer.forward = MethodType(ColumnParallelLinear.forward, layer)
-
-
 class _Weight(torch.Tensor):
     """As of a quantised weight."""
 
 
-def _weight_of_another_class(model: nn.Module) -> None:
-    layer = model.model.layers[0].mlp.gate_proj
-    weight = layer.weight.detach().as_subclass(_Weight)
-    layer.weight = nn.Parameter(weight)
+def _weight_of_another_class(mlp: nn.Module) -> None:
+    layer = mlp.gate_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Weight))
     assert type(layer.weight) is not nn.Parameter
 
 
-CHANGES = {
-    "hook": _hook,
-    "pre-hook": _pre_hook,
-    "backward hook": _backward_hook,
+def _other_forward(mlp: nn.Module) -> None:
+    mlp.gate_proj.forward = MethodType(ColumnParallelLinear.forward, mlp.gate_proj)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "hook": lambda mlp: mlp.gate_proj.register_forward_hook(lambda layer, args, output: output),
+    "pre-hook": lambda mlp: mlp.up_proj.register_forward_pre_hook(lambda layer, args: args),
+    "backward hook": lambda mlp: mlp.up_proj.register_full_backward_hook(
+        lambda layer, grads, _: grads
+    ),
     "another forward": _other_forward,
     "weight of another class": _weight_of_another_class,
 }
@@ -246,7 +233,7 @@ CHANGES = {
 
 def _changed(name: str) -> tuple[Counter[str], bool]:
     model, data = parallel(Tiny(dtype=torch.float32).model(), mesh_of()), batch(101)
-    CHANGES[name](model)
+    CHANGES[name](model.model.layers[0].mlp)
     return _of_step(model, data), _has_bits_of_before(model, data)
 
 
@@ -296,22 +283,6 @@ def test_layers_beside_an_adapted_one_are_computed_by_themselves(
 # What reads other hidden states, or changes them, is as in one process.
 
 
-def _doubled(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """An MLP whose first layer reads something else than the second."""
-    gate = module.act_fn(module.gate_proj(2 * hidden))
-    return module.down_proj(gate * module.up_proj(hidden))
-
-
-def _reads_other(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        layer.mlp.forward = MethodType(_doubled, layer.mlp)
-
-
-def _replaces(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-
-
 def _changes_in_place(model: nn.Module) -> None:
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
@@ -332,19 +303,6 @@ def _changes_data(model: nn.Module) -> None:
         layer.mlp.register_forward_pre_hook(double)
 
 
-def _changes_weights(model: nn.Module) -> None:
-    def halve(module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        module.gate_proj.weight.data.mul_(0.5)
-
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(halve)
-
-
-def _recomputed(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
-
-
 def _recomputed_by_class(model: nn.Module) -> None:
     """In another class, since those of transformers are those of other tests too."""
 
@@ -354,18 +312,6 @@ def _recomputed_by_class(model: nn.Module) -> None:
 
     for layer in model.model.layers:
         layer.mlp.__class__ = Recomputed
-
-
-def _without_graph(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        gate = module.gate_proj(hidden)
-    return module.down_proj(module.act_fn(gate) * module.up_proj(hidden))
-
-
-def _reads_without_graph(model: nn.Module) -> None:
-    """The weight then has no gradient, not even one of zeros, with which it would decay."""
-    for layer in model.model.layers:
-        layer.mlp.forward = MethodType(_without_graph, layer.mlp)
 
 
 def _joined(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -383,15 +329,10 @@ def _joins(model: nn.Module) -> None:
 
 
 READERS = {
-    "other input": _reads_other,
-    "replaced": _replaces,
     "in place": _changes_in_place,
     "in place, by a layer": _changes_in_place_later,
     "data": _changes_data,
-    "weights": _changes_weights,
-    "recomputed": _recomputed,
     "recomputed by its class": _recomputed_by_class,
-    "without a graph": _reads_without_graph,
     "joined": _joins,
 }
 

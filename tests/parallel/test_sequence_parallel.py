@@ -455,7 +455,7 @@ def test_unequal_batches_of_tp_ranks_raise_on_all_of_them(how: str) -> None:
 
 
 def _refused(case: str) -> None:
-    options: dict[str, Any] = {"sequence_parallel": True}
+    options = {"sequence_parallel": True}
     model: Any = Tiny().model()
     if case == "another mixture":
         model = TinyMixtral().model()
@@ -470,10 +470,6 @@ def _refused(case: str) -> None:
             parallel(model, mesh_of(), **options)
         finally:
             px.register(known, replace=True)
-    elif case == "invariant":
-        options["invariant"] = px.Invariant()
-    elif case == "no option":
-        options["sequence_parallel"] = "yes"
     elif case == "dropout":
         sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         model = transformers.Phi3ForCausalLM(
@@ -505,8 +501,6 @@ def _refused(case: str) -> None:
 REFUSALS = {
     "another mixture": "only linears are right; model.layers.1.mlp.norm is a LayerNorm",
     "unnamed noise": "name it by block_jitter in the spec",
-    "invariant": "leave out sequence_parallel or invariant",
-    "no option": "sequence_parallel must be True or False, got 'yes'",
     "dropout": "does not serve dropout between the sublayers",
     "two norms": "needs one norm behind the decoder layers, but there are",
     "embedding elsewhere": "beside the decoder layers in 'model', but it is embed_tokens",
