@@ -14,7 +14,6 @@ from ranks import pool
 from reference import (
     Tiny,
     assert_within,
-    gradient_differences,
     gradients_of,
     mesh_of,
     parallel,
@@ -24,11 +23,9 @@ from reference import (
 from reference_mixtral import (
     Layout,
     TinyMixtral,
-    adapter_differences,
     assert_refused,
     batches,
     own_batch,
-    spread,
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -226,19 +223,6 @@ def test_ranks_with_equal_seeds_draw_the_noise_of_one_process() -> None:
     assert_within(pool(2).run(_noise_of_one_process))
 
 
-def _no_label(layout: Layout) -> tuple[float, str]:
-    """The last dp rank brings nothing but padding."""
-    reference, model, mesh = spread(TINY, layout)
-    whole, own = own_batch(TINY, mesh)
-    whole["labels"][-2:] = -100  # which the ranks' batches show as well
-    whole["attention_mask"][-2:, 1:] = 0
-    return worst(gradient_differences(reference, model, whole, own))
-
-
-def test_a_rank_without_a_label_takes_part() -> None:
-    assert_within(pool(2).run(_no_label, Layout(2, 1, 2), timeout_s=60))
-
-
 def _empty_batch() -> None:
     model, _ = _parallel(Layout(1, 2, 2))
     model(input_ids=torch.ones(0, 7, dtype=torch.int64))
@@ -247,18 +231,6 @@ def _empty_batch() -> None:
 def test_an_empty_batch_is_refused_with_what_to_pass_instead() -> None:
     words = "pass a row of padding whose labels are all -100 instead"
     pool(2).assert_raises(_empty_batch, timeout_s=60, words=words)
-
-
-# Adapters on attention and head.
-
-
-def _adapter(layout: Layout) -> tuple[float, str]:
-    targets = ["q_proj", "o_proj", "lm_head"]
-    return worst(adapter_differences(TINY, layout, r=3, target_modules=targets))
-
-
-def test_adapters_on_attention_and_head_train_as_in_peft() -> None:
-    assert_within(pool(4).run(_adapter, Layout(2, 2, 4)), 1e-5)
 
 
 def test_a_router_whose_forward_was_replaced_is_refused() -> None:

@@ -79,7 +79,7 @@ def _adapter(layout: Layout, trained: str) -> dict[str, float]:
     """Gradients of an adapter, and of what else is trained, against PEFT's in one process."""
     tiny, mesh = TinyMixtral(num_experts=5, key_value_heads=1), layout.mesh()
     whole = ["lm_head"] if trained == "the head" else None
-    targets = ["q_proj", "v_proj", "o_proj"]
+    targets = ["q_proj", "v_proj", "o_proj", *(["lm_head"] if trained == "the adapter" else [])]
     plain, model = adapted_pair(
         tiny.model, mesh, r=5, lora_alpha=7, target_modules=targets, modules_to_save=whole
     )

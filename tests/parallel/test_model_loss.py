@@ -170,15 +170,18 @@ def test_a_head_that_is_watched_on_one_rank_only_raises_on_all() -> None:
     pool(2).assert_raises(_watched_on_one_rank, error="DisagreementError", words=words)
 
 
-def _never_holds_logits(how: str) -> bool:
-    model = parallel(Tiny().model(), mesh_of())
+def _fuses(how: str, fused_loss: object = "auto") -> bool:
+    """Return whether a step of a changed model, or a plain one, has fused head and loss."""
+    model = parallel(Tiny().model(), mesh_of(), fused_loss=fused_loss)
     if how == "compiled":
         model.lm_head = torch.compile(model.lm_head, backend="aot_eager")
-    elif how != "plain":
-        whole = {"modules_to_save": ["lm_head"]} if how == "trained whole" else {}
-        modules = ["lm_head"] if how == "adapted, disabled" else ["q_proj"]
-        config = px.LoraConfig(target_modules=modules, **whole)
+    elif how == "trained whole":
+        config = px.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
         model = peft.get_peft_model(model, config)
+    elif how.startswith("adapted"):
+        model = peft.get_peft_model(model, px.LoraConfig(target_modules=["lm_head"]))
+    elif how != "plain":
+        _change(model, how)
     disabled = model.disable_adapter() if how == "adapted, disabled" else nullcontext()
     fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
     with disabled, mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
@@ -186,9 +189,18 @@ def _never_holds_logits(how: str) -> bool:
     return fused.call_count == 1
 
 
-@pytest.mark.parametrize("how", ["plain", "compiled", "trained whole", "adapted, disabled"])
-def test_known_wrappers_of_a_head_cost_no_logits(how: str) -> None:
-    assert pool(2).run(_never_holds_logits, how) == [True, True]
+@pytest.mark.parametrize(
+    ("how", "fused_loss", "expected"),
+    [
+        *((how, "auto", True) for how in ("plain", "trained whole", "adapted, disabled")),
+        *(("compiled", "auto", True), ("a hook", "auto", False)),
+        *(("plain", True, True), ("plain", False, False)),
+    ],
+)
+def test_head_and_loss_are_fused_where_they_can_and_may_be(
+    how: str, fused_loss: object, expected: bool
+) -> None:
+    assert pool(2).run(_fuses, how, fused_loss) == [expected, expected]
 
 
 def test_builtins_are_hooks_of_others() -> None:
@@ -268,38 +280,17 @@ def test_what_would_be_ignored_is_refused_on_all_ranks(case: str, words: str) ->
     pool(2).assert_raises(_misused, case, error="ValueError", words=words)
 
 
-def _forced(how: str, fused_loss: object) -> bool:
-    """Return whether a step with a changed head, or a plain one, has fused head and loss."""
-    model = parallel(Tiny().model(), mesh_of(), fused_loss=fused_loss)
-    if how == "an adapter":
-        model = peft.get_peft_model(model, px.LoraConfig(target_modules=["lm_head"]))
-    elif how != "plain":
-        _change(model, how)
-    fused = mock.Mock(wraps=ops.linear_vocab_cross_entropy)
-    with mock.patch.object(ops, "linear_vocab_cross_entropy", fused):
-        model(**batch(101))
-    return fused.call_count == 1
-
-
-def test_fused_loss_is_a_switch() -> None:
-    for how, fused_loss, expected in [
-        *[("plain", "auto", True), ("a hook", "auto", False)],
-        *[("plain", True, True), ("plain", False, False)],
-    ]:
-        assert pool(2).run(_forced, how, fused_loss) == [expected, expected], (how, fused_loss)
-
-
 @pytest.mark.parametrize(
     ("how", "fused_loss", "words"),
     [
         ("a hook", True, "fused_loss=True, but the output head has a hook on a VocabParallelHead"),
         ("a wrapper", True, "fused_loss=True, but the output head is in a _Capped"),
-        ("an adapter", True, "fused_loss=True, but an adapter on the output head makes logits"),
+        ("adapted", True, "fused_loss=True, but an adapter on the output head makes logits"),
         ("plain", "yes", "fused_loss must be 'auto', True or False, got 'yes'"),
     ],
 )
 def test_a_fused_loss_that_cannot_be_is_refused(how: str, fused_loss: object, words: str) -> None:
-    pool(2).assert_raises(_forced, how, fused_loss, error="ValueError", words=words)
+    pool(2).assert_raises(_fuses, how, fused_loss, error="ValueError", words=words)
 
 
 def _invariant_with_a_hook() -> None:

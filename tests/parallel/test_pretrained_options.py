@@ -31,11 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "dtype"),
     [
         ({}, torch.bfloat16),
-        ({"dtype": "auto"}, torch.bfloat16),
         ({"torch_dtype": "auto"}, torch.bfloat16),
         ({"dtype": "float64"}, torch.float64),
         ({"dtype": torch.float32}, torch.float32),
-        ({"torch_dtype": torch.float64}, torch.float64),
         ({"dtype": torch.float64, "torch_dtype": "float64"}, torch.float64),
     ],
 )
