@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import pool
 from reference import Tiny, batch, difference, mesh_of
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import parallel_ext as px
 

@@ -246,12 +246,7 @@ def test_layers_that_something_stands_around_are_computed_by_themselves(name: st
 
 def _under_autocast() -> tuple[Counter[str], bool]:
     model, data = parallel(Tiny(dtype=torch.float32).model(), mesh_of()), batch(101)
-
-    def autocast(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    forward, model.forward = model.forward, lambda *args, **kwargs: autocast(model, args, kwargs)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     return _of_step(model, data), _has_bits_of_before(model, data)
 
 
@@ -438,20 +433,11 @@ def test_only_what_may_have_a_backward_is_computed_together(mode: str, together:
         assert (calls[TOGETHER], calls[COPY]) == (together, 0)
 
 
-def _sequence_parallel() -> Counter[str]:
-    model = parallel(Tiny().model(), mesh_of(), sequence_parallel=True)
+def _alone(sequence_parallel: bool) -> Counter[str]:
+    model = parallel(Tiny().model(), mesh_of(), sequence_parallel=sequence_parallel)
     return _of_step(model, batch(101))
 
 
-def test_with_sequence_parallelism_layers_are_computed_by_themselves() -> None:
-    for calls in pool(2).run(_sequence_parallel):
-        assert (calls[TOGETHER], calls[ALONE]) == (0, 10)
-
-
-def _alone_on_one_rank() -> Counter[str]:
-    return _of_step(parallel(Tiny().model(), mesh_of(1)), batch(101))
-
-
-def test_one_rank_computes_layers_as_before() -> None:
-    for calls in pool(1).run(_alone_on_one_rank):
+def test_one_rank_and_sequence_parallelism_compute_layers_by_themselves() -> None:
+    for calls in (*pool(1).run(_alone, False), *pool(2).run(_alone, True)):
         assert (calls[TOGETHER], calls[ALONE]) == (0, 10)

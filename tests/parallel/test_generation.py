@@ -272,13 +272,9 @@ def _poisoned(model: Any) -> dict[str, Any]:
 REFUSALS = {
     "beams": ({"num_beams": 2}, "NotImplementedError: ask for beam_search; use model.generate()"),
     "assisted": ({"prompt_lookup_num_tokens": 2}, "NotImplementedError: assisted_generation"),
-    "repetition penalty": (
-        {"repetition_penalty": 1.2},
+    "repetition penalty of the model": (
+        _of_model(repetition_penalty=1.2),
         "NotImplementedError: what the options ask of RepetitionPenaltyLogitsProcessor",
-    ),
-    "an option of the model": (
-        _of_model(no_repeat_ngram_size=2),
-        "NotImplementedError: NoRepeatNGramLogitsProcessor",
     ),
     "a filter of another kind": (
         {"do_sample": True, "typical_p": 0.5},

@@ -291,19 +291,6 @@ def test_a_recomputed_mixture_draws_nothing_from_the_users_generator(reentrant: 
     assert pool(2).run(_random_numbers_of_a_step, reentrant) == [True, True]
 
 
-def _tied_scores() -> list[list[int]]:
-    model = parallel(TinyMixtral().model(), Layout(1, 2, 2).mesh())
-    router = model.model.layers[0].mlp.gate
-    torch.nn.init.zeros_(router.weight)
-    _, weights, ids = router(torch.randn(3, 32, dtype=torch.float64))
-    assert torch.equal(weights, torch.full_like(weights, 0.5))
-    return ids.tolist()
-
-
-def test_equal_scores_go_to_the_lowest_experts() -> None:
-    assert pool(2).run(_tied_scores) == [[[0, 1]] * 3] * 2
-
-
 def _accumulated(layout: Layout) -> dict[str, float]:
     tiny = TinyMixtral(key_value_heads=1)
     return accumulated_differences(*spread(tiny, layout), tiny, False)

@@ -31,7 +31,6 @@ from parallel_ext.parallel.plan import Options
 from parallel_ext.parallel.state import parallel_models
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
-EACH_OPTION = {name: {name: value} for name, value in OPTIONS.items()} | {"all": OPTIONS}
 
 
 def _expected_loss(model: Any, data: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
@@ -56,28 +55,22 @@ def _parity(
     }
 
 
-def _check(tp: int, *args: Any) -> None:
-    assert_within(pool(tp).run(_parity, *args))
+PARITY: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], bool]] = {
+    **{name: (3, batch(101), {name: value}, {}, True) for name, value in OPTIONS.items()},
+    "all, on one rank": (1, batch(101), OPTIONS, {}, True),
+    "all": (3, batch(101), OPTIONS, {}, True),
+    "all, with logits": (2, batch(101), OPTIONS, {"training_logits": True}, True),
+    "all, no agreement": (2, batch(101), OPTIONS, {"agreement": False}, True),
+    "all, in an evaluation": (2, batch(101), OPTIONS, {}, False),
+    # Of 128 tokens each in fp64, and each with an exchange of its own.
+    "several tiles of tokens": (2, batch(101, rows=7, tokens=90), {}, {}, True),
+}
 
 
-@pytest.mark.parametrize(("name", "tp"), [("all", 1), *((name, 3) for name in EACH_OPTION)])
-def test_options_of_a_call_equal_those_on_whole_logits(name: str, tp: int) -> None:
-    _check(tp, batch(101), EACH_OPTION[name], {}, True)
-
-
-@pytest.mark.parametrize("how", [{"training_logits": True}, {"agreement": False}])
-def test_options_also_serve_models_that_return_logits_or_agree_on_nothing(how: dict) -> None:
-    _check(2, batch(101), OPTIONS, how, True)
-
-
-def test_options_serve_an_evaluation_too() -> None:
-    _check(2, batch(101), OPTIONS, {}, False)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_several_tiles_of_tokens_equal_the_single_process(tp: int) -> None:
-    """Of 128 tokens each in fp64, and each with an exchange of its own."""
-    _check(tp, batch(101, rows=7, tokens=90), {}, {}, True)
+@pytest.mark.parametrize("case", PARITY)
+def test_options_of_a_call_equal_those_on_whole_logits(case: str) -> None:
+    tp, *given = PARITY[case]
+    assert_within(pool(tp).run(_parity, *given))
 
 
 def _different_options() -> None:

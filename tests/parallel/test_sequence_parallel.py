@@ -38,6 +38,7 @@ from reference_mixtral import (
     errors_in,
     parity,
 )
+from reference_ops import counted_both_ways
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -138,12 +139,8 @@ def _counts(tiny: Tiny, sequence_parallel: bool, checkpointing: bool | None) -> 
     inputs: list[torch.Size] = []
     for layer in (*model.model.layers[1:], model.model.norm):
         layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].shape))
-    px._C.reset_collective_counts()
-    loss = model(**batch(tiny.vocab_size)).loss
-    forward = px._C.collective_counts()
-    px._C.reset_collective_counts()
-    loss.backward()
-    return [forward, px._C.collective_counts(), set(inputs)]
+    counts = counted_both_ways(lambda: model(**batch(tiny.vocab_size)).loss)
+    return [*counts, set(inputs)]
 
 
 def _left_by_forward(tiny: Tiny, tokens: int, sequence_parallel: bool) -> int:
