@@ -104,10 +104,16 @@ def test_any_tp_has_the_bits_of_one_process(kind: str) -> None:
         assert_bits(pool(tp).run(_train, tiny), whole)
 
 
-@pytest.mark.parametrize("how", ["checkpointing", "reentrant checkpointing"])
-def test_ways_to_train_have_the_same_bits(how: str) -> None:
-    (whole,) = pool(1).run(_train, KINDS["odd"])
-    assert_bits(pool(2).run(_train, KINDS["odd"], how), whole)
+@pytest.mark.parametrize(
+    ("how", "of_one", "tp"),
+    [
+        *(("checkpointing", "", 2), ("reentrant checkpointing", "", 2)),
+        *(("accumulation", "accumulation", 3), ("torch's clip", "torch's clip", 3)),
+    ],
+)
+def test_ways_to_train_have_the_same_bits(how: str, of_one: str, tp: int) -> None:
+    (whole,) = pool(1).run(_train, KINDS["odd"], of_one)
+    assert_bits(pool(tp).run(_train, KINDS["odd"], how), whole)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "tied", "biases", "bf16 gemma"])
@@ -115,12 +121,6 @@ def test_the_path_of_a_gpu_has_the_same_bits_on_any_tp(kind: str) -> None:
     """Of 32 tokens: torch's activations on a CPU have other bits at the end of other sizes."""
     (whole,) = pool(1).run(_train, KINDS[kind], "the path of a GPU", 16)
     assert_bits(pool(3).run(_train, KINDS[kind], "the path of a GPU", 16), whole)
-
-
-@pytest.mark.parametrize("how", ["accumulation", "torch's clip"])
-def test_any_tp_has_the_bits_of_one_process_so(how: str) -> None:
-    (whole,) = pool(1).run(_train, KINDS["odd"], how)
-    assert_bits(pool(3).run(_train, KINDS["odd"], how), whole)
 
 
 def test_the_tests_above_notice_the_ordinary_sums() -> None:

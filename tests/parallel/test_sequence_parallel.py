@@ -287,10 +287,9 @@ def test_low_precision_errs_at_most_twice_as_much_as_one_process(
     assert_at_most_twice(pool(2).run(errors, tiny, Layout(1, 2, 1), dtype), FLOOR[dtype])
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_data_parallel_training_equals_the_single_process(zero: int) -> None:
+def test_data_parallel_training_equals_the_single_process() -> None:
     options = {"sequence_parallel": True}
-    assert_within(pool(4).run(parity, Tiny(), Layout(2, 2, 1), zero, options))
+    assert_within(pool(4).run(parity, Tiny(), Layout(2, 2, 1), 3, options))
 
 
 def _adapted(
