@@ -103,7 +103,7 @@ def test_a_revision_and_a_subfolder_of_the_hub_are_found_in_its_cache(
     folder: Path, tmp_path: Path
 ) -> None:
     repository = tmp_path / "models--some--llama"
-    of_revision = {"main": (0, 5), "v2": (1, 7)}
+    of_revision = {"main": (0, 1), "v2": (1, 2)}
     for revision, (number, layers) in of_revision.items():
         commit = f"{number}" * 40
         inner = repository / "snapshots" / commit / "inner"
