@@ -181,35 +181,6 @@ def test_the_tests_above_notice(how: str) -> None:
         assert_bits(pool(3).run(_train_broken, how), whole)
 
 
-def _gradient_of_rows(look_up: Any, threads: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(11, 72, generator=generator, requires_grad=True)
-    ids = torch.randint(0, 11, (2, 500), generator=generator)
-    torch.set_num_threads(threads)
-    (look_up(ids, table) * torch.randn(2, 500, 72, generator=generator)).sum().backward()
-    return table.grad
-
-
-def _of_threads(accumulates: bool) -> bool:
-    """Whether rows of an embedding get the same gradient in one thread as in four."""
-
-    def ours(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return ops.vocab_embedding(ids, table, 11, 0)
-
-    def accumulated(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return table[ids]  # whose backward is index_put(accumulate=True)
-
-    how = accumulated if accumulates else ours
-    found = [_gradient_of_rows(how, threads) for threads in (1, 4)]
-    torch.set_num_threads(1)
-    return torch.equal(*found)
-
-
-def test_the_gradient_of_the_embedding_is_not_that_of_index_put() -> None:
-    assert pool(1).run(_of_threads, False) == [True]
-    assert pool(1).run(_of_threads, True) == [False]
-
-
 def _bytes_of_a_step(blocks: int) -> tuple[int, int]:
     """What a rank brings to the all-gathers of a step, and the bytes of [T, H] in fp32."""
     tiny, tokens = Tiny(heads=24, key_value_heads=24, dtype=torch.float32), 2 * 19
@@ -275,34 +246,6 @@ def _in_inference_mode(tiny: Tiny) -> bool:
 
 def test_inference_mode_computes_what_no_grad_does() -> None:
     assert pool(2).run(_in_inference_mode, Tiny(dtype=torch.float32)) == [True, True]
-
-
-def _resume(tiny: Tiny, root: Path, saves: bool) -> BITS | None:
-    """Two steps and a checkpoint; or that loaded, and one more."""
-    model = px.parallelize(tiny.model(), mesh_of(), invariant=px.Invariant(8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if not saves:
-        px.load_checkpoint(root, model, optimizer)
-    log = []
-    for step in (0, 1) if saves else (2,):
-        optimizer.zero_grad()
-        loss = model(**batch(tiny.vocab_size, 2, 19, seed=step)).loss
-        loss.backward()
-        log.append((loss.item().hex(), px.clip_grad_norm_(model, 0.5).item().hex()))
-        optimizer.step()
-    if saves:
-        px.save_checkpoint(root, 2, model, optimizer)
-        return None
-    return log, digests(model, optimizer), px.digest(model)
-
-
-def test_a_run_resumes_on_another_layout_with_the_same_bits(tmp_path: Path) -> None:
-    tiny = KINDS["odd"]
-    ((log, blocks, digest),) = pool(1).run(_train, tiny)
-    for saving, loading in ((2, 3), (3, 1)):
-        root = tmp_path / f"{saving} to {loading}"
-        pool(saving).run(_resume, tiny, root, True)
-        assert_bits(pool(loading).run(_resume, tiny, root, False), (log[2:], blocks, digest))
 
 
 def _own_files(tiny: Tiny, folder: Path) -> str:

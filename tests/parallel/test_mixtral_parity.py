@@ -31,7 +31,7 @@ from reference_mixtral import (
     parity,
     spread,
 )
-from reference_ops import aten_path, counted, counted_both_ways
+from reference_ops import aten_path, counted
 
 import parallel_ext as px
 from parallel_ext import ops
@@ -379,38 +379,3 @@ def _under_autocast(layout: Layout) -> tuple[dict[str, float], dict[str, float]]
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 2)], ids=str)
 def test_autocast_errs_at_most_twice_as_much_as_one_process(layout: Layout) -> None:
     assert_at_most_twice(pool(layout.world).run(_under_autocast, layout), FLOOR[torch.bfloat16])
-
-
-def _bits(layout: Layout) -> list[torch.Tensor]:
-    runs = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        _, model, mesh = spread(TinyMixtral(dtype=torch.bfloat16), layout)
-        poison = [torch.full((64, 64), float("nan"), dtype=torch.bfloat16) for _ in range(64)]
-        del poison  # memory that the buffers are likely to get
-        model(**own_batch(TinyMixtral(), mesh)[1]).loss.backward()
-        runs.append([p.grad for p in model.model.layers.parameters()])
-    torch.set_num_threads(1)
-    return [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(*runs, strict=True)]
-
-
-def test_gradients_are_the_same_bits_from_run_to_run_and_for_two_threads() -> None:
-    for equal in pool(2).run(_bits, Layout(2, 1, 2)):
-        assert all(equal)
-
-
-def _counts(layout: Layout, layers: int) -> tuple[dict[str, int], dict[str, int]]:
-    mesh = layout.mesh()
-    model = parallel(TinyMixtral(layers=layers).model(), mesh)
-    return counted_both_ways(lambda: model(**batches(TinyMixtral(), 1)[0]).loss)
-
-
-def test_a_layer_takes_the_collectives_of_the_table() -> None:
-    layers = 3
-    for forward, backward in pool(2).run(_counts, Layout(1, 2, 2), layers):
-        assert forward["all_gather"] == 2 + layers  # counts
-        assert forward["swap"] == 1 + 3 * layers  # the embedding, experts, the tokens' slices
-        assert backward["swap"] == 2 * layers
-        assert forward["all_reduce"] == layers  # attention
-        assert backward["all_gather"] == layers  # dX and the weights' gradients, in one message
-        assert backward["all_reduce"] == 1 + layers

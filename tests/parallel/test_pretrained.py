@@ -89,24 +89,6 @@ def test_a_directory_trains_and_saves_as_in_one_process(
     assert_within(pool(tp).run(_there_and_back, str(source), str(target)), FLOOR[tiny.dtype])
 
 
-def _load(folder: str) -> None:
-    px.from_pretrained(folder, mesh_of())
-
-
-def test_a_missing_directory_is_named_on_all_ranks(tmp_path: Path) -> None:
-    pool(2).assert_raises(_load, str(tmp_path / "nothing"), words="nothing")
-
-
-def test_another_number_of_rows_is_refused_with_both_shapes(tmp_path: Path) -> None:
-    tiny = Tiny(dtype=torch.float32)
-    tiny.model().save_pretrained(tmp_path)
-    config = transformers.LlamaConfig.from_pretrained(tmp_path)
-    config.vocab_size = 103
-    config.save_pretrained(tmp_path)
-    words = ("model.embed_tokens.weight", "(101, 72)", "(103, 72)")
-    pool(2).assert_raises(_load, str(tmp_path), words=words)
-
-
 def _save(folder: str) -> None:
     parallel(Tiny(dtype=torch.float32).model(), mesh_of()).save_pretrained(folder)
 
